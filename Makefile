@@ -36,7 +36,7 @@ SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-gpu gpu-day gpu-day-packages test-long test-containers test-real test-clients wheels chaos fuzz lint format bench bench-gpu protos sync-client references docs docs-serve image-pins clean
+.PHONY: help demo test test-gpu gpu-day gpu-day-packages test-long test-containers test-real test-clients wheels chaos fuzz lint format bench bench-gpu protos references docs docs-serve image-pins clean
 
 ## help: list the targets
 help:
@@ -197,10 +197,6 @@ protos: $(VENV)/.ready
 	cd protos && $(TOOLS) buf breaking --against $(CONTRACT)
 	cd protos && $(TOOLS) buf build --exclude-source-info -o $(CONTRACT)
 	PYTHONPATH=.:protos $(BIN)/python -m tests.protos.test_stored_bytes
-
-## sync-client: regenerate the blocking client after a change to the asyncio client
-sync-client: $(VENV)/.ready
-	$(BIN)/python -m tools.sync_client
 
 ## references: regenerate docs/reference after a change to a flag, a proto, an endpoint or a metric
 references: $(VENV)/.ready

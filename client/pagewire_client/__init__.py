@@ -16,14 +16,13 @@ Ways to use a model, which take the same prompts and `SamplingParams`; `AsyncLLM
 | module | holds |
 | --- | --- |
 | `client`, `async_client` | the API: `Client`, `AsyncClient` |
-| `calls`, `async_calls` | the gRPC calls behind it: retries, failover, output streams |
-| `stream_state`, `batch`, `retry`, `synchronization` | what both share; no I/O |
+| `calls` | the gRPC calls behind both: retries, failover, output streams |
+| `synchronization` | how the same calls are awaited by tasks, or block threads |
+| `stream_state`, `batch`, `retry` | bookkeeping, without I/O |
 | `sampling_params`, `chat`, `requests` | what is sent |
 | `outputs`, `deployment`, `errors` | what is returned or raised |
 | `connection` | addresses, TLS, call metadata, channels |
 | `llm` | offline use: services that `pagewire_cli.local` starts and supervises |
-
-`make sync-client` generates `client` and `calls` from `async_client` and `async_calls`.
 
 The promise of a stream: if a connection or a frontend dies, the stream continues where it broke.
 The client submits the request again with all that it has received (`resume` in the protos) and the

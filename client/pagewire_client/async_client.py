@@ -1,14 +1,14 @@
-"""The client: its methods are calls for asyncio."""
+"""The client for asyncio."""
 
 import copy
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Self, Unpack
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, ClassVar, Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client import connection, requests
-from pagewire_client.async_calls import AsyncCaller, AsyncOutputStream
 from pagewire_client.batch import Batch, OnProgress
+from pagewire_client.calls import AsyncOutputStream, Caller
 from pagewire_client.chat import ChatPrompt, Messages
 from pagewire_client.connection import Address, TlsOptions
 from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
@@ -29,6 +29,8 @@ class AsyncClient:
     all its retries; None takes the client's, and infinity waits as long as it takes. `model` may be
     left out when the deployment serves one.
     """
+
+    mode: ClassVar = connection.ASYNCIO
 
     def __init__(
         self,
@@ -51,13 +53,17 @@ class AsyncClient:
         further requests wait in the client, in order, until one ends.
         """
         options = connection.connection_options(address, tls, api_key)
-        connections = connection.Connections(options, connection.async_channel)
-        self._caller = AsyncCaller(connections, retry or RetryPolicy(), max_connections)
+        connections = connection.Connections(options, self.mode)
+        self._caller = Caller(connections, retry or RetryPolicy(), max_connections)
         self._timeout = timeout
 
     def __repr__(self) -> str:
-        addresses = ",".join(self._caller.connections.options.addresses)
-        return f"{type(self).__name__}({addresses!r})"
+        return f"{type(self).__name__}({self.addresses!r})"
+
+    @property
+    def addresses(self) -> str:
+        """The addresses of frontends, separated by commas."""
+        return ",".join(self._caller.connections.options.addresses)
 
     async def __aenter__(self) -> Self:
         return self
@@ -68,7 +74,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connections and cancel open streams."""
         for channel in self._caller.connections.close():
-            await channel.close()
+            await self.mode.close_channel(channel)
 
     def with_options(
         self, *, timeout: float | None = None, retry: RetryPolicy | None = None
@@ -211,7 +217,7 @@ class AsyncClient:
 
     async def watch_status(
         self, interval_s: float = 1.0, **detail: Unpack[StatusOptions]
-    ) -> AsyncIterator[EngineStatus]:
+    ) -> AsyncGenerator[EngineStatus, None]:
         """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""
         request = pb.WatchStatusRequest(
             interval_ms=round(interval_s * 1000), detail=StatusDetail(**detail)

@@ -1,11 +1,12 @@
-# Generated from async_calls.py by `make sync-client`; edit that file.
-"""gRPC calls that block: retries, failover, and streams that continue where they broke.
+"""gRPC calls: retries, failover, and streams that continue where they broke.
 
-`retry`, `stream_state` and `batch` hold the bookkeeping, which does no I/O.
+`retry`, `stream_state` and `batch` hold the bookkeeping, which does no I/O. Calls are
+coroutines; those of a blocking client are never suspended (`synchronization`).
 """
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -14,11 +15,11 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import errors
 from pagewire_client.batch import Batch, OnProgress, Send
-from pagewire_client.connection import Connections, OpenRequests, trace_metadata
+from pagewire_client.connection import Connections, Mode, OpenRequests, trace_metadata
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
-from pagewire_client.synchronization import Event, Queue
+from pagewire_client.synchronization import Event, is_cancelled, iterate, run
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class Caller:
 
     def __init__(
         self,
-        connections: Connections[grpc.Channel],
+        connections: Connections,
         policy: RetryPolicy,
         max_connections: int,
     ) -> None:
@@ -36,46 +37,51 @@ class Caller:
         self.policy = policy
         self.open_requests = OpenRequests(max_connections)
 
-    def unary(self, method: str, request: Any, timeout: float | None) -> Any:
+    @property
+    def mode(self) -> Mode:
+        """How calls are made and waited for."""
+        return self.connections.mode
+
+    async def unary(self, method: str, request: Any, timeout: float | None) -> Any:
         """The answer to a call of `method`."""
         deadline = Deadline(timeout)
 
-        def attempt(stub: InferenceServiceStub) -> Generator[Any, None, None]:
-            yield getattr(stub, method)(request, **self.call_options(deadline))
+        async def attempt(stub: InferenceServiceStub) -> AsyncGenerator[Any, None]:
+            yield await getattr(stub, method)(request, **self.call_options(deadline))
 
         delay_after = Attempts(self.policy, deadline).delay_after
-        with contextlib.closing(self.with_retries(attempt, delay_after, Event())) as answers:
-            return next(answers)
+        async with contextlib.aclosing(
+            self.with_retries(attempt, delay_after, self.mode.make_event())
+        ) as answers:
+            return await anext(answers)
 
-    def watch(
-        self, request: pb.WatchStatusRequest
-    ) -> Generator[pb.WatchStatusResponse, None, None]:
+    def watch(self, request: pb.WatchStatusRequest) -> AsyncGenerator[pb.WatchStatusResponse, None]:
         """The answers of WatchStatus, over reconnects, until the iterator is closed."""
         attempts = Attempts(self.policy, Deadline(None))
 
-        def attempt(
+        async def attempt(
             stub: InferenceServiceStub,
-        ) -> Generator[pb.WatchStatusResponse, None, None]:
+        ) -> AsyncGenerator[pb.WatchStatusResponse, None]:
             call: Any = stub.WatchStatus(request, metadata=self.connections.options.metadata)
             try:
-                for response in call:
+                async for response in call:
                     attempts.progressed()
                     yield response
                 raise errors.Unavailable("the server ended the stream")
             finally:
                 call.cancel()
 
-        return self.with_retries(attempt, attempts.delay_after, Event())
+        return self.with_retries(attempt, attempts.delay_after, self.mode.make_event())
 
-    def run_batch(self, batch: Batch, on_progress: OnProgress | None) -> None:
+    async def run_batch(self, batch: Batch, on_progress: OnProgress | None) -> None:
         """Run `batch` until it is done; its results include errors."""
 
-        def attempt(stub: InferenceServiceStub) -> Generator[None, None, None]:
-            outbox = _Outbox()
+        async def attempt(stub: InferenceServiceStub) -> AsyncGenerator[None, None]:
+            outbox = _Outbox(self.mode)
             call: Any = stub.GenerateMany(outbox.requests(), **self.call_options(batch.deadline))
             try:
                 outbox.put(batch.opened())
-                for message in call:
+                async for message in call:
                     outbox.put(batch.receive(message))
                     if on_progress:
                         on_progress(batch.progress)
@@ -90,7 +96,7 @@ class Caller:
         if batch.is_done:
             return
         try:
-            for _ in self.with_retries(attempt, batch.broken, Event()):
+            async for _ in self.with_retries(attempt, batch.broken, self.mode.make_event()):
                 pass
         except errors.PagewireError:
             if None in batch.results:
@@ -103,13 +109,13 @@ class Caller:
             "metadata": (*self.connections.options.metadata, *trace_metadata()),
         }
 
-    def with_retries(
+    async def with_retries(
         self,
-        attempt: Callable[[InferenceServiceStub], Generator[T, None, None]],
+        attempt: Callable[[InferenceServiceStub], AsyncGenerator[T, None]],
         delay_after: Callable[[errors.PagewireError], float],
         cancelled: Event,
         connection: int = 0,
-    ) -> Generator[T, None, None]:
+    ) -> AsyncGenerator[T, None]:
         """Yield the items of `attempt`, repeated on the next address while `delay_after` allows it.
 
         Stops without an error once `cancelled` is set.
@@ -117,8 +123,8 @@ class Caller:
         while not cancelled.is_set():
             address, stub = self.connections.current(connection)
             try:
-                with contextlib.closing(attempt(stub)) as items:
-                    for item in items:
+                async with contextlib.aclosing(attempt(stub)) as items:
+                    async for item in items:
                         self.connections.note(None)
                         yield item
                 return
@@ -126,19 +132,23 @@ class Caller:
                 failure = errors.from_call(error)
             except errors.Unavailable as error:
                 failure = error
+            except asyncio.CancelledError:
+                # Also raised in a task that nobody cancels, when `close` ends the call.
+                if is_cancelled():
+                    raise
+                failure = errors.Unavailable("the connection was closed")
             if not cancelled.is_set():
                 self.connections.note(failure)
                 delay = delay_after(failure)
                 self.connections.leave(address)
-                cancelled.wait(delay)
+                await cancelled.wait(delay)
 
 
-class OutputStream(Iterator[OutputDelta]):
+class AsyncOutputStream(AsyncIterator[OutputDelta]):
     """Iterates over an answer's deltas; `output` accumulates them.
 
     If the connection breaks, the stream continues where it was, through another frontend if there
-    is one. Closing or dropping it ends the request. `close` may be called from another
-    thread, and ends a blocked iteration.
+    is one. Closing it, dropping it, or cancelling the task that iterates ends the request.
     """
 
     def __init__(self, caller: Caller, request: pb.GenerateRequest, timeout: float | None) -> None:
@@ -160,20 +170,75 @@ class OutputStream(Iterator[OutputDelta]):
         """The answer received so far."""
         return self._generation.state.output
 
-    def text_deltas(self) -> Iterator[str]:
+    async def text_deltas(self) -> AsyncGenerator[str, None]:
         """The first choice's text, piece by piece; empty pieces are left out."""
-        for delta in self:
+        async for delta in self:
             if delta.index == 0 and delta.text:
                 yield delta.text
 
-    def final(self) -> RequestOutput:
+    async def final(self) -> RequestOutput:
         """The answer, once it is complete or the stream is closed."""
-        for _ in self:
+        async for _ in self:
             pass
         return self.output
 
+    async def __anext__(self) -> OutputDelta:
+        return await anext(self._deltas)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # Absent if the constructor raised.
+        if hasattr(self, "_generation"):
+            self._generation.close()
+
+    async def aclose(self) -> None:
+        """End the request if it is not finished; iteration then stops."""
+        self._generation.close()
+
+
+class OutputStream(Iterator[OutputDelta]):
+    """Iterates over an answer's deltas; `output` accumulates them.
+
+    If the connection breaks, the stream continues where it was, through another frontend if there
+    is one. Closing or dropping it ends the request. `close` may be called from another thread, and
+    ends a blocked iteration.
+    """
+
+    def __init__(self, stream: AsyncOutputStream) -> None:
+        """`stream`: that of a client whose calls are never suspended."""
+        self._stream = stream
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of request {self.request_id}>"
+
+    @property
+    def request_id(self) -> str:
+        """The request's id, for `abort`."""
+        return self._stream.request_id
+
+    @property
+    def output(self) -> RequestOutput:
+        """The answer received so far."""
+        return self._stream.output
+
+    def text_deltas(self) -> Iterator[str]:
+        """The first choice's text, piece by piece; empty pieces are left out."""
+        return iterate(self._stream.text_deltas())
+
+    def final(self) -> RequestOutput:
+        """The answer, once it is complete or the stream is closed."""
+        return run(self._stream.final())
+
     def __next__(self) -> OutputDelta:
-        return next(self._deltas)
+        try:
+            return run(anext(self._stream))
+        except StopAsyncIteration:
+            raise StopIteration from None
 
     def __enter__(self) -> Self:
         return self
@@ -181,14 +246,9 @@ class OutputStream(Iterator[OutputDelta]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # Absent if the constructor raised.
-        if hasattr(self, "_generation"):
-            self._generation.close()
-
     def close(self) -> None:
         """End the request if it is not finished; iteration then stops."""
-        self._generation.close()
+        run(self._stream.aclose())
 
 
 class _Generation:
@@ -198,16 +258,16 @@ class _Generation:
         self._caller = caller
         self._deadline = deadline
         self._attempts = Attempts(caller.policy, deadline)
-        self._turn = Event()
-        self._closed = Event()
+        self._turn = caller.mode.make_event()
+        self._closed = caller.mode.make_event()
         self._call: Any = None
         self.state = StreamState(request)
 
-    def deltas(self) -> Generator[OutputDelta, None, None]:
+    async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
         caller, open_requests = self._caller, self._caller.open_requests
         open_requests.enter(self._turn)
         try:
-            if not self._turn.wait(self._deadline.remaining_s()):
+            if not await self._turn.wait(self._deadline.remaining_s()):
                 raise errors.DeadlineExceeded(
                     "the timeout passed while the client had its maximum of open requests"
                 )
@@ -217,8 +277,9 @@ class _Generation:
             attempts = caller.with_retries(
                 self._attempt, self._attempts.delay_after, self._closed, connection
             )
-            with contextlib.closing(attempts) as deltas:
-                yield from deltas
+            async with contextlib.aclosing(attempts) as deltas:
+                async for delta in deltas:
+                    yield delta
         finally:
             open_requests.leave(self._turn)
 
@@ -229,16 +290,17 @@ class _Generation:
         if self._call is not None:
             self._call.cancel()
 
-    def _attempt(self, stub: InferenceServiceStub) -> Generator[OutputDelta, None, None]:
+    async def _attempt(self, stub: InferenceServiceStub) -> AsyncGenerator[OutputDelta, None]:
         request = self.state.next_request()
         call: Any = stub.Generate(request, **self._caller.call_options(self._deadline))
         self._call = call
         try:
             if self._closed.is_set():  # Perhaps by another thread just before the line above.
                 return
-            for response in call:
+            async for response in call:
                 self._attempts.progressed()
-                yield from self.state.receive(response)
+                for delta in self.state.receive(response):
+                    yield delta
             self.state.require_finished()
         finally:
             call.cancel()
@@ -247,9 +309,9 @@ class _Generation:
 class _Outbox:
     """Requests to be sent on a stream, each at its time; gRPC consumes them."""
 
-    def __init__(self) -> None:
-        self._queue: Queue[Send | None] = Queue()
-        self._closed = Event()
+    def __init__(self, mode: Mode) -> None:
+        self._queue = mode.make_queue()
+        self._closed = mode.make_event()
 
     def put(self, sends: list[Send]) -> None:
         for send in sends:
@@ -260,7 +322,7 @@ class _Outbox:
         self._closed.set()
         self._queue.put_nowait(None)
 
-    def requests(self) -> Iterator[pb.GenerateManyRequest]:
-        while (send := self._queue.get()) is not None and not self._closed.is_set():
-            if not self._closed.wait(send.delay_s()):
+    async def requests(self) -> AsyncGenerator[pb.GenerateManyRequest, None]:
+        while (send := await self._queue.get()) is not None and not self._closed.is_set():
+            if not await self._closed.wait(send.delay_s()):
                 yield pb.GenerateManyRequest(request=send.request)

@@ -1,34 +1,63 @@
-# Generated from async_client.py by `make sync-client`; edit that file.
-"""The client: its methods are calls that block."""
+"""The client that blocks: its methods are those of `AsyncClient`, run without an event loop."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any, Self, Unpack
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from pagewire.v1 import inference_service_pb2 as pb
-from pagewire.v1.status_pb2 import StatusDetail
-from pagewire_client import connection, requests
-from pagewire_client.batch import Batch, OnProgress
-from pagewire_client.calls import Caller, OutputStream
-from pagewire_client.chat import ChatPrompt, Messages
-from pagewire_client.connection import Address, TlsOptions
-from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
-from pagewire_client.errors import PagewireError
-from pagewire_client.outputs import RequestOutput, Score, score_of
-from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
-from pagewire_client.retry import Deadline, RetryPolicy
-from pagewire_client.sampling_params import SamplingParams
+from pagewire_client.async_client import AsyncClient
+from pagewire_client.calls import AsyncOutputStream, OutputStream
+from pagewire_client.connection import BLOCKING, Address, TlsOptions
+from pagewire_client.retry import RetryPolicy
+from pagewire_client.synchronization import iterate, run
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Calls(AsyncClient):
+    """An `AsyncClient` whose coroutines block instead of being suspended."""
+
+    mode = BLOCKING
+
+
+def _method(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["Client", P], T]:
+    @functools.wraps(method)
+    def blocking(client: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run(method(client._calls, *args, **kwargs))
+
+    return blocking
+
+
+def _stream(
+    method: Callable[Concatenate[AsyncClient, P], AsyncOutputStream],
+) -> Callable[Concatenate["Client", P], OutputStream]:
+    @functools.wraps(method)
+    def blocking(client: "Client", /, *args: P.args, **kwargs: P.kwargs) -> OutputStream:
+        return OutputStream(method(client._calls, *args, **kwargs))
+
+    return blocking
+
+
+def _iterator(
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate["Client", P], Generator[T, None, None]]:
+    @functools.wraps(method)
+    def blocking(
+        client: "Client", /, *args: P.args, **kwargs: P.kwargs
+    ) -> Generator[T, None, None]:
+        return iterate(method(client._calls, *args, **kwargs))
+
+    return blocking
 
 
 class Client:
     """Talks to one deployment through any of its frontends. Safe to share between threads.
 
-    Methods that generate take `SamplingParams`, or its fields as keyword arguments:
-    `generate("Hello", temperature=0, max_tokens=50)`.
-
-    Methods raise what `pagewire_client.errors` lists. `timeout`, in seconds, bounds a call with
-    all its retries; None takes the client's, and infinity waits as long as it takes. `model` may be
-    left out when the deployment serves one.
+    A method has the arguments of `AsyncClient`'s method of that name, blocks, and returns its
+    result. Streams are iterators, which another thread may close.
     """
 
     def __init__(
@@ -41,24 +70,18 @@ class Client:
         timeout: float | None = None,
         max_connections: int = 1,
     ) -> None:
-        """Connects at the first call.
-
-        `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between, as a list or
-        separated by commas; None: the variable PAGEWIRE_ADDRESS, or port 7600 of this machine.
-        `api_key`: sent as `authorization: Bearer KEY`; None: the first of the variable
-        PAGEWIRE_API_KEY, which may hold several for a server, separated by spaces.
-        `timeout`: of calls without one of their own.
-        `max_connections`: to one address, opened as needed. Each carries up to 1,000 open requests;
-        further requests wait in the client, in order, until one ends.
-        """
-        options = connection.connection_options(address, tls, api_key)
-        connections = connection.Connections(options, connection.sync_channel)
-        self._caller = Caller(connections, retry or RetryPolicy(), max_connections)
-        self._timeout = timeout
+        """Connects at the first call. The arguments are those of `AsyncClient`."""
+        self._calls = _Calls(
+            address,
+            tls=tls,
+            api_key=api_key,
+            retry=retry,
+            timeout=timeout,
+            max_connections=max_connections,
+        )
 
     def __repr__(self) -> str:
-        addresses = ",".join(self._caller.connections.options.addresses)
-        return f"{type(self).__name__}({addresses!r})"
+        return f"{type(self).__name__}({self._calls.addresses!r})"
 
     def __enter__(self) -> Self:
         return self
@@ -66,185 +89,37 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Close the connections and cancel open streams."""
-        for channel in self._caller.connections.close():
-            channel.close()
-
     def with_options(
         self, *, timeout: float | None = None, retry: RetryPolicy | None = None
     ) -> Self:
         """This client with other options, over the same connections; None leaves one as it is."""
         other = copy.copy(self)
-        other._timeout = self._timeout if timeout is None else timeout
-        if retry is not None:
-            other._caller = copy.copy(self._caller)
-            other._caller.policy = retry
+        other._calls = self._calls.with_options(timeout=timeout, retry=retry)
         return other
 
-    def generate(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> RequestOutput:
-        """The whole answer to one prompt: a text, token ids, or a chat."""
-        request = requests.generate_request(prompt, sampling_params, is_whole=True, **options)
-        with self._stream(request, options.get("timeout")) as stream:
-            return stream.final()
-
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> OutputStream:
-        """Stream the answer to one prompt as it is generated."""
-        request = requests.generate_request(prompt, sampling_params, **options)
-        return self._stream(request, options.get("timeout"))
-
-    def chat(
-        self,
-        messages: Messages,
-        sampling_params: SamplingParams | None = None,
-        **options: Unpack[requests.ChatCallOptions],
-    ) -> RequestOutput:
-        """The model's turn in a conversation; `ChatOptions` describes its own arguments.
-
-        `stream(messages)` streams it, and `stream({"messages": messages, "tools": tools})`. The
-        outputs have the model's `reasoning` and its `tool_calls` apart from their `text`.
-        """
-        chat, others = requests.without_chat_options(options)
-        return self.generate(ChatPrompt(messages=messages, **chat), sampling_params, **others)
-
-    def generate_many(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Unpack[BatchOptions],
-    ) -> list[RequestOutput]:
-        """The answers to many prompts, in their order.
-
-        `sampling_params` applies to all, or is a list with one for each. The first request that
-        fails ends the others and raises; the message names its prompt.
-        """
-        return (self._run_batch(True, prompts, sampling_params, options)).outputs()
-
-    def try_generate_many(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Unpack[BatchOptions],
-    ) -> list[RequestOutput | PagewireError]:
-        """Like `generate_many`, with an error in the place of a request that failed."""
-        return (self._run_batch(False, prompts, sampling_params, options)).outcomes()
-
-    def score(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        context: Text | None = None,
-        model: str | None = None,
-        timeout: float | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> list[Score]:
-        """The log probability of each text, or list of token ids, after `context` if it is given.
-
-        Scores do not include the tokens of `context`. A text with its context must be shorter than
-        the model's length.
-        """
-        prompts, start = requests.prompt_list(texts), 0
-        if context is not None:
-            first = self._token_ids(context, True, model, timeout)
-            prompts = [[*first, *self._token_ids(text, False, model, timeout)] for text in prompts]
-            start = len(first)
-        outputs = self.generate_many(
-            prompts, requests.SCORING, model=model, timeout=timeout, on_progress=on_progress
-        )
-        return [score_of(output, start) for output in outputs]
-
-    def abort(self, request_id: str, *, timeout: float | None = None) -> None:
-        """End a running request. Raises NotFound if no request has this id."""
-        self._unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
-
-    def tokenize(
-        self,
-        text: str | Messages | ChatPrompt,
-        *,
-        model: str | None = None,
-        add_special_tokens: bool = True,
-        timeout: float | None = None,
-    ) -> list[int]:
-        """Token ids of a text, or of a conversation in the model's chat template."""
-        request = requests.tokenize_request(text, model, add_special_tokens)
-        return list((self._unary("Tokenize", request, timeout)).token_ids)
-
-    def detokenize(
-        self,
-        token_ids: Sequence[int],
-        *,
-        model: str | None = None,
-        skip_special_tokens: bool = True,
-        timeout: float | None = None,
-    ) -> str:
-        """Text of token ids."""
-        request = pb.DetokenizeRequest(
-            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-        )
-        text: str = (self._unary("Detokenize", request, timeout)).text
-        return text
-
-    def get_model(self, model: str | None = None, *, timeout: float | None = None) -> ModelInfo:
-        """Facts about a served model."""
-        request = pb.GetModelRequest(model=model)
-        return from_proto(ModelInfo, (self._unary("GetModel", request, timeout)).model)
-
-    def get_status(
-        self, *, timeout: float | None = None, **detail: Unpack[StatusOptions]
-    ) -> EngineStatus:
-        """A snapshot of the deployment."""
-        request = pb.GetStatusRequest(detail=StatusDetail(**detail))
-        return from_proto(EngineStatus, (self._unary("GetStatus", request, timeout)).status)
-
-    def watch_status(
-        self, interval_s: float = 1.0, **detail: Unpack[StatusOptions]
-    ) -> Iterator[EngineStatus]:
-        """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""
-        request = pb.WatchStatusRequest(
-            interval_ms=round(interval_s * 1000), detail=StatusDetail(**detail)
-        )
-        for response in self._caller.watch(request):
-            yield from_proto(EngineStatus, response.status)
-
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> OutputStream:
-        timeout = self._timeout if timeout is None else timeout
-        return OutputStream(self._caller, request, timeout)
-
-    def _token_ids(
-        self, text: Text, is_first: bool, model: str | None, timeout: float | None
-    ) -> Sequence[int]:
-        if not isinstance(text, str):
-            return text
-        return self.tokenize(text, add_special_tokens=is_first, model=model, timeout=timeout)
-
-    def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
-        timeout = self._timeout if timeout is None else timeout
-        return self._caller.unary(method, request, timeout)
-
-    def _run_batch(
-        self,
-        fail_fast: bool,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        options: BatchOptions,
-    ) -> Batch:
-        timeout = options.get("timeout")
-        batch = Batch(
-            requests.generate_requests(prompts, sampling_params, **options),
-            self._caller.policy,
-            Deadline(self._timeout if timeout is None else timeout),
-            max_in_flight=options.get("max_in_flight"),
-            fail_fast=fail_fast,
-        )
-        self._caller.run_batch(batch, options.get("on_progress"))
-        return batch
+    close = _method(AsyncClient.close)
+    """Close the connections and cancel open streams."""
+    generate = _method(AsyncClient.generate)
+    """The whole answer to one prompt: a text, token ids, or a chat."""
+    stream = _stream(AsyncClient.stream)
+    """Stream the answer to one prompt as it is generated."""
+    chat = _method(AsyncClient.chat)
+    """The model's turn in a conversation."""
+    generate_many = _method(AsyncClient.generate_many)
+    """The answers to many prompts, in their order."""
+    try_generate_many = _method(AsyncClient.try_generate_many)
+    """Like `generate_many`, with an error in the place of a request that failed."""
+    score = _method(AsyncClient.score)
+    """The log probability of each text, or list of token ids."""
+    abort = _method(AsyncClient.abort)
+    """End a running request. Raises NotFound if no request has this id."""
+    tokenize = _method(AsyncClient.tokenize)
+    """Token ids of a text, or of a conversation in the model's chat template."""
+    detokenize = _method(AsyncClient.detokenize)
+    """Text of token ids."""
+    get_model = _method(AsyncClient.get_model)
+    """Facts about a served model."""
+    get_status = _method(AsyncClient.get_status)
+    """A snapshot of the deployment."""
+    watch_status = _iterator(AsyncClient.watch_status)
+    """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""

@@ -1,5 +1,6 @@
 """Server addresses, TLS, API keys, call metadata, and channels."""
 
+import asyncio
 import logging
 import math
 import os
@@ -7,16 +8,22 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias
 
 import grpc
 
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client.errors import PagewireError
-from pagewire_client.synchronization import AsyncEvent, Event
+from pagewire_client.synchronization import (
+    Event,
+    TaskEvent,
+    ThreadEvent,
+    ThreadQueue,
+    iterate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -137,24 +144,98 @@ def connection_options(
     return ConnectionOptions(addresses=addresses, tls=tls, api_key=key)
 
 
-ChannelT = TypeVar("ChannelT")
-Turn: TypeAlias = Event | AsyncEvent
+class BlockingCall:
+    """A call whose responses are iterated over by blocking."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.cancel = call.cancel
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        for response in self._call:
+            return response
+        raise StopAsyncIteration
 
 
-class Connections(Generic[ChannelT]):
-    """The channels to each address, opened on first use, and the address in use.
+class BlockingStub:
+    """The stub of a channel for calls that block, with the interface of the one for asyncio."""
 
-    `ChannelT` is `grpc.Channel` or `grpc.aio.Channel`, as `make_channel` makes them.
-    """
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._stub = InferenceServiceStub(channel)
 
-    def __init__(
-        self,
-        options: ConnectionOptions,
-        make_channel: Callable[[ConnectionOptions, Address], ChannelT],
-    ) -> None:
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        call = getattr(self._stub, method)
+
+        async def unary(request: Any, **options: Any) -> Any:
+            return call(request, **options)
+
+        def stream(requests: Any, **options: Any) -> BlockingCall:
+            if isinstance(call, grpc.StreamStreamMultiCallable):
+                requests = iterate(requests)
+            return BlockingCall(call(requests, **options))
+
+        return unary if isinstance(call, grpc.UnaryUnaryMultiCallable) else stream
+
+
+def sync_channel(options: ConnectionOptions, address: Address) -> grpc.Channel:
+    """A channel for calls that block."""
+    if options.tls is None:
+        return grpc.insecure_channel(address, options.channel_options)
+    return grpc.secure_channel(address, options.tls.credentials(), options.channel_options)
+
+
+def _async_channel(options: ConnectionOptions, address: Address) -> grpc.aio.Channel:
+    """A channel for calls that are awaited; needs a running event loop."""
+    if options.tls is None:
+        return grpc.aio.insecure_channel(address, options.channel_options)
+    credentials = options.tls.credentials()
+    return grpc.aio.secure_channel(address, credentials, options.channel_options)
+
+
+async def _close_sync_channel(channel: grpc.Channel) -> None:
+    channel.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How calls are made and waited for."""
+
+    open_channel: Callable[[ConnectionOptions, Address], Any]
+    close_channel: Callable[[Any], Awaitable[None]]
+    make_stub: Callable[[Any], Any]
+    """The stub of a channel. Its calls are awaited, and their responses iterated over so."""
+    make_event: Callable[[], Event]
+    make_queue: Callable[[], Any]
+    """A queue with the methods `put_nowait` and `get`, which is awaited."""
+
+
+ASYNCIO = Mode(
+    open_channel=_async_channel,
+    close_channel=grpc.aio.Channel.close,
+    make_stub=InferenceServiceStub,
+    make_event=TaskEvent,
+    make_queue=asyncio.Queue,
+)
+BLOCKING = Mode(
+    open_channel=sync_channel,
+    close_channel=_close_sync_channel,
+    make_stub=BlockingStub,
+    make_event=ThreadEvent,
+    make_queue=ThreadQueue,
+)
+
+
+class Connections:
+    """The channels to each address, opened on first use, and the address in use."""
+
+    def __init__(self, options: ConnectionOptions, mode: Mode) -> None:
         self.options = options
-        self._make_channel = make_channel
-        self._channels: dict[tuple[Address, int], tuple[ChannelT, InferenceServiceStub]] = {}
+        self.mode = mode
+        self._channels: dict[tuple[Address, int], tuple[Any, Any]] = {}
+        """Channels and their stubs."""
         self._current = 0
         self._was_connected = False
         self._progressed_at = -math.inf
@@ -169,9 +250,8 @@ class Connections(Generic[ChannelT]):
                 raise RuntimeError("this client is closed")
             address = self.options.addresses[self._current]
             if (address, number) not in self._channels:
-                channel = self._make_channel(self.options, address)
-                stub = InferenceServiceStub(channel)
-                self._channels[address, number] = (channel, stub)
+                channel = self.mode.open_channel(self.options, address)
+                self._channels[address, number] = (channel, self.mode.make_stub(channel))
             return address, self._channels[address, number][1]
 
     def note(self, failure: PagewireError | None) -> None:
@@ -194,7 +274,7 @@ class Connections(Generic[ChannelT]):
             if self.options.addresses[self._current] == address:
                 self._current = (self._current + 1) % len(self.options.addresses)
 
-    def close(self) -> list[ChannelT]:
+    def close(self) -> list[Any]:
         """Open no further channels; returns the channels, for the caller to close."""
         with self._lock:
             self._closed = True
@@ -214,22 +294,22 @@ class OpenRequests:
         if max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, not {max_connections}")
         self._free = [self.per_connection] * max_connections
-        self._connections: dict[Turn, int] = {}
-        self._waiting: OrderedDict[Turn, None] = OrderedDict()
+        self._connections: dict[Event, int] = {}
+        self._waiting: OrderedDict[Event, None] = OrderedDict()
         # Reentrant, because the collection of garbage may end a request at any point.
         self._lock = threading.RLock()
 
-    def enter(self, turn: Turn) -> None:
+    def enter(self, turn: Event) -> None:
         """Set `turn` once its request may be sent; `leave` must follow."""
         with self._lock:
             self._waiting[turn] = None
             self._admit()
 
-    def connection(self, turn: Turn) -> int:
+    def connection(self, turn: Event) -> int:
         """The number of the connection of a request whose turn it is; 0 after `leave`."""
         return self._connections.get(turn, 0)
 
-    def leave(self, turn: Turn) -> None:
+    def leave(self, turn: Event) -> None:
         """Note that a request has ended, even if it was waiting, or had ended already."""
         with self._lock:
             self._waiting.pop(turn, None)
@@ -244,21 +324,6 @@ class OpenRequests:
             turn, _ = self._waiting.popitem(last=False)
             self._connections[turn] = connection
             turn.set()
-
-
-def sync_channel(options: ConnectionOptions, address: Address) -> grpc.Channel:
-    """A channel for calls that block."""
-    if options.tls is None:
-        return grpc.insecure_channel(address, options.channel_options)
-    return grpc.secure_channel(address, options.tls.credentials(), options.channel_options)
-
-
-def async_channel(options: ConnectionOptions, address: Address) -> grpc.aio.Channel:
-    """A channel for calls that are awaited; needs a running event loop."""
-    if options.tls is None:
-        return grpc.aio.insecure_channel(address, options.channel_options)
-    credentials = options.tls.credentials()
-    return grpc.aio.secure_channel(address, credentials, options.channel_options)
 
 
 def check_address(address: Address) -> None:

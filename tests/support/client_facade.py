@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from pagewire_client import AsyncClient, Client
-from pagewire_client.async_calls import AsyncOutputStream
+from pagewire_client.calls import AsyncOutputStream
 
 
 class BlockingAsyncClient:
