@@ -12,7 +12,7 @@ from pagewire_cli import terminal
 from pagewire_cli.options import CORE_CONNECTION, CoreConnection, with_options
 from pagewire_cli.status import watch_core
 from pagewire_client.connection import sync_channel
-from pagewire_client.deployment import EngineStatus, WorkerGroupStatus
+from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, word
 from pagewire_client.errors import DeadlineExceeded, from_call
 
 _CALL_TIMEOUT_S = 10.0
@@ -69,6 +69,6 @@ def _wait_gone(group_id: str, snapshots: Iterable[EngineStatus]) -> None:
 def _find(snapshot: EngineStatus, group_id: str) -> WorkerGroupStatus | None:
     """The group while it drains; a group of the same id that does not drain is its successor."""
     for group in snapshot.groups:
-        if group.group_id == group_id and group.state == "draining":
+        if group.group_id == group_id and word(group, "state") == "draining":
             return group
     return None

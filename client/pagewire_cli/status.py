@@ -1,8 +1,7 @@
 """`pagewire status`: queues, workers and memory of a deployment."""
 
-import dataclasses
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Annotated
 
 import grpc
@@ -17,7 +16,14 @@ from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_cli import terminal
 from pagewire_cli.options import CONNECTION, Connection, with_options
 from pagewire_client.connection import ConnectionOptions, sync_channel
-from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, from_proto
+from pagewire_client.deployment import (
+    EngineStatus,
+    WorkerGroupStatus,
+    load_summary,
+    lost_workers,
+    plain,
+    word,
+)
 from pagewire_client.errors import from_call
 
 _ANY_WIDTH = 1_000
@@ -38,7 +44,7 @@ def status(
         snapshots = client.watch_status() if watch else iter([client.get_status(timeout=timeout)])
         if as_json:
             for snapshot in snapshots:
-                terminal.write(json.dumps(dataclasses.asdict(snapshot)) + "\n")
+                terminal.write(json.dumps(plain(snapshot)) + "\n")
         elif watch:
             _show_live(snapshots)
         else:
@@ -94,11 +100,11 @@ def _table(rows: list[tuple[str, ...]]) -> Table:
     return table
 
 
-def _workers(groups: list[WorkerGroupStatus]) -> Iterator[tuple[str, ...]]:
+def _workers(groups: Iterable[WorkerGroupStatus]) -> Iterator[tuple[str, ...]]:
     for group in groups:
         yield (
             group.group_id,
-            group.state,
+            word(group, "state"),
             group.model,
             str(group.num_running_sequences),
             _blocks(group.num_gpu_blocks, group.num_free_gpu_blocks),
@@ -113,9 +119,10 @@ def _workers(groups: list[WorkerGroupStatus]) -> Iterator[tuple[str, ...]]:
 def _others(snapshot: EngineStatus) -> Iterator[tuple[str, ...]]:
     """Workers that load their model, and those that were lost and have not returned."""
     for load in snapshot.loading:
-        yield load.group_id, load.summary, load.model
-    for loss in snapshot.lost_workers:
-        yield loss.group_id, f"lost {loss.age_s:.0f} s ago", loss.model
+        yield load.group_id, load_summary(load), load.model
+    for loss in lost_workers(snapshot):
+        age_s = snapshot.uptime_s - loss.lost_at_s
+        yield loss.group_id, f"lost {age_s:.0f} s ago", loss.model
 
 
 def _blocks(total: int, free: int) -> str:
@@ -139,6 +146,6 @@ def watch_core(
         watch = SchedulerServiceStub(channel).WatchStatus
         try:
             for response in watch(request, timeout=timeout_s, metadata=options.metadata):
-                yield from_proto(EngineStatus, response.status)
+                yield response.status
         except grpc.RpcError as error:
             raise from_call(error) from None

@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from pagewire.status_rates import RecentStatuses
 from pagewire_cli.options import CONNECTION, MEMBERSHIP, Connection, Membership, with_options
 from pagewire_cli.status import watch_core
-from pagewire_cli.top_screen import Rates, Screen
+from pagewire_cli.top_screen import Screen
 from pagewire_client.deployment import EngineStatus
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
@@ -50,7 +51,7 @@ def top(
 
 def _print_once(console: Console, statuses: Iterator[EngineStatus]) -> None:
     """Print one screen; its rates are over the time between the first two snapshots."""
-    rates = Rates()
+    rates = RecentStatuses()
     rates.add(next(statuses))
     status = next(statuses)
     rates.add(status)
@@ -59,7 +60,7 @@ def _print_once(console: Console, statuses: Iterator[EngineStatus]) -> None:
 
 
 def _show_live(console: Console, statuses: Iterator[EngineStatus]) -> None:
-    rates = Rates()
+    rates = RecentStatuses()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for status in statuses:
             rates.add(status)

@@ -1,13 +1,12 @@
 """The screen of `pagewire top`: it fits a terminal of 80 by 24 and uses the space of a larger one.
 
-`Rates` takes rates and percentiles from successive statuses; `draw_blocks` draws a memory's blocks,
-half a cell per block in colour, a letter without. If there are more blocks than cells, a cell
-represents several: it shows the first of them that is in use, or else the first that is cached.
+`draw_blocks` draws a memory's blocks, half a cell per block in colour, a letter without. If there
+are more blocks than cells, a cell represents several: it shows the first of them that is in use, or
+else the first that is cached.
 """
 
 import colorsys
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from rich.color import Color
@@ -16,12 +15,16 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from pagewire.status_rates import RecentStatuses
 from pagewire_client.deployment import (
     BlockMap,
     EngineStatus,
-    LatencyHistogram,
     RequestStatus,
     WorkerGroupStatus,
+    load_summary,
+    lost_workers,
+    unpack,
+    word,
 )
 
 _CACHED = -1
@@ -58,7 +61,7 @@ def colour_of(number: int) -> Color:
 
 
 def _cells(blocks: BlockMap, blocks_per_cell: int) -> list[Cell]:
-    owners = blocks.owners
+    owners = unpack(blocks.owners)
     shared = [references > 1 for references in blocks.num_references]
     if blocks_per_cell == 1:
         return list(zip(owners, shared, strict=True))
@@ -109,64 +112,6 @@ def _cell_colour(cell: Cell) -> Color:
     )  # lighter: shared by several requests
 
 
-_RATE_WINDOW_S = 3.0
-_PERCENTILE_WINDOW_S = 15.0
-
-
-class Rates:
-    """Differences between the newest status and earlier ones."""
-
-    def __init__(self) -> None:
-        self._recent: deque[EngineStatus] = deque()
-
-    def add(self, status: EngineStatus) -> None:
-        """Add a status that is newer than all before."""
-        if self._recent and status.uptime_s < self._recent[-1].uptime_s:
-            self._recent.clear()  # the core was restarted
-        self._recent.append(status)
-        while status.uptime_s - self._recent[0].uptime_s > _PERCENTILE_WINDOW_S:
-            self._recent.popleft()
-
-    def per_second(self, count_of: Callable[[EngineStatus], int]) -> float | None:
-        """How fast a counter grows; None while there is only one status."""
-        now = self._recent[-1]
-        before = self._recent[0]
-        for status in self._recent:
-            if now.uptime_s - status.uptime_s >= _RATE_WINDOW_S:
-                before = status
-        elapsed = now.uptime_s - before.uptime_s
-        return (count_of(now) - count_of(before)) / elapsed if elapsed > 0 else None
-
-    def steps_per_second(self, group_id: str) -> float | None:
-        """Steps per second of one worker group."""
-
-        def steps(status: EngineStatus) -> int:
-            found = [group.num_steps for group in status.groups if group.group_id == group_id]
-            return found[0] if found else 0
-
-        rate = self.per_second(steps)
-        return None if rate is None else max(0.0, rate)
-
-    def percentile(
-        self, histogram_of: Callable[[EngineStatus], LatencyHistogram], share: float
-    ) -> float | None:
-        """The quantile `share` of recent latencies, in seconds; None if there were none."""
-        now, before = histogram_of(self._recent[-1]), histogram_of(self._recent[0])
-        counts = list(now.counts)
-        for bucket, count in enumerate(before.counts):
-            counts[bucket] -= count
-        rank = share * sum(counts)
-        if not rank:
-            return None
-        below = 0
-        for bucket, count in enumerate(counts):
-            if below + count >= rank:
-                part = (rank - below) / count
-                return now.first_bound_s * now.growth ** (bucket - 1 + part)
-            below += count
-        raise AssertionError("ranks are within the sum")
-
-
 _NUM_HEADER_LINES = 4
 _MIN_REQUEST_LINES = 6
 _BAR_CHARACTERS = 16
@@ -182,7 +127,7 @@ class Screen:
         self._height = height
         self._in_colour = in_colour
 
-    def render(self, status: EngineStatus, rates: Rates) -> RenderableType:
+    def render(self, status: EngineStatus, rates: RecentStatuses) -> RenderableType:
         """The whole screen."""
         groups = list(self._groups(status, rates))
         num_left = self._height - _NUM_HEADER_LINES - len(groups)
@@ -191,13 +136,12 @@ class Screen:
             line.truncate(self._width, overflow="ellipsis")
         return Group(*lines, self._requests(status, num_left))
 
-    def _groups(self, status: EngineStatus, rates: Rates) -> Iterable[Text]:
-        for loss in status.lost_workers:
-            yield Text.assemble(
-                (loss.group_id, "bold"), " ", ("lost", "red"), f" {_duration(loss.age_s)} ago"
-            )
+    def _groups(self, status: EngineStatus, rates: RecentStatuses) -> Iterable[Text]:
+        for loss in lost_workers(status):
+            age = _duration(status.uptime_s - loss.lost_at_s)
+            yield Text.assemble((loss.group_id, "bold"), " ", ("lost", "red"), f" {age} ago")
         for load in status.loading:
-            yield Text.assemble((load.group_id, "bold"), " ", (load.summary, "yellow"))
+            yield Text.assemble((load.group_id, "bold"), " ", (load_summary(load), "yellow"))
         if not status.groups and not status.loading:
             yield Text("no worker is registered", style="yellow")
         map_lines = self._map_lines(len(status.groups))
@@ -233,11 +177,11 @@ class Screen:
             table.add_column(name, justify="right", no_wrap=True, min_width=6)
         shown = [*status.requests, *reversed(status.ended_requests)][: max(0, num_lines - 1)]
         for request in shown:
-            table.add_row(*_request_row(request, in_colour=self._in_colour))
+            table.add_row(*_request_row(request, status.uptime_s, in_colour=self._in_colour))
         return table
 
 
-def _header(status: EngineStatus, rates: Rates) -> list[Text]:
+def _header(status: EngineStatus, rates: RecentStatuses) -> list[Text]:
     output = rates.per_second(lambda s: s.num_generated_tokens)
     prompt = rates.per_second(lambda s: s.num_prefill_tokens)
     models = ", ".join(status.models) or "no model"
@@ -265,19 +209,19 @@ def _facts(*facts: tuple[str, str]) -> Text:
     return Text("  ").join(parts)
 
 
-def _latencies(rates: Rates, field: str) -> str:
+def _latencies(rates: RecentStatuses, field: str) -> str:
     half, most = [rates.percentile(lambda s: getattr(s, field), share) for share in (0.5, 0.99)]
     return "-" if half is None or most is None else f"{_duration(half)}, p99 {_duration(most)}"
 
 
-def _group_line(group: WorkerGroupStatus, rates: Rates) -> Text:
+def _group_line(group: WorkerGroupStatus, rates: RecentStatuses) -> Text:
     used = group.num_gpu_blocks - group.num_free_gpu_blocks
     filled = round(_BAR_CHARACTERS * used / group.num_gpu_blocks) if group.num_gpu_blocks else 0
-    steps = rates.steps_per_second(group.group_id)
+    steps, state = rates.steps_per_second(group.group_id), word(group, "state")
     return Text.assemble(
         (group.group_id, "bold"),
         " ",
-        (group.state, _STATE_STYLES.get(group.state, "red")),
+        (state, _STATE_STYLES.get(state, "red")),
         "  [",
         ("=" * filled, "green" if filled < _BAR_CHARACTERS - 1 else "yellow"),
         " " * (_BAR_CHARACTERS - filled),
@@ -286,20 +230,23 @@ def _group_line(group: WorkerGroupStatus, rates: Rates) -> Text:
     )
 
 
-def _request_row(request: RequestStatus, *, in_colour: bool) -> list[Text]:
-    colour = colour_of(request.number)
-    name = Text(request.request_id, style="dim" if request.ended_age_s else "")
-    if in_colour and not request.ended_age_s:
-        name = Text.assemble(("■ ", Style(color=colour)), name)
-    num_blocks = sum(map(len, (*request.block_tables, *request.host_block_tables)))
+def _request_row(request: RequestStatus, uptime_s: float, *, in_colour: bool) -> list[Text]:
+    is_over = request.HasField("ended_at_s")
+    name = Text(request.request_id, style="dim" if is_over else "")
+    if in_colour and not is_over:
+        name = Text.assemble(("■ ", Style(color=colour_of(request.number))), name)
+    tables = (*request.block_tables, *request.host_block_tables)
+    num_blocks = sum(len(unpack(table)) for table in tables)
+    state = word(request, "state")
+    until_s = request.ended_at_s if is_over else uptime_s
     return [
         name,
-        Text(request.state, style=_REQUEST_STYLES.get(request.state, "")),
+        Text(state, style=_REQUEST_STYLES.get(state, "")),
         Text(request.group_id),
         Text(str(request.num_prompt_tokens)),
         Text(str(request.num_output_tokens)),
         Text(str(num_blocks) if num_blocks else ""),
-        Text(_duration(request.age_s)),
+        Text(_duration(until_s - request.accepted_at_s)),
     ]
 
 

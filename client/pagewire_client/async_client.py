@@ -11,7 +11,7 @@ from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.calls import AsyncOutputStream, Caller
 from pagewire_client.chat import ChatPrompt, Messages
 from pagewire_client.connection import Address, TlsOptions
-from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
+from pagewire_client.deployment import EngineStatus, ModelInfo
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput, Score, score_of
 from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
@@ -206,14 +206,16 @@ class AsyncClient:
     ) -> ModelInfo:
         """Facts about a served model."""
         request = pb.GetModelRequest(model=model)
-        return from_proto(ModelInfo, (await self._unary("GetModel", request, timeout)).model)
+        info: ModelInfo = (await self._unary("GetModel", request, timeout)).model
+        return info
 
     async def get_status(
         self, *, timeout: float | None = None, **detail: Unpack[StatusOptions]
     ) -> EngineStatus:
         """A snapshot of the deployment."""
         request = pb.GetStatusRequest(detail=StatusDetail(**detail))
-        return from_proto(EngineStatus, (await self._unary("GetStatus", request, timeout)).status)
+        status: EngineStatus = (await self._unary("GetStatus", request, timeout)).status
+        return status
 
     async def watch_status(
         self, interval_s: float = 1.0, **detail: Unpack[StatusOptions]
@@ -223,7 +225,7 @@ class AsyncClient:
             interval_ms=round(interval_s * 1000), detail=StatusDetail(**detail)
         )
         async for response in self._caller.watch(request):
-            yield from_proto(EngineStatus, response.status)
+            yield response.status
 
     def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncOutputStream:
         timeout = self._timeout if timeout is None else timeout

@@ -3,7 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
+
+from google.protobuf.message import Message
 
 from pagewire.columns import pack
 from pagewire.v1 import status_pb2 as pb
@@ -23,22 +26,6 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 4096
 
-# Fields that a snapshot of the core and its message both have.
-_OF_PLANNED = (
-    *("num_gpu_blocks", "num_free_gpu_blocks", "num_cpu_blocks", "num_free_cpu_blocks"),
-    *("num_running_sequences", "block_size", "max_num_seqs"),
-)
-_OF_CORE = (
-    *("num_waiting", "num_running", "num_swapped", "num_finished", "num_generated_tokens"),
-    *("num_prefill_tokens", "num_preemptions", "num_swapped_out_blocks", "num_swapped_in_blocks"),
-)
-_OF_REQUEST = (
-    *("request_id", "number", "tenant", "model", "priority", "num_prompt_tokens"),
-    *("num_cached_tokens", "num_computed_tokens", "num_output_tokens", "max_tokens"),
-    *("num_accepted_drafts", "num_drafts"),
-    *("num_sequences", "error_reason", "placements"),
-)
-
 
 def to_detail(message: pb.StatusDetail) -> InspectionDetail:
     """The requested detail; raises InvalidArgument."""
@@ -52,21 +39,32 @@ def to_detail(message: pb.StatusDetail) -> InspectionDetail:
     return replace(detail, max_requests=message.max_requests)
 
 
-def request_status(request: RequestSnapshot, now_us: int) -> pb.RequestStatus:
-    """One request; its times become ages."""
-    start_us, end_us = request.submitted_us, request.ended_us
+def request_status(request: RequestSnapshot, started_us: int) -> pb.RequestStatus:
+    """One request; its times become times of the core's uptime."""
+    submitted_us, ended_us = request.submitted_us, request.ended_us
     return pb.RequestStatus(
         group_id=request.worker_group_id,
         state=pb.RequestState.ValueType(request.state),
-        age_s=((end_us or now_us) - start_us) / 1e6,
-        ended_age_s=(now_us - end_us) / 1e6 if end_us else 0.0,
+        accepted_at_s=(submitted_us - started_us) / 1e6,
+        ended_at_s=(ended_us - started_us) / 1e6 if ended_us else None,
         events=[pb.RequestEvent.ValueType(event) for event, _, _ in request.events],
-        event_times_us=[max(0, at_us - start_us) for _, at_us, _ in request.events],
+        event_times_us=[max(0, at_us - submitted_us) for _, at_us, _ in request.events],
         event_values=[value for _, _, value in request.events],
         block_tables=map(pack, request.block_tables),
         host_block_tables=map(pack, request.host_block_tables),
-        **{name: getattr(request, name) for name in _OF_REQUEST},
+        **_same_fields(pb.RequestStatus, request),
     )
+
+
+def _same_fields(kind: type[Message], snapshot: object) -> dict[str, Any]:
+    """The values of a snapshot that the message has under the same names, as they are."""
+    return {
+        field.name: getattr(snapshot, field.name)
+        for field in kind.DESCRIPTOR.fields
+        if hasattr(snapshot, field.name)
+        and field.message_type is field.enum_type is None
+        and field.type != field.TYPE_BYTES
+    }
 
 
 def block_map(blocks: BlockMap) -> pb.BlockMap:
@@ -85,32 +83,33 @@ def histogram(counts: Iterable[int]) -> pb.LatencyHistogram:
 SUMMARY_INTERVAL_S = 10.0
 
 
-@dataclass(eq=False)
 class StatusBoard:
     """Creates `EngineStatus` messages; uptime counts from its construction."""
 
-    driver: CoreDriver
-    registry: WorkerRegistry
-    frontends: FrontendStreams
-
-    def __post_init__(self) -> None:
-        self._started_at = self.driver.clock()
+    def __init__(
+        self, driver: CoreDriver, registry: WorkerRegistry, frontends: FrontendStreams
+    ) -> None:
+        self._driver = driver
+        self._registry = registry
+        self._frontends = frontends
+        self._started_at = driver.clock()
 
     def snapshot(self, detail: InspectionDetail | None = None) -> pb.EngineStatus:
         """The current state, in the requested detail."""
-        now = self.driver.clock()
+        now = self._driver.clock()
         status = self._counts(now)
         if detail is not None and (detail.include_requests or detail.include_blocks):
-            self._add_detail(status, detail, now)
+            self._add_detail(status, detail)
         return status
 
-    def _add_detail(self, status: pb.EngineStatus, detail: InspectionDetail, now: float) -> None:
-        seen = self.driver.core.inspect(detail)
-        now_us = to_us(now)
-        status.requests.extend(request_status(request, now_us) for request in seen.requests)
-        status.ended_requests.extend(
-            request_status(request, now_us) for request in seen.ended_requests
-        )
+    def _add_detail(self, status: pb.EngineStatus, detail: InspectionDetail) -> None:
+        seen = self._driver.core.inspect(detail)
+        started_us = to_us(self._started_at)
+        for snapshots, messages in (
+            (seen.requests, status.requests),
+            (seen.ended_requests, status.ended_requests),
+        ):
+            messages.extend(request_status(request, started_us) for request in snapshots)
         status.num_unlisted_requests = seen.num_unlisted_requests
         for group in status.groups:
             maps = seen.block_maps.get(group.group_id)
@@ -119,35 +118,35 @@ class StatusBoard:
                 group.cpu_blocks.CopyFrom(block_map(maps[1]))
 
     def _counts(self, now: float) -> pb.EngineStatus:
-        core = self.driver.core.snapshot()
+        core = self._driver.core.snapshot()
         groups = {group.worker_group_id: group for group in core.worker_groups}
+        served = [model.name for model in self._registry.served_models()]
         return pb.EngineStatus(
             uptime_s=now - self._started_at,
             version=VERSION,
-            models=[model.name for model in self.registry.served_models()],
-            num_frontends=len(self.frontends),
+            num_frontends=len(self._frontends),
             groups=[
-                self._group_status(group, groups.get(group.group_id)) for group in self.registry
+                self._group_status(group, groups.get(group.group_id)) for group in self._registry
             ],
-            loading=self.registry.loading(),
+            loading=self._registry.loading(),
             time_to_first_token=histogram(core.first_token_counts),
             inter_token_latency=histogram(core.inter_token_counts),
-            num_worker_losses=self.registry.num_losses,
+            num_worker_losses=self._registry.num_losses,
             worker_losses=[
                 pb.WorkerLoss(
-                    group_id=loss.group_id, rank=loss.rank, model=loss.model, age_s=now - loss.at
+                    lost_at_s=loss.at - self._started_at, **_same_fields(pb.WorkerLoss, loss)
                 )
-                for loss in self.registry.losses
+                for loss in self._registry.losses
             ],
-            **{name: getattr(core, name) for name in _OF_CORE},
+            **_same_fields(pb.EngineStatus, core) | {"models": served},
         )
 
     async def log_summaries(self, interval_s: float = SUMMARY_INTERVAL_S) -> None:
         """Log a summary every `interval_s` seconds if anything has changed."""
-        before = self.driver.core.snapshot()
+        before = self._driver.core.snapshot()
         while True:
             await asyncio.sleep(interval_s)
-            now = self.driver.core.snapshot()
+            now = self._driver.core.snapshot()
             if now != before:
                 logger.info(
                     "summary num_running=%d num_waiting=%d num_finished=%d "
@@ -168,23 +167,20 @@ class StatusBoard:
     def _group_status(
         self, group: WorkerGroup, planned: WorkerGroupSnapshot | None
     ) -> pb.WorkerGroupStatus:
-        status = pb.WorkerGroupStatus(
-            group_id=group.group_id,
-            state=group.state,
-            model=group.registration.model.name,
-            address=group.registration.address,
-            num_steps=group.num_steps,
-            epoch=group.epoch,
-            heartbeat_age_s=self.driver.clock() - group.last_heartbeat,
-            world_size=group.world_size,
-            arithmetic=group.registration.model.arithmetic,
-            uses_cuda_graphs=group.registration.model.uses_cuda_graphs,
-            weights=group.registration.model.weights,
-            cache_layout=group.registration.model.cache_layout,
-        )
+        facts: dict[str, Any] = {}
         if planned is not None:
-            for name in _OF_PLANNED:
-                setattr(status, name, getattr(planned, name))
-            status.decode_step_us = planned.us_per_decode_step
-            status.prefill_token_us = planned.us_per_prefill_token
-        return status
+            facts = _same_fields(pb.WorkerGroupStatus, planned)
+            facts["decode_step_us"] = planned.us_per_decode_step
+            facts["prefill_token_us"] = planned.us_per_prefill_token
+        model = group.registration.model
+        facts |= _same_fields(pb.WorkerGroupStatus, group) | {"model": model.name}
+        return pb.WorkerGroupStatus(
+            state=group.state,
+            address=group.registration.address,
+            last_heartbeat_at_s=group.last_heartbeat - self._started_at,
+            arithmetic=model.arithmetic,
+            uses_cuda_graphs=model.uses_cuda_graphs,
+            weights=model.weights,
+            cache_layout=model.cache_layout,
+            **facts,
+        )

@@ -114,7 +114,7 @@ class MadeUpEngine:
             num_drafts=40 * request.number,
             num_accepted_drafts=30 * request.number,
             num_sequences=1,
-            age_s=self._uptime_s - request.started_s,
+            accepted_at_s=request.started_s,
             events=[
                 pb.REQUEST_EVENT_QUEUED,
                 pb.REQUEST_EVENT_STARTED,

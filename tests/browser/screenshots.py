@@ -20,8 +20,8 @@ LOAD_S = 95
 SETTLE_MS = 2_500
 FRESH = """async (group) => {
   const { choose, view } = await import("/dashboard/main.js");
-  const left = (request) => request.maxTokens * request.sequences - request.output;
-  const lasts = ([, request]) => request.group === group && left(request) > 150;
+  const left = (request) => request.max_tokens * request.num_sequences - request.num_output_tokens;
+  const lasts = ([, request]) => request.group_id === group && left(request) > 150;
   const there = Object.entries(view.facts.requests).filter(lasts);
   choose(Number(there.sort((a, b) => b[1].events.length - a[1].events.length)[0][0]));
   document.querySelector(".group:last-child").scrollIntoView();

@@ -2,7 +2,7 @@
 an error where there is none."""
 
 from pagewire_client import LLM, AsyncClient, AsyncLLM, Client, InvalidArgument, SamplingParams
-from pagewire_client.deployment import WorkerState
+from pagewire_client.deployment import word
 
 
 def blocking(client: Client) -> str:
@@ -17,7 +17,8 @@ def blocking(client: Client) -> str:
     client.chat(messages, tool=tools)  # type: ignore[call-arg]
     for text in client.stream({"messages": messages, "tools": tools}).text_deltas():
         print(text.upper())
-    state: WorkerState = client.get_status(include_requests=True).groups[0].state
+    group = client.get_status(include_requests=True).groups[0]
+    state = word(group, "state") + group.sate  # type: ignore[attr-defined]
     client.get_status(include_request=True)  # type: ignore[call-arg]
     size: int = client.get_model().max_model_len
     return answer.text + state + str(size)

@@ -362,7 +362,7 @@ def _engine_status(uptime_s: float, group_id: str) -> engine_status_pb2.EngineSt
         num_worker_losses=4,
         groups=[group],
         worker_losses=[
-            engine_status_pb2.WorkerLoss(group_id=name, age_s=age_s, model=MODEL)
+            engine_status_pb2.WorkerLoss(group_id=name, lost_at_s=uptime_s - age_s, model=MODEL)
             for name, age_s in (("old", 301), ("gone", 90), ("gone", 12), (group_id, 3))
         ],
     )

@@ -446,14 +446,14 @@ class WorkerLoss(_message.Message):
 
     GROUP_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
-    AGE_S_FIELD_NUMBER: _builtins.int
+    LOST_AT_S_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The worker's group."""
     rank: _builtins.int
     """Its rank in the group."""
-    age_s: _builtins.float
-    """Seconds since the loss."""
+    lost_at_s: _builtins.float
+    """When it was lost, in seconds of the core's uptime."""
     model: _builtins.str
     """The model that it served."""
     def __init__(
@@ -461,12 +461,12 @@ class WorkerLoss(_message.Message):
         *,
         group_id: _builtins.str = ...,
         rank: _builtins.int = ...,
-        age_s: _builtins.float = ...,
+        lost_at_s: _builtins.float = ...,
         model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "group_id", b"group_id", "model", b"model", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "lost_at_s", b"lost_at_s", "model", b"model", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -491,8 +491,8 @@ class RequestStatus(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
-    AGE_S_FIELD_NUMBER: _builtins.int
-    ENDED_AGE_S_FIELD_NUMBER: _builtins.int
+    ACCEPTED_AT_S_FIELD_NUMBER: _builtins.int
+    ENDED_AT_S_FIELD_NUMBER: _builtins.int
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
@@ -530,12 +530,10 @@ class RequestStatus(_message.Message):
     """The maximum number of output tokens of a choice."""
     num_sequences: _builtins.int
     """Sequences: choices, or beams."""
-    age_s: _builtins.float
-    """Seconds since the core accepted the request; for one that has ended, from then to
-    its end.
-    """
-    ended_age_s: _builtins.float
-    """For a request that has ended: seconds since its end."""
+    accepted_at_s: _builtins.float
+    """When the core accepted it, in seconds of the core's uptime."""
+    ended_at_s: _builtins.float
+    """When it ended, in seconds of the core's uptime; absent while it is live."""
     error_reason: _builtins.str
     """For a request that failed: the reason of the error."""
     num_accepted_drafts: _builtins.int
@@ -584,8 +582,8 @@ class RequestStatus(_message.Message):
         num_output_tokens: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
         num_sequences: _builtins.int = ...,
-        age_s: _builtins.float = ...,
-        ended_age_s: _builtins.float = ...,
+        accepted_at_s: _builtins.float = ...,
+        ended_at_s: _builtins.float | None = ...,
         error_reason: _builtins.str = ...,
         placements: _abc.Iterable[_builtins.str] | None = ...,
         events: _abc.Iterable[Global___RequestEvent.ValueType] | None = ...,
@@ -596,11 +594,13 @@ class RequestStatus(_message.Message):
         num_accepted_drafts: _builtins.int = ...,
         num_drafts: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_at_s", b"_ended_at_s", "ended_at_s", b"ended_at_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_tables", b"block_tables", "ended_age_s", b"ended_age_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "max_tokens", b"max_tokens", "model", b"model", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_drafts", b"num_drafts", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_at_s", b"_ended_at_s", "accepted_at_s", b"accepted_at_s", "block_tables", b"block_tables", "ended_at_s", b"ended_at_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "max_tokens", b"max_tokens", "model", b"model", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_drafts", b"num_drafts", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ended_at_s: _TypeAlias = _typing.Literal["ended_at_s"]  # noqa: Y015
+    _WhichOneofArgType__ended_at_s: _TypeAlias = _typing.Literal["_ended_at_s", b"_ended_at_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ended_at_s) -> _WhichOneofReturnType__ended_at_s | None: ...
 
 Global___RequestStatus: _TypeAlias = RequestStatus  # noqa: Y015
 
@@ -653,7 +653,7 @@ class WorkerGroupStatus(_message.Message):
     NUM_RUNNING_SEQUENCES_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_AGE_S_FIELD_NUMBER: _builtins.int
+    LAST_HEARTBEAT_AT_S_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
@@ -687,8 +687,8 @@ class WorkerGroupStatus(_message.Message):
     """Steps executed since it joined."""
     epoch: _builtins.int
     """The current epoch of its step stream."""
-    heartbeat_age_s: _builtins.float
-    """Seconds since its last heartbeat."""
+    last_heartbeat_at_s: _builtins.float
+    """When its last heartbeat arrived, in seconds of the core's uptime."""
     block_size: _builtins.int
     """Tokens per block; 0 before the first step is planned for the group."""
     max_num_seqs: _builtins.int
@@ -731,7 +731,7 @@ class WorkerGroupStatus(_message.Message):
         num_running_sequences: _builtins.int = ...,
         num_steps: _builtins.int = ...,
         epoch: _builtins.int = ...,
-        heartbeat_age_s: _builtins.float = ...,
+        last_heartbeat_at_s: _builtins.float = ...,
         block_size: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         world_size: _builtins.int = ...,
@@ -746,7 +746,7 @@ class WorkerGroupStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_blocks", b"cpu_blocks", "gpu_blocks", b"gpu_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "heartbeat_age_s", b"heartbeat_age_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pagewire.status_rates import RecentStatuses
 from pagewire.v1 import status_pb2 as pb
 from pagewire_cli.app import app
-from pagewire_cli.top_screen import Rates, Screen, draw_blocks
-from pagewire_client.deployment import BlockMap, EngineStatus, from_proto
+from pagewire_cli.top_screen import Screen, draw_blocks
 from tests.support.fake_frontend import MODEL, FakeFrontend
 
 
@@ -39,7 +39,7 @@ def make_status(uptime_s: float = 10.0, tokens: int = 0, num_requests: int = 3) 
     )
     group.gpu_blocks.CopyFrom(block_map([0, 7, 7, 9, 9, -1, -1, 0], [0, 2, 1, 1, 1, 0, 0, 0]))
     group.cpu_blocks.CopyFrom(block_map([0, 11], [0, 1]))
-    status.worker_losses.add(group_id="g1", age_s=5)
+    status.worker_losses.add(group_id="g1", lost_at_s=uptime_s - 5)
     for number in range(num_requests):
         status.requests.add(
             request_id=f"request-{number}",
@@ -48,7 +48,7 @@ def make_status(uptime_s: float = 10.0, tokens: int = 0, num_requests: int = 3) 
             group_id="g0",
             num_prompt_tokens=12,
             block_tables=[column([1, 2, 3])],
-            age_s=2.5,
+            accepted_at_s=uptime_s - 2.5,
         )
     return status
 
@@ -57,9 +57,9 @@ def rendered(
     width: int, height: int, *, in_colour: bool = False, **changes: Any
 ) -> tuple[list[str], str]:
     """The lines as text, and the raw output."""
-    rates = Rates()
-    rates.add(from_proto(EngineStatus, make_status(9.0)))
-    status = from_proto(EngineStatus, make_status(10.0, tokens=500, **changes))
+    rates = RecentStatuses()
+    rates.add(make_status(9.0))
+    status = make_status(10.0, tokens=500, **changes)
     rates.add(status)
     output = io.StringIO()
     console = Console(
@@ -101,7 +101,7 @@ def test_it_fits_the_terminal(width: int, height: int, in_colour: bool) -> None:
 
 def test_colours_are_the_requests_and_two_rows_are_one() -> None:
     [row] = draw_blocks(
-        BlockMap(owners=[1, 1, 2, 0], num_references=[1, 1, 1, 0]),
+        block_map([1, 1, 2, 0], [1, 1, 1, 0]),
         width=2,
         height=1,
         in_colour=True,
@@ -114,7 +114,7 @@ def test_colours_are_the_requests_and_two_rows_are_one() -> None:
 
 def test_a_large_memory_is_drawn_in_cells_of_several_blocks() -> None:
     owners = [0] * 50 + [-1] * 25 + [3] * 25
-    blocks = BlockMap(owners=owners, num_references=[0] * 75 + [1] * 25)
+    blocks = block_map(owners, [0] * 75 + [1] * 25)
     [row] = draw_blocks(blocks, width=20, height=1, in_colour=False)
     assert row.plain == ".........." + ":::::" + "#####"
 

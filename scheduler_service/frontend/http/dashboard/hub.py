@@ -165,7 +165,7 @@ class Hub:
 
     def _publish(self, status: status_pb2.EngineStatus) -> None:
         point = self._series.add(status)
-        view = view_of(status, self._series.steps_per_s())
+        view = view_of(status, self._series.recent)
         self._lost, self._uptime_s = None, status.uptime_s
         message = {"point": point, **changes(self._view, view)}
         self._view = view

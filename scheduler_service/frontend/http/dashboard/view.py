@@ -1,12 +1,15 @@
 """The dashboard's view of the deployment's state, and the changes from one view to the next."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from pagewire.plain import plain
+from pagewire.status_rates import RecentStatuses
 from pagewire.v1 import status_pb2 as pb
 
 Facts: TypeAlias = dict[str, Any]
@@ -27,19 +30,25 @@ class View:
     mostly grow, so their bytes are compared, not their numbers."""
 
 
-def view_of(status: pb.EngineStatus, steps_per_s: dict[str, float]) -> View:
-    """The view of one status. `steps_per_s`: by worker group.
+_REQUEST_COLUMNS = ("block_tables", "host_block_tables")
+_EVENT_FIELDS = ("events", "event_times_us", "event_values")
 
-    Times are seconds of the core's uptime, so that they do not change and are sent only once.
+
+def view_of(status: pb.EngineStatus, recent: RecentStatuses) -> View:
+    """The view of the last of `recent` statuses: its fields under their names.
+
+    Numbers are rounded. Times are seconds of the core's uptime, so that they do not change and are
+    sent only once.
     """
+    lists = [field.name for field in status.DESCRIPTOR.fields if field.message_type is not None]
     view = View(
         {
-            "engine": _engine(status),
-            "groups": {g.group_id: _group(g, status.uptime_s, steps_per_s) for g in status.groups},
-            "requests": {str(r.number): _request(r, status.uptime_s) for r in status.requests},
-            "ended": {str(r.number): _request(r, status.uptime_s) for r in status.ended_requests},
-            "losses": [_loss(loss, status.uptime_s) for loss in status.worker_losses],
-            "loading": {f"{load.group_id}/{load.rank}": _load(load) for load in status.loading},
+            "engine": _facts(status, omitted=[*lists, "uptime_s"]),
+            "groups": {group.group_id: _group(group, recent) for group in status.groups},
+            "requests": {str(r.number): _request(r) for r in status.requests},
+            "ended": {str(r.number): _request(r) for r in status.ended_requests},
+            "losses": [_facts(loss) for loss in status.worker_losses],
+            "loading": {f"{load.group_id}/{load.rank}": _facts(load) for load in status.loading},
         }
     )
     for group in status.groups:
@@ -56,89 +65,21 @@ def view_of(status: pb.EngineStatus, steps_per_s: dict[str, float]) -> View:
     return view
 
 
-def _engine(status: pb.EngineStatus) -> Facts:
-    return {
-        "version": status.version,
-        "models": list(status.models),
-        "waiting": status.num_waiting,
-        "running": status.num_running,
-        "swapped": status.num_swapped,
-        "frontends": status.num_frontends,
-        "finished": status.num_finished,
-        "generated": status.num_generated_tokens,
-        "prefilled": status.num_prefill_tokens,
-        "preemptions": status.num_preemptions,
-        "swappedOut": status.num_swapped_out_blocks,
-        "swappedIn": status.num_swapped_in_blocks,
-        "losses": status.num_worker_losses,
-        "unlisted": status.num_unlisted_requests,
-    }
+def _facts(message: Message, *, omitted: Collection[str] = ()) -> Facts:
+    facts = plain(message, omitted=omitted)
+    return {k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}
 
 
-def _group(group: pb.WorkerGroupStatus, uptime_s: float, steps_per_s: dict[str, float]) -> Facts:
-    return {
-        "state": pb.WorkerState.Name(group.state).removeprefix("WORKER_STATE_").lower(),
-        "model": group.model,
-        "address": group.address,
-        "blockSize": group.block_size,
-        "gpuBlocks": group.num_gpu_blocks,
-        "gpuFree": group.num_free_gpu_blocks,
-        "cpuBlocks": group.num_cpu_blocks,
-        "cpuFree": group.num_free_cpu_blocks,
-        "sequences": group.num_running_sequences,
-        "maxSequences": group.max_num_seqs,
-        "steps": group.num_steps,
-        "stepsPerS": round(steps_per_s.get(group.group_id, 0.0), 1),
-        "decodeUs": round(group.decode_step_us),
-        "prefillUs": round(group.prefill_token_us, 1),
-        "epoch": group.epoch,
-        "ranks": group.world_size,
-        "heartbeatAt": round(uptime_s - group.heartbeat_age_s, 2),
-    }
+def _group(group: pb.WorkerGroupStatus, recent: RecentStatuses) -> Facts:
+    facts = _facts(group, omitted=("gpu_blocks", "cpu_blocks"))
+    return facts | {"steps_per_s": round(recent.steps_per_second(group.group_id) or 0.0, 1)}
 
 
-def _load(load: pb.WorkerLoading) -> Facts:
-    return {
-        "group": load.group_id,
-        "model": load.model,
-        "phase": load.phase,
-        "share": round(load.done_bytes / load.total_bytes, 2) if load.total_bytes else None,
-        "remaining": round(load.remaining_s) if load.HasField("remaining_s") else None,
-    }
-
-
-def _request(request: pb.RequestStatus, uptime_s: float) -> Facts:
+def _request(request: pb.RequestStatus) -> Facts:
     triples = zip(request.events, request.event_times_us, request.event_values, strict=True)
-    started_at = uptime_s - request.age_s - request.ended_age_s
-    return {
-        "id": request.request_id,
-        "tenant": request.tenant,
-        "model": request.model,
-        "group": request.group_id,
-        "state": pb.RequestState.Name(request.state).removeprefix("REQUEST_STATE_").lower(),
-        "priority": request.priority,
-        "prompt": request.num_prompt_tokens,
-        "cached": request.num_cached_tokens,
-        "computed": request.num_computed_tokens,
-        "output": request.num_output_tokens,
-        "drafts": request.num_drafts,
-        "fromDrafts": request.num_accepted_drafts,
-        "maxTokens": request.max_tokens,
-        "sequences": request.num_sequences,
-        "startedAt": round(started_at, 3),
-        "endedAt": round(started_at + request.age_s, 3) if request.ended_age_s else None,
-        "error": request.error_reason,
-        "placements": list(request.placements),
-        "events": [[event, round(at_us / 1000, 1), value] for event, at_us, value in triples],
-    }
-
-
-def _loss(loss: pb.WorkerLoss, uptime_s: float) -> Facts:
-    return {
-        "group": loss.group_id,
-        "rank": loss.rank,
-        "model": loss.model,
-        "at": round(uptime_s - loss.age_s, 2),
+    facts = _facts(request, omitted=(*_REQUEST_COLUMNS, *_EVENT_FIELDS))
+    return facts | {
+        "events": [[event, round(at_us / 1000, 1), value] for event, at_us, value in triples]
     }
 
 
@@ -156,12 +97,12 @@ def merge_patch(old: Facts, new: Facts) -> Facts:
     """The JSON merge patch from one object to another. A null in `new` means absent."""
     patch: Facts = {}
     for name, value in new.items():
-        former = old.get(name)
+        previous = old.get(name)
         if isinstance(value, dict):
-            nested = merge_patch(former if isinstance(former, dict) else {}, value)
-            if nested or not isinstance(former, dict):
+            nested = merge_patch(previous if isinstance(previous, dict) else {}, value)
+            if nested or not isinstance(previous, dict):
                 patch[name] = nested
-        elif value != former:
+        elif value != previous:
             patch[name] = value
     gone = [name for name in old if name not in new]
     return patch | dict.fromkeys(gone)
@@ -187,8 +128,8 @@ def splice(old: bytes, new: bytes) -> list[int]:
         keep = len(old) // 4  # a table mostly grows
     else:
         shorter = min(len(old), len(new)) // 4
-        former, later = (np.frombuffer(column, "<i4", shorter) for column in (old, new))
-        differing = np.flatnonzero(former != later)
+        previous, later = (np.frombuffer(column, "<i4", shorter) for column in (old, new))
+        differing = np.flatnonzero(previous != later)
         keep = int(differing[0]) if len(differing) else shorter
     return [keep, *np.frombuffer(new, "<i4")[keep:].tolist()]
 
@@ -196,12 +137,12 @@ def splice(old: bytes, new: bytes) -> list[int]:
 def _columns(old: Mapping[str, Column], new: Mapping[str, Column]) -> dict[str, list[int] | None]:
     changed: dict[str, list[int] | None] = {name: None for name in old if name not in new}
     for name, column in new.items():
-        former = old.get(name)
-        is_new = former is None or len(former) != len(column)
+        previous = old.get(name)
+        is_new = previous is None or len(previous) != len(column)
         if is_new:
-            former = np.zeros_like(column)
-        assert former is not None
-        found = runs(former, column)
+            previous = np.zeros_like(column)
+        assert previous is not None
+        found = runs(previous, column)
         if found or is_new:
             changed[name] = [len(column), *found]
     return changed
@@ -212,9 +153,9 @@ def _tables(
 ) -> dict[str, list[list[int]] | None]:
     changed: dict[str, list[list[int]] | None] = {name: None for name in old if name not in new}
     for name, tables in new.items():
-        former = old.get(name, [])
-        if tables != former:
-            missing = [b""] * max(0, len(tables) - len(former))
-            pairs = zip([*former, *missing], tables, strict=False)
+        previous = old.get(name, [])
+        if tables != previous:
+            missing = [b""] * max(0, len(tables) - len(previous))
+            pairs = zip([*previous, *missing], tables, strict=False)
             changed[name] = [splice(was, table) for was, table in pairs]
     return changed

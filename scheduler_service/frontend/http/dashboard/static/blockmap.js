@@ -74,7 +74,7 @@ export class BlockMap {
   // By block whether the request has it in this memory; another worker group's have the same numbers.
   #blocksOf(number) {
     const own = new Uint8Array(this.owners.length);
-    if (this.view.request(number)?.group !== this.#group) return own;
+    if (this.view.request(number)?.group_id !== this.#group) return own;
     for (const table of this.view.tables.get(`${number}/${this.#memory}`) ?? []) for (const block of table) own[block] = 1;
     return own;
   }
@@ -105,10 +105,10 @@ export class BlockMap {
     const owner = this.owners[block];
     if (!(owner > 0)) return `Block ${count(block)}: free, ${owner === CACHED ? "its contents still cached" : "empty"}`;
     const holders = this.#holders(block);
-    const { blockSize } = this.view.facts.groups?.[this.#group] ?? {};
+    const { block_size: blockSize } = this.view.facts.groups?.[this.#group] ?? {};
     const first = holders[0] ?? { number: owner };
     const place = first.index == null ? "" : `, tokens ${count(first.index * blockSize)} to ${count((first.index + 1) * blockSize - 1)}`;
-    const name = (number) => this.view.request(number)?.id ?? `request ${number}`;
+    const name = (number) => this.view.request(number)?.request_id ?? `request ${number}`;
     const others = holders.length > 1 ? `, shared by ${count(this.references[block])} sequences: ${names(holders.map((h) => name(h.number)))}` : this.references[block] > 1 ? `, shared by ${this.references[block]} of its sequences` : "";
     return `Block ${count(block)}: ${name(owner)}${place}${others}`;
   }
@@ -118,7 +118,7 @@ export class BlockMap {
     for (const [key, tables] of this.view.tables) {
       const [number, memory] = key.split("/");
       if (memory !== this.#memory) continue;
-      if (this.view.request(number)?.group !== this.#group) continue;
+      if (this.view.request(number)?.group_id !== this.#group) continue;
       for (const table of tables) {
         const index = table.indexOf(block);
         if (index >= 0) {

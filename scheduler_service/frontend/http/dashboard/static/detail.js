@@ -41,7 +41,7 @@ export class Detail {
   #make() {
     const swatch = element("span", { class: "swatch" });
     swatch.style.background = colourOfRequest(this.number);
-    $("detail-title").replaceChildren(swatch, element("span", {}, this.request.id));
+    $("detail-title").replaceChildren(swatch, element("span", {}, this.request.request_id));
     this.numbers = element("dl", { class: "numbers" });
     this.track = element("div", { class: "track", role: "img" });
     this.phases = element("ul", { class: "legend phases" });
@@ -50,8 +50,8 @@ export class Detail {
   }
 
   #fill(request) {
-    const isOver = request.endedAt != null;
-    const ageMs = ((isOver ? request.endedAt : this.view.uptime) - request.startedAt) * 1000;
+    const isOver = request.ended_at_s != null;
+    const ageMs = ((isOver ? request.ended_at_s : this.view.uptime) - request.accepted_at_s) * 1000;
     const phases = phasesOf(request.events, ageMs);
     fillPairs(this.numbers, numbersOf(request, ageMs));
     this.numbers.querySelector("dd").dataset.state = request.state;
@@ -75,30 +75,30 @@ export class Detail {
 }
 
 // Appended to a decode phase's text; nothing for a request without drafts.
-const draftsOf = ({ drafts, fromDrafts }) => (drafts ? `, ${count(fromDrafts)} of ${count(drafts)} drafts accepted` : "");
+const draftsOf = ({ num_drafts: drafts, num_accepted_drafts: accepted }) => (drafts ? `, ${count(accepted)} of ${count(drafts)} drafts accepted` : "");
 
 const FIRST_TOKEN = 6;
 
 function numbersOf(request, ageMs) {
   const first = request.events.find(([event]) => event === FIRST_TOKEN)?.[1];
   const decodeMs = first == null ? 0 : ageMs - first;
-  const perSequence = request.output / request.sequences;
+  const perSequence = request.num_output_tokens / request.num_sequences;
   const pairs = [
     ["state", request.state],
-    ["prompt tokens", count(request.prompt)],
-    ["from cache", count(request.cached)],
-    ["output tokens", `${count(request.output)}${request.maxTokens ? ` of ${count(request.maxTokens * request.sequences)}` : ""}`],
+    ["prompt tokens", count(request.num_prompt_tokens)],
+    ["from cache", count(request.num_cached_tokens)],
+    ["output tokens", `${count(request.num_output_tokens)}${request.max_tokens ? ` of ${count(request.max_tokens * request.num_sequences)}` : ""}`],
     ["first token", duration(first)],
     ["between tokens", perSequence > 1 && decodeMs > 0 ? duration(decodeMs / (perSequence - 1)) : "–"],
-    ["tokens/s", decodeMs > 0 ? short((request.output / decodeMs) * 1000) : "–"],
+    ["tokens/s", decodeMs > 0 ? short((request.num_output_tokens / decodeMs) * 1000) : "–"],
     ["duration", duration(ageMs)],
   ];
-  if (request.fromDrafts) pairs.push(["from drafts", count(request.fromDrafts)]);
-  if (request.drafts) pairs.push(["drafts", count(request.drafts)]);
-  if (request.group) pairs.push(["worker group", request.group]);
-  if (request.sequences > 1) pairs.push(["sequences", count(request.sequences)]);
+  if (request.num_accepted_drafts) pairs.push(["from drafts", count(request.num_accepted_drafts)]);
+  if (request.num_drafts) pairs.push(["drafts", count(request.num_drafts)]);
+  if (request.group_id) pairs.push(["worker group", request.group_id]);
+  if (request.num_sequences > 1) pairs.push(["sequences", count(request.num_sequences)]);
   if (request.priority) pairs.push(["priority", String(request.priority)]);
   if (request.tenant) pairs.push(["tenant", request.tenant]);
-  if (request.error) pairs.push(["error", request.error]);
+  if (request.error_reason) pairs.push(["error", request.error_reason]);
   return pairs;
 }

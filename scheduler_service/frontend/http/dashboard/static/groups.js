@@ -8,6 +8,9 @@ const LOST_SHOWN_S = 300;
 const MANY = 4; // more groups are drawn smaller, and beside each other where there is room
 const inOrder = new Intl.Collator("en", { numeric: true }).compare; // worker-2 before worker-10
 
+// The share of a phase of loading that is done; null while it is not known.
+const share = (load) => (load.total_bytes ? load.done_bytes / load.total_bytes : null);
+
 export class Groups {
   constructor(view, choose) {
     this.view = view;
@@ -43,8 +46,8 @@ export class Groups {
   #loading(groups) {
     const loading = {};
     for (const load of Object.values(this.view.facts.loading ?? {})) {
-      const slowest = loading[load.group];
-      if (!groups[load.group] && !((slowest?.share ?? 1) < (load.share ?? 0))) loading[load.group] = load;
+      const slowest = loading[load.group_id];
+      if (!groups[load.group_id] && !((slowest ? share(slowest) ?? 1 : 1) < (share(load) ?? 0))) loading[load.group_id] = load;
     }
     return loading;
   }
@@ -53,7 +56,7 @@ export class Groups {
   #lost(groups) {
     const lost = {};
     for (const loss of this.view.facts.losses ?? []) {
-      if (!groups[loss.group] && this.view.uptime - loss.at < LOST_SHOWN_S) lost[loss.group] = loss;
+      if (!groups[loss.group_id] && this.view.uptime - loss.lost_at_s < LOST_SHOWN_S) lost[loss.group_id] = loss;
     }
     return lost;
   }
@@ -69,18 +72,18 @@ export class Groups {
   }
 
   #fill(node, name, group) {
-    const losses = (this.view.facts.losses ?? []).filter((loss) => loss.group === name).length;
-    this.#head(node, group.state, `${group.model}${group.ranks > 1 ? `, ${group.ranks} ranks` : ""}`);
+    const losses = (this.view.facts.losses ?? []).filter((loss) => loss.group_id === name).length;
+    this.#head(node, group.state, `${group.model}${group.world_size > 1 ? `, ${group.world_size} ranks` : ""}`);
     fillPairs(node.querySelector(".facts"), [
-      ["sequences", `${count(group.sequences)}${group.maxSequences ? ` of ${count(group.maxSequences)}` : ""}`],
-      ["steps", `${short(group.stepsPerS)} /s`],
-      ["step time", group.decodeUs ? duration(group.decodeUs / 1000) : "–"],
-      ["heartbeat", `${seconds(this.view.uptime - group.heartbeatAt)} ago`],
+      ["sequences", `${count(group.num_running_sequences)}${group.max_num_seqs ? ` of ${count(group.max_num_seqs)}` : ""}`],
+      ["steps", `${short(group.steps_per_s)} /s`],
+      ["step time", group.decode_step_us ? duration(group.decode_step_us / 1000) : "–"],
+      ["heartbeat", `${seconds(this.view.uptime - group.last_heartbeat_at_s)} ago`],
       ["losses", count(losses)],
     ]);
     let maps = this.maps.get(name);
     if (!maps) {
-      maps = ["gpu", "cpu"].map((memory) => new BlockMap(this.view, `${name}/${memory}`, memory === "gpu" ? `Device memory, ${plural(group.blockSize, "token")} a block` : "Host memory, for what is swapped out", this.choose));
+      maps = ["gpu", "cpu"].map((memory) => new BlockMap(this.view, `${name}/${memory}`, memory === "gpu" ? `Device memory, ${plural(group.block_size, "token")} a block` : "Host memory, for what is swapped out", this.choose));
       this.maps.set(name, maps);
       node.querySelector(".maps").replaceChildren(...maps.map((map) => map.root));
     }
@@ -93,8 +96,8 @@ export class Groups {
   #fillLoading(node, name, load) {
     this.#head(node, "starting", load.model);
     fillPairs(node.querySelector(".facts"), [
-      [load.phase, load.share === null ? "…" : `${Math.floor(100 * load.share)} %`],
-      ["left", load.remaining === null ? "–" : `about ${duration(load.remaining * 1000)}`],
+      [load.phase, share(load) === null ? "…" : `${Math.floor(100 * share(load))} %`],
+      ["left", load.remaining_s == null ? "–" : `about ${duration(load.remaining_s * 1000)}`],
     ]);
     this.maps.delete(name);
     node.querySelector(".maps").replaceChildren(element("p", { class: "quiet" }, "It serves once its model is loaded."));
@@ -102,7 +105,7 @@ export class Groups {
 
   #fillLost(node, name, loss) {
     this.#head(node, "lost", loss.model);
-    fillPairs(node.querySelector(".facts"), [["lost", `${duration((this.view.uptime - loss.at) * 1000)} ago`]]);
+    fillPairs(node.querySelector(".facts"), [["lost", `${duration((this.view.uptime - loss.lost_at_s) * 1000)} ago`]]);
     this.maps.delete(name);
     node.querySelector(".maps").replaceChildren(element("p", { class: "quiet" }, "Its requests go on in other groups, or wait for one."));
   }

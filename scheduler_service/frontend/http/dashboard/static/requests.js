@@ -18,15 +18,15 @@ export class Requests {
   draw() {
     const { requests = {}, ended = {}, engine = {} } = this.view.facts;
     const live = Object.keys(requests).sort((a, b) => order(requests[a]) - order(requests[b]) || a - b);
-    const over = Object.keys(ended).filter((number) => !requests[number]).sort((a, b) => ended[b].endedAt - ended[a].endedAt);
+    const over = Object.keys(ended).filter((number) => !requests[number]).sort((a, b) => ended[b].ended_at_s - ended[a].ended_at_s);
     const numbers = [...live, ...over].slice(0, MAX_ROWS);
     for (const row of keyed(this.body, numbers, (number) => this.#make(number))) {
       const number = row.dataset.key;
       this.#fill(row, number, requests[number] ?? ended[number], !requests[number]);
     }
     $("requests-none").hidden = numbers.length > 0;
-    const unlisted = engine.unlisted ?? 0;
-    const totals = `${plural(engine.finished ?? 0, "request")} ended, ${plural(engine.preemptions ?? 0, "preemption")}`;
+    const unlisted = engine.num_unlisted_requests ?? 0;
+    const totals = `${plural(engine.num_finished ?? 0, "request")} ended, ${plural(engine.num_preemptions ?? 0, "preemption")}`;
     setText($("requests-count"), `${count(live.length + unlisted)} live; since the core’s start ${duration(this.view.uptime * 1000)} ago: ${totals}`);
   }
 
@@ -53,8 +53,8 @@ export class Requests {
   #fill(row, number, request, isOver) {
     const [name, state, prompt, output, blocks, time] = row.cells;
     const pick = name.firstChild;
-    setText(pick.lastChild, request.id);
-    pick.title = request.id;
+    setText(pick.lastChild, request.request_id);
+    pick.title = request.request_id;
     const isChosen = this.chosen === Number(number);
     pick.setAttribute("aria-pressed", isChosen);
     row.toggleAttribute("data-chosen", isChosen);
@@ -62,10 +62,10 @@ export class Requests {
     setText(state, request.state);
     state.dataset.state = request.state;
     const isPrefilling = request.state === "prefilling";
-    setText(prompt, isPrefilling ? `${count(request.computed)} / ${count(request.prompt)}` : count(request.prompt));
-    setText(output, count(request.output));
+    setText(prompt, isPrefilling ? `${count(request.num_computed_tokens)} / ${count(request.num_prompt_tokens)}` : count(request.num_prompt_tokens));
+    setText(output, count(request.num_output_tokens));
     setText(blocks, isOver ? "" : count(this.#numBlocks(number)));
-    setText(time, duration(((isOver ? request.endedAt : this.view.uptime) - request.startedAt) * 1000));
+    setText(time, duration(((isOver ? request.ended_at_s : this.view.uptime) - request.accepted_at_s) * 1000));
   }
 
   #numBlocks(number) {

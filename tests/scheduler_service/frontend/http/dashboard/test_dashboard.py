@@ -120,12 +120,12 @@ async def test_a_browser_is_told_all_and_then_what_changes(
         core.statuses.put_nowait(make_status())
         message = await next_message(lines)
         assert message["lost"] is None
-        assert message["facts"]["requests"]["5"]["id"] == "r"
+        assert message["facts"]["requests"]["5"]["request_id"] == "r"
         assert message["columns"]["g/gpu/owners"] == [4, 1, 2, 5]
         assert message["tables"] == {"5/gpu": [[0, 1, 2]]}
         core.statuses.put_nowait(make_status(uptime_s=2.0, num_running=3))
         message = await next_message(lines)
-        assert message["facts"]["engine"] == {"running": 3}
+        assert message["facts"]["engine"] == {"num_running": 3}
         assert "columns" not in message
         assert "tables" not in message
     [watch] = core.watches
@@ -161,7 +161,7 @@ async def test_the_cores_loss_is_told_and_the_next_core_is_followed(
         assert (await next_message(lines))["lost"] == "the scheduler core has ended"
         core.statuses.put_nowait(make_status(uptime_s=1, num_running=0))
         message = await next_message(lines)
-        assert (message["lost"], message["facts"]["engine"]) == (None, {"running": 0})
+        assert (message["lost"], message["facts"]["engine"]) == (None, {"num_running": 0})
     assert len(core.watches) == 2
 
 
@@ -206,7 +206,7 @@ async def test_a_status_that_makes_no_sense_is_told_of_and_the_next_is_shown(
         await eventually(lambda: core.num_cancelled == 1)
         core.statuses.put_nowait(make_status(uptime_s=2.0))
         message = await next_message(lines)
-        assert (message["lost"], message["facts"]["engine"]["running"]) == (None, 1)
+        assert (message["lost"], message["facts"]["engine"]["num_running"]) == (None, 1)
 
 
 async def test_the_stream_ends_when_the_frontend_does(

@@ -2,14 +2,9 @@
 
 import pytest
 
+from pagewire.status_rates import PERCENTILE_WINDOW_S
 from pagewire.v1 import status_pb2 as pb
-from scheduler_service.frontend.http.dashboard.series import (
-    FIELDS,
-    KEPT_S,
-    PERCENTILE_WINDOW_S,
-    Series,
-    percentile,
-)
+from scheduler_service.frontend.http.dashboard.series import FIELDS, KEPT_S, Series
 
 
 def status(uptime_s: float, generated: int = 0, **changes: object) -> pb.EngineStatus:
@@ -70,13 +65,5 @@ def test_steps_are_counted_by_worker_group() -> None:
     for second, steps in enumerate((10, 30)):
         group = pb.WorkerGroupStatus(group_id="g", num_steps=steps, num_gpu_blocks=4)
         point = series.add(status(second, groups=[group]))
-    assert series.steps_per_s() == {"g": 20.0}
+    assert series.recent.steps_per_second("g") == 20.0
     assert of(point, "used") == 1.0
-
-
-def test_a_percentile_lies_within_its_bucket() -> None:
-    assert percentile([], 0.5, 1, 2) is None
-    assert percentile([0, 0], 0.5, 1, 2) is None
-    assert percentile([0, 4], 1.0, 1, 2) == 2
-    assert percentile([1, 0, 1], 0.5, 1, 2) == 1
-    assert percentile([1, 0, 1], 0.99, 1, 2) == pytest.approx(2 * 2**0.98, abs=1e-3)
