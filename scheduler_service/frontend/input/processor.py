@@ -358,6 +358,14 @@ def _constraint(
     return constraint
 
 
+_AS_GIVEN = {
+    field.name
+    for field in sampling_pb2.SamplerParams.DESCRIPTOR.fields
+    if field.name in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+} - {"seed", "bad_words"}
+"""Parameters that a worker gets as the client states them; zero if they are absent."""
+
+
 def _sampler_params(
     params: sampling_pb2.SamplingParams,
     model: FrontendModel,
@@ -370,17 +378,9 @@ def _sampler_params(
     values["top_k"] = min(values["top_k"], model.info.vocab_size)
     if params.HasField("beam_search"):
         values |= validation.SAMPLING_ONLY | {"temperature": 0.0}
-    sampler = sampling_pb2.SamplerParams(
-        **values,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        seed=seed,
-        min_tokens=params.min_tokens,
-        bad_words=_bad_words(params, model),
-        logprobs=value_or(params, "logprobs", None),
-        prompt_logprobs=value_or(params, "prompt_logprobs", None),
-    )
+    given = {field.name: value for field, value in params.ListFields()}
+    values = {name: given[name] for name in _AS_GIVEN & given.keys()} | values
+    sampler = sampling_pb2.SamplerParams(**values, seed=seed, bad_words=_bad_words(params, model))
     if params.HasField("structured_output"):
         sampler.constraint.CopyFrom(_constraint(params, model, stop_token_ids, answer))
     elif params.min_tokens:

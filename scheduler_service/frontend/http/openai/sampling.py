@@ -2,10 +2,19 @@
 
 import json
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from pagewire.v1 import sampling_pb2
@@ -154,15 +163,45 @@ ResponseFormat = Annotated[
 ]
 
 
-class SamplingFields(Strict):
-    """How tokens are chosen. An absent field takes the model's own default."""
+_DIFFERENT = {"best_of", "max_tokens", "logprobs", "include_stop_in_output"}
+"""Sampling parameters that differ between endpoints, or are named differently over HTTP."""
+_KINDS = {
+    FieldDescriptor.TYPE_FLOAT: float,
+    FieldDescriptor.TYPE_UINT32: int,
+    FieldDescriptor.TYPE_BOOL: bool,
+}
+
+
+def _declared_parameters() -> dict[str, Any]:
+    """A body's field for every sampling parameter that is a number or a boolean, as the protos
+    declare it; `SamplingFields` replaces those of which more is to be said."""
+    declared: dict[str, Any] = {}
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields:
+        kind = _KINDS.get(field.type)
+        if kind is None or field.is_repeated or field.name in _DIFFERENT:
+            continue
+        annotation: Any = kind
+        if field.name in SAMPLING_LIMITS:
+            annotation = Annotated[kind, proto_range(field.name)]
+        elif kind is int:
+            annotation = Annotated[int, Field(ge=0, le=MAX_UINT32)]
+        declared[field.name] = (annotation | None, None)
+    return declared
+
+
+if TYPE_CHECKING:
+    _Parameters = Strict
+else:
+    _Parameters = create_model("_Parameters", __base__=Strict, **_declared_parameters())
+
+
+class SamplingFields(_Parameters):
+    """How tokens are chosen. An absent field takes the model's own default. Those that are not
+    written here are declared in `sampling.proto`."""
 
     model: str | None = Field(None, description="May be absent when one model is served.")
     n: Annotated[int, proto_range("n")] | None = Field(None, description="Number of choices.")
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
-    top_p: Annotated[float, proto_range("top_p")] | None = None
-    presence_penalty: Annotated[float, proto_range("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, proto_range("frequency_penalty")] | None = None
     seed: int | None = Field(
         None,
         ge=-(2**63),
@@ -180,14 +219,10 @@ class SamplingFields(Strict):
 
     # vLLM's.
     top_k: int | None = Field(None, ge=-1, le=MAX_UINT32, description="0 and -1: all.")
-    min_p: Annotated[float, proto_range("min_p")] | None = None
-    repetition_penalty: Annotated[float, proto_range("repetition_penalty")] | None = None
-    min_tokens: int | None = Field(None, ge=0, le=MAX_UINT32)
     stop_token_ids: ListOf[TokenId] | None = Field(
         None, max_length=SAMPLING_LIMITS["stop_token_ids"].max_items
     )
     bad_words: ListOf[Text] | None = Field(None, max_length=SAMPLING_LIMITS["bad_words"].max_items)
-    ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: Annotated[int, proto_range("prompt_logprobs")] | None = None
