@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -83,27 +83,27 @@ def histogram(counts: Iterable[int]) -> pb.LatencyHistogram:
 SUMMARY_INTERVAL_S = 10.0
 
 
+@dataclass(eq=False)
 class StatusBoard:
     """Creates `EngineStatus` messages; uptime counts from its construction."""
 
-    def __init__(
-        self, driver: CoreDriver, registry: WorkerRegistry, frontends: FrontendStreams
-    ) -> None:
-        self._driver = driver
-        self._registry = registry
-        self._frontends = frontends
-        self._started_at = driver.clock()
+    driver: CoreDriver
+    registry: WorkerRegistry
+    frontends: FrontendStreams
+
+    def __post_init__(self) -> None:
+        self._started_at = self.driver.clock()
 
     def snapshot(self, detail: InspectionDetail | None = None) -> pb.EngineStatus:
         """The current state, in the requested detail."""
-        now = self._driver.clock()
+        now = self.driver.clock()
         status = self._counts(now)
         if detail is not None and (detail.include_requests or detail.include_blocks):
             self._add_detail(status, detail)
         return status
 
     def _add_detail(self, status: pb.EngineStatus, detail: InspectionDetail) -> None:
-        seen = self._driver.core.inspect(detail)
+        seen = self.driver.core.inspect(detail)
         started_us = to_us(self._started_at)
         for snapshots, messages in (
             (seen.requests, status.requests),
@@ -118,35 +118,35 @@ class StatusBoard:
                 group.cpu_blocks.CopyFrom(block_map(maps[1]))
 
     def _counts(self, now: float) -> pb.EngineStatus:
-        core = self._driver.core.snapshot()
+        core = self.driver.core.snapshot()
         groups = {group.worker_group_id: group for group in core.worker_groups}
-        served = [model.name for model in self._registry.served_models()]
+        served = [model.name for model in self.registry.served_models()]
         return pb.EngineStatus(
             uptime_s=now - self._started_at,
             version=VERSION,
-            num_frontends=len(self._frontends),
+            num_frontends=len(self.frontends),
             groups=[
-                self._group_status(group, groups.get(group.group_id)) for group in self._registry
+                self._group_status(group, groups.get(group.group_id)) for group in self.registry
             ],
-            loading=self._registry.loading(),
+            loading=self.registry.loading(),
             time_to_first_token=histogram(core.first_token_counts),
             inter_token_latency=histogram(core.inter_token_counts),
-            num_worker_losses=self._registry.num_losses,
+            num_worker_losses=self.registry.num_losses,
             worker_losses=[
                 pb.WorkerLoss(
                     lost_at_s=loss.at - self._started_at, **_same_fields(pb.WorkerLoss, loss)
                 )
-                for loss in self._registry.losses
+                for loss in self.registry.losses
             ],
             **_same_fields(pb.EngineStatus, core) | {"models": served},
         )
 
     async def log_summaries(self, interval_s: float = SUMMARY_INTERVAL_S) -> None:
         """Log a summary every `interval_s` seconds if anything has changed."""
-        before = self._driver.core.snapshot()
+        before = self.driver.core.snapshot()
         while True:
             await asyncio.sleep(interval_s)
-            now = self._driver.core.snapshot()
+            now = self.driver.core.snapshot()
             if now != before:
                 logger.info(
                     "summary num_running=%d num_waiting=%d num_finished=%d "
@@ -167,20 +167,16 @@ class StatusBoard:
     def _group_status(
         self, group: WorkerGroup, planned: WorkerGroupSnapshot | None
     ) -> pb.WorkerGroupStatus:
-        facts: dict[str, Any] = {}
+        model = group.registration.model
+        facts = _same_fields(pb.WorkerGroupStatus, model)
         if planned is not None:
-            facts = _same_fields(pb.WorkerGroupStatus, planned)
+            facts |= _same_fields(pb.WorkerGroupStatus, planned)
             facts["decode_step_us"] = planned.us_per_decode_step
             facts["prefill_token_us"] = planned.us_per_prefill_token
-        model = group.registration.model
         facts |= _same_fields(pb.WorkerGroupStatus, group) | {"model": model.name}
         return pb.WorkerGroupStatus(
             state=group.state,
             address=group.registration.address,
             last_heartbeat_at_s=group.last_heartbeat - self._started_at,
-            arithmetic=model.arithmetic,
-            uses_cuda_graphs=model.uses_cuda_graphs,
-            weights=model.weights,
-            cache_layout=model.cache_layout,
             **facts,
         )
