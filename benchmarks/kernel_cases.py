@@ -21,9 +21,10 @@ from pagewire_kernels.batch import (
 )
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, stored_head_size
 from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight, quantize
+from pagewire_kernels.reference import swap_blocks
 from pagewire_kernels.select import Kernels, select_kernels
 from worker_service.config import QUANTIZATIONS
-from worker_service.kv_cache.cache_engine import CopyMover, mover_for
+from worker_service.kv_cache.cache_engine import BlockMover, mover_for
 
 BLOCK_TOKENS = 16
 HEAD_DIM = 128
@@ -194,15 +195,14 @@ def move_cases(where: Setting) -> Iterator[Case]:
         ("swap blocks out", cache, host),
         ("swap blocks in", host, cache),
     ]
-    best = mover_for(where.device)
-    movers = [best] if isinstance(best, CopyMover) else [best, CopyMover()]
+    movers = {"fastest": mover_for(where.device), "copies": BlockMover(swap_blocks, 1)}
     for kernel, source, target in ways:
         crosses_bus = is_gpu and source is not target
-        for mover in movers:
+        for name, mover in movers.items():
             yield Case(
                 kernel=kernel,
                 size=f"{len(halves)} x 64 KiB, scattered",
-                implementation=type(mover).__name__,
+                implementation=name,
                 dtype=where.dtype_name,
                 run=lambda mover=mover, source=source, target=target: (
                     mover.swap(  # type: ignore[misc]

@@ -33,12 +33,14 @@ end, it takes at the start, where a machine with too little memory is noticed.
 import atexit
 import ctypes
 import logging
+import math
 import mmap
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -46,9 +48,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import is_chained
 from pagewire_kernels.cpu.block_copy import move_blocks
-from pagewire_kernels.cpu.native_library import Library, library
+from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference import swap_blocks
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
@@ -63,82 +64,50 @@ MIN_COPY_BYTES = 2**20
 step."""
 
 
-class BlockMover(Protocol):
-    """Moves blocks without waiting for a device. Pairs: int32 [n, 2] of (source, target)."""
-
-    def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
-        """Move blocks from one cache to the other; targets are distinct."""
-        ...
-
-    def copy(self, cache: Tensor, pairs: Int32Array) -> None:
-        """Copy within a cache; all sources are read before any target is written."""
-        ...
+Move = Callable[[Tensor, Tensor, Tensor], None]
+"""Moves blocks as `pagewire_kernels.reference.swap_blocks` does."""
 
 
-class CopyMover:
-    """Plain copies, one for each run of adjacent blocks with adjacent targets."""
+class BlockMover:
+    """Moves blocks without waiting for a device: a kernel moves many scattered ones in one call,
+    plain copies move long runs of adjacent blocks with adjacent targets.
 
-    def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
-        for start, length in _runs(pairs).tolist():
-            _copy_run(source, target, pairs[start : start + length])
+    Pairs: int32 [n, 2] of (source, target).
+    """
 
-    def copy(self, cache: Tensor, pairs: Int32Array) -> None:
-        if is_chained(_as_tensor(pairs)):
-            swap_blocks(cache, cache, _as_tensor(pairs))
-        else:
-            self.swap(cache, cache, pairs)
-
-
-class NativeMover:
-    """A C++ kernel for caches in host memory, which moves many blocks in one call."""
-
-    def __init__(self, library: Library) -> None:
-        self._library = library
-
-    def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
-        if len(pairs):
-            move_blocks(self._library, source, target, _as_tensor(pairs))
-
-    def copy(self, cache: Tensor, pairs: Int32Array) -> None:
-        self.swap(cache, cache, pairs)
-
-
-class KernelMover:
-    """A GPU kernel that moves many scattered blocks in one launch, and copies for long runs."""
-
-    def __init__(
-        self,
-        move: Callable[[Tensor, Tensor, Tensor], None],
-        min_copy_bytes: int = MIN_COPY_BYTES,
-    ) -> None:
-        """move: as `pagewire_kernels.reference.swap_blocks`, on a GPU."""
+    def __init__(self, move: Move, min_copy_bytes: float = math.inf) -> None:
+        """min_copy_bytes: size from which a run is copied."""
         self._move = move
         self._min_copy_bytes = min_copy_bytes
 
     def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
+        """Move blocks from one cache to the other; targets are distinct."""
         runs = _runs(pairs)
         is_long = runs[:, 1] * source[:1].nbytes >= self._min_copy_bytes
         for start, length in runs[is_long].tolist():
-            _copy_run(source, target, pairs[start : start + length])
-        scattered = pairs[np.repeat(~is_long, runs[:, 1])]
-        if len(scattered):
-            self._move(source, target, _as_tensor(scattered))
+            first, second = pairs[start].tolist()
+            run = source[first : first + length]
+            target[second : second + length].copy_(run, non_blocking=True)
+        self._move_all(source, target, pairs[np.repeat(~is_long, runs[:, 1])])
 
     def copy(self, cache: Tensor, pairs: Int32Array) -> None:
+        """Copy within a cache; all sources are read before any target is written."""
+        self._move_all(cache, cache, pairs)
+
+    def _move_all(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
         if len(pairs):
-            self._move(cache, cache, _as_tensor(pairs))
+            self._move(source, target, torch.from_numpy(pairs.astype(np.int64)))
 
 
 def mover_for(device: torch.device) -> BlockMover:
     """The fastest mover on `device`."""
     if device.type == "cuda" and find_spec("triton") is not None:
-        from pagewire_kernels import (
-            triton as triton_kernels,  # triton is loaded only where it is used
-        )
+        from pagewire_kernels.triton import move_blocks as move  # imports triton
 
-        return KernelMover(triton_kernels.move_blocks)
+        return BlockMover(move, MIN_COPY_BYTES)
     found = library() if device.type == "cpu" else None
-    return CopyMover() if found is None else NativeMover(found)
+    # Without a kernel for a GPU, copies of any length can overlap with what it computes.
+    return BlockMover(swap_blocks, 1) if found is None else BlockMover(partial(move_blocks, found))
 
 
 def _runs(pairs: Int32Array) -> Int64Array:
@@ -147,15 +116,6 @@ def _runs(pairs: Int32Array) -> Int64Array:
     is_first[1:] = (np.diff(pairs, axis=0) != 1).any(axis=1)
     starts = np.flatnonzero(is_first)
     return np.stack([starts, np.diff(starts, append=len(pairs))], axis=1)
-
-
-def _copy_run(source: Tensor, target: Tensor, run: Int32Array) -> None:
-    (first, second), count = run[0].tolist(), len(run)
-    target[second : second + count].copy_(source[first : first + count], non_blocking=True)
-
-
-def _as_tensor(pairs: Int32Array) -> Tensor:
-    return torch.from_numpy(pairs.astype(np.int64))
 
 
 _ALIGNMENT = mmap.PAGESIZE
@@ -336,12 +296,9 @@ class CacheEngine:
         if self._stream is not None:
             self._stream.finish()
 
-    def device_us(self) -> int:
-        """Microseconds that the last plan's operations have taken the device so far."""
-        return self.timer()()
-
     def timer(self) -> Callable[[], int]:
-        """A function that returns the same for the present last plan, on any thread."""
+        """A function that returns, on any thread, the microseconds that the operations of the
+        present last plan have taken the device so far."""
         return _no_time if self._stream is None else self._stream.timer()
 
     def _swap_out(self, plan: StepPlan) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from pagewire_kernels.cpu.block_copy import move_blocks
 from pagewire_kernels.cpu.linear import discard
 from pagewire_kernels.reference import swap_blocks, write_kv
 from pagewire_kernels.reference.kv_cache import dequantize_heads
@@ -25,9 +27,6 @@ from worker_service.kv_cache.cache_engine import (
     SPARE_BYTES,
     BlockMover,
     CacheEngine,
-    CopyMover,
-    KernelMover,
-    NativeMover,
 )
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.plan import StepPlan
@@ -184,10 +183,13 @@ def test_sizes_are_compared_exactly() -> None:
 
 
 MOVERS: dict[str, BlockMover] = {
-    "copies": CopyMover(),
-    "kernel": KernelMover(swap_blocks),
-    "kernel and copies of three blocks or more": KernelMover(swap_blocks, min_copy_bytes=3 * 128),
-    **{native.instruction_set: NativeMover(native) for native in native_libraries()},
+    "copies": BlockMover(swap_blocks, 1),
+    "kernel": BlockMover(swap_blocks),
+    "kernel and copies of three blocks or more": BlockMover(swap_blocks, 3 * 128),
+    **{
+        native.instruction_set: BlockMover(partial(move_blocks, native))
+        for native in native_libraries()
+    },
 }
 
 
@@ -237,7 +239,7 @@ def test_long_runs_are_copied_and_the_rest_is_one_launch() -> None:
 
     source, target = torch.arange(20.0).view(10, 2), torch.zeros(10, 2)
     pairs = np.array([[9, 0], [1, 4], [2, 5], [3, 6], [7, 1], [8, 2]], np.int32)
-    KernelMover(move, min_copy_bytes=3 * 8).swap(source, target, pairs)
+    BlockMover(move, 3 * 8).swap(source, target, pairs)
     assert launched == [[[9, 0], [7, 1], [8, 2]]]
     assert target[:, 0].tolist() == [18.0, 14.0, 16.0, 0.0, 2.0, 4.0, 6.0, 0.0, 0.0, 0.0]
 
@@ -252,10 +254,11 @@ def test_a_plan_is_checked_before_anything_is_moved() -> None:
     assert not np.any(engine.host_cache.numpy())
 
 
-class RecordedStream:
+class RecordedStream(BlockMover):
     """A mover and the stream that it moves blocks on, which record what they are asked to do."""
 
     def __init__(self) -> None:
+        super().__init__(swap_blocks)
         self.calls: list[str] = []
 
     def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
