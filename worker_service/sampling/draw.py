@@ -63,18 +63,15 @@ class Filters:
         return Filters(**{name: getattr(self, name)[index] for name in FILTERS})
 
 
-def draw_unfiltered(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw a token for each row without filters. Arguments and result as for `draw`."""
-    return _invert(torch.softmax(logits, dim=-1), uniforms)
-
-
-def draw(logits: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
-    """Draw a token for each row.
+def draw(logits: Tensor, filters: Filters | None, uniforms: Tensor) -> Tensor:
+    """Draw a token for each row. filters: None keeps all tokens.
 
     logits: float32 [n, vocab_size], already divided by the temperature, each row with a finite
     maximum; uniforms: float64 [n], in [0, 1). Returns token ids, int64 [n].
     """
     probs = torch.softmax(logits, dim=-1)
+    if filters is None:
+        return _invert(probs, uniforms)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     pending = torch.arange(len(logits), device=logits.device)
     for window in WINDOWS:

@@ -161,17 +161,6 @@ class LogitEdits:
         """Whether excluded tokens depend on the last output tokens, not only on their number."""
         return self.bad_words is not None and self.bad_words.has_prefixes
 
-    def has_bans(self, output: Int32Array) -> bool:
-        """Whether any token may be excluded after this output."""
-        return self.bad_words is not None or len(output) < self.params.min_tokens
-
-    def banned(self, output: Int32Array) -> Int32Array:
-        """Tokens excluded after this output."""
-        banned = [] if self.bad_words is None else [self.bad_words.banned_after(output)]
-        if len(output) < self.params.min_tokens:
-            banned.append(self.params.suppressed_token_ids)
-        return np.concatenate(banned) if banned else np.empty(0, np.int32)
-
 
 def _excluding(token_ids: Int32Array) -> Float32Array:
     return np.full(len(token_ids), -np.inf, np.float32)
@@ -195,34 +184,23 @@ class EditedRow(NamedTuple):
 
 def apply_edits(logits: Tensor, rows: list[EditedRow]) -> None:
     """Edit the logits of these rows in place. logits: float32 [n, vocab_size]."""
-    apply_constraints(logits, rows)
+    _add_entries(logits, [row for row in rows if row.edits.max_entries])
     apply_penalties(logits, [row for row in rows if row.edits.occurrences is not None])
 
 
-def apply_constraints(logits: Tensor, rows: list[EditedRow]) -> None:
+def _add_entries(logits: Tensor, rows: list[EditedRow]) -> None:
     """Exclude tokens and add biases, in place; both precede penalties."""
-    _ban(logits, rows)
-    _add_biases(logits, [row for row in rows if len(row.edits.params.bias_token_ids)])
-
-
-def _ban(logits: Tensor, rows: list[EditedRow]) -> None:
-    rows = [row for row in rows if row.edits.has_bans(row.output)]
-    if rows:
-        banned = [row.edits.banned(row.output) for row in rows]
-        index = _indices(logits, [row.row for row in rows], banned)
-        # A plain number would be copied to a GPU synchronously.
-        logits.index_put_(index, logits.new_full((), -torch.inf))
-
-
-def _add_biases(logits: Tensor, rows: list[EditedRow]) -> None:
     if not rows:
         return
-    params = [row.edits.params for row in rows]
-    index = _indices(
-        logits, [row.row for row in rows], [of_row.bias_token_ids for of_row in params]
-    )
-    values = np.concatenate([of_row.bias_values for of_row in params])
-    logits[index] += upload(values, logits.device)
+    tokens, values = [], []
+    for row in rows:
+        token_ids, added, ends = row.edits.entries(row.output)
+        applies = ends > len(row.output)
+        tokens.append(token_ids[applies])
+        values.append(added[applies])
+    index = _indices(logits, [row.row for row in rows], tokens)
+    added_values = upload(np.concatenate(values), logits.device)
+    logits.index_put_(index, added_values, accumulate=True)
 
 
 def apply_penalties(logits: Tensor, rows: list[EditedRow]) -> None:

@@ -25,7 +25,7 @@ from pagewire_kernels.philox import uniform
 from worker_service.array_types import Float32Array, Int32Array, Int64Array
 from worker_service.pinned_memory import upload
 from worker_service.plan import Candidates, TokenLogprobs
-from worker_service.sampling.draw import Filters, draw, draw_unfiltered
+from worker_service.sampling.draw import Filters, draw
 from worker_service.sampling.logit_edits import EditedRow, apply_edits, apply_masks
 from worker_service.sampling.logprobs import logprob_table, offer, to_logprobs
 from worker_service.sampling.sampling_table import NO_LOGPROBS, SamplingTable
@@ -101,8 +101,9 @@ def sample(
     logits: float32 [n, vocab_size]; largest: the largest logit of each row, computed here if it is
     None. Both are overwritten.
     """
-    best, largest_values = largest = largest or _largest(logits)
-    if not batch.is_changed and table.is_plain[batch.row_ids].all() and _all_finite(largest):
+    best, largest_values = largest or _largest(logits)
+    is_plain = not batch.is_changed and table.is_plain[batch.row_ids].all()
+    if is_plain and np.isfinite(largest_values).all():
         return Samples(tokens=best, non_finite=_NO_ROWS, no_candidates=_NO_ROWS)
     num_logprobs = table.num_logprobs[batch.row_ids]
     non_finite = np.flatnonzero(~np.isfinite(largest_values))
@@ -152,11 +153,8 @@ def _choose(
         part = part / _tensor(table.temperature[ids], logits).unsqueeze(1)
         numbers = uniform(table.seed[ids], table.choice_index[ids], batch.positions[rows])
         uniforms = _tensor(numbers, logits)
-        if has_filters:
-            drawn = draw(part, Filters.of_rows(table.filters, ids, logits.device), uniforms)
-        else:
-            drawn = draw_unfiltered(part, uniforms)
-        tokens[rows] = drawn.cpu().numpy()
+        filters = Filters.of_rows(table.filters, ids, logits.device) if has_filters else None
+        tokens[rows] = draw(part, filters, uniforms).cpu().numpy()
     return tokens
 
 
@@ -174,10 +172,6 @@ def _largest(logits: Tensor) -> Largest:
     values = logits.numpy()
     best = values.argmax(axis=-1)
     return Largest(best, values[np.arange(len(values)), best])
-
-
-def _all_finite(largest: Largest) -> bool:
-    return bool(np.isfinite(largest.values).all())
 
 
 def _update_best(logits: Tensor, rows: Int64Array, best: Int64Array) -> Int64Array:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.worker_service.sampling import reference
 from worker_service.plan import FILTERS, SamplerParams
-from worker_service.sampling.draw import CHUNK, WINDOWS, Filters, draw, draw_unfiltered, largest
+from worker_service.sampling.draw import CHUNK, WINDOWS, Filters, draw, largest
 
 VOCAB_SIZES = (2, 7, CHUNK, CHUNK + 1, 700, 2500)
 EDGE = 1e-6
@@ -104,7 +104,7 @@ def test_the_draw_ends_in_the_last_token_with_weight_when_rounding_overshoots() 
     logits = torch.full((1, 3 * CHUNK), -torch.inf)
     logits[0, 5] = logits[0, CHUNK + 7] = 1.0
     overshot = torch.tensor([1.0], dtype=torch.float64)
-    assert draw_unfiltered(logits, overshot).tolist() == [CHUNK + 7]
+    assert draw(logits, None, overshot).tolist() == [CHUNK + 7]
     assert draw(logits, filters(SamplerParams(top_k=2), 1), overshot).tolist() == [CHUNK + 7]
 
 
@@ -113,7 +113,7 @@ def test_the_draw_ends_in_the_last_token_with_weight_when_rounding_overshoots() 
 def test_rows_without_filters_need_no_filtering(logits: list[float], seed: int) -> None:
     uniforms = torch.from_numpy(np.random.default_rng(seed).random(50))
     rows = torch.tensor([logits]).expand(50, -1)
-    found = draw_unfiltered(rows, uniforms)
+    found = draw(rows, None, uniforms)
     assert torch.equal(found, draw(rows, filters(SamplerParams(), 50), uniforms))
     expected = reference.probabilities(logits)
     borders = np.concatenate([[0.0], np.cumsum(expected)])
