@@ -27,7 +27,7 @@ from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers import RMSNorm, RotaryTable, norm_targets
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
 from worker_service.models.llama import LlamaLayer, LlamaSettings
-from worker_service.models.native import LoadableModule, NativeModel
+from worker_service.models.native import LayerInputs, LoadableModule, NativeModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,9 +133,8 @@ class EagleHead(LoadableModule):
         batch: its tokens are those at `positions` + 1; hidden: [num_tokens, hidden_size], hidden
         states for the tokens at `positions`.
         """
-        inputs, _ = self._inputs(batch.token_ids, hidden)
-        [caches], [metadata] = batch.caches, batch.attention
-        self.layer.write_kv(inputs, batch.positions, caches, metadata.slot_mapping)
+        x, _ = self._attended(batch.token_ids, hidden)
+        self.layer.write_kv(x, _layer_inputs(batch))
 
     def forward(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head, which also writes keys and values; arguments as for `write_kv`.
@@ -143,9 +142,8 @@ class EagleHead(LoadableModule):
         Returns the input of `compute_logits`, and the hidden states for the next rows if their
         tokens are drafts: [num_rows, hidden_size] each. Overwrites `hidden`.
         """
-        inputs, residual = self._inputs(batch.token_ids, hidden)
-        [caches], [metadata] = batch.caches, batch.attention
-        x = self.layer.attend_and_mix(inputs, residual, batch.positions, caches, metadata)
+        x, residual = self._attended(batch.token_ids, hidden)
+        x = self.layer.attend_and_mix(x, residual, _layer_inputs(batch))
         return self.norm(residual, x), residual
 
     def compute_logits(self, rows: Tensor) -> Tensor:
@@ -158,10 +156,15 @@ class EagleHead(LoadableModule):
         of_all[:, self._tokens] = logits
         return of_all
 
-    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _attended(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of the attention, and the residual stream."""
         embed = self.embedding or self._target[0].embedding
         assert embed is not None, "the target is a whole model"
         normed = self.hidden_norm(hidden)
         inputs = torch.cat([self.layer.attention_norm(embed(token_ids)), normed], dim=1)
         return inputs, normed if self._norm_before_residual else hidden
+
+
+def _layer_inputs(batch: StepBatch) -> LayerInputs:
+    [caches], [metadata] = batch.caches, batch.attention
+    return LayerInputs(batch.positions, caches, metadata)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
@@ -19,7 +19,7 @@ from worker_service.models.layers import (
     norm_targets,
 )
 from worker_service.models.linear import Linear, RowParallelLinear
-from worker_service.models.native import DecoderLayer, ModelSettings, NativeModel
+from worker_service.models.native import DecoderLayer, LayerInputs, ModelSettings, NativeModel
 
 OPT_POSITION_OFFSET = 2
 """The first rows of OPT's position table are unused."""
@@ -84,21 +84,17 @@ class GPTLayer(DecoderLayer):
         return [attended] * 3
 
     def forward(
-        self,
-        residual: Tensor,
-        x: Tensor | None,
-        positions: Tensor,
-        caches: LayerCaches,
-        metadata: AttentionMetadata,
+        self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor | None]:
         if self._norm_first:
-            x = self._attention(self.attention_norm(residual, x), caches, metadata)
+            x = self._attention(self.attention_norm(residual, x), inputs)
             return residual, self._mlp(self.mlp_norm(residual, x))
         assert x is None, "a norm at the end leaves nothing to be added"
-        residual = self.attention_norm(residual, self._attention(residual, caches, metadata))
+        residual = self.attention_norm(residual, self._attention(residual, inputs))
         return self.mlp_norm(residual, self._mlp(residual)), None
 
-    def _attention(self, x: Tensor, caches: LayerCaches, metadata: AttentionMetadata) -> Tensor:
+    def _attention(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        caches, metadata = inputs.caches, inputs.metadata
         query, key, value = self.qkv(x).unflatten(1, self._heads_shape).unbind(1)
         self._paged.write(key, value, caches, metadata)
         return self.output(self._paged.attend(query, caches, metadata))

@@ -72,6 +72,7 @@ class KVCacheSpec:
     def with_drafts(self, drafts: "KVCacheSpec") -> "KVCacheSpec":
         """The same layers, followed by those of a draft model or head, which this rank holds
         whole."""
+        assert drafts.dtype == self.dtype, "they are loaded with the same options"
         kept = tuple(replace(layer, window=None) for layer in drafts.layers)
         layers, start = (*self.layers, *kept), 0 if self.stage is None else self.stage.start
         return replace(self, layers=layers, stage=range(start, len(layers)), num_drafts=len(kept))

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, LayerCaches
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -21,7 +20,7 @@ from worker_service.models.layers import (
     norm_targets,
 )
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
-from worker_service.models.native import DecoderLayer, ModelSettings, NativeModel
+from worker_service.models.native import DecoderLayer, LayerInputs, ModelSettings, NativeModel
 
 KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
 """Canonical names of the scales of keys and values in an fp8 cache, one number each."""
@@ -88,32 +87,17 @@ class LlamaLayer(DecoderLayer):
         self.down = RowParallelLinear(inner, size, bias=s.mlp_bias, context=context)
 
     def forward(
-        self,
-        residual: Tensor,
-        x: Tensor | None,
-        positions: Tensor,
-        caches: LayerCaches,
-        metadata: AttentionMetadata,
+        self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor | None]:
-        x = self.attention_norm(residual, x)
-        return residual, self.attend_and_mix(x, residual, positions, caches, metadata)
+        return residual, self.attend_and_mix(self.attention_norm(residual, x), residual, inputs)
 
-    def attend_and_mix(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        positions: Tensor,
-        caches: LayerCaches,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
+    def attend_and_mix(self, x: Tensor, residual: Tensor, inputs: LayerInputs) -> Tensor:
         """Add the attention output for `x` to `residual`, then return the output of the MLP."""
-        x = self.write_kv(x, positions, caches, metadata.slot_mapping)
-        x = self.output(self.attention.attend(x, caches, metadata))
+        x = self.write_kv(x, inputs)
+        x = self.output(self.attention.attend(x, inputs.caches, inputs.metadata))
         return self.down(self.gate_up(self.mlp_norm(residual, x)))
 
-    def write_kv(
-        self, x: Tensor, positions: Tensor, caches: LayerCaches, slot_mapping: Tensor
-    ) -> Tensor:
+    def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Write the keys and values of rows to the layer's caches. Returns their queries."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         query, key, value = heads.split_with_sizes(self._num_heads, 1)
@@ -122,9 +106,9 @@ class LlamaLayer(DecoderLayer):
             query,
             key,
             value,
-            *caches,
-            slot_mapping,
-            positions,
+            *inputs.caches,
+            inputs.metadata.slot_mapping,
+            inputs.positions,
             self._rotary.cos,
             self._rotary.sin,
             query_norm=None if query_norm is None else query_norm.weight,

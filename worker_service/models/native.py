@@ -4,7 +4,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,17 +64,23 @@ class ModelSettings:
         layout.kv_head_shard(self.num_kv_heads)
 
 
+class LayerInputs(NamedTuple):
+    """What a layer reads of a step besides hidden states."""
+
+    positions: Tensor
+    """int64 [num_tokens]."""
+
+    caches: LayerCaches
+    metadata: AttentionMetadata
+    """Of the layer's cache group."""
+
+
 class DecoderLayer(nn.Module, ABC):
     """Attention and MLP, each with a norm and a residual connection."""
 
     @abstractmethod
     def forward(
-        self,
-        residual: Tensor,
-        x: Tensor | None,
-        positions: Tensor,
-        caches: LayerCaches,
-        metadata: AttentionMetadata,
+        self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer.
 
@@ -250,7 +256,8 @@ class NativeModel(LoadableModule):
             if index in self._captured_layers:
                 parts = (residual,) if x is None else (residual, x)
                 self._captured[index] = [self._kernels.layers.copy(part) for part in parts]
-            residual, x = layer(residual, x, batch.positions, caches, batch.attention[group])
+            inputs = LayerInputs(batch.positions, caches, batch.attention[group])
+            residual, x = layer(residual, x, inputs)
         if self.norm is not None:
             return self.norm(residual, x)
         return residual if x is None else residual.add_(x)
