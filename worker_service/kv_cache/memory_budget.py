@@ -8,6 +8,7 @@ and the forward pass only compiles kernels before the first request needs them.
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ CPU_SHARE = 4
 
 MAX_DEFAULT_CPU_BYTES = 4 * 2**30
 DEFAULT_GPU_SWAP_BYTES = 4 * 2**30
-_WARM_UP_TOKENS = 32
+WARM_UP_TOKENS = 32
 _WARM_UP_PROMPT = 512
 """Tokens of a prompt that is long enough for a GPU to split its attention."""
 
@@ -52,69 +53,115 @@ _REMEDIES = (
 """Flags for more memory, and a smaller dtype of the KV cache: on a CPU, on a GPU."""
 
 
+def sample_on_host(logits: Tensor) -> None:
+    """What a runner on the host does with a batch of logits."""
+    device = logits.device
+    filters = Filters.uniform(len(logits), device, top_p=0.9)
+    draw(logits, filters, torch.full((len(logits),), 0.5, dtype=torch.float64, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticBatches:
+    """Batches of synthetic sequences, over a cache of a single block that all share."""
+
+    model: Model
+    block_size: int
+    device: torch.device
+    sample: Sample = sample_on_host
+    """Does what a step's sampling may need most memory for."""
+
+    @torch.inference_mode()
+    def run(self, num_seqs: int, num_tokens: int) -> None:
+        """Compute one batch."""
+        model, device, spec = self.model, self.device, self.model.kv_cache_spec
+        block_bytes = spec.block_bytes(self.block_size)
+        pool = torch.zeros(1, block_bytes, dtype=torch.uint8, device=device)
+        lengths = _spread(num_seqs, num_tokens, model.max_model_len)
+        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+
+        def metadata(block_tokens: int) -> AttentionMetadata:
+            shape = len(lengths), -(-max(lengths) // block_tokens)
+            return AttentionMetadata(
+                query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+                context_lens=torch.tensor(lengths).int().to(device),
+                block_tables=torch.zeros(shape, dtype=torch.int32, device=device),
+                slot_mapping=positions % block_tokens,
+                max_query_len=max(lengths),
+                max_context_len=max(lengths),
+            )
+
+        groups = spec.groups(self.block_size)
+        batch = StepBatch(
+            token_ids=torch.zeros_like(positions),
+            positions=positions,
+            attention=tuple(metadata(group.block_tokens) for group in groups),
+            caches=spec.views(pool, self.block_size),
+        )
+        logits = model.compute_logits(model.forward(batch)[: len(lengths)])
+        # Sampling from equal logits keeps all of them as candidates, so it needs the most memory.
+        self.sample(logits.zero_())
+
+    def warm_up(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Compile the kernels of batches that are smaller than the largest one."""
+        self.run(1, min(_WARM_UP_PROMPT, max_num_batched_tokens))
+        for count in _WARM_UP_DECODES:
+            if count <= min(max_num_seqs, max_num_batched_tokens):
+                self.run(count, count)
+
+    def pool_bytes(self, largest: tuple[int, int]) -> int:
+        """Bytes of the pool that graphs share, as large as the largest batch's activations."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.run(*largest)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+
 def profile_blocks(
-    model: Model,
+    batches: SyntheticBatches,
     config: CacheConfig,
-    device: torch.device,
     *,
-    block_size: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     cache: CacheEngine | None = None,
     num_ranks: int = 1,
     num_graphs: int = 0,
     largest_graph: tuple[int, int] = (0, 0),
-    state_bytes: int = 0,
-    communicator_bytes: int = 0,
-    draft: Model | None = None,
-    sample: Sample | None = None,
+    later_bytes: int = 0,
 ) -> BlockCounts:
     """How many blocks fit together with the largest batch. Raises OutOfMemory if none does, or if
     there is less host memory than the settings require.
 
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
     memory. num_graphs: to be captured, of batches up to `largest_graph`, in sequences and tokens.
-    state_bytes: memory that a GPU needs for the state of sequences, beyond what it has allocated
-    for it; communicator_bytes: the same for the communication with other ranks.
-    draft: a draft model, which computes a batch, too. sample: does what a step's sampling may need
-    most memory for; None: as the host samples.
+    later_bytes: memory of a GPU that will be allocated after the cache.
     """
-    sample, spec = sample or sample_on_host, model.kv_cache_spec
-    block_bytes = spec.block_bytes(block_size)
-    of_full_length = spec.num_blocks(model.max_model_len, max_num_batched_tokens, block_size)
+    model, spec, device = batches.model, batches.model.kv_cache_spec, batches.device
+    block_bytes = spec.block_bytes(batches.block_size)
+    of_full_length = spec.num_blocks(
+        model.max_model_len, max_num_batched_tokens, batches.block_size
+    )
     held_bytes = 0 if cache is None else cache.device_cache.nbytes
-    if draft is not None:
-        run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS, sample)
     if device.type == "cuda":
-        later_bytes = state_bytes + communicator_bytes
         if num_graphs:
-            later_bytes += num_graphs * _BYTES_PER_GRAPH
-            later_bytes += _pool_bytes(model, block_size, device, largest_graph, sample)
-        warm_up(model, block_size, device, max_num_seqs, max_num_batched_tokens, sample)
+            later_bytes += num_graphs * _BYTES_PER_GRAPH + batches.pool_bytes(largest_graph)
+        batches.warm_up(max_num_seqs, max_num_batched_tokens)
         torch.cuda.reset_peak_memory_stats(device)
-        run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens, sample)
+        batches.run(max_num_seqs, max_num_batched_tokens)
         budget = _gpu_budget(config, device, held_bytes, later_bytes)
         swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
     else:
-        run_batch(model, block_size, device, 2, _WARM_UP_TOKENS, sample)
+        batches.run(2, WARM_UP_TOKENS)
         budget = config.kv_cache_memory or _default_cpu_budget(
             block_bytes * of_full_length * max_num_seqs,
             available_host_memory() + held_bytes,
             num_ranks,
         )
         swap_space = config.swap_space or 0
-    require_host_memory(device, budget, swap_space, cache, held_bytes)
+    held_bytes = held_bytes if device.type == "cpu" else 0
+    held_bytes += 0 if cache is None else cache.host_cache.nbytes
+    require_host_memory(device, budget, swap_space, held_bytes)
     num_gpu_blocks = budget // block_bytes
-    if num_gpu_blocks < 1:
-        raise OutOfMemory(
-            f"kv_cache_memory: no room for one KV block of {block_bytes} bytes in"
-            f" {max(budget, 0)} bytes; choose more, or a smaller block_size"
-        )
-    if 0 < swap_space < block_bytes:
-        raise OutOfMemory(
-            f"swap_space: no room for one KV block of {block_bytes} bytes in {swap_space} bytes;"
-            " give a unit, such as 4GiB, or 0 for none"
-        )
+    _require_blocks(block_bytes, budget, swap_space)
     if num_gpu_blocks < of_full_length:
         logger.warning(
             "kv cache holds less than one sequence of full length, so none can be that long:"
@@ -128,92 +175,38 @@ def profile_blocks(
     return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // block_bytes)
 
 
+def _require_blocks(block_bytes: int, budget: int, swap_space: int) -> None:
+    """Raise OutOfMemory if the budget, or a swap space, has no room for one block."""
+    if budget < block_bytes:
+        raise OutOfMemory(
+            f"kv_cache_memory: no room for one KV block of {block_bytes} bytes in"
+            f" {max(budget, 0)} bytes; choose more, or a smaller block_size"
+        )
+    if 0 < swap_space < block_bytes:
+        raise OutOfMemory(
+            f"swap_space: no room for one KV block of {block_bytes} bytes in {swap_space} bytes;"
+            " give a unit, such as 4GiB, or 0 for none"
+        )
+
+
 def require_host_memory(
-    device: torch.device,
-    budget: int,
-    swap_space: int,
-    cache: CacheEngine | None = None,
-    held_bytes: int = 0,
+    device: torch.device, budget: int, swap_space: int, held_bytes: int = 0
 ) -> None:
     """Raise OutOfMemory if the host has less memory than blocks would take.
 
     budget: bytes of a device's blocks, which are the host's on a CPU; swap_space: bytes of swapped
-    blocks; cache: the present cache, which the new one will replace, with `held_bytes` on a CPU.
+    blocks; held_bytes: of the host, in present caches, which the new ones will replace.
     """
     required = {"swap_space": swap_space}
-    held = 0 if cache is None else cache.host_cache.nbytes
     if device.type == "cpu":
         required = {"kv_cache_memory": budget, **required}
-        held += held_bytes
-    available = available_host_memory() + held
+    available = available_host_memory() + held_bytes
     if sum(required.values()) > available:
         names = " and ".join(name for name, size in required.items() if size)
         raise OutOfMemory(
             f"{names}: {sum(required.values()) / 2**30:.1f} GiB are more than the"
             f" {available / 2**30:.1f} GiB of memory that are available here; choose less"
         )
-
-
-def warm_up(
-    model: Model,
-    block_size: int,
-    device: torch.device,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    sample: Sample,
-) -> None:
-    """Compile the kernels of batches that are smaller than the largest one."""
-    run_batch(model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens), sample)
-    for count in _WARM_UP_DECODES:
-        if count <= min(max_num_seqs, max_num_batched_tokens):
-            run_batch(model, block_size, device, count, count, sample)
-
-
-@torch.inference_mode()
-def run_batch(
-    model: Model,
-    block_size: int,
-    device: torch.device,
-    num_seqs: int,
-    num_tokens: int,
-    sample: Sample,
-) -> None:
-    """Compute one batch of synthetic sequences, over a cache of a single block that all share."""
-    spec = model.kv_cache_spec
-    pool = torch.zeros(1, spec.block_bytes(block_size), dtype=torch.uint8, device=device)
-    lengths = _spread(num_seqs, num_tokens, model.max_model_len)
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-
-    def metadata(block_tokens: int) -> AttentionMetadata:
-        shape = len(lengths), -(-max(lengths) // block_tokens)
-        return AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
-            context_lens=torch.tensor(lengths).int().to(device),
-            block_tables=torch.zeros(shape, dtype=torch.int32, device=device),
-            slot_mapping=positions % block_tokens,
-            max_query_len=max(lengths),
-            max_context_len=max(lengths),
-        )
-
-    groups = spec.groups(block_size)
-    hidden = model.forward(
-        StepBatch(
-            token_ids=torch.zeros_like(positions),
-            positions=positions,
-            attention=tuple(metadata(group.block_tokens) for group in groups),
-            caches=spec.views(pool, block_size),
-        )
-    )
-    logits = model.compute_logits(hidden[: len(lengths)])
-    # Sampling from equal logits keeps all of them as candidates, so it needs the most memory.
-    sample(logits.zero_())
-
-
-def sample_on_host(logits: Tensor) -> None:
-    """What a runner on the host does with a batch of logits."""
-    device = logits.device
-    filters = Filters.uniform(len(logits), device, top_p=0.9)
-    draw(logits, filters, torch.full((len(logits),), 0.5, dtype=torch.float64, device=device))
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
@@ -254,16 +247,6 @@ def _file_pages(stat: Path, prefix: str) -> int:
 def _default_cpu_budget(useful: int, available: int, num_ranks: int) -> int:
     """useful: bytes of as many sequences of full length as a batch can have."""
     return min(useful, MAX_DEFAULT_CPU_BYTES, available // (CPU_SHARE * num_ranks))
-
-
-def _pool_bytes(
-    model: Model, block_size: int, device: torch.device, largest: tuple[int, int], sample: Sample
-) -> int:
-    """Bytes of the pool that graphs share, as large as the largest batch's activations."""
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run_batch(model, block_size, device, *largest, sample)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _gpu_budget(

@@ -16,7 +16,13 @@ from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts
 from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.kv_cache.memory_budget import available_host_memory, profile_blocks
+from worker_service.kv_cache.memory_budget import (
+    WARM_UP_TOKENS,
+    SyntheticBatches,
+    available_host_memory,
+    profile_blocks,
+    sample_on_host,
+)
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
 from worker_service.loader.model_files import iter_assets
@@ -189,22 +195,21 @@ class TorchExecutor:
         """How many KV blocks fit in memory together with the largest batch."""
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        shape = self._state_shape
+        shape, size = self._state_shape, self.loaded.block_size
+        sample = self._sample_padding if self._has_device_steps else sample_on_host
+        if self._draft is not None and not isinstance(self._draft, EagleHead):
+            SyntheticBatches(self._draft, size, self._device).run(2, WARM_UP_TOKENS)
         return profile_blocks(
-            self.loaded.model,
+            SyntheticBatches(self.loaded.model, size, self._device, sample),
             self._config,
-            self._device,
-            block_size=self.loaded.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
             num_ranks=self.loaded.communicator.layout.world_size,
             num_graphs=2 * len(shape.sizes) + len(shape.mixed),  # see `StepGraphs`
             largest_graph=shape.largest,
-            state_bytes=self._state_bytes(shape),
-            communicator_bytes=self.loaded.communicator.bytes_to_allocate(self._device),
-            draft=None if isinstance(self._draft, EagleHead) else self._draft,
-            sample=self._sample_padding if self._has_device_steps else None,
+            later_bytes=self._state_bytes(shape)
+            + self.loaded.communicator.bytes_to_allocate(self._device),
         )
 
     def _sample_padding(self, logits: Tensor) -> None:

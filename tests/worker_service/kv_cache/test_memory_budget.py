@@ -10,7 +10,11 @@ from worker_service.config import CacheConfig
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory
 from worker_service.kv_cache import memory_budget
-from worker_service.kv_cache.memory_budget import available_host_memory, profile_blocks
+from worker_service.kv_cache.memory_budget import (
+    SyntheticBatches,
+    available_host_memory,
+    profile_blocks,
+)
 from worker_service.models.kv_cache_spec import KVCacheSpec
 
 CPU = torch.device("cpu")
@@ -19,10 +23,8 @@ GIB = 2**30
 
 def profile(config: CacheConfig, model: CountingModel | None = None, seqs: int = 8) -> BlockCounts:
     return profile_blocks(
-        model or CountingModel(),
+        SyntheticBatches(model or CountingModel(), config.block_size or 16, CPU),
         config,
-        CPU,
-        block_size=config.block_size or 16,
         max_num_seqs=seqs,
         max_num_batched_tokens=512,
     )
@@ -90,9 +92,8 @@ def test_the_largest_batch_is_shared_out_among_its_sequences(
     num_seqs: int, num_tokens: int, batch: tuple[int, int]
 ) -> None:
     model, sampled = CountingModel(), list[torch.Size]()
-    memory_budget.run_batch(
-        model, 4, CPU, num_seqs, num_tokens, lambda logits: sampled.append(logits.shape)
-    )
+    batches = SyntheticBatches(model, 4, CPU, lambda logits: sampled.append(logits.shape))
+    batches.run(num_seqs, num_tokens)
     assert model.batches == [batch]
     assert sampled == [(batch[0], model.vocab_size)]
 
@@ -108,7 +109,7 @@ def test_kernels_for_few_decodes_are_compiled_before_the_first_request(
     num_seqs: int, num_tokens: int, batches: list[tuple[int, int]]
 ) -> None:
     model = CountingModel()
-    memory_budget.warm_up(model, 4, CPU, num_seqs, num_tokens, lambda logits: None)
+    SyntheticBatches(model, 4, CPU).warm_up(num_seqs, num_tokens)
     assert model.batches == batches
 
 

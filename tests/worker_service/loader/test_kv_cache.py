@@ -13,7 +13,7 @@ from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import BadCheckpoint, InvalidOption
-from worker_service.kv_cache.memory_budget import profile_blocks
+from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.load import (
     arithmetic_of,
@@ -107,10 +107,8 @@ def test_the_same_memory_holds_about_twice_the_blocks_in_int8(
         cache = CacheConfig(kv_cache_memory=2**24, kv_cache_dtype=kv_cache_dtype)
         loaded = load_model(config, cache)
         return profile_blocks(
-            loaded.model,
+            SyntheticBatches(loaded.model, loaded.block_size, torch.device("cpu")),
             cache,
-            torch.device("cpu"),
-            block_size=loaded.block_size,
             max_num_seqs=4,
             max_num_batched_tokens=64,
         ).num_gpu_blocks

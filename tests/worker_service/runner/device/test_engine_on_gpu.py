@@ -14,7 +14,7 @@ from tests.support.paged_driver import PagedDriver
 from tests.support.plans import moving_plan
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.kv_cache.memory_budget import profile_blocks
+from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
 from worker_service.loader import load_model
 from worker_service.models.kv_cache_spec import KVCacheSpec
 
@@ -122,10 +122,8 @@ def test_swapping_on_a_gpu_gives_the_tokens_of_a_roomy_cache() -> None:
 def test_profiling_leaves_room_for_what_else_is_on_the_gpu() -> None:
     engine = InProcessEngine(checkpoint("llama"), device="cuda")
     counts = profile_blocks(
-        engine.loaded.model,
+        SyntheticBatches(engine.loaded.model, 16, torch.device("cuda")),
         CacheConfig(gpu_memory_utilization=0.5, swap_space=1 << 20),
-        torch.device("cuda"),
-        block_size=16,
         max_num_seqs=16,
         max_num_batched_tokens=256,
     )
