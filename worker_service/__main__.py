@@ -48,12 +48,7 @@ from worker_service.launcher.flags import (
     checked_config,
     cpu_share,
 )
-from worker_service.launcher.launcher import (
-    LocalHost,
-    RankHost,
-    die_with_parent,
-    launch,
-)
+from worker_service.launcher.launcher import Launcher, LocalHost, RankHost, die_with_parent
 
 if TYPE_CHECKING:
     from worker_service.engine.executor import Executor
@@ -94,7 +89,7 @@ def serve(flags: Flags) -> None:
             if flags["cpu_affinity"] is not None:
                 raise InvalidOption("cpu_affinity: expected --rank with it, since it is one rank's")
             host = _host_of(assignment, flags, ranks)
-            raise typer.Exit(run_service(launch(assignment.ranks, host)))
+            raise typer.Exit(run_service(Launcher(assignment.ranks, host).run()))
         if flags["launcher_pid"] is not None:
             die_with_parent(flags["launcher_pid"])
         run_service(_run(config))
@@ -123,14 +118,12 @@ def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> 
     ray = RayFlags(**RAY.fields_of(flags))
     config = RayConfig(
         arguments=sys.argv[1:],
-        tensor_parallel_size=ranks.tensor_parallel_size,
-        pipeline_parallel_size=ranks.pipeline_parallel_size,
+        ranks=ranks,
+        ray=ray,
         group_id=group_id,
         device=flags["device"],
         listen=flags["listen"],
         advertise=flags["advertise"],
-        cpus_per_rank=ray.ray_cpus_per_rank,
-        timeout_s=ray.ray_timeout,
     )
     return RayHost(config, connect(ray.ray_address))
 
@@ -138,12 +131,12 @@ def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> 
 async def _run(config: WorkerConfig) -> None:
     from worker_service.config import ModelConfig
     from worker_service.load_progress import LoadProgress
-    from worker_service.service.lifecycle import Worker
+    from worker_service.service.lifecycle import make_worker
 
     model = config.model
     show_bar = model.show_progress if isinstance(model, ModelConfig) else False
     progress = LoadProgress(show_bar=show_bar)
-    worker = Worker(config, _executor_of(config, progress), progress)
+    worker = make_worker(config, _executor_of(config, progress), progress)
     worker.handle_signals()
     try:
         await worker.run()

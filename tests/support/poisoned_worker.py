@@ -15,7 +15,7 @@ from worker_service.engine.executor import Runner, Step
 from worker_service.loader import load_model
 from worker_service.plan import StepPlan
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
-from worker_service.service.lifecycle import Worker
+from worker_service.service.lifecycle import make_worker
 
 POISON = 1000
 """A token that no other request has."""
@@ -57,7 +57,7 @@ def main(core: str, listen: str) -> None:
 
 
 async def _run(config: WorkerConfig, executor: PoisonedExecutor) -> None:
-    worker = Worker(config, executor)
+    worker = make_worker(config, executor)
     worker.handle_signals()
     await worker.run()
 

@@ -17,7 +17,7 @@ from worker_service.errors import WorkerError
 from worker_service.load_progress import LoadProgress
 from worker_service.loader import LoadedModel
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
-from worker_service.service.lifecycle import Worker
+from worker_service.service.lifecycle import Worker, make_worker
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -109,7 +109,9 @@ async def running_worker(
         profile_dir=str(profile_dir),
     )
     load_or_count = load or (lambda: loaded_counting_model(model, block_size=BLOCK_SIZE))
-    worker = Worker(config, executor(config.cache, Profiler(profile_dir), load_or_count), progress)
+    worker = make_worker(
+        config, executor(config.cache, Profiler(profile_dir), load_or_count), progress
+    )
     task = asyncio.create_task(worker.run())
     waiting = asyncio.create_task((worker.listening if load else worker.ready).wait())
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)

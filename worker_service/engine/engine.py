@@ -12,7 +12,7 @@ from typing import NoReturn
 from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, ModelThread, Runner
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
-from worker_service.engine.tracing import WorkerTraces
+from worker_service.engine.tracing import MakeTraces
 from worker_service.errors import (
     InvalidPlan,
     NotReady,
@@ -35,7 +35,7 @@ STOP_WAIT_S = 2.0
 class Engine:
     """An executor of plans and at most one stream of plans."""
 
-    def __init__(self, executor: Executor, traces: WorkerTraces | None = None) -> None:
+    def __init__(self, executor: Executor, make_traces: MakeTraces | None = None) -> None:
         self.last_epoch = 0
         """The greatest epoch seen."""
         self.num_weight_loads = 0
@@ -43,7 +43,7 @@ class Engine:
         """Counters of the steps of all streams."""
         self._executor = executor
         """Used on the model thread only, except for its assets and `interrupt`."""
-        self._traces = traces
+        self._make_traces = make_traces
         self._thread = ModelThread()
         self._facts: ModelFacts | None = None
         self._runner: Runner | None = None
@@ -166,7 +166,7 @@ class Engine:
         self._check_within_reach(epoch)
         self._fence(epoch)
         self._stream_epoch = epoch
-        traces = self._traces.of_stream(epoch, self.meter) if self._traces else None
+        traces = self._make_traces(epoch, self.meter) if self._make_traces else None
         self._stream = StepStream(epoch, self._runner, self._thread, self.meter, traces)
         self._idle.clear()
         self._busy.set()
@@ -202,10 +202,6 @@ class Engine:
         if self._stream is not None:
             self._stream.close(NotReady("the worker is shutting down"))
         self._executor.interrupt()
-
-    def drain(self) -> None:
-        """Refuse new epochs from now on."""
-        self.is_draining = True
 
     async def wait_idle(self) -> None:
         """Wait until no stream is open."""

@@ -6,16 +6,14 @@ or moved, and returns, has another span. The times of its steps are read from th
 ends, so a decoding request adds no work to a step.
 """
 
-import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from service_common.tracing import Attributes, Tracing, make_tracing
-from service_common.version import VERSION
+from service_common.tracing import Attributes, Tracing
 from worker_service.config import WorkerConfig
 from worker_service.engine.step_stats import StepMeter
 from worker_service.plan import NewSequence, StepPlan, StepResult, monotonic_us
@@ -181,30 +179,19 @@ class StreamTraces:
         }
 
 
-class WorkerTraces:
-    """Makes the traces of each step stream."""
+MakeTraces = Callable[[int, StepMeter], StreamTraces]
+"""Makes the traces of an epoch's stream, whose steps the meter counts."""
 
-    def __init__(self, tracing: Tracing, config: WorkerConfig) -> None:
-        self._tracing = tracing
-        self._group_id = config.network.group_id
-        self._rank = config.group.layout.rank
 
-    def of_stream(self, epoch: int, meter: StepMeter) -> StreamTraces:
-        """Traces of an epoch's stream, whose steps `meter` counts."""
+def traces_of_streams(tracing: Tracing, config: WorkerConfig) -> MakeTraces:
+    """Makes the traces of this worker's streams."""
+
+    def make(epoch: int, meter: StepMeter) -> StreamTraces:
         attributes: Attributes = {
-            "pagewire.group": self._group_id,
-            "pagewire.rank": self._rank,
+            "pagewire.group": config.network.group_id,
+            "pagewire.rank": config.group.layout.rank,
             "pagewire.epoch": epoch,
         }
-        return StreamTraces(self._tracing, meter, attributes)
+        return StreamTraces(tracing, meter, attributes)
 
-    async def close(self) -> None:
-        """Export the remaining spans, with a short timeout."""
-        await asyncio.to_thread(self._tracing.close)
-
-
-def make_traces(config: WorkerConfig) -> WorkerTraces | None:
-    """Traces, or None without an endpoint in flags and environment. Raises CannotTrace."""
-    network = config.network
-    tracing = make_tracing("worker", VERSION, network.otlp_endpoint, network.worker_id)
-    return None if tracing is None else WorkerTraces(tracing, config)
+    return make

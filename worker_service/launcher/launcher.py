@@ -64,12 +64,9 @@ async def unless(ending: asyncio.Event, work: Awaitable[T]) -> T | None:
         ended.cancel()
 
 
-async def launch(ranks: Sequence[int], host: RankHost) -> int:
-    """Run ranks to their end; returns the launcher's exit code."""
-    return await _Launcher(ranks, host).run()
+class Launcher:
+    """Keeps ranks running to their end."""
 
-
-class _Launcher:
     def __init__(self, ranks: Sequence[int], host: RankHost) -> None:
         self._ranks = ranks
         self._host = host
@@ -77,6 +74,7 @@ class _Launcher:
         self._exit_code = 0
 
     async def run(self) -> int:
+        """Run the ranks. Returns the launcher's exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._end, 0)

@@ -23,6 +23,7 @@ from typing import Any
 
 from worker_service.address import TcpAddress, parse
 from worker_service.errors import InvalidOption
+from worker_service.launcher.flags import RankFlags, RayFlags
 from worker_service.launcher.launcher import (
     RankCommand,
     RankHost,
@@ -113,8 +114,8 @@ class RayConfig:
     arguments: Sequence[str]
     """The launcher's own command line."""
 
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
+    ranks: RankFlags
+    ray: RayFlags
     group_id: str
     device: str
     """`auto` takes GPUs if the cluster has any."""
@@ -124,13 +125,9 @@ class RayConfig:
     None: free ports."""
 
     advertise: str | None
-    cpus_per_rank: int
-    timeout_s: float
-    """How long to wait at the start for nodes with free resources."""
 
     def __post_init__(self) -> None:
-        if self.cpus_per_rank < 1:
-            got = self.cpus_per_rank
+        if (got := self.ray.ray_cpus_per_rank) < 1:
             raise InvalidOption(f"ray_cpus_per_rank: expected at least 1, got {got}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidOption(
@@ -144,17 +141,12 @@ class RayConfig:
         if self.listen is not None:
             if not isinstance(parse(self.listen, "listen"), TcpAddress):
                 raise InvalidOption(f"listen: expected HOST:PORT with Ray, got {self.listen!r}")
-            address_of(self.listen, self.world_size - 1, "listen")
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in the group."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+            address_of(self.listen, self.ranks.layout_of(0).world_size - 1, "listen")
 
     def bundle(self, *, with_gpus: bool) -> dict[str, float]:
         """The resources of one stage's ranks, on one node."""
-        size = float(self.tensor_parallel_size)
-        return {"CPU": size * self.cpus_per_rank} | ({"GPU": size} if with_gpus else {})
+        size = float(self.ranks.tensor_parallel_size)
+        return {"CPU": size * self.ray.ray_cpus_per_rank} | ({"GPU": size} if with_gpus else {})
 
 
 def connect(address: str | None) -> Any:
@@ -214,15 +206,15 @@ class RayHost(RankHost):
         from ray.util.placement_group import placement_group
 
         bundle = self._config.bundle(with_gpus=self._uses_gpus)
-        bundles = [bundle] * self._config.pipeline_parallel_size
+        bundles = [bundle] * self._config.ranks.pipeline_parallel_size
         self._group = placement_group(bundles, strategy="SPREAD")
         placed = self._group.ready()
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with asyncio.timeout(self._config.ray.ray_timeout):
                 await self._wait_and_log(placed, "room for the group")
         except TimeoutError:
             raise InvalidOption(
-                f"launcher: no room for the group after {self._config.timeout_s:g} s:"
+                f"launcher: no room for the group after {self._config.ray.ray_timeout:g} s:"
                 f" {self._required()}; {self._available()}"
             ) from None
 
@@ -257,12 +249,14 @@ class RayHost(RankHost):
     def _make_actor(self, rank: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        bundle = rank // self._config.ranks.tensor_parallel_size
         options = {
-            "num_cpus": self._config.cpus_per_rank,
+            "num_cpus": self._config.ray.ray_cpus_per_rank,
             "num_gpus": 1 if self._uses_gpus else 0,
             "max_concurrency": _THREADS_PER_ACTOR,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=rank // self._config.tensor_parallel_size
+                self._group,
+                placement_group_bundle_index=bundle,
             ),
         }
         actor = self._actors[rank] = self._ray.remote(**options)(RayRank).remote()
@@ -312,7 +306,7 @@ class RayHost(RankHost):
 
     def _required(self) -> str:
         bundle = _quantities(self._config.bundle(with_gpus=self._uses_gpus))
-        num_stages = self._config.pipeline_parallel_size
+        num_stages = self._config.ranks.pipeline_parallel_size
         return f"{num_stages} times {bundle} on one node wanted"
 
     def _available(self) -> str:

@@ -13,17 +13,18 @@ from service_common.cluster import Cluster
 from service_common.grpc_server import GrpcServer
 from service_common.metrics_server import MetricsServer
 from service_common.prometheus import make_registry
+from service_common.tracing import Tracing, make_tracing
 from service_common.version import VERSION
 from worker_service.address import Address, advertised, parse
 from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import Executor
-from worker_service.engine.tracing import make_traces
+from worker_service.engine.tracing import traces_of_streams
 from worker_service.errors import DeviceLost, WorkerError, WorkerRejected
 from worker_service.load_progress import LoadProgress
 from worker_service.service.metrics import WorkerCollector, WorkerFacts
 from worker_service.service.registration import Membership, Registrar
-from worker_service.service.servicer import WorkerServicer
+from worker_service.service.servicer import WorkerServicer, model_info
 
 logger = logging.getLogger(__name__)
 
@@ -39,40 +40,59 @@ STOP_GRACE_S = 1.0
 """Seconds that short calls have to finish once no step stream is open."""
 
 
+def make_worker(
+    config: WorkerConfig, executor: Executor, progress: LoadProgress | None = None
+) -> "Worker":
+    """Make all parts of a worker, on the event loop that will run it.
+
+    progress: of the executor's `load`. Raises InvalidOption and CannotTrace.
+    """
+    network = config.network
+    for option in ("listen", "core", "advertise", "health_listen"):
+        if (address := getattr(network, option)) is not None:
+            parse(address, option)
+    tracing = make_tracing("worker", VERSION, network.otlp_endpoint, network.worker_id)
+    engine = Engine(executor, traces_of_streams(tracing, config) if tracing else None)
+    cluster = Cluster(network.cluster)
+    server = GrpcServer(
+        listen=network.listen,
+        service_names=[SERVICE_NAME],
+        credentials=cluster.server_credentials(),
+        interceptors=[cluster.call_guard()],
+        knows_callers=cluster.has_credentials,
+        health_listen=network.health_listen,
+    )
+    pb_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(config, engine), server.server)
+    progress = progress or LoadProgress(show_bar=False)
+    return Worker(config, engine, cluster, server, tracing, progress)
+
+
 class Worker:
-    """All parts of one worker, made and run on one event loop."""
+    """One worker, run on one event loop."""
 
     def __init__(
-        self, config: WorkerConfig, executor: Executor, progress: LoadProgress | None = None
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        cluster: Cluster,
+        server: GrpcServer,
+        tracing: Tracing | None,
+        progress: LoadProgress,
     ) -> None:
-        """progress: of the executor's `load`."""
-        network = config.network
+        """server: has the servicer of `engine`; progress: of the executor's `load`."""
         self._config = config
-        parse(network.listen, "listen")
-        self._core = None if network.core is None else parse(network.core, "core")
-        if network.advertise is not None:
-            parse(network.advertise, "advertise")
-        if network.health_listen is not None:
-            parse(network.health_listen, "health_listen")
-        self._traces = make_traces(config)
-        self._engine = Engine(executor, self._traces)
-        self._servicer = WorkerServicer(config, self._engine)
-        self._cluster = Cluster(network.cluster)
-        self._server = GrpcServer(
-            listen=network.listen,
-            service_names=[SERVICE_NAME],
-            credentials=self._cluster.server_credentials(),
-            interceptors=[self._cluster.call_guard()],
-            knows_callers=self._cluster.has_credentials,
-            health_listen=network.health_listen,
-        )
-        pb_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.server)
+        core = config.network.core
+        self._core = None if core is None else parse(core, "core")
+        self._tracing = tracing
+        self._engine = engine
+        self._cluster = cluster
+        self._server = server
+        self._progress = progress
         self._membership = Membership(
             registration=self._registration,
             num_steps=lambda: self._engine.meter.num_steps,
             loading=self._loading,
         )
-        self._progress = progress or LoadProgress(show_bar=False)
         self._registrar: Registrar | None = None
         self._grace_s: float | None = config.grace_period_s
         self._failure: WorkerError | None = None
@@ -114,8 +134,8 @@ class Worker:
                 await asyncio.to_thread(metrics.close)
             await self._server.stop(STOP_GRACE_S)
             self.is_stuck = not self._engine.stop()
-            if self._traces is not None:
-                await self._traces.close()
+            if self._tracing is not None:  # exports the remaining spans, with a short timeout
+                await asyncio.to_thread(self._tracing.close)
         if self._failure is not None:
             raise self._failure
 
@@ -220,7 +240,7 @@ class Worker:
             registrar = registering = None
             watching = tasks.create_task(self._watch_device())
             ending_idle = (
-                tasks.create_task(self._end_idle_spans()) if self._traces is not None else None
+                tasks.create_task(self._end_idle_spans()) if self._tracing is not None else None
             )
             if self._core is not None:
                 registrar = self._registrar = self._make_registrar(self._core)
@@ -237,7 +257,7 @@ class Worker:
         """Wait, within the grace period, until the core has moved or finished all sequences."""
         if not self._released.is_set():
             logger.info("draining grace_s=%s", self._grace_s)
-        self._engine.drain()
+        self._engine.is_draining = True
         self._membership.drain()
         await self._server.set_serving(False)
         with contextlib.suppress(TimeoutError):
@@ -266,7 +286,7 @@ class Worker:
             world_size=layout.world_size,
             samples=layout.samples,
             address=network.advertise or self._reached_at(),
-            model=self._servicer.model_info(),
+            model=model_info(self._config, self._engine),
             last_epoch=self._engine.last_epoch,
             version=VERSION,
         )

@@ -81,20 +81,20 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
     return translated
 
 
+def model_info(config: WorkerConfig, engine: Engine) -> model_pb2.ModelInfo:
+    """The facts of the loaded model. Raises NotReady before it is there."""
+    info = wire.encode_model_info(engine.facts, config.model_name, config.model_aliases)
+    info.reasoning_parser = config.reasoning_parser
+    info.tool_call_parser = config.tool_call_parser
+    return info
+
+
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
     """The rpcs that the core calls."""
 
     def __init__(self, config: WorkerConfig, engine: Engine) -> None:
         self._config = config
         self._engine = engine
-
-    def model_info(self) -> model_pb2.ModelInfo:
-        """The facts of the loaded model. Raises NotReady before it is there."""
-        config = self._config
-        info = wire.encode_model_info(self._engine.facts, config.model_name, config.model_aliases)
-        info.reasoning_parser = config.reasoning_parser
-        info.tool_call_parser = config.tool_call_parser
-        return info
 
     @_translates_errors
     async def GetInfo(
@@ -103,7 +103,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         facts = self._engine.facts
         return pb.GetInfoResponse(
             worker_id=self._config.network.worker_id,
-            model=self.model_info(),
+            model=model_info(self._config, self._engine),
             device=facts.device,
             attention_backend=facts.attention_backend,
             pid=os.getpid(),

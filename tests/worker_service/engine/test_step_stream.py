@@ -168,7 +168,7 @@ class StepsAtClose:
         self.meter = meter
         self.num_steps: int | None = None
 
-    def note(self, plan: StepPlan, result: StepResult) -> None:
+    def record(self, plan: StepPlan, result: StepResult) -> None:
         assert self.num_steps is None, "a step after the end"
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from worker_service.config import (
     WorkerConfig,
 )
 from worker_service.errors import InvalidOption, WorkerError
-from worker_service.service.lifecycle import Worker
+from worker_service.service.lifecycle import make_worker
 from worker_service.simulated.executor import SimulatedExecutor
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -44,7 +44,7 @@ async def simulated_worker(**simulation: object) -> AsyncIterator[RunningWorker]
         cache=CacheConfig(block_size=4),
         network=NetworkConfig(listen="127.0.0.1:0"),
     )
-    worker = Worker(config, SimulatedExecutor(model, block_size=4))
+    worker = make_worker(config, SimulatedExecutor(model, block_size=4))
     task = asyncio.create_task(worker.run())
     await asyncio.wait_for(worker.ready.wait(), 10)
     async with grpc.aio.insecure_channel(str(worker.address)) as channel:
