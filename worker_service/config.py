@@ -278,10 +278,6 @@ DEFAULT_LISTEN = "127.0.0.1:7620"
 KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 
 
-def _random_id() -> str:
-    return uuid.uuid4().hex
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
     """Size and shape of the paged KV cache."""
@@ -410,10 +406,10 @@ class NetworkConfig:
     """Address to which spans of requests are exported (OTLP over gRPC), such as
     http://127.0.0.1:4317; by default taken from OpenTelemetry's environment variables."""
 
-    group_id: str = field(default_factory=_random_id)
+    group_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """The worker group this worker belongs to."""
 
-    worker_id: str = field(default_factory=_random_id)
+    worker_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique per process."""
 
 

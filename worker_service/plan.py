@@ -53,14 +53,6 @@ class Constraint:
     """What may precede the text that must match; None: nothing."""
 
 
-def _no_ids() -> Int32Array:
-    return np.empty(0, np.int32)
-
-
-def _no_values() -> Float32Array:
-    return np.empty(0, np.float32)
-
-
 _FILTER = {"is_filter": True}
 """Marks a number that excludes improbable tokens, unless it has its default."""
 
@@ -81,16 +73,16 @@ class SamplerParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
-    bias_token_ids: Int32Array = field(default_factory=_no_ids)
+    bias_token_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     """Tokens whose logits get `bias_values` added; no token twice."""
 
-    bias_values: Float32Array = field(default_factory=_no_values)
+    bias_values: Float32Array = field(default_factory=lambda: np.empty(0, np.float32))
 
     seed: int = 0
     """64 bits, unsigned."""
 
     min_tokens: int = 0
-    suppressed_token_ids: Int32Array = field(default_factory=_no_ids)
+    suppressed_token_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     """Tokens that are excluded until there are `min_tokens` output tokens."""
 
     bad_words: tuple[tuple[int, ...], ...] = ()

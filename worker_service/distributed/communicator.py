@@ -103,16 +103,12 @@ class Rendezvous:
         return EpochRendezvous(self._store(f"epoch-{epoch}"), self._layout, local_host, cancelled)
 
     def _store(self, prefix: str) -> Any:
+        address = self._address
+        options: Any = {"is_master": False, "wait_for_workers": False, "timeout": _CONNECT_TIMEOUT}
         try:
-            store = TCPStore(
-                self._address.host,
-                self._address.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=_CONNECT_TIMEOUT,
-            )
+            store = TCPStore(address.host, address.port, **options)
         except RuntimeError:
-            raise GroupBroken(f"no store of rank 0 at {self._address}") from None
+            raise GroupBroken(f"no store of rank 0 at {address}") from None
         return PrefixStore(prefix, store)
 
 
@@ -153,7 +149,10 @@ class EpochRendezvous:
     def process_group(self, name: str, ranks: Sequence[int]) -> Any:
         """A gloo group of some ranks, including this one. Raises GroupBroken."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [self._gloo_device()]
+        device = ProcessGroupGloo.create_device(hostname=self._local_host)
+        if os.environ.get("GLOO_SOCKET_IFNAME"):
+            device = ProcessGroupGloo.create_default_device()
+        options._devices = [device]
         options._timeout = _CONNECT_TIMEOUT
         options._threads = 1
         group = self._make(ProcessGroupGloo, name, ranks, options)
@@ -191,11 +190,6 @@ class EpochRendezvous:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise GroupBroken(f"cannot create process group {name!r}: {reason}") from None
-
-    def _gloo_device(self) -> Any:
-        if os.environ.get("GLOO_SOCKET_IFNAME"):
-            return ProcessGroupGloo.create_default_device()
-        return ProcessGroupGloo.create_device(hostname=self._local_host)
 
 
 def survive_lost_peers(environment: MutableMapping[str, str]) -> None:
@@ -317,7 +311,9 @@ class ProcessGroups:
             self._finish(self._stage.allreduce([summed], options), summed)
             # The buffer is that of the next sum, too.
             return partial if summed is partial else partial.copy_(summed)
-        parts = self._gather(partial)
+        parts = [torch.empty_like(partial) for _ in range(self._layout.tensor_parallel_size)]
+        work = self._stage.allgather([parts], [partial], self._options(AllgatherOptions))
+        self._finish(work, partial)
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part
@@ -392,12 +388,6 @@ class ProcessGroups:
     def _groups(self) -> list[Any]:
         groups = (self._stage, self._from_previous, self._to_next, self._everyone)
         return [group for group in groups if group is not None]
-
-    def _gather(self, part: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(part) for _ in range(self._layout.tensor_parallel_size)]
-        options = self._options(AllgatherOptions)
-        self._finish(self._stage.allgather([parts], [part], options), part)
-        return parts
 
     def _options(self, kind: Any) -> Any:
         """Options of a collective, which is queued on the current stream of a GPU."""

@@ -15,7 +15,6 @@ from pagewire.columns import Column, columns_of, pack
 from pagewire.v1 import context_pb2, model_pb2, plan_pb2, sampling_pb2
 from pagewire.validation import find_violation
 from worker_service.array_types import Float32Array, Int32Array
-from worker_service.cache_groups import CacheLifetime
 from worker_service.engine.executor import ModelFacts
 from worker_service.errors import InvalidPlan
 from worker_service.plan import (
@@ -28,7 +27,6 @@ from worker_service.plan import (
     NewSequence,
     PoolingParams,
     PoolingType,
-    RowErrorReason,
     RowOutput,
     SamplerParams,
     StepPlan,
@@ -46,25 +44,11 @@ _NUMBERS = tuple(
 
 _TIMINGS = tuple(field.name for field in fields(StepTimings))
 
-_LIFETIMES = {
-    lifetime: model_pb2.CacheLifetime.Value(f"CACHE_LIFETIME_{lifetime.name}")
-    for lifetime in CacheLifetime
-}
-
 _CONTEXT_KINDS = {
     context_pb2.ContextKind.Value(f"CONTEXT_KIND_{kind.name}"): kind for kind in ContextKind
 }
-
 _POOLING_TYPES = {
-    sampling_pb2.POOLING_TYPE_LAST: PoolingType.LAST,
-    sampling_pb2.POOLING_TYPE_MEAN: PoolingType.MEAN,
-    sampling_pb2.POOLING_TYPE_CLS: PoolingType.CLS,
-}
-
-_ROW_ERROR_REASONS = {
-    RowErrorReason.NON_FINITE_LOGITS: plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS,
-    RowErrorReason.NO_CANDIDATES: plan_pb2.ROW_ERROR_REASON_NO_CANDIDATES,
-    RowErrorReason.CONSTRAINT: plan_pb2.ROW_ERROR_REASON_CONSTRAINT,
+    sampling_pb2.PoolingType.Value(f"POOLING_TYPE_{kind.name}"): kind for kind in PoolingType
 }
 
 
@@ -122,7 +106,9 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
         ],
         errors=[
             plan_pb2.RowError(
-                row=row, reason=_ROW_ERROR_REASONS[reason], message=ROW_ERROR_MESSAGES[reason]
+                row=row,
+                reason=f"ROW_ERROR_REASON_{reason.name}",  # type: ignore[arg-type]
+                message=ROW_ERROR_MESSAGES[reason],
             )
             for row, reason in result.errors.items()
         ],
@@ -137,7 +123,9 @@ def encode_model_info(
     values = asdict(facts)
     values["eos_token_ids"] = pack(facts.eos_token_ids)
     values["cache_groups"] = [
-        model_pb2.CacheGroup(**asdict(group) | {"lifetime": _LIFETIMES[group.lifetime]})
+        model_pb2.CacheGroup(
+            **asdict(group) | {"lifetime": f"CACHE_LIFETIME_{group.lifetime.name}"}
+        )
         for group in facts.cache_groups
     ]
     values["work_kinds"] = [f"WORK_KIND_{kind.name}" for kind in facts.work_kinds]

@@ -187,7 +187,7 @@ def test_one_packed_weight_at_a_time_is_in_memory_twice(family: str) -> None:
         or name.endswith((".gate.weight", "norm.weight", "embed_tokens_per_layer.weight"))
         for name in left
     )
-    packing.take_weights(model)
+    packing.remove_weights(model)
     references: list[weakref.ref[Tensor]] = []
     most = 0
 

@@ -4,14 +4,11 @@ recorded program."""
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from pagewire_kernels.batch import LayerCaches
 from pagewire_kernels.interface import Computed
-from worker_service.array_types import Int64Array
 from worker_service.models.interface import ComputesLogits, Model
-from worker_service.pinned_memory import upload
 from worker_service.runner.batch.inputs import build_batch, lay_out
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.state.sequence_table import SequenceTable
@@ -45,19 +42,16 @@ class HostForward:
         self._caches = caches
         self._with_logits = with_logits
         self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
-        self._device = caches[0][0].device
 
     def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
         computes, states = rows.computes, rows.last_states()
         if not computes.any():
             return None
-        # A fork samples from its parent's last state, which is then named twice.
-        has_forks = len(rows.forks) > 0
         row_ids, firsts = rows.row_ids[computes], rows.firsts[computes]
         inputs = lay_out(row_ids, firsts, rows.num_tokens[computes], table)
-        sampled = None if has_forks or not len(rows.sampling) else states
-        batch = build_batch(inputs, table, self._caches, sampled)
+        # A fork samples from its parent's last state, which is then named twice.
+        batch = build_batch(inputs, table, self._caches, states if len(states) else None)
         if self._to_logits is None:
             computed = Computed(self._model.forward(batch))
         else:
@@ -66,18 +60,8 @@ class HostForward:
         if head is not None:
             largest = Largest(head.best.numpy(), head.largest.numpy())
             return ForwardPass(hidden, captured, head.logits, largest)
-        if len(rows.sampling) == 0 or not self._with_logits:
+        if batch.sampled is None or not self._with_logits:
             return ForwardPass(hidden, captured, None, None)
-        if has_forks:
-            logits = self._logits_of_forks(hidden, states)
-        elif batch.sampled is not None and len(rows.sampling) < len(hidden):
-            logits = self._model.compute_logits(hidden[batch.sampled])
-        else:
-            logits = self._model.compute_logits(hidden)
+        is_all = len(states) == len(hidden) and not len(rows.forks)
+        logits = self._model.compute_logits(hidden if is_all else hidden[batch.sampled])
         return ForwardPass(hidden, captured, logits, None)
-
-    def _logits_of_forks(self, hidden: Tensor, states: Int64Array) -> Tensor:
-        """Logits of some of the hidden states, some of which are named several times."""
-        distinct, inverse = np.unique(states, return_inverse=True)
-        logits = self._model.compute_logits(hidden[upload(distinct, self._device)])
-        return logits[upload(inverse, self._device)]

@@ -27,7 +27,7 @@ from torch import Tensor
 from pagewire_kernels.batch import LayerCaches, SamplingRows, StepBatch, StepInputs
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
-from worker_service.pinned_memory import ALIGNMENT, Column, Staging
+from worker_service.pinned_memory import ALIGNMENT, Staging
 from worker_service.runner.batch.inputs import HostInputs
 from worker_service.runner.device.columns import StepColumns
 from worker_service.runner.device.reports import DevicePass
@@ -205,21 +205,15 @@ class StepGraphs:
         self._pad(self._mixed_columns(self._words, size))
         self._mixed[size] = recorder.record(partial(self._forward_mixed, size))
 
-    def size_for(self, num_rows: int) -> int | None:
-        """The smallest recorded size that holds `num_rows` rows; None if none does."""
-        return next((size for size in self._sizes if size >= num_rows), None)
-
-    def has_room_for(self, changes: Sequence[Column]) -> bool:
-        """Whether these fit into `static_inputs` after the inputs."""
-        return sum(column.nbytes + ALIGNMENT for column in changes) <= _MAX_CHANGES_BYTES
-
     def run(self, step: StepColumns, staging: Staging) -> DevicePass | None:
         """Send the inputs of a step, and compute it up to the last hidden states by the graph of a
         padded size; None if none was recorded that can."""
         inputs, reports, changes = step.inputs, step.reports, step.changes
         num_sampling = len(step.states)
-        size, num_tokens = self.size_for(num_sampling), None
-        if size is None or not self.has_room_for([*reports.columns, *changes]):
+        size = next((size for size in self._sizes if size >= num_sampling), None)
+        num_tokens, further = None, [*reports.columns, *changes]
+        num_bytes = sum(column.nbytes + ALIGNMENT for column in further)
+        if size is None or num_bytes > _MAX_CHANGES_BYTES:
             return None
         all_sample = np.array_equal(step.sampling.row_ids, inputs.row_ids)
         if inputs.max_query_len > 1 or not all_sample:
@@ -228,8 +222,7 @@ class StepGraphs:
                 return None
         words = self._host_words(step, size, num_tokens)
         sampling_rows = self._rows(size, num_sampling)
-        columns = [words, *reports.columns, *changes]
-        _, *sent = staging.send(columns, self.static_inputs)
+        _, *sent = staging.send([words, *further], self.static_inputs)
         num_reported = len(reports.columns)
         self._device_rows.apply(sent[num_reported:])
         (self._forwards[size] if num_tokens is None else self._mixed[num_tokens])()

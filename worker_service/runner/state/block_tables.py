@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.cache_groups import CacheGroup, CacheLifetime
+from worker_service.cache_groups import CacheGroup
 from worker_service.errors import InvalidPlan
 from worker_service.plan import BlockTable
 
@@ -68,13 +68,9 @@ class BlockTables:
     def holding(self, blocks: Int32Array, row_ids: Int64Array, positions: Int64Array) -> Int32Array:
         """Which of these blocks are in the tables of some sequences and not yet released.
         positions: the next one that each of them computes."""
-        starts = np.zeros_like(positions)
-        if self._group.lifetime is CacheLifetime.WINDOW:
-            starts = np.maximum(positions - self._group.span + 1, 0)
-        elif self._group.lifetime is CacheLifetime.CHUNK:
-            starts = positions // self._group.span * self._group.span
         tables = self.blocks[row_ids]
-        is_kept = np.arange(tables.shape[1]) >= (starts // self.block_tokens)[:, None]
+        firsts = np.array([self.first_needed(position) for position in positions.tolist()])
+        is_kept = np.arange(tables.shape[1]) >= firsts[:, None]
         return np.intersect1d(tables[is_kept & (tables != NO_BLOCK)], blocks)
 
 
