@@ -218,11 +218,10 @@ class CacheGroup:
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number does not suit the lifetime."""
-        has_states = self.lifetime is CacheLifetime.STATE
         for name, is_needed in (
-            ("block_tokens", not has_states),
+            ("block_tokens", not self.is_state),
             ("span", self.lifetime in _SPANNING),
-            ("num_blocks", has_states),
+            ("num_blocks", self.is_state),
         ):
             value = getattr(self, name)
             if (value < 1) if is_needed else (value != 0):
@@ -230,6 +229,21 @@ class CacheGroup:
                 raise ValueError(
                     f"{name} of a {self.lifetime} cache group must be {expected}, is {value}"
                 )
+
+    @property
+    def is_state(self) -> bool:
+        """Whether its layers keep states."""
+        return self.lifetime is CacheLifetime.STATE
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether it keeps all tokens."""
+        return self.lifetime is CacheLifetime.GROWING
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its blocks hold the tokens of a sequence."""
+        return self.is_growing or self.span > 0
 
     def first_needed(self, position: int) -> int:
         """The first token that a row at `position`, or any after it, reads."""
@@ -242,6 +256,8 @@ class CacheGroup:
     def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens has at a time, if its prompt is
         computed in chunks of up to `max_chunk` tokens; 0: at once."""
+        if self.is_state:
+            return self.num_blocks
         num_blocks = -(-num_tokens // self.block_tokens)
         if not self.span or not max_chunk:
             return num_blocks
@@ -279,10 +295,11 @@ class WorkerGroupCapacity:
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
-        for name in ("num_gpu_blocks", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
-        allowed = (CacheLifetime.GROWING, *_SPANNING)
+        num_state_blocks = sum(group.num_blocks for group in self.cache_groups)
+        for name, least in (("num_gpu_blocks", max(1, num_state_blocks)), ("vocab_size", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, is {getattr(self, name)}")
+        allowed = (CacheLifetime.GROWING, *_SPANNING, CacheLifetime.STATE)
         lifetimes = [group.lifetime for group in self.cache_groups]
         if not lifetimes or not set(lifetimes) <= set(allowed):
             found = ", ".join(lifetimes) or "none"
@@ -313,7 +330,7 @@ class WorkerGroupCapacity:
     @property
     def block_size(self) -> int:
         """Tokens per block of the first group that keeps all tokens, or of the first one."""
-        growing = (g for g in self.cache_groups if g.lifetime is CacheLifetime.GROWING)
+        growing = (group for group in self.cache_groups if group.is_growing)
         return next(growing, self.cache_groups[0]).block_tokens
 
     @property

@@ -13,10 +13,16 @@ class BlockDemand:
         """`max_chunk`: most tokens of a prompt in a step, 0: all."""
         self._groups = groups
         self._max_chunk = max_chunk
+        self.per_fork = sum(group.num_blocks for group in groups)
+        """Blocks of the states of a sequence that forks from another one."""
+        self.per_token = sum(group.has_tokens for group in groups)
+        """Most blocks that a sequence needs to write its next token to memory of its own."""
 
-    def of(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of `num_tokens` tokens has at a time."""
-        return sum(group.max_blocks(num_tokens, self._max_chunk) for group in self._groups)
+    def of(self, num_tokens: int, num_forks: int = 0) -> int:
+        """Most blocks that a sequence of `num_tokens` tokens has at a time, and its forks at
+        first."""
+        num_blocks = sum(group.max_blocks(num_tokens, self._max_chunk) for group in self._groups)
+        return num_blocks + num_forks * self.per_fork
 
     def of_all(self, num_tokens: int, count: int) -> int:
         """Blocks of `count` sequences with `num_tokens` tokens in all, and to grow."""
@@ -24,22 +30,28 @@ class BlockDemand:
         numbers = (
             min(group.max_blocks(num_tokens, 0), count * group.max_blocks(mean, self._max_chunk))
             for group in self._groups
+            if group.has_tokens
         )
-        return sum(numbers) + count * len(self._groups)
+        return sum(numbers) + count * (self.per_token + self.per_fork)
 
     def after(
         self,
         num_tokens: int,
         hit: PrefixHit,
         is_shared: Callable[[int], bool],
+        *,
         num_upfront: int = 0,
+        num_forks: int = 0,
     ) -> list[int]:
-        """By group: most blocks that a sequence of `num_tokens` tokens has at a time, without those
-        of a hit that `is_shared`. `num_upfront`: tokens for which all are allocated at once."""
+        """By group: most blocks that a sequence of `num_tokens` tokens has at a time, and its forks
+        at first, without those of a hit that `is_shared`. `num_upfront`: tokens for which all are
+        allocated at once."""
         numbers = []
         for group, found in zip(self._groups, hit.groups, strict=True):
-            full = found.blocks[:-1] if found.ends_inside else found.blocks
-            shared = [block >= 0 and is_shared(block) for block in full]
+            if group.is_state:
+                numbers.append(group.num_blocks * (1 + num_forks))
+                continue
+            shared = [block >= 0 and is_shared(block) for block in found.full]
             end = -(-num_tokens // group.block_tokens)
             if not group.span:
                 numbers.append(end - sum(shared))
@@ -51,9 +63,12 @@ class BlockDemand:
 
     def hit_of(self, num_tokens: int) -> PrefixHit:
         """A hit of `num_tokens` tokens, which fill blocks in every group; its blocks stand for
-        others."""
+        others. States are not among them."""
         groups = []
         for group in self._groups:
+            if not group.has_tokens:
+                groups.append(GroupHit())
+                continue
             first = group.first_needed(num_tokens) // group.block_tokens
             groups.append(GroupHit(first, [0] * (num_tokens // group.block_tokens - first)))
         return PrefixHit(num_tokens, groups)

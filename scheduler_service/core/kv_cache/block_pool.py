@@ -5,7 +5,7 @@ of computed tokens to block ids; `map_blocks` lists the owners of all blocks for
 """
 
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,14 +15,26 @@ BlockKey = bytes
 """Identifies all tokens up to the end of a unit of keys; see `prefix_keys.py`."""
 
 
+class Tail(NamedTuple):
+    """Tokens after a unit of keys that are fewer than a unit."""
+
+    parent: BlockKey
+    """The unit's key, or the root key."""
+    num_tokens: int
+
+
 class Contents(NamedTuple):
-    """The computed tokens in a block: whole units of keys, from the block's first token on."""
+    """What was computed in a block: the tokens of units of keys, from the block's first token on.
+    In a state: what is after all tokens of one unit."""
 
     group: int
     """The cache group."""
     units: tuple[BlockKey, ...]
+    """The last one may be of a tail."""
     is_full: bool
     """Whether the units fill the block. If not, tokens after them may be in it."""
+    tail: Tail | None = None
+    """The state's, unless it is after a full unit."""
 
     @property
     def key(self) -> BlockKey:
@@ -40,6 +52,8 @@ class CachedBlocks:
     then the least recently used, in the order in which they were freed. The first of these may be
     saved: they have been copied elsewhere, ahead of their eviction.
 
+    A state is an entry of several blocks, which are evicted and saved together.
+
     Invariant: a key of a group leads to one block, whose contents have it, and every free block has
     contents. Saved blocks are free, and less recently used than all others that are not expendable.
     """
@@ -48,6 +62,11 @@ class CachedBlocks:
         self._index: defaultdict[int, dict[BlockKey, int]] = defaultdict(dict)
         """By group: the block that a key leads to."""
         self._contents: dict[int, Contents] = {}
+        self._entries: dict[int, tuple[int, ...]] = {}
+        """By block: all blocks of its entry, the first one leads to them; absent if it is the only
+        one."""
+        self._tails: defaultdict[tuple[int, BlockKey], Counter[int]] = defaultdict(Counter)
+        """By group and key of the unit before them: lengths of the tails of states."""
         self._expendable: OrderedDict[int, None] = OrderedDict()
         self._saved: OrderedDict[int, None] = OrderedDict()
         self._free: OrderedDict[int, None] = OrderedDict()
@@ -78,41 +97,75 @@ class CachedBlocks:
         """A block of the group that this key leads to; None if there is none."""
         return self._index[group].get(key)
 
+    def has_any(self, group: int) -> bool:
+        """Whether any block of the group is found."""
+        return bool(self._index[group])
+
+    def tails(self, group: int, parent: BlockKey) -> list[int]:
+        """Lengths of the tails after a unit at which a state may be found, the longest first."""
+        lengths = self._tails.get((group, parent))
+        return sorted(lengths, reverse=True) if lengths else []
+
+    def entry(self, block: int) -> tuple[int, ...]:
+        """All blocks of a block's entry."""
+        return self._entries.get(block, (block,))
+
     def is_confirmed(self, block: int) -> bool:
         """Whether a block with contents is found by the key at their end."""
         contents = self._contents[block]
-        return self._index[contents.group].get(contents.key) == block
+        return self._index[contents.group].get(contents.key) == self.entry(block)[0]
 
-    def add(self, block: int, contents: Contents) -> None:
+    def add(self, block: int, contents: Contents, entry: Sequence[int] = ()) -> None:
         """Let a block be found by its contents, which may be more than before, unless another
-        block has them already."""
+        block has them already. `entry`: all its blocks, if there are several."""
         index = self._index[contents.group]
         key = contents.units[-1]
         if key not in index:
-            if block in self._contents:
-                self.discard(block)
-            self._contents[block] = contents
+            self._set(block, contents, entry or self.entry(block))
             index[key] = block
             index.setdefault(contents.units[0], block)
+            if contents.tail is not None:
+                self._tails[contents.group, contents.tail.parent][contents.tail.num_tokens] += 1
 
-    def hold(self, block: int, contents: Contents) -> Contents:
+    def _set(self, block: int, contents: Contents, entry: Sequence[int]) -> None:
+        if block in self._contents:
+            self.discard(block)
+        for member in entry:
+            self._contents[member] = contents
+        if len(entry) > 1:
+            self._entries |= dict.fromkeys(entry, tuple(entry))
+
+    def hold(self, block: int, contents: Contents, entry: Sequence[int] = ()) -> Contents:
         """Give a block in use contents that are still being computed, unless it has some; returns
         those. It stays cached when it is freed, but is not found before they are confirmed."""
-        return self._contents.setdefault(block, contents)
+        if block not in self._contents:
+            self._set(block, contents, entry or (block,))
+        return self._contents[block]
 
     def confirm(self, block: int, held: Contents, contents: Contents) -> None:
         """Let a block be found by its contents if it is still the one with what was `held`."""
         if self._contents.get(block) is held:
             self.add(block, contents)
 
-    def discard(self, block: int) -> None:
-        """Remove the contents of a block in use, if it has any."""
-        contents = self._contents.pop(block, None)
-        if contents is not None:
-            index = self._index[contents.group]
-            for key in (contents.units[0], contents.key):
-                if index.get(key) == block:
-                    del index[key]
+    def discard(self, block: int) -> tuple[int, ...]:
+        """Remove the contents of an entry in use, if it has any; returns its blocks."""
+        entry = self.entry(block)
+        contents = self._contents.get(block)
+        if contents is None:
+            return entry
+        index, block = self._index[contents.group], entry[0]
+        if contents.tail is not None and index.get(contents.key) == block:
+            lengths = self._tails[contents.group, contents.tail.parent]
+            lengths[contents.tail.num_tokens] -= 1
+            if not +lengths:
+                del self._tails[contents.group, contents.tail.parent]
+        for key in (contents.units[0], contents.key):
+            if index.get(key) == block:
+                del index[key]
+        for member in entry:
+            del self._contents[member]
+            self._entries.pop(member, None)
+        return entry
 
     def free(self, block: int, *, is_expendable: bool = False) -> None:
         """Record that a block with contents is no longer in use."""
@@ -128,35 +181,46 @@ class CachedBlocks:
         return block in self._free or block in self._saved or block in self._expendable
 
     def touch(self, block: int) -> None:
-        """Make a block the most recently used one, if it has contents and is free."""
+        """Make an entry the most recently used one, if it has contents and is free."""
         if self.is_free(block):
-            self.use(block)
-            self.free(block)
+            for member in reversed(self.entry(block)):
+                self.use(member)
+                self.free(member)
 
-    def save(self, most: int) -> list[tuple[int, Contents]]:
-        """Make up to `most` more of the least recently used free blocks saved; returns those that
-        can be found, with their contents, for the caller to copy."""
-        blocks = []
-        for _ in range(min(most, len(self._free))):
-            block, _ = self._free.popitem(last=False)
-            self._saved[block] = None
-            if self.is_confirmed(block):
-                blocks.append((block, self._contents[block]))
-        return blocks
+    def save(self, most: int) -> list[tuple[tuple[int, ...], Contents]]:
+        """Make up to `most` more of the least recently used free blocks saved, and the rest of the
+        last one's entry; returns the entries that can be found, for the caller to copy."""
+        entries = []
+        while most > 0 and self._free:
+            entry = self.entry(next(iter(self._free)))
+            most -= len(entry)
+            for block in entry:
+                del self._free[block]
+                self._saved[block] = None
+            if self.is_confirmed(entry[0]):
+                entries.append((entry, self._contents[entry[0]]))
+        return entries
 
-    def evict(self) -> tuple[int, Contents | None]:
-        """Remove and return the first free block, with its contents if they are worth a copy."""
+    def evict(self) -> tuple[tuple[int, ...], Contents | None]:
+        """Remove and return the blocks of the first free entry, with its contents if they are worth
+        a copy."""
         assert self.num_free, "no block is free"
         queue = self._expendable or self._saved or self._free
-        block, _ = queue.popitem(last=False)
-        is_kept = queue is not self._expendable and self.is_confirmed(block)
-        contents = self._contents[block] if is_kept else None
-        self.discard(block)
-        return block, contents
+        entry = self.entry(next(iter(queue)))
+        is_kept = queue is not self._expendable and self.is_confirmed(entry[0])
+        contents = self._contents[entry[0]] if is_kept else None
+        for block in entry:
+            del queue[block]
+        self.discard(entry[0])
+        return entry, contents
 
     def blocks_with(self, units: Container[BlockKey]) -> list[int]:
         """All blocks with any of these units: the keys of a sequence, from its first token on."""
-        return [block for block, held in self._contents.items() if held.units[0] in units]
+        return [
+            block
+            for block, held in self._contents.items()
+            if held.units[0] in units or (held.tail is not None and held.tail.parent in units)
+        ]
 
     def check(self, ref_counts: dict[int, int]) -> None:
         """Assert the invariant; `ref_counts`: of the blocks in use."""
@@ -164,6 +228,7 @@ class CachedBlocks:
             for key, block in index.items():
                 contents = self._contents[block]
                 assert contents.group == group
+                assert self.entry(block)[0] == block
                 assert key in (contents.units[0], contents.key)
         free = set(self.free_blocks())
         assert free == self._contents.keys() - ref_counts.keys()
@@ -179,9 +244,9 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_blocks: int, on_evict: Callable[[int, Contents], None] | None = None
+        self, num_blocks: int, on_evict: Callable[[Sequence[int], Contents], None] | None = None
     ) -> None:
-        """`on_evict` is called with each block that is allocated although its contents could be
+        """`on_evict` is called with the blocks of each entry that is lost although it could be
         found, unless it is expendable."""
         self.num_blocks = num_blocks
         self.cached = CachedBlocks()
@@ -266,17 +331,21 @@ class BlockPool:
         return num_freed
 
     def forget(self, block: int) -> None:
-        """Remove the contents of a block, if it has any."""
-        if block in self.cached and self._ref_counts[block] == 0:
-            self.cached.use(block)
-            self._free.append(block)
-        self.cached.discard(block)
+        """Remove the contents of a block, and those of the rest of its entry, if it has any."""
+        if block in self.cached:
+            for member in self.cached.entry(block):
+                if self._ref_counts[member] == 0:
+                    self.cached.use(member)
+                    self._free.append(member)
+            self.cached.discard(block)
 
     def _evict(self) -> int:
-        block, contents = self.cached.evict()
+        """Free an entry; returns the first of its blocks."""
+        entry, contents = self.cached.evict()
         if self._on_evict is not None and contents is not None:
-            self._on_evict(block, contents)
-        return block
+            self._on_evict(entry, contents)
+        self._free += entry[:0:-1]
+        return entry[0]
 
     def check(self, ref_counts: dict[int, int]) -> None:
         """Assert that exactly these blocks are in use, with these reference counts."""

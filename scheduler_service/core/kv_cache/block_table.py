@@ -20,10 +20,11 @@ class BlockUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What a plan moves to admit a sequence; pairs of blocks, in the plan's format."""
+    """What a plan moves; pairs of blocks, in the plan's format."""
 
-    swap_in: list[int]
-    copy: list[int]
+    swap_out: list[int] = field(default_factory=list)
+    swap_in: list[int] = field(default_factory=list)
+    copy: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -62,6 +63,22 @@ class Retained(NamedTuple):
     """Those that it had in the cache when it was released: the same, or a part of them."""
 
 
+@dataclass(slots=True, eq=False)
+class SavedState:
+    """A copy of a sequence's state, which is to stay cached as long as its blocks."""
+
+    group: int
+    position: int
+    """The number of tokens before it."""
+    block: int
+    """The first of its blocks."""
+    is_rolling: bool
+    """Whether later ones replace it."""
+    contents: Contents = field(init=False)
+    """What it has in the cache: nothing that is found until the results are in."""
+    is_found: bool = False
+
+
 @dataclass(slots=True)
 class SequenceTables:
     """The tables of a sequence, in the order of the groups."""
@@ -73,6 +90,15 @@ class SequenceTables:
     """Whether blocks are reserved for it; released ones are then reserved again."""
     num_reserved: int = 0
     """Blocks that it may allocate while its prompt is computed."""
+    num_forks: int = 0
+    """Sequences that will fork from it, for whose states blocks are reserved."""
+    branches: list[tuple[int, int]] = field(default_factory=list)
+    """Positions at which others, by id, begin with a copy of its state."""
+    state_position: int = 0
+    """Position at which its state was saved last while it decodes."""
+    saved: list[SavedState] = field(default_factory=list)
+    is_withdrawn: bool = False
+    """Whether nobody may find what it has computed."""
     retained: list[Retained] = field(default_factory=list)
     unconfirmed: list[Retained] = field(default_factory=list)
     """Those whose contents were in flight when they were released, in order."""

@@ -109,29 +109,33 @@ class HostCache:
 
     # Cached blocks.
 
-    def keep(self, device_block: int, contents: Contents) -> None:
-        """Copy a device block that is about to be overwritten, in this plan or a later one, if it
-        has no copy here and a host block can be found."""
+    def keep(self, device_blocks: Sequence[int], contents: Contents) -> None:
+        """Copy an entry of the device that is about to be overwritten, in this plan or a later one,
+        if it has no copy here and host blocks can be found."""
         found = self.pool.cached.find(contents.key, contents.group)
         if found is not None:
             self.pool.cached.touch(found)
             return
-        block = self.pool.allocate(1)[0] if self.pool.num_free_blocks else self._give_up_first()
-        if block is not None:
-            self.pool.cached.add(block, contents)
-            self._pinned.append(block)
-            self._kept[block] = device_block
+        blocks = self._room_for(len(device_blocks))
+        if blocks:
+            self.pool.cached.add(blocks[0], contents, blocks)
+            self._pinned += blocks
+            self._kept |= zip(blocks, device_blocks, strict=True)
 
-    def _give_up_first(self) -> int | None:
-        """Give up the copy of the first block that was evicted for this plan and is not used; it is
-        the last block of its sequence, which could not be found without those before it."""
-        for block in self._kept:
-            if self.pool.num_references(block) == 1:
+    def _room_for(self, num_blocks: int) -> list[int]:
+        """Blocks for an entry; none if too few are free. For a single one, the copy of the first
+        block that was evicted for this plan and is not used is given up; it is the last block of
+        its sequence, which could not be found without those before it."""
+        if self.pool.num_free_blocks >= num_blocks:
+            return self.pool.allocate(num_blocks)
+        for block in self._kept if num_blocks == 1 else ():
+            is_single = len(self.pool.cached.entry(block)) == 1
+            if is_single and self.pool.num_references(block) == 1:
                 del self._kept[block]
                 self._pinned.remove(block)
                 self.pool.cached.discard(block)
-                return block
-        return None
+                return [block]
+        return []
 
     def fetch(self, blocks: Sequence[int]) -> None:
         """Pin cached blocks that the plan under construction reads."""
@@ -186,5 +190,5 @@ class CopyAhead:
         num_wanted = min(math.ceil(PLANS_AHEAD * self._demand), room)
         num_missing = num_wanted - self._device.num_ready_blocks
         most = PLANS_AHEAD * num_allocated + SPARE_COPIES
-        for block, contents in self._device.cached.save(min(num_missing, most)):
-            self._host.keep(block, contents)
+        for blocks, contents in self._device.cached.save(min(num_missing, most)):
+            self._host.keep(blocks, contents)

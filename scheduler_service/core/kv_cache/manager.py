@@ -18,6 +18,7 @@ from scheduler_service.core.kv_cache.block_table import (
     BlockUpdate,
     Moves,
     Retained,
+    SavedState,
     SequenceTables,
     Table,
 )
@@ -25,6 +26,7 @@ from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_tokens
+from scheduler_service.core.kv_cache.saved_states import ROLLING_TOKENS, SavedStates
 from scheduler_service.core.step_plan import BlockTable
 
 S = TypeVar("S", bound=CacheableSequence)
@@ -57,6 +59,10 @@ class KVCacheManager:
     allocates those of a prompt chunk by chunk, out of what is reserved when the sequence is
     admitted.
 
+    States are written in place. Forks share one until the next row of each: all but the last get a
+    copy, for which blocks are reserved, in the plan after their parent's last prompt tokens. What
+    others may find of states are copies, too (`saved_states.py`).
+
     A freed block may be handed out at once, even while a step that uses it is in flight: the
     worker executes plans in order, so the new owner writes to it in a later step, or in the same
     step after it is read. What has a key is computed: nothing in flight writes there.
@@ -80,7 +86,7 @@ class KVCacheManager:
         self.host = HostCache(capacity.num_cpu_blocks)
         self.device = BlockPool(capacity.num_gpu_blocks, self.host.keep)
         self._copy_ahead = CopyAhead(self.device, self.host)
-        self._prefixes = PrefixCache(
+        prefixes = self._prefixes = PrefixCache(
             groups,
             self.device.cached,
             self.host.pool.cached,
@@ -89,18 +95,37 @@ class KVCacheManager:
             seed=config.key_seed,
         )
         self._caches_prefixes = config.enable_prefix_caching
+        self._states = SavedStates(
+            groups,
+            self.device,
+            prefixes,
+            unit=self.tokens_per_unit,
+            enabled=config.enable_prefix_caching,
+        )
+        self._saves_at_boundaries = config.enable_chunked_prefill and self._states.enabled
         self._no_hit = no_hit(len(groups))
         self._demand = BlockDemand(groups, capacity.max_chunk_tokens)
         self._spans = [number for number, group in enumerate(groups) if group.span]
-        self._block_tokens = [group.block_tokens for group in groups]
-        self._smallest, *self._other_tokens = sorted(set(self._block_tokens))
+        self._state_groups = [number for number, group in enumerate(groups) if group.is_state]
+        self._block_tokens = {n: g.block_tokens for n, g in enumerate(groups) if g.has_tokens}
+        """By group that holds tokens."""
+        reach = {*self._block_tokens.values(), *([ROLLING_TOKENS] if self._state_groups else ())}
+        self._smallest, *self._other_tokens = sorted(reach)
         self._watermark_blocks = int(config.watermark * capacity.num_gpu_blocks)
         if len(groups) > 1:  # a sequence may need one of each to write a token
             self._watermark_blocks = max(self._watermark_blocks, len(groups))
         self._tables: dict[int, SequenceTables] = {}
         """Of the sequences on the device, by id."""
         self._num_reserved = 0
-        """Free device blocks that are reserved for prompts."""
+        """Free device blocks that are reserved for prompts and for the states of forks."""
+        self._state_copies: dict[int, int] = {}
+        """By first block of a state that sequences share: copies for which blocks are reserved."""
+        self._copies: list[int] = []
+        """What the plan under construction copies between states."""
+        self._copied_states: set[int] = set()
+        """First blocks of the states that it writes by copying."""
+        self._num_plans = 0
+        """The number of the last plan that was completed."""
         self._pinned: list[int] = []
         """References that end with the plan: blocks that it copies to those that found them."""
 
@@ -108,13 +133,14 @@ class KVCacheManager:
 
     @property
     def _num_available(self) -> int:
-        """Number of free device blocks that are not reserved for prompts."""
+        """Number of free device blocks that are not reserved."""
         return self.device.num_free_blocks - self._num_reserved
 
     @property
     def is_full(self) -> bool:
         """Whether a sequence may find no memory for its next token."""
-        return not self.device.has_free_blocks(len(self.groups) + self._num_reserved)
+        num_needed = self._demand.per_token + self._demand.per_fork
+        return not self.device.has_free_blocks(num_needed + self._num_reserved)
 
     @property
     def num_free_tokens(self) -> int:
@@ -130,13 +156,19 @@ class KVCacheManager:
         return end
 
     def shortage(
-        self, num_tokens: int, hit: PrefixHit, *, num_waiting_tokens: int, num_waiting: int
+        self,
+        num_tokens: int,
+        hit: PrefixHit,
+        *,
+        num_waiting_tokens: int,
+        num_waiting: int,
+        num_forks: int = 0,
     ) -> float:
         """The share of the memory in use that must be freed before a sequence of `num_tokens`
-        tokens can be admitted after `num_waiting` groups with `num_waiting_tokens` tokens; 0 or
-        less if none."""
+        tokens, and `num_forks` that share them, can be admitted after `num_waiting` groups with
+        `num_waiting_tokens` tokens; 0 or less if none."""
         num_promised = self._demand.of_all(num_waiting_tokens, num_waiting)
-        num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used))
+        num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used, num_forks=num_forks))
         num_short = self._num_short(num_new, num_promised)
         return num_short / max(1, self.device.num_blocks - self.device.num_free_blocks)
 
@@ -197,8 +229,8 @@ class KVCacheManager:
         if held is None or not self._caches_prefixes or end <= held.num_offered:
             return
         keys = self._prefixes.keys(seq, end)
-        for number, table in enumerate(held.tables):
-            num_units = self._block_tokens[number] // self.tokens_per_unit
+        for number, tokens in self._block_tokens.items():
+            table, num_units = held.tables[number], tokens // self.tokens_per_unit
             first = max(held.num_offered // num_units, table.first)  # others have been released
             num_blocks = max(0, -(-end // num_units) - first)
             blocks = table.blocks[first - table.first :][:num_blocks]
@@ -209,6 +241,8 @@ class KVCacheManager:
         held.num_offered = end
         if held.unconfirmed:
             self._confirm(held)
+        if held.saved:
+            self._states.confirm(seq, held)
 
     def _confirm(self, held: SequenceTables) -> None:
         """Let released blocks be found whose contents were in flight."""
@@ -219,35 +253,56 @@ class KVCacheManager:
         held.unconfirmed = [r for r in held.unconfirmed if r.end > num_tokens]
 
     def offer_decoded(self, seq: CacheableSequence, num_tokens: int) -> None:
-        """Like `offer`, for a sequence that decodes: only if there are many more tokens."""
+        """Like `offer`, for a sequence that decodes: only if there are many more tokens. Its state
+        is saved now and then."""
         num_offered = self._tables[seq.seq_id].num_offered * self.tokens_per_unit
         if num_tokens >= num_offered + OFFERED_TOKENS:
             self.offer(seq, num_tokens)
+        if self._state_groups:
+            self._states.roll(seq, self._tables[seq.seq_id])
+
+    def confirm_plan(self, plan: int) -> None:
+        """Let the states be found that ended sequences have left: a plan's result is in."""
+        self._states.confirm_plan(plan)
 
     def withdraw(self, seq: CacheableSequence) -> None:
         """Let nobody find any token, on device or host, that a failed sequence may have
         computed."""
-        keys = set(seq.prefix_keys[self.tokens_per_unit])
+        if (held := self._tables.get(seq.seq_id)) is not None:
+            held.is_withdrawn = True
+        self._states.withdraw(seq)
+        keys = {*seq.prefix_keys[self.tokens_per_unit], self._prefixes.root(seq)}
         for pool in (self.device, self.host.pool):
             for block in pool.cached.blocks_with(keys):
                 pool.forget(block)
 
     # Admission.
 
-    def can_admit(self, num_tokens: int, hit: PrefixHit, *, memory_freed: int = 0) -> AllocStatus:
-        """Whether a sequence of `num_tokens` tokens can be admitted, once others have freed as much
-        memory. Some stays reserved for running sequences, if there are any."""
-        if self._demand.of(num_tokens) > self.device.num_blocks:
+    def max_forks(self, num_tokens: int) -> int:
+        """Most sequences that can share the memory of one of `num_tokens` tokens, if alone."""
+        if not self._demand.per_fork:
+            return self.device.num_blocks
+        return (self.device.num_blocks - self._demand.of(num_tokens)) // self._demand.per_fork
+
+    def can_admit(
+        self, num_tokens: int, hit: PrefixHit, *, num_forks: int = 0, memory_freed: int = 0
+    ) -> AllocStatus:
+        """Whether a sequence of `num_tokens` tokens, and `num_forks` that will share them, can be
+        admitted once others have freed as much memory. Some stays reserved for running sequences,
+        if there are any."""
+        if self._demand.of(num_tokens, num_forks) > self.device.num_blocks:
             return AllocStatus.NEVER
-        num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used))
+        num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used, num_forks=num_forks))
         return self._can_provide(num_new, -memory_freed)
 
-    def admit(self, seq: CacheableSequence, hit: PrefixHit) -> Moves:
-        """Allocate or reserve memory for all tokens of a sequence; returns the `swap_in` and `copy`
-        of its tokens that were found. Followers that share more of its tokens will wait for them.
-        """
+    def admit(self, seq: CacheableSequence, hit: PrefixHit, *, num_forks: int = 0) -> Moves:
+        """Allocate or reserve memory for all tokens of a sequence, and for the states of
+        `num_forks` others; returns the `swap_in` and `copy` of its tokens that were found.
+        Followers that share more of its tokens will wait for them."""
         self._prefixes.expect(seq)
         moves = self._allocate(seq, hit)
+        self._tables[seq.seq_id].num_forks = num_forks
+        self._num_reserved += num_forks * self._demand.per_fork
         if hit.num_moves:  # what is fetched is offered again where it arrives
             self._tables[seq.seq_id].num_offered = 0
         return moves
@@ -258,7 +313,7 @@ class KVCacheManager:
         """Where the first tokens of sequences come from that are admitted together: the device, or
         a sequence before it that will compute more of them. `num_common_tokens`: in how many first
         tokens two sequences are equal; the last token of a sequence is not shared."""
-        unit = lcm(*self._block_tokens)
+        unit = lcm(*self._block_tokens.values())
         starts: list[JointStart[S]] = []
         for seq in sequences:
             hit = self._prefixes.find(seq, multiple=unit)
@@ -272,8 +327,12 @@ class KVCacheManager:
                 starts.append(JointStart(seq, hit, None, hit.num_tokens))
         return starts
 
-    def can_admit_jointly(self, starts: Sequence[JointStart[S]]) -> AllocStatus:
-        """Whether all these sequences can be admitted."""
+    def can_admit_jointly(
+        self, starts: Sequence[JointStart[S]], num_sequences: int = 0
+    ) -> AllocStatus:
+        """Whether all these sequences can be admitted. There will be up to `num_sequences`."""
+        if num_sequences * self._demand.per_fork > self.device.num_blocks:
+            return AllocStatus.NEVER
         shared = {block for start in starts for block in start.hit.shared}
         num_blocks = sum(not self.device.is_used(block) for block in shared)
         for start in starts:
@@ -281,7 +340,9 @@ class KVCacheManager:
             if start.source is not None:
                 hit = self._demand.hit_of(start.num_tokens)
             num_upfront = _num_upfront(start.seq, starts)
-            numbers = self._demand.after(start.seq.length, hit, lambda _: True, num_upfront)
+            numbers = self._demand.after(
+                start.seq.length, hit, lambda _: True, num_upfront=num_upfront
+            )
             num_blocks += sum(numbers)
         return self._can_provide(num_blocks)
 
@@ -295,6 +356,9 @@ class KVCacheManager:
             if start.source is not None:
                 hit = self._hit_in(start.source, start.num_tokens)
             self._allocate(start.seq, hit, _num_upfront(start.seq, starts))
+            if start.source is not None and self._state_groups:
+                branch = start.num_tokens, start.seq.seq_id
+                self._tables[start.source.seq_id].branches.append(branch)
         self.device.release(found)
 
     def _hit_in(self, seq: CacheableSequence, num_tokens: int) -> PrefixHit:
@@ -302,7 +366,7 @@ class KVCacheManager:
         another one. They may still have to be computed."""
         hits, tables = [], self._tables[seq.seq_id].tables
         for table, hit in zip(tables, self._demand.hit_of(num_tokens).groups, strict=True):
-            first = hit.first - table.first
+            first = hit.first - table.first if hit.blocks else 0
             hits.append(GroupHit(hit.first, table.blocks[first : first + len(hit.blocks)]))
         return PrefixHit(num_tokens, hits)
 
@@ -312,18 +376,21 @@ class KVCacheManager:
         host is swapped in."""
         assert seq.seq_id not in self._tables
         pool = self.device
-        numbers = self._demand.after(seq.length, hit, pool.is_used, num_upfront)
+        numbers = self._demand.after(seq.length, hit, pool.is_used, num_upfront=num_upfront)
         num_spare = self._num_available - sum(numbers)
         used = set(filter(pool.is_used, hit.shared))
         self.host.fetch(hit.host_blocks)
         pool.share(hit.shared)  # before others are evicted
-        taken = self._pin(hit.copied, num_spare)
+        taken = self._pin(hit, num_spare)
         held = SequenceTables([], num_offered=hit.num_tokens // self.tokens_per_unit)
         held.is_prompt = True
-        moves = Moves([], [])
+        moves = Moves()
         for group, found, number in zip(self.groups, hit.groups, numbers, strict=True):
             table = Table(found.first, self._begin(found, taken, moves))
             held.tables.append(table)
+            if group.is_state:
+                table.blocks += pool.allocate(group.num_blocks - len(table.blocks))
+                continue
             end = -(-(num_upfront if group.span else seq.length) // group.block_tokens)
             table.blocks += pool.allocate(max(0, end - table.end))
             if group.span:
@@ -333,26 +400,26 @@ class KVCacheManager:
         self._num_reserved += held.num_reserved
         return moves
 
-    def _pin(self, copied: Sequence[int], num_spare: int) -> set[int]:
+    def _pin(self, hit: PrefixHit, num_spare: int) -> set[int]:
         """Keep what the plan under construction copies. If memory is short, blocks that nobody uses
         are not copied: returns those that lose their contents to the sequence that found them."""
-        taken = set()
-        for block in copied:
-            num_spare -= not self.device.is_used(block)
-            self.device.share([block])
-            if num_spare < 0 and not self.device.is_shared(block):
-                self.device.cached.discard(block)
-                taken.add(block)
+        taken: set[int] = set()
+        for copied in filter(None, (group.copied for group in hit.groups)):
+            num_unused = sum(not self.device.is_used(block) for block in copied)
+            self.device.share(copied)
+            if num_spare < num_unused == len(copied):
+                self.device.cached.discard(copied[0])
+                taken.update(copied)
             else:
-                self._pinned.append(block)
+                num_spare -= num_unused
+                self._pinned += copied
         return taken
 
     def _begin(self, found: GroupHit, taken: Collection[int], moves: Moves) -> list[int]:
         """The first blocks of a table: found ones, or new ones to which they are moved."""
         blocks = [*found.blocks]
         for offset, block in enumerate(found.blocks):
-            is_part = found.ends_inside and offset == len(blocks) - 1
-            if block >= 0 and (not is_part or block in taken):
+            if block >= 0 and (offset < len(found.full) or block in taken):
                 continue
             blocks[offset] = self.device.allocate_one()
             if block >= 0:
@@ -368,30 +435,67 @@ class KVCacheManager:
         of what is reserved for it; returns the changes of its tables that this takes. None if
         memory is short now, because blocks that it has released are used by others, which found
         them."""
-        if not self._spans:
-            return []
         held = self._tables[seq.seq_id]
-        self._slide(seq, held, start)
-        missing = [
-            max(0, -(-end // tokens) - table.end)
-            for tokens, table in zip(self._block_tokens, held.tables, strict=True)
-        ]
-        num_reserved = min(sum(missing), held.num_reserved)
-        if sum(missing) - num_reserved > self._num_available:
+        updates: list[BlockUpdate] | None = []
+        if self._spans:
+            self._slide(seq, held, start)
+            updates = self._extend(held, end)
+        if self._state_groups and start and updates is not None:
+            self._pass_on_state(seq, held, start)
+        return updates
+
+    def _extend(self, held: SequenceTables, end: int) -> list[BlockUpdate] | None:
+        """Allocate blocks for a prompt's tokens up to `end`, out of what is reserved."""
+        missing = {
+            number: max(0, -(-end // tokens) - held.tables[number].end)
+            for number, tokens in self._block_tokens.items()
+        }
+        num_missing = sum(missing.values())
+        num_reserved = min(num_missing, held.num_reserved)
+        if num_missing - num_reserved > self._num_available:
             return None
         held.num_reserved -= num_reserved
         self._num_reserved -= num_reserved
         return [
             BlockUpdate(number, table.append(self.device.allocate_one()), table.blocks[-1], None)
             for number, table in enumerate(held.tables)
-            for _ in range(missing[number])
+            for _ in range(missing.get(number, 0))
         ]
 
+    def chunk_end(self, seq: CacheableSequence, start: int, end: int) -> int:
+        """Where the chunk of a prompt must end that begins at `start` and may have tokens up to
+        `end`: its state is saved at boundaries, and copied where others branch off."""
+        if not self._state_groups:
+            return end
+        ends = [at for at, _ in self._tables[seq.seq_id].branches if at > start]
+        if self._saves_at_boundaries:
+            boundary = self._prefixes.next_boundary(seq, start)
+            ends += [] if boundary is None else [boundary]
+        return min([end, *ends])
+
+    def _pass_on_state(self, seq: CacheableSequence, held: SequenceTables, position: int) -> None:
+        """Copy a prompt's state at a position to those that branch off there, and save it at a
+        boundary."""
+        for at, seq_id in held.branches:
+            if at == position and (other := self._tables.get(seq_id)) is not None:
+                for number in self._state_groups:
+                    self._copy_state(held.tables[number].blocks, other.tables[number].blocks)
+        if self._prefixes.next_boundary(seq, position - 1) == position:
+            self._states.save(seq, held, position)
+
+    def _copy_state(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._copied_states.add(targets[0])
+        self._copies += (b for pair in zip(sources, targets, strict=True) for b in pair)
+
     def end_prompt(self, seq: CacheableSequence) -> None:
-        """Give up what is reserved for a sequence: the rest of its prompt is planned."""
+        """Give up what is reserved for a sequence, except for the states of its forks: the rest of
+        its prompt is planned."""
         held = self._tables[seq.seq_id]
         self._num_reserved -= held.num_reserved
         held.num_reserved, held.is_prompt = 0, False
+        if held.num_forks and self.has_states:
+            self._state_copies[held.tables[self._state_groups[0]].blocks[0]] = held.num_forks
+        held.num_forks = 0
 
     # Windows and chunks.
 
@@ -447,19 +551,24 @@ class KVCacheManager:
     def can_reserve(self, seq: CacheableSequence, length: int, num_others: int = 0) -> bool:
         """Whether the sequence's token number `length` can be made writable, so that `num_others`
         sequences can grow nevertheless."""
-        pairs = zip(self._block_tokens, self._tables[seq.seq_id].tables, strict=True)
+        tables = self._tables[seq.seq_id].tables
         num_needed = sum(
-            table.needs_block((length - 1) // tokens, self.device) for tokens, table in pairs
+            tables[number].needs_block((length - 1) // tokens, self.device)
+            for number, tokens in self._block_tokens.items()
         )
-        num_kept = num_others * len(self.groups)
+        if self._state_groups and self._shares_state(tables):
+            head = tables[self._state_groups[0]].blocks[0]
+            num_needed += self._demand.per_fork * (head not in self._state_copies)
+        num_kept = num_others * self._demand.per_token
         return not num_needed or self._num_available >= num_needed + num_kept
 
     def reserve(self, seq: CacheableSequence, length: int) -> list[BlockUpdate]:
         """Make the sequence's token number `length` writable, by new blocks at the ends of its
-        tables, or copies of shared last blocks; returns the changes of its tables."""
+        tables, or copies of shared last blocks and states; returns the changes of its tables."""
         updates = []
-        for number, table in enumerate(self._tables[seq.seq_id].tables):
-            index = (length - 1) // self._block_tokens[number]
+        tables = self._tables[seq.seq_id].tables
+        for number, tokens in self._block_tokens.items():
+            table, index = tables[number], (length - 1) // tokens
             offset, shared = index - table.first, None
             if offset == len(table.blocks):
                 table.append(block := self.device.allocate_one())
@@ -470,7 +579,37 @@ class KVCacheManager:
             else:
                 continue
             updates.append(BlockUpdate(number, index, block, shared))
+        if self._state_groups and self._shares_state(tables):
+            updates += self._unshare_state(tables)
         return updates
+
+    def _shares_state(self, tables: Sequence[Table]) -> bool:
+        return self.device.is_shared(tables[self._state_groups[0]].blocks[0])
+
+    def _unshare_state(self, tables: Sequence[Table]) -> list[BlockUpdate]:
+        """Give a sequence a copy of the state that it shares."""
+        head = tables[self._state_groups[0]].blocks[0]
+        if self._state_copies.get(head):
+            self._state_copies[head] -= 1
+            self._num_reserved -= self._demand.per_fork
+        updates = []
+        for number in self._state_groups:
+            shared = tables[number].blocks
+            tables[number].blocks = self.device.allocate(len(shared))
+            pairs = enumerate(zip(tables[number].blocks, shared, strict=True))
+            updates += [BlockUpdate(number, index, *pair) for index, pair in pairs]
+            self._copied_states.add(tables[number].blocks[0])
+            self.device.release(shared)
+        return updates
+
+    def _settle_state_copies(self) -> None:
+        """Give up what is reserved for copies of states that no longer have as many owners."""
+        for head, count in list(self._state_copies.items()):
+            num_needed = max(0, min(count, self.device.num_references(head) - 1))
+            self._num_reserved -= (count - num_needed) * self._demand.per_fork
+            self._state_copies[head] = num_needed
+            if not num_needed:
+                del self._state_copies[head]
 
     def can_reserve_all(self, sequences: Iterable[CacheableSequence]) -> bool:
         """Whether all these sequences can write their last tokens."""
@@ -478,7 +617,10 @@ class KVCacheManager:
         sharers: Counter[int] = Counter()
         for seq in sequences:
             tables = self._tables[seq.seq_id].tables
-            for tokens, table in zip(self._block_tokens, tables, strict=True):
+            for number in self._state_groups:
+                sharers.update(tables[number].blocks)
+            for number, tokens in self._block_tokens.items():
+                table = tables[number]
                 offset = (seq.length - 1) // tokens - table.first
                 if offset == len(table.blocks):
                     num_blocks += 1
@@ -493,7 +635,8 @@ class KVCacheManager:
         """Release what was reserved after the sequence's first `num_tokens` tokens, for drafts;
         returns whether there was any."""
         has_more = False
-        for tokens, table in zip(self._block_tokens, self._tables[seq.seq_id].tables, strict=True):
+        for number, tokens in self._block_tokens.items():
+            table = self._tables[seq.seq_id].tables[number]
             num_blocks = -(-num_tokens // tokens) - table.first
             has_more |= len(table.blocks) > num_blocks
             self.device.release(table.blocks[num_blocks:])
@@ -509,13 +652,21 @@ class KVCacheManager:
     def free(self, seq: CacheableSequence) -> None:
         """Release a sequence's memory. Offered tokens can be found until it is reused, the least
         recently used first, and a sequence's last block before its first."""
+        if self._state_groups:
+            self._states.end(seq, self._tables[seq.seq_id], self._num_plans)
         self._release(self._remove(seq))
 
     def _remove(self, seq: CacheableSequence) -> SequenceTables:
         """Remove and return a sequence's tables, with the references of their blocks."""
+        held = self._tables[seq.seq_id]
+        self._num_reserved -= held.num_forks * self._demand.per_fork
+        held.num_forks = 0
         self.end_prompt(seq)
         self._prefixes.forget(seq)
-        held = self._tables.pop(seq.seq_id)
+        del self._tables[seq.seq_id]
+        for state in held.saved:
+            if not state.is_found:
+                self._forget_state(state)
         for retained in held.unconfirmed:
             if self.device.cached.contents_of(retained.block) is retained.contents:
                 self.device.forget(retained.block)
@@ -528,7 +679,9 @@ class KVCacheManager:
             return
         placed: list[tuple[int, int, Contents | None]]
         placed = [(r.end, r.block, r.contents) for r in held.retained]
-        for tokens, table in zip(self._block_tokens, held.tables, strict=True):
+        placed += [(s.position, s.block, s.contents) for s in held.saved if s.is_found]
+        for number, table in enumerate(held.tables):
+            tokens = self._block_tokens.get(number, 0)
             for index, block in enumerate(table.blocks, table.first + 1):
                 placed.append((index * tokens, block, None))
         for _, block, contents in sorted(placed, key=lambda entry: entry[:2], reverse=True):
@@ -537,6 +690,11 @@ class KVCacheManager:
                 self.device.release([block])
             elif found is not None and found.units[0] == contents.units[0]:
                 self.device.cached.touch(block)
+        self._settle_state_copies()
+
+    def _forget_state(self, state: SavedState) -> None:
+        if self.device.cached.contents_of(state.block) is state.contents:
+            self.device.forget(state.block)
 
     # Swapping: a block that several of the sequences share is moved once.
 
@@ -548,7 +706,7 @@ class KVCacheManager:
     def num_tokens_to_recompute(self, sequences: Sequence[CacheableSequence]) -> int:
         """Tokens that must be computed again if these sequences are freed: with the prefix cache,
         those that no other sequence has, each once."""
-        growing = [number for number, group in enumerate(self.groups) if not group.span]
+        growing = [number for number, group in enumerate(self.groups) if group.is_growing]
         if not self._caches_prefixes or not growing:
             return sum(seq.length for seq in sequences)
         return self.memory_freed(sequences, growing[0]) * self._block_tokens[growing[0]]
@@ -575,7 +733,7 @@ class KVCacheManager:
         """Whether there is room on the device for these swapped-out sequences, and to grow unless
         they are alone."""
         num_blocks = self.host.num_blocks_of(_ids(sequences))
-        grow = len(sequences) * len(self.groups)
+        grow = len(sequences) * self._demand.per_token
         kept = self._watermark_blocks + grow if self._tables else 0
         return self._num_available - num_blocks >= kept
 
@@ -603,13 +761,20 @@ class KVCacheManager:
 
     # Plans and status.
 
-    def end_plan(self, *, has_rows: bool) -> list[int]:
-        """Complete the plan under construction; returns what it must swap out in addition, so that
-        the host keeps what is evicted from the device now, and what will be evicted next."""
+    def end_plan(self, plan: int = 0, *, has_rows: bool) -> Moves:
+        """Complete the plan under construction, of this number; returns what it must move in
+        addition: `swap_out`, so that the host keeps what is evicted from the device now, and what
+        will be evicted next; and the `copy` of states."""
+        self._num_plans = plan
+        copies, self._copies = self._copies, []
+        if self._state_groups:
+            self._settle_state_copies()
+            copies += self._states.copy_due(self._num_available, self._copied_states)
+            self._copied_states.clear()
         self.device.release(self._pinned)
         self._pinned = []
         self._copy_ahead.end_plan(has_rows=has_rows)
-        return self.host.end_plan()
+        return Moves(swap_out=self.host.end_plan(), copy=copies)
 
     @property
     def num_free_blocks(self) -> tuple[int, int]:
@@ -643,7 +808,10 @@ class KVCacheManager:
         for seq_id, held in self._tables.items():
             blocks = held.blocks()
             assert len(blocks) == len(set(blocks)), f"a block is twice in {seq_id}'s tables"
-        assert self._num_reserved == sum(held.num_reserved for held in self._tables.values())
+        num_states = sum(self._state_copies.values())
+        num_states += sum(held.num_forks for held in self._tables.values())
+        num_reserved = sum(held.num_reserved for held in self._tables.values())
+        assert self._num_reserved == num_reserved + num_states * self._demand.per_fork
         assert 0 <= self._num_reserved <= self.device.num_free_blocks
 
 

@@ -14,12 +14,17 @@ the hit is cut.
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from scheduler_service.core.config import CacheGroup
-from scheduler_service.core.kv_cache.block_pool import BlockKey, CachedBlocks, Contents
+from scheduler_service.core.kv_cache.block_pool import BlockKey, CachedBlocks, Contents, Tail
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
-from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, root_key, unit_keys
+from scheduler_service.core.kv_cache.prefix_keys import (
+    CacheableSequence,
+    root_key,
+    tail_key,
+    unit_keys,
+)
 
 BOUNDARY_TOKENS = 512
 """Windows that end at a multiple of this number of prompt tokens stay cached as long as the
@@ -38,7 +43,7 @@ class _GroupMatch:
         unit: int,
     ) -> None:
         """`pools`: the device's blocks, then the host's if they count; `keys`: of all units of
-        `unit` tokens that may be used."""
+        `unit` tokens that may be used, and then of a tail of fewer, if any."""
         self._number = number
         self._group = group
         self._pools = pools
@@ -59,7 +64,7 @@ class _GroupMatch:
         indices = self._indices(end)
         blocks = [self._find(index)[0] for index in indices]
         first = self._group.first_needed(end) // tokens
-        return GroupHit(first, blocks, bool(blocks) and end % tokens != 0)
+        return GroupHit(first, blocks, num_copied=int(bool(blocks) and end % tokens != 0))
 
     def _indices(self, end: int) -> range:
         """The blocks that rows after the first `end` tokens read."""
@@ -73,7 +78,7 @@ class _GroupMatch:
         for index in reversed(indices) if self._group.span else indices:
             found_end = index * tokens + self._find(index)[1] * self._unit
             if found_end < min(end, (index + 1) * tokens):
-                return found_end
+                return found_end  # of a tail, all or nothing is found
         return end
 
     def _find(self, index: int) -> tuple[int, int]:
@@ -115,6 +120,25 @@ def _num_equal(contents: Contents | None, units: Sequence[BlockKey]) -> int:
     return next((n for n, (ours, theirs) in pairs if ours != theirs), min(len(held), len(units)))
 
 
+def _common_end(matches: Mapping[int, _GroupMatch], end: int, multiple: int = 1) -> int:
+    """The most tokens, up to `end`, that can be used in all groups."""
+    previous = -1
+    while end != previous:
+        previous = end
+        for match in matches.values():
+            end = match.usable_end(end // multiple * multiple)
+    return end
+
+
+def _entry(group: int, key: BlockKey, pools: Sequence[CachedBlocks]) -> Sequence[int]:
+    """All blocks of what has a key, ~b for block b on the host; none if nothing has it."""
+    for is_on_host, cached in enumerate(pools):
+        if (block := cached.find(key, group)) is not None:
+            entry = cached.entry(block)
+            return [~block for block in entry] if is_on_host else entry
+    return ()
+
+
 class PrefixCache:
     """Finds the blocks that hold a sequence's first tokens."""
 
@@ -135,6 +159,7 @@ class PrefixCache:
         self._device, self._host = device, host
         self._unit = unit
         self._seed = seed
+        self._states = [number for number, group in enumerate(groups) if group.is_state]
         self._unconfirmed: dict[CacheableSequence, None] = {}
         """Sequences whose first tokens were being computed when the last one was admitted."""
         self._boundaries: dict[CacheableSequence, list[int]] = {}
@@ -146,19 +171,101 @@ class PrefixCache:
     ) -> PrefixHit:
         """The longest usable prefix of a waiting sequence, on the device, or on host and device
         together, of a multiple of `multiple` tokens."""
-        num_units = self._max_reusable_units(seq)
-        keys = self.keys(seq, num_units)
-        if len(keys) > num_units:
-            keys = keys[:num_units]
+        limit = self._max_reusable_tokens(seq)
         pools = [self._device, self._host] if on_host else [self._device]
-        groups = enumerate(self._groups)
-        matches = [_GroupMatch(n, group, pools, keys, self._unit) for n, group in groups]
-        end, previous = num_units * self._unit, -1
-        while end != previous:
-            previous = end
-            for match in matches:
-                end = match.usable_end(end // multiple * multiple)
-        return PrefixHit(end, [match.hit(end) for match in matches])
+        keys = self.keys(seq, limit // self._unit)
+        if len(keys) > limit // self._unit:
+            keys = keys[: limit // self._unit]
+        if self._states:
+            return self._find_state(seq, limit, keys, pools, multiple)
+        matches = self._matches(keys, pools)
+        return self._hit(matches, _common_end(matches, len(keys) * self._unit, multiple))
+
+    def _matches(
+        self, keys: Sequence[BlockKey], pools: Sequence[CachedBlocks]
+    ) -> dict[int, _GroupMatch]:
+        groups = ((n, group) for n, group in enumerate(self._groups) if group.has_tokens)
+        return {n: _GroupMatch(n, group, pools, keys, self._unit) for n, group in groups}
+
+    def _hit(
+        self,
+        matches: Mapping[int, _GroupMatch],
+        end: int,
+        states: Mapping[int, Sequence[int]] | None = None,
+    ) -> PrefixHit:
+        hits = [GroupHit()] * len(self._groups)
+        for number, match in matches.items():
+            hits[number] = match.hit(end)
+        for number, blocks in (states or {}).items():
+            hits[number] = GroupHit(0, blocks, num_copied=len(blocks))
+        return PrefixHit(end, hits)
+
+    def _find_state(
+        self,
+        seq: CacheableSequence,
+        limit: int,
+        keys: Sequence[BlockKey],
+        pools: Sequence[CachedBlocks],
+        multiple: int,
+    ) -> PrefixHit:
+        """The longest prefix of up to `limit` tokens with a state after exactly its last token."""
+        aligned, most = self._matches(keys, pools), limit
+        for end, key in self._state_ends(seq, limit, keys, pools):
+            if end > most or end % multiple:
+                continue
+            states = {number: _entry(number, key, pools) for number in self._states}
+            if not all(states.values()):
+                continue
+            matches = aligned
+            if end % self._unit:
+                matches = self._matches([*keys[: end // self._unit], key], pools)
+            common = _common_end(matches, end)
+            if common == end:
+                return self._hit(matches, end, states)
+            most = common + self._unit - 1  # a tail may follow
+        return self._hit({}, 0)
+
+    def _state_ends(
+        self,
+        seq: CacheableSequence,
+        limit: int,
+        keys: Sequence[BlockKey],
+        pools: Sequence[CachedBlocks],
+    ) -> Iterator[tuple[int, BlockKey]]:
+        """Positions of up to `limit` tokens after which there may be a state, the last first, and
+        the keys of all tokens before them."""
+        group = self._states[0]
+        pools = [cached for cached in pools if cached.has_any(group)]
+        for number in range(len(keys), -1, -1) if pools else ():
+            start = number * self._unit
+            parent = keys[number - 1] if number else self.root(seq)
+            lengths = {length for cached in pools for length in cached.tails(group, parent)}
+            for length in sorted(lengths, reverse=True):
+                if start + length <= limit:
+                    yield start + length, self.key(seq, start + length)
+            if number:
+                yield start, parent
+
+    def key(self, seq: CacheableSequence, num_tokens: int) -> BlockKey:
+        """The key of all of a sequence's first tokens, whose values are known."""
+        number, length = divmod(num_tokens, self._unit)
+        parent = self.keys(seq, number)[number - 1] if number else self.root(seq)
+        if not length:
+            return parent
+        start = number * self._unit
+        tokens = seq.known_tokens(start, num_tokens)
+        return tail_key(parent, tokens, self._seed, context=seq.context, start=start)
+
+    def tail(self, seq: CacheableSequence, num_tokens: int) -> Tail | None:
+        """The last of a sequence's first tokens, which are fewer than a unit, if any."""
+        number, length = divmod(num_tokens, self._unit)
+        if not length:
+            return None
+        return Tail(self.keys(seq, number)[number - 1] if number else self.root(seq), length)
+
+    def root(self, seq: CacheableSequence) -> BlockKey:
+        """The key before a sequence's first unit."""
+        return root_key(seq.context, self._seed)
 
     def is_to_come(
         self,
@@ -169,7 +276,8 @@ class PrefixCache:
         """Whether most of the tokens that a waiting sequence would compute after its first
         `num_found` ones are being computed for another one, and will be found soon: they are not
         among its `num_offered` units. Others then keep what the sequence reads."""
-        num_units, first = self._max_reusable_units(seq), num_found // self._unit
+        num_units = self._max_reusable_tokens(seq) // self._unit
+        first = num_found // self._unit
         if num_units <= first:
             return False
         keys = self.keys(seq, num_units)
@@ -185,21 +293,30 @@ class PrefixCache:
         num_missing = seq.num_known - num_found
         if leader is None or 2 * (most_shared - first) * self._unit <= num_missing:
             return False
-        self._add_boundary(leader, most_shared * self._unit)
+        self.add_boundary(leader, most_shared * self._unit)
         return True
 
     def expect(self, seq: CacheableSequence) -> None:
         """Record that a sequence is admitted: its first tokens will be computed."""
         self._unconfirmed = {other: None for other in self._unconfirmed if other.is_prefilling}
         self._unconfirmed[seq] = None
-        self._add_boundary(seq, (seq.num_prompt_tokens - 1) // self._unit * self._unit)
+        self.add_boundary(seq, (seq.num_prompt_tokens - 1) // self._unit * self._unit)
 
     def forget(self, seq: CacheableSequence) -> None:
         """Record that a sequence has lost its memory."""
         self._unconfirmed.pop(seq, None)
         self._boundaries.pop(seq, None)
 
-    def _add_boundary(self, seq: CacheableSequence, end: int) -> None:
+    def next_boundary(self, seq: CacheableSequence, start: int) -> int | None:
+        """The next position after `start` at which states of a prompt are saved, if any."""
+        multiple = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
+        ends = [end for end in self._boundaries.get(seq, ()) if end > start]
+        if multiple < seq.num_prompt_tokens:
+            ends.append(multiple)
+        return min(ends, default=None)
+
+    def add_boundary(self, seq: CacheableSequence, end: int) -> None:
+        """Keep what a row after a sequence's first `end` tokens reads."""
         boundaries = self._boundaries.setdefault(seq, [])
         if end not in boundaries:
             insort(boundaries, end)
@@ -233,12 +350,10 @@ class PrefixCache:
         keys = seq.prefix_keys[unit]
         if len(keys) < num_units:
             start, context = len(keys) * unit, seq.context
-            parent = keys[-1] if keys else root_key(context, self._seed)
+            parent = keys[-1] if keys else self.root(seq)
             tokens = seq.known_tokens(start, num_units * unit)
             keys += unit_keys(parent, tokens, unit, self._seed, context=context, start=start)
         return keys
 
-    def _max_reusable_units(self, seq: CacheableSequence) -> int:
-        if not self._enabled:
-            return 0
-        return min(seq.num_known - 1, seq.max_reusable_tokens) // self._unit
+    def _max_reusable_tokens(self, seq: CacheableSequence) -> int:
+        return min(seq.num_known - 1, seq.max_reusable_tokens) if self._enabled else 0

@@ -12,14 +12,24 @@ class GroupHit:
     """Index of the first of them in the sequence's table."""
     blocks: Sequence[int] = ()
     """Device blocks; ~b for block b on the host."""
-    ends_inside: bool = False
-    """Whether the found tokens end inside the last block, which must be copied."""
+    num_copied: int = 0
+    """The last blocks that must be copied, because the sequence will write to them: the one in
+    which the found tokens end, or a state."""
+
+    @property
+    def full(self) -> Sequence[int]:
+        """The blocks that can be used as they are."""
+        return self.blocks[: len(self.blocks) - self.num_copied]
 
     @property
     def shared(self) -> Sequence[int]:
-        """The device blocks that can be used as they are."""
-        full = self.blocks[:-1] if self.ends_inside else self.blocks
-        return [block for block in full if block >= 0]
+        """Those of them on the device."""
+        return [block for block in self.full if block >= 0]
+
+    @property
+    def copied(self) -> Sequence[int]:
+        """The device blocks that must be copied."""
+        return [block for block in self.blocks[len(self.full) :] if block >= 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +49,6 @@ class PrefixHit:
     def shared(self) -> list[int]:
         """The device blocks that can be used as they are."""
         return [block for group in self.groups for block in group.shared]
-
-    @property
-    def copied(self) -> list[int]:
-        """The device blocks of which a part was found."""
-        lasts = [group.blocks[-1] for group in self.groups if group.ends_inside]
-        return [block for block in lasts if block >= 0]
 
     @property
     def num_moves(self) -> int:

@@ -36,6 +36,22 @@ def root_key(context: Context = (), seed: int = 0) -> BlockKey:
     return xxhash.xxh3_128_digest(_beginning(context, 0, 1), seed)
 
 
+def tail_key(
+    parent: BlockKey,
+    tokens: Iterable[int],
+    seed: int = 0,
+    *,
+    context: Context = (),
+    start: int = 0,
+) -> BlockKey:
+    """The key of fewer tokens than a unit has, after the unit with key `parent`; `start` is the
+    position of the first one. No unit has it, as that would have more tokens."""
+    data = array(_TOKEN, tokens)
+    later = tuple(part for part in context if part.start > 0)
+    parts = _beginning(later, start, start + len(data))
+    return xxhash.xxh3_128_digest(parent + data.tobytes() + parts, seed)
+
+
 def unit_keys(
     parent: BlockKey,
     tokens: Iterable[int],

@@ -40,8 +40,10 @@ class PrefillScheduler:
         """Add a row for a sequence's next tokens, unless memory for them is short; its strategy
         decides what follows the last."""
         cache = self.running.cache
-        num_tokens = min(batch.max_chunk(seq.num_computed), seq.length - seq.num_computed)
-        updates = cache.extend_prompt(seq, seq.num_computed, seq.num_computed + num_tokens)
+        start = seq.num_computed
+        end = min(start + batch.max_chunk(start), seq.length)
+        num_tokens = cache.chunk_end(seq, start, end) - start
+        updates = cache.extend_prompt(seq, start, start + num_tokens)
         if updates is None:
             return
         if self.running.is_unintroduced(seq):

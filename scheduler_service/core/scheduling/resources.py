@@ -75,16 +75,16 @@ class Memory:
     def fits(self, entrants: Entrants) -> AllocStatus:
         """Never, if a sequence is longer than the whole cache."""
         if isinstance(entrants.start, list):
-            return self._cache.can_admit_jointly(entrants.start)
+            return self._cache.can_admit_jointly(entrants.start, len(entrants.sequences))
         seq, hit = entrants.start
-        return self._cache.can_admit(seq.length, hit)
+        return self._cache.can_admit(seq.length, hit, num_forks=len(entrants.sequences) - 1)
 
     def acquire(self, entrants: Entrants, batch: Batch) -> None:
         """Memory for all known tokens; what is on the host is swapped in."""
         if isinstance(entrants.start, list):
             self._cache.admit_jointly(entrants.start)
             return
-        moves = self._cache.admit(*entrants.start)
+        moves = self._cache.admit(*entrants.start, num_forks=len(entrants.sequences) - 1)
         batch.swap_in += moves.swap_in
         batch.copy += moves.copy
 

@@ -156,6 +156,7 @@ class ResultProcessor:
         for row, error in result.errors.items():
             self._fail_row(step.rows[row], error, now_us)
         self._record_prefills(step, now_us)
+        self.cache.confirm_plan(step.step_id)
         _deliver_logprobs(step, result)
         sampled, token_ids = step.sampled, result.token_ids
         if step.lookahead is not None:

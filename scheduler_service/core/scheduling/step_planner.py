@@ -151,7 +151,9 @@ class StepPlanner:
         return self.strategies.of(seq.seq_group).reserve(seq, batch)
 
     def _to_plan(self, batch: Batch) -> StepPlan | None:
-        batch.swap_out += self.running.cache.end_plan(has_rows=bool(batch.rows))
+        moves = self.running.cache.end_plan(batch.step_id, has_rows=bool(batch.rows))
+        batch.swap_out += moves.swap_out
+        batch.copy += moves.copy
         if batch.is_empty:
             return None
         forget_seq_ids = self.running.pop_forget_seq_ids()

@@ -19,21 +19,21 @@ def fill(manager: KVCacheManager, *, per_plan: int) -> None:
         allocate(manager, first, per_plan * BLOCK_SIZE)
         set_keys(manager, first, keys)
         manager.free(sequence(first))
-        assert manager.end_plan(has_rows=False) == []
+        assert manager.end_plan(has_rows=False).swap_out == []
 
 
 def num_copied(manager: KVCacheManager) -> int:
-    return len(manager.end_plan(has_rows=True)) // 2
+    return len(manager.end_plan(has_rows=True).swap_out) // 2
 
 
 def test_the_blocks_that_are_evicted_next_are_copied_and_stay_cached() -> None:
     manager = make_manager(40, 80)
     fill(manager, per_plan=2)
-    assert manager.end_plan(has_rows=True) == [1, 0, 0, 1, 3, 2, 2, 3]
+    assert manager.end_plan(has_rows=True).swap_out == [1, 0, 0, 1, 3, 2, 2, 3]
     assert find(manager.device.cached, [b"\0", b"\1", b"\2", b"\3"]) == [0, 1, 2, 3]
     manager.check([])
     assert allocate(manager, 100, 2 * BLOCK_SIZE) == [1, 0]
-    assert manager.end_plan(has_rows=True) == [5, 4, 4, 5], "1 and 0 have been copied"
+    assert manager.end_plan(has_rows=True).swap_out == [5, 4, 4, 5], "1 and 0 have been copied"
     assert find(manager.device.cached, [b"\0"]) == []
     assert find(manager.host.pool.cached, [b"\0", b"\1"]) == [1, 0]
     manager.check([sequence(100)])
@@ -51,11 +51,11 @@ def test_empty_blocks_need_no_copies() -> None:
 def test_without_rows_or_without_host_memory_nothing_is_copied_ahead() -> None:
     manager = make_manager(40, 80)
     fill(manager, per_plan=2)
-    assert manager.end_plan(has_rows=False) == []
+    assert manager.end_plan(has_rows=False).swap_out == []
     manager = make_manager(40, 0)
     fill(manager, per_plan=2)
     allocate(manager, 100, 2 * BLOCK_SIZE)
-    assert manager.end_plan(has_rows=True) == []
+    assert manager.end_plan(has_rows=True).swap_out == []
 
 
 def test_a_plan_copies_little_more_than_it_allocates() -> None:
@@ -96,7 +96,7 @@ def test_copies_ahead_do_not_take_the_room_of_evicted_blocks() -> None:
     manager = make_manager(8, 4)
     fill(manager, per_plan=1)
     allocate(manager, 100, 4 * BLOCK_SIZE)
-    assert manager.end_plan(has_rows=True)[::2] == [0, 1, 2, 3]
+    assert manager.end_plan(has_rows=True).swap_out[::2] == [0, 1, 2, 3]
     assert find(manager.host.pool.cached, [bytes([0]), bytes([1]), bytes([2]), bytes([3])]) == [
         0,
         1,
@@ -108,12 +108,12 @@ def test_copies_ahead_do_not_take_the_room_of_evicted_blocks() -> None:
 def test_a_copied_block_that_is_used_again_is_not_copied_again() -> None:
     manager = make_manager(8, 80)
     fill(manager, per_plan=1)
-    assert manager.end_plan(has_rows=True) == [0, 0, 1, 1]
+    assert manager.end_plan(has_rows=True).swap_out == [0, 0, 1, 1]
     allocate(manager, 100, BLOCK_SIZE, find(manager.device.cached, [b"\0"]))
     manager.free(sequence(100))
-    assert manager.end_plan(has_rows=True) == [2, 2]
+    assert manager.end_plan(has_rows=True).swap_out == [2, 2]
     assert allocate(manager, 101, 8 * BLOCK_SIZE) == [1, 2, 3, 4, 5, 6, 7, 0]
-    assert manager.end_plan(has_rows=False)[::2] == [3, 4, 5, 6, 7]
+    assert manager.end_plan(has_rows=False).swap_out[::2] == [3, 4, 5, 6, 7]
 
 
 @given(

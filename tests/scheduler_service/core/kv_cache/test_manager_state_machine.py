@@ -108,7 +108,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         has_rows: bool = True,
     ) -> None:
         """Move blocks: out, those that are evicted or will be as well, then in, then copies."""
-        kept = self.manager.end_plan(has_rows=has_rows)
+        kept = self.manager.end_plan(has_rows=has_rows).swap_out
         out = [*swap_out, *kept]
         assert len(set(out[1::2])) == len(out) // 2, "a target twice"
         self.move(out, self.memory, self.host_memory)

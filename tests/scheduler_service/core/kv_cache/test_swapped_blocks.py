@@ -42,12 +42,12 @@ def test_a_host_block_is_no_target_twice_in_a_plan_nor_where_it_is_read() -> Non
     manager = make_manager(3, 1)
     keyed(manager, 1, [b"a", b"b"])
     allocate(manager, 2, 12)
-    assert manager.end_plan(has_rows=False) == [0, 0], "room for one of two: the first"
+    assert manager.end_plan(has_rows=False).swap_out == [0, 0], "room for one of two: the first"
     [kept] = find(manager.host.pool.cached, [b"a"])
     manager.free(sequence(2))
     keyed(manager, 3, [b"c"])
     manager.admit(sequence(4, 12), hit(stored=[kept]))
-    assert manager.end_plan(has_rows=False) == [], "the only host block is read"
+    assert manager.end_plan(has_rows=False).swap_out == [], "the only host block is read"
 
 
 def test_a_host_block_that_a_plan_writes_is_not_given_to_what_it_swaps_out() -> None:
@@ -56,5 +56,5 @@ def test_a_host_block_that_a_plan_writes_is_not_given_to_what_it_swaps_out() -> 
     allocate(manager, 2, 8)
     allocate(manager, 3, 4)  # in place of the first one's
     assert not manager.can_swap_out([sequence(3)])
-    assert manager.end_plan(has_rows=False) == [0, 0]
+    assert manager.end_plan(has_rows=False).swap_out == [0, 0]
     assert manager.can_swap_out([sequence(3)])
