@@ -175,7 +175,9 @@ class WorkerSequence:
     def used(self, groups: Sequence[CacheGroup]) -> Iterable[int]:
         """Its blocks, without those that none of its rows to come reads."""
         for group, table in zip(groups, self.tables, strict=True):
-            first = group.first_needed(self.num_computed) // group.block_tokens
+            first = 0
+            if group.has_tokens:
+                first = group.first_needed(self.num_computed) // group.block_tokens
             yield from (block for index, block in table.items() if index >= first)
 
     def append(self, token: int) -> None:
@@ -290,8 +292,8 @@ class SymbolicWorker:
 
     @property
     def _offsets(self) -> range:
-        """Places in a block of any group."""
-        return range(max(group.block_tokens for group in self.cache_groups))
+        """Places in a block of any group. A state is in the first one."""
+        return range(max(1, *(group.block_tokens for group in self.cache_groups)))
 
     def _copy(self, plan: StepPlan) -> None:
         pairs = grouped(plan.copy, 2)
@@ -304,6 +306,7 @@ class SymbolicWorker:
                 require(block not in self.arriving, f"copy of block {block} that is on its way")
             require(not self._owners(target), f"copy into block {target} in use")
             is_given = target in updated | coming or bool(self.arriving)  # introduced later
+            is_given |= self._holds_state(source)  # which is saved, or given to a beam to come
             require(is_given, f"copy into block {target} that nobody gets")
         self._move(pairs, self.cache, self.cache, "copy")
 
@@ -363,17 +366,28 @@ class SymbolicWorker:
     def _check_exclusive(self, seq: WorkerSequence) -> None:
         """Blocks that hold no computed prefix must be nobody else's."""
         for group, table in zip(self.cache_groups, seq.tables, strict=True):
-            first = -(-seq.num_computed // group.block_tokens)
+            if group.is_state and seq.num_computed:
+                continue  # what a row then writes to is checked
+            first = -(-seq.num_computed // max(1, group.block_tokens))
             for block in (block for index, block in table.items() if index >= first):
                 unused = not self._owners(block)
                 require(unused, f"block {block} is given to {seq.seq_id} while in use")
+                self._poison(block)
+
+    def _poison(self, block: int) -> None:
+        """Forget what a block holds: its new owner must write before it reads."""
+        for offset in self._offsets:
+            self.cache.pop((block, offset), None)
 
     def _check_computed(self, seq: WorkerSequence) -> None:
         """What a sequence need not compute must be in its blocks, and the core must know it."""
         require(seq.num_computed < len(seq.tokens), f"{seq.seq_id} has no logits to come")
         last = 0
         for number, group in enumerate(self.cache_groups):
-            for position in range(group.first_needed(seq.num_computed), seq.num_computed):
+            if group.is_state and seq.num_computed:
+                last = max(last, self._read_state(seq, number))
+            positions = range(group.first_needed(seq.num_computed), seq.num_computed)
+            for position in positions if group.has_tokens else ():
                 slot = self._slot(seq, number, position)
                 history, step = self.cache.get(slot, (None, 0))
                 require(
@@ -420,6 +434,8 @@ class SymbolicWorker:
             owners = [owner for owner in self._owners(block) if parents.get(owner) != seq_id]
             require(not owners, f"block {block} is given to {seq_id} while in use")
             table[index] = block
+            if block not in plan.copy[1::2]:
+                self._poison(block)
 
     def _rows(self, plan: StepPlan, forks: set[int]) -> list[tuple[WorkerSequence, int, int]]:
         """(sequence, number of tokens, what it brings) per row."""
@@ -459,8 +475,13 @@ class SymbolicWorker:
             starts.append(start)
             require(end <= len(seq.tokens), f"{seq.seq_id} computes tokens that it does not have")
             require(not sample or end == len(seq.tokens), f"{seq.seq_id} samples in mid-prompt")
+            for number, group in enumerate(self.cache_groups):
+                if group.is_state and 0 < start < end:
+                    self._read_state(seq, number)
             for position in range(start, end):
                 self._write_slot(seq, position, seq.content(position), sharers)
+            if end > start:
+                self._write_states(seq, end, sharers)
             seq.num_computed = end
         return starts
 
@@ -486,21 +507,53 @@ class SymbolicWorker:
     def _write_slot(
         self, seq: WorkerSequence, position: int, history: History, sharers: set[int]
     ) -> None:
-        for number in range(len(self.cache_groups)):
-            block, offset = self._slot(seq, number, position)
-            owners = self._owners(block)
-            shared = f"{seq.seq_id} writes to block {block}, shared by {owners}"
-            require(sharers.issuperset(owners), shared)
-            require(block not in self.arriving, f"{seq.seq_id} writes to {block} too early")
-            had = seq.seq_id in self.leaving.get(block, ())
-            require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
-            self.cache[block, offset] = _kv(number, history), self.num_steps
+        for number, group in enumerate(self.cache_groups):
+            if group.has_tokens:
+                slot = self._slot(seq, number, position)
+                self._write_at(seq, slot, _kv(number, history), sharers)
+
+    def _write_at(
+        self, seq: WorkerSequence, slot: Slot, content: History, sharers: set[int]
+    ) -> None:
+        block, _ = slot
+        owners = self._owners(block)
+        shared = f"{seq.seq_id} writes to block {block}, shared by {owners}"
+        require(sharers.issuperset(owners), shared)
+        require(block not in self.arriving, f"{seq.seq_id} writes to {block} too early")
+        had = seq.seq_id in self.leaving.get(block, ())
+        require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
+        self.cache[slot] = content, self.num_steps
+
+    def _write_states(self, seq: WorkerSequence, end: int, sharers: set[int]) -> None:
+        """A state depends on all tokens before it; so its blocks hold the last one's content."""
+        for number, group in enumerate(self.cache_groups):
+            for index in range(group.num_blocks):
+                content = _kv(number, bytes([index]) + seq.content(end - 1))
+                self._write_at(seq, (seq.tables[number][index], 0), content, sharers)
+
+    def _read_state(self, seq: WorkerSequence, number: int) -> int:
+        """Check the state after a sequence's computed tokens; returns the step that computed it."""
+        last = 0
+        for index in range(self.cache_groups[number].num_blocks):
+            block = seq.tables[number].get(index, -1)
+            require(block not in self.arriving, f"{seq.seq_id} reads state {block} too early")
+            found, step = self.cache.get((block, 0), (None, 0))
+            wanted = _kv(number, bytes([index]) + seq.content(seq.num_computed - 1))
+            where = f"position {seq.num_computed}, block {block}"
+            require(found == wanted, f"{seq.seq_id} finds another state at {where}")
+            last = max(last, step)
+        return last
+
+    def _holds_state(self, block: int) -> bool:
+        content, _ = self.cache.get((block, 0), (b"", 0))
+        return bool(content) and self.cache_groups[content[0]].is_state
 
     def _read(self, rows: list[tuple[WorkerSequence, int, int]], starts: list[int]) -> None:
         """Attend over each row's context."""
         for (seq, num_tokens, _), start in zip(rows, starts, strict=True):
             for number, group in enumerate(self.cache_groups if num_tokens else ()):
-                for position in range(group.first_needed(start), seq.num_computed):
+                positions = range(group.first_needed(start), seq.num_computed)
+                for position in positions if group.has_tokens else ():
                     block, offset = self._slot(seq, number, position)
                     require(block not in self.arriving, f"{seq.seq_id} reads {block} too early")
                     wanted = _kv(number, seq.content(position))
@@ -581,6 +634,7 @@ class SymbolicWorker:
                 return index
             self._write_slot(seq, seq.num_computed, seq.content(seq.num_computed), {seq.seq_id})
             seq.num_computed += 1
+            self._write_states(seq, seq.num_computed, {seq.seq_id})
             token = next_token(seq.histories[-1], seq.choice_index, seq.sampling)
             seq.append(token)
             token_ids.append(token)

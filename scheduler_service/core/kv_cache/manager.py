@@ -132,6 +132,11 @@ class KVCacheManager:
     # Capacity.
 
     @property
+    def has_states(self) -> bool:
+        """Whether the model keeps states, which a row changes for good."""
+        return bool(self._state_groups)
+
+    @property
     def _num_available(self) -> int:
         """Number of free device blocks that are not reserved."""
         return self.device.num_free_blocks - self._num_reserved
@@ -279,10 +284,9 @@ class KVCacheManager:
     # Admission.
 
     def max_forks(self, num_tokens: int) -> int:
-        """Most sequences that can share the memory of one of `num_tokens` tokens, if alone."""
-        if not self._demand.per_fork:
-            return self.device.num_blocks
-        return (self.device.num_blocks - self._demand.of(num_tokens)) // self._demand.per_fork
+        """Most sequences that can fork from one of `num_tokens` tokens, if they are alone."""
+        num_blocks = self.device.num_blocks - self._demand.of(num_tokens)
+        return max(0, num_blocks // max(1, self._demand.per_fork))
 
     def can_admit(
         self, num_tokens: int, hit: PrefixHit, *, num_forks: int = 0, memory_freed: int = 0
@@ -313,14 +317,18 @@ class KVCacheManager:
         """Where the first tokens of sequences come from that are admitted together: the device, or
         a sequence before it that will compute more of them. `num_common_tokens`: in how many first
         tokens two sequences are equal; the last token of a sequence is not shared."""
-        unit = lcm(*self._block_tokens.values())
+        unit = lcm(self.tokens_per_unit, *self._block_tokens.values())
         starts: list[JointStart[S]] = []
         for seq in sequences:
             hit = self._prefixes.find(seq, multiple=unit)
             limit = seq.num_known - 1
-            commons = [(min(limit, num_common_tokens(seq, s.seq)) // unit, s.seq) for s in starts]
-            num_shared, source = max(commons, key=lambda pair: pair[0], default=(0, None))
-            num_tokens = num_shared * unit
+            commons = [
+                (min(limit, num_common_tokens(seq, start.seq)) // unit * unit, start)
+                for start in starts
+            ]
+            # A state can be copied only where the source computes it.
+            shared = [(n, s.seq) for n, s in commons if not self.has_states or n > s.num_tokens]
+            num_tokens, source = max(shared, key=lambda pair: pair[0], default=(0, None))
             if num_tokens > hit.num_tokens:
                 starts.append(JointStart(seq, self._no_hit, source, num_tokens))
             else:
@@ -558,7 +566,7 @@ class KVCacheManager:
         )
         if self._state_groups and self._shares_state(tables):
             head = tables[self._state_groups[0]].blocks[0]
-            num_needed += self._demand.per_fork * (head not in self._state_copies)
+            num_needed += self._demand.per_fork * (not self._state_copies.get(head))
         num_kept = num_others * self._demand.per_token
         return not num_needed or self._num_available >= num_needed + num_kept
 
@@ -674,7 +682,7 @@ class KVCacheManager:
 
     def _release(self, held: SequenceTables) -> None:
         """Release all blocks by the ends of their tokens, and renew the retained ones."""
-        if len(self.groups) == 1 and not held.retained:
+        if len(self.groups) == 1 and not (held.retained or self.has_states):
             self.device.release(held.blocks())
             return
         placed: list[tuple[int, int, Contents | None]]
@@ -767,14 +775,16 @@ class KVCacheManager:
         will be evicted next; and the `copy` of states."""
         self._num_plans = plan
         copies, self._copies = self._copies, []
+        saved: list[int] = []
         if self._state_groups:
             self._settle_state_copies()
-            copies += self._states.copy_due(self._num_available, self._copied_states)
+            saved = self._states.copy_due(self._num_available, self._copied_states)
             self._copied_states.clear()
         self.device.release(self._pinned)
         self._pinned = []
         self._copy_ahead.end_plan(has_rows=has_rows)
-        return Moves(swap_out=self.host.end_plan(), copy=copies)
+        self.device.release(saved[1::2])
+        return Moves(swap_out=self.host.end_plan(), copy=copies + saved)
 
     @property
     def num_free_blocks(self) -> tuple[int, int]:

@@ -68,14 +68,16 @@ class SavedStates:
         """Save the state of a sequence that decodes, if it is due. Where drafts are in flight, its
         position is unknown."""
         position = seq.length - 1
-        is_due = position >= held.state_position + ROLLING_TOKENS and position % self._unit == 0
+        last = max(held.state_position, seq.num_prompt_tokens)
+        is_due = position >= last + ROLLING_TOKENS and position % self._unit == 0
         if self.enabled and is_due and seq.next_position == position:
             held.state_position = position
             self._due.append((seq, held, position, True))
 
     def copy_due(self, num_available: int, copied: Collection[int]) -> list[int]:
         """The plan's `copy` for the states that are due, to up to `num_available` free blocks.
-        Those that the plan itself copies, by their first blocks, are left out."""
+        Those that the plan itself copies, by their first blocks, are left out. The caller releases
+        the targets when nothing more is moved to the host before they are written."""
         due, self._due = self._due, []
         pairs: list[tuple[int, int]] = []
         for seq, held, position, is_rolling in due:
@@ -87,7 +89,6 @@ class SavedStates:
                     pairs += zip(sources, targets, strict=True)
                     self._hold(held, SavedState(number, position, targets[0], is_rolling), targets)
             self.confirm(seq, held)
-        self._device.release([target for _, target in pairs])
         return [block for pair in pairs for block in pair]
 
     def _hold(self, held: SequenceTables, state: SavedState, blocks: list[int]) -> None:

@@ -87,6 +87,7 @@ class CapacityProbe:
             hit,
             num_waiting_tokens=waiting.num_tokens,
             num_waiting=len(waiting),
+            num_forks=self._num_forks(seq_group),
         )
         num_sequences = self.num_sequences
         places_short = num_sequences + len(seq_group.waiting()) - self.config.max_num_seqs
@@ -148,8 +149,16 @@ class CapacityProbe:
         memory."""
         num_used = self.running.num_places - num_places + len(seq_group.waiting())
         max_tokens = seq_group.max_known_tokens
-        verdict = self.running.cache.can_admit(max_tokens, hit, memory_freed=memory)
+        verdict = self.running.cache.can_admit(
+            max_tokens, hit, num_forks=self._num_forks(seq_group), memory_freed=memory
+        )
         return num_used <= self.config.max_num_seqs and verdict is AllocStatus.OK
+
+    def _num_forks(self, seq_group: SequenceGroup) -> int:
+        """Sequences that would be admitted with the group's first one, to share its prompt."""
+        num_fresh = sum(not seq.output_token_ids for seq in seq_group.waiting())
+        max_forks = self.running.cache.max_forks(seq_group.num_prompt_tokens)
+        return max(0, min(num_fresh - 1, max_forks))
 
     @property
     def has_suspect(self) -> bool:

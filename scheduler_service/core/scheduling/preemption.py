@@ -136,6 +136,9 @@ class Preemption:
             return False  # a beam search that has not started
         if any(seq.num_drafts for seq in sequences):
             return False  # it is unknown how many of its tokens will be written
+        changes_states = seq_group.strategy.is_lockstep and self.running.cache.has_states
+        if changes_states and any(seq.num_in_flight for seq in sequences):
+            return False  # beams would compute their last tokens again
         if not self.running.cache.can_swap_out(sequences):
             return False
         if self.mode is PreemptionMode.SWAP:

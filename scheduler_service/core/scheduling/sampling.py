@@ -41,7 +41,8 @@ class SamplingScheduler(StrategyScheduler):
 
     def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
         """Admit the sequences one after the other, as long as there is room."""
-        for seq, forks in _starts(seq_group):
+        max_forks = self.running.cache.max_forks(seq_group.num_prompt_tokens)
+        for seq, forks in _starts(seq_group, max_forks):
             if batch.budget == 0:
                 return AllocStatus.LATER
             verdict = self._admit_sequence(seq, forks, batch, add_rows)
@@ -127,16 +128,16 @@ class SamplingScheduler(StrategyScheduler):
         return True
 
 
-def _starts(seq_group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:
+def _starts(seq_group: SequenceGroup, max_forks: int) -> Iterator[tuple[Sequence, list[Sequence]]]:
     """The group's waiting sequences to prefill, each with the sequences that fork from it.
 
-    Sequences without output share the first one's prefill; those with output differ from each
-    other, and each is computed separately.
+    Sequences without output share the first one's prefill, or that of one in every `max_forks` + 1;
+    those with output differ from each other, and each is computed separately.
     """
     waiting = seq_group.waiting()
     fresh = [seq for seq in waiting if not seq.output_token_ids]
-    if fresh:
-        yield fresh[0], fresh[1:]
+    for first in range(0, len(fresh), 1 + max_forks):
+        yield fresh[first], fresh[first + 1 : first + 1 + max_forks]
     for seq in waiting:
         if seq.output_token_ids:
             yield seq, []

@@ -42,7 +42,7 @@ from tests.support.recorded import Recorder
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import VECTOR_SIZE, Sampling
 
-GROWING, WINDOW, CHUNK = CacheLifetime.GROWING, CacheLifetime.WINDOW, CacheLifetime.CHUNK
+WINDOW, CHUNK, STATE = CacheLifetime.WINDOW, CacheLifetime.CHUNK, CacheLifetime.STATE
 ALL = CacheGroup(block_tokens=4)
 CACHE_GROUPS = {
     "all": (ALL,),
@@ -56,6 +56,14 @@ CACHE_GROUPS = {
         CacheGroup(lifetime=CHUNK, block_tokens=4, span=8),
     ),
     "chunk within a block": (ALL, CacheGroup(lifetime=CHUNK, block_tokens=8, span=12)),
+    "state": (CacheGroup(lifetime=STATE, num_blocks=2),),
+    "all and state": (ALL, CacheGroup(lifetime=STATE, num_blocks=1)),
+    "states and windows": (
+        CacheGroup(lifetime=STATE, num_blocks=1),
+        CacheGroup(lifetime=WINDOW, block_tokens=4, span=6),
+        CacheGroup(lifetime=STATE, num_blocks=2),
+        CacheGroup(block_tokens=8),
+    ),
     "three": (
         CacheGroup(block_tokens=16),
         CacheGroup(lifetime=WINDOW, block_tokens=4, span=1),

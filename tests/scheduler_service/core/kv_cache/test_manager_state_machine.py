@@ -258,8 +258,9 @@ class KVCacheMachine(RuleBasedStateMachine):
     def swap(self, seq_ids: list[int | None], comes_back: bool, pick: int) -> None:
         """A plan that swaps out a group and may bring back another, planned first or last."""
         if comes_back and pick % 2:
+            before = set(self.running)
             back = self.plan_swap_in(pick)
-            out = self.plan_swap_out(seq_ids)
+            out = self.plan_swap_out([seq_id for seq_id in seq_ids if seq_id in before])
         else:
             out = self.plan_swap_out(seq_ids)
             back = self.plan_swap_in(pick) if comes_back else []

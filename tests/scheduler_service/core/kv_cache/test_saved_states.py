@@ -1,0 +1,197 @@
+"""States: written in place, copied for forks, and saved where others can continue from them."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from scheduler_service.core import SchedulerConfig, StepPlan
+from scheduler_service.core.config import CacheGroup, CacheLifetime, PreemptionMode
+from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.symbolic_worker import Sampling
+
+ALL = CacheGroup(block_tokens=4)
+STATE = CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=3)
+PROMPT = [(3 * i * i + i) % 31 for i in range(40)]
+
+
+class Life:
+    """A core of one worker group, and the plans that it has made."""
+
+    def __init__(
+        self,
+        *groups: CacheGroup,
+        num_gpu_blocks: int = 128,
+        num_cpu_blocks: int = 0,
+        num_speculative_tokens: int = 0,
+        **config: object,
+    ) -> None:
+        values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "watermark": 0.0} | config
+        self.driver = CoreDriver(SchedulerConfig(**values))  # type: ignore[arg-type]
+        capacity = make_capacity(
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            cache_groups=groups or (ALL, STATE),
+            max_model_len=2000,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        self.driver.add_worker_group(capacity)
+        self.plans: list[StepPlan] = []
+        self.driver.on_plan = lambda _, plan: self.plans.append(plan)
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 1, **changes: object) -> list[int]:
+        """A request from beginning to end; returns its first choice's tokens."""
+        self.plans.clear()
+        self.record = self.driver.submit(
+            prompt=list(prompt),
+            max_tokens=max_tokens,
+            **changes,  # type: ignore[arg-type]
+        )
+        self.driver.run_until_idle()
+        self.driver.core.check()
+        assert self.record.finished is not None
+        return self.record.choices[0].tokens
+
+    @property
+    def num_found(self) -> int:
+        return self.record.cached_tokens
+
+    def chunks(self) -> list[int]:
+        """The tokens of the rows of prompts, in plans with one sequence."""
+        return [plan.num_tokens[0] for plan in self.plans if plan.num_tokens is not None]
+
+
+def test_a_prompt_is_found_at_its_last_unit() -> None:
+    life = Life()
+    life.ask(PROMPT)
+    assert life.chunks() == [36, 4], "the state after the last unit is saved by the next plan"
+    assert [len(plan.copy) for plan in life.plans] == [0, 2 * STATE.num_blocks]
+    life.ask(PROMPT)
+    assert life.num_found == 36
+
+
+def test_states_of_a_long_prompt_are_saved_every_512_tokens_where_others_may_branch_off() -> None:
+    life = Life(max_num_batched_tokens=1200, num_gpu_blocks=2000)
+    prompt = [i * i % 29 for i in range(1100)]
+    life.ask(prompt)
+    assert life.chunks() == [512, 512, 72, 4]
+    for num_equal, num_found in ((500, 0), (600, 512), (1100, 1100)):
+        life.ask([*prompt[:num_equal], 1, 2, 3])
+        assert life.num_found == num_found
+
+
+def test_the_next_turn_continues_exactly_where_the_last_one_ended() -> None:
+    life = Life()
+    prompt = PROMPT[:13]
+    for length in (5, 6, 7, 8):
+        prompt = [*prompt, *life.ask(prompt, max_tokens=length), 1, 2]
+        life.ask(prompt)
+        assert life.num_found == len(prompt) - 3, "all tokens but the last were computed"
+
+
+def test_a_state_that_runs_ahead_of_known_tokens_is_not_found() -> None:
+    life = Life(pipeline_depth=3)
+    tokens = life.ask(PROMPT[:13], max_tokens=30, stop_token_ids=frozenset(range(16)))
+    life.ask([*PROMPT[:13], *tokens, 1, 2])
+    assert life.num_found <= 13 + len(tokens)
+
+
+def test_a_state_is_saved_every_64_decoded_tokens_and_two_of_a_sequence_are_kept() -> None:
+    life = Life(max_results=1)
+    life.ask(PROMPT, max_tokens=300)
+    saved = [plan for plan in life.plans if plan.copy]
+    assert len(saved) == 1 + 4, "at the prompt's boundary, and every 64 tokens of 300"
+    saves = life.driver.core.snapshot().worker_groups[0]
+    assert saves.num_free_gpu_blocks == saves.num_gpu_blocks
+
+
+def test_without_a_prefix_cache_prompts_are_not_cut_and_nothing_is_saved() -> None:
+    life = Life(enable_prefix_caching=False)
+    life.ask(PROMPT, max_tokens=200)
+    assert life.chunks() == [40]
+    assert not any(plan.copy for plan in life.plans)
+
+
+@pytest.mark.parametrize("num_choices", [2, 4])
+def test_forks_get_copies_in_the_plan_after_the_prompt_and_the_last_owner_keeps_the_state(
+    num_choices: int,
+) -> None:
+    life = Life(CacheGroup(block_tokens=8), STATE, enable_prefix_caching=False)
+    life.ask(PROMPT, max_tokens=4, n=num_choices)
+    forking, copying = life.plans[:2]
+    assert not forking.copy
+    states = [new.tables[1].block_ids for new in forking.new_sequences]
+    assert states == [states[0]] * num_choices
+    copied = [source for source in copying.copy[::2] if source in states[0]]
+    assert len(copied) == (num_choices - 1) * STATE.num_blocks
+
+
+def test_the_only_fork_gets_the_state_of_a_parent_that_has_ended() -> None:
+    life = Life(enable_prefix_caching=False, pipeline_depth=1)
+    record = life.driver.submit(prompt=PROMPT, max_tokens=5, n=2)
+    life.driver.schedule("g0")
+    life.driver.deliver("g0")
+    life.driver.stop_choice(record, 0, 1)
+    plan = life.driver.schedule("g0")
+    assert plan is not None
+    assert plan.copy == []
+    life.driver.run_until_idle()
+    life.driver.core.check()
+
+
+def test_forks_are_admitted_with_their_states_or_one_after_the_other() -> None:
+    for num_blocks, num_first in ((10 + 4 * 3 + 5, 4), (10 + 2 * 3 + 2, 2)):
+        life = Life(num_gpu_blocks=num_blocks, enable_prefix_caching=False)
+        life.ask(PROMPT[:39], max_tokens=2, n=4)
+        first = life.plans[0].new_sequences
+        assert len(first) == num_first
+        assert [len(choice.tokens) for choice in life.record.choices] == [2] * 4
+
+
+def test_saved_states_have_at_most_a_quarter_of_the_blocks_and_the_oldest_goes_first() -> None:
+    life = Life(num_gpu_blocks=32)
+    prompts = [[number, *PROMPT[:8]] for number in range(6)]
+    for prompt in prompts:
+        life.ask(prompt)
+    assert 32 // 4 // STATE.num_blocks == 2, "at the end of a prompt, and of its request"
+    life.ask(prompts[5])
+    assert life.num_found == 8
+    life.ask(prompts[4])
+    assert life.num_found == 0
+
+
+def test_a_state_that_left_the_device_comes_back_from_the_host_as_a_whole() -> None:
+    life = Life(num_gpu_blocks=32, num_cpu_blocks=200, preemption_mode=PreemptionMode.RECOMPUTE)
+    prompts = [[number, *PROMPT[:20]] for number in range(6)]
+    for prompt in prompts:
+        life.ask(prompt)
+    life.ask(prompts[0])
+    assert life.num_found == 20
+    moved = [plan for plan in life.plans if plan.swap_in]
+    assert len(moved) == 1
+    assert len(moved[0].swap_in) // 2 == 20 // 4 + STATE.num_blocks
+
+
+def test_what_a_failed_request_has_computed_is_not_continued() -> None:
+    life = Life()
+    failed = life.driver.submit(
+        prompt=PROMPT[:21], max_tokens=9, sampling=Sampling(seed=0, fails_at=3)
+    )
+    life.driver.run_until_idle()
+    assert failed.error is not None
+    life.ask([*PROMPT[:21], *failed.choices[0].tokens, 1])
+    assert life.num_found == 0
+
+
+def test_after_drafts_the_state_of_the_last_accepted_token_is_continued() -> None:
+    life = Life(num_speculative_tokens=4, pipeline_depth=1)
+    tokens = life.ask(PROMPT[:13], max_tokens=24)
+    life.ask([*PROMPT[:13], *tokens, 1])
+    assert life.num_found == 13 + 24 - 1
+
+
+def test_swapped_out_states_come_back_with_their_sequences() -> None:
+    life = Life(num_gpu_blocks=24, num_cpu_blocks=64, preemption_mode=PreemptionMode.SWAP)
+    records = [life.driver.submit(prompt=PROMPT[: 20 + i], max_tokens=20) for i in range(3)]
+    life.driver.run_until_idle()
+    assert any(plan.swap_in for plan in life.plans)
+    assert all(len(record.choices[0].tokens) == 20 for record in records)
