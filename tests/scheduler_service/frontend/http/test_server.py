@@ -71,32 +71,6 @@ async def test_localhost_listens_on_the_same_port_of_every_family() -> None:
         listening.close()
 
 
-async def test_unknown_paths_and_methods_are_answered_in_the_same_shape() -> None:
-    async with http_served() as served:
-        for answer, code in (
-            (await served.client.get("/v1/nothing"), 404),
-            (await served.client.delete("/health"), 405),
-        ):
-            assert answer.status_code == code
-            assert answer.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
-
-
-async def test_a_wrong_method_is_answered_with_the_right_one() -> None:
-    async with http_served() as served:
-        message = (await served.client.get("/v1/completions")).json()["error"]["message"]
-        assert message == "/v1/completions takes POST, got GET"
-
-
-async def test_a_path_that_does_not_exist_is_answered_with_where_to_look() -> None:
-    async with http_served() as served:
-        message = (await served.client.get("/docs")).json()["error"]["message"]
-        similar = (await served.client.post("/v1/chat/completion")).json()["error"]["message"]
-        ollama = (await served.client.post("/api/chat")).json()["error"]["message"]
-    assert message == "not found: /docs (see /openapi.json)"
-    assert similar == "not found: /v1/chat/completion (did you mean /v1/chat/completions?)"
-    assert ollama == "/api/chat is not supported: use /v1/chat/completions"
-
-
 async def test_a_body_that_was_not_sent_as_json_is_told_so() -> None:
     async with http_served() as served:
         answer = await served.client.post("/v1/completions", content=b'{"prompt": "a"}')

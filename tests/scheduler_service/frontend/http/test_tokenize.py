@@ -1,7 +1,6 @@
 """`/tokenize`, `/detokenize`, `/version`."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -64,32 +63,6 @@ async def test_a_chat_is_tokenized_as_it_would_be_answered() -> None:
         told = (await served.client.post("/tokenize", json=wish)).json()
         text = byte_level().decode(told["tokens"], skip_special_tokens=True)
         assert text == "[user]hello[assistant]"
-
-
-@pytest.mark.parametrize(
-    ("path", "wish", "param"),
-    [
-        ("/detokenize", {"tokens": [1, 9999]}, "tokens[1]"),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-        ("/tokenize", {"prompt": "a", "add_special_tokens": 3}, "add_special_tokens"),
-        ("/tokenize", {"prompt": 3}, "prompt"),
-        ("/tokenize", {"prompt": "a", "prompts": "b"}, "prompts"),
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"messages": [{"content": "a"}]}, "messages[0].role"),
-        ("/tokenize", {"messages": "a"}, "messages"),
-    ],
-)
-async def test_what_is_wrong_is_named(path: str, wish: dict[str, Any], param: str) -> None:
-    async with http_served() as served:
-        refused = await served.client.post(path, json=wish)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == param
-
-
-async def test_a_body_of_several_forms_that_is_none_of_them_is_told_what_is_expected() -> None:
-    async with http_served() as served:
-        refused = await served.client.post("/tokenize", json=["hello"])
-        assert refused.json()["error"]["code"] == "invalid_body"
 
 
 def test_the_forms_of_a_body_are_those_that_errors_know() -> None:

@@ -15,7 +15,3 @@ async def test_every_such_endpoint_is_refused_by_its_name(served: HttpServed, me
         assert (error["type"], error["code"]) == ("not_implemented_error", "not_implemented")
         assert error["message"] == f"{path} is not supported: {UNSUPPORTED[path]}"
         assert refused.headers["x-should-retry"] == "false"
-
-
-async def test_what_is_nowhere_is_still_not_found(served: HttpServed) -> None:
-    assert (await served.client.post("/v1/embedding")).status_code == 404

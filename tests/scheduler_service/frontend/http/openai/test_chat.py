@@ -308,42 +308,6 @@ def folded(body: str) -> tuple[dict[str, Any], str]:
     return message, finish
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{bad"}}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
-
-
-@pytest.mark.parametrize(
-    ("wish", "param"),
-    [
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema",
-        ),
-        ({"response_format": {"type": "other"}}, "response_format"),
-        ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
-            "messages[0].content[1].type",
-        ),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "f", "args": 1}}},
-            "tool_choice.function.args",
-        ),
-    ],
-)
-async def test_what_is_wrong_within_a_field_is_named_by_its_path(
-    wish: dict[str, Any], param: str
-) -> None:
-    async with http_served() as served:
-        refused = await served.client.post(PATH, json={"messages": [USER]} | wish)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == param
-
-
 async def test_deeply_nested_json_is_refused_and_breaks_nothing() -> None:
     nested = "[" * 100_000 + "]" * 100_000
     body = f'{{"messages": [{{"role": "user", "content": "a"}}], "documents": {nested}}}'

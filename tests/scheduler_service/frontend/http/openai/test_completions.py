@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 import httpx
-import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from tests.support.frontends import eventually
@@ -196,33 +195,3 @@ async def test_a_body_that_turns_out_too_long_is_refused(served: HttpServed) -> 
 
     answer = await served.client.post(PATH, content=pieces())
     assert answer.status_code == 413
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": ["a"] * 4097}, "prompt"),
-    ({"prompt": ["a"] * 200, "guided_regex": "b" * 100_000}, "prompt"),
-    ({"prompt": ["a"] * 200, "n": 100}, "prompt"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"404": 1, "405": 1}}, "logit_bias[1].token_id"),
-    ({"stop_token_ids": [405]}, "stop_token_ids[0]"),
-    ({"n": 3, "best_of": 2}, "best_of"),
-    ({"min_tokens": 60}, "min_tokens"),
-    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
-    ({"suffix": "x"}, "suffix"),
-    ({"store": True}, "store"),
-    ({"model": 5}, "model"),
-]
-
-
-@pytest.mark.parametrize(("wish", "param"), WRONG)
-async def test_a_wrong_field_is_named(served: HttpServed, wish: dict[str, Any], param: str) -> None:
-    refused = await post(served, WISH | wish)
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert error["param"] is not None
-    assert error["param"].startswith(param)
-    assert error["type"] == "invalid_request_error"

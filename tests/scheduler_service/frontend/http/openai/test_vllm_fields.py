@@ -60,15 +60,6 @@ async def test_every_chunk_tells_the_usage_so_far(
     assert chunks[-1]["choices"] == []
 
 
-@pytest.mark.parametrize(("path", "wish"), BOTH)
-async def test_options_of_a_stream_without_one_are_refused(
-    served: HttpServed, path: str, wish: dict[str, Any]
-) -> None:
-    refused = await served.client.post(path, json=wish | {"stream_options": {}})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "stream_options"
-
-
 async def test_a_completion_tells_token_ids(served: HttpServed) -> None:
     output = tokens("hello world")
     request, answer = await submitted(
@@ -136,12 +127,6 @@ async def test_as_much_of_a_prompt_as_fits(
     assert len(request.prompt) == 256 - 50
 
 
-async def test_nothing_of_a_prompt_is_no_prompt(served: HttpServed) -> None:
-    refused = await served.client.post(COMPLETIONS, json=WISH | {"truncate_prompt_tokens": 0})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
-
-
 @pytest.mark.parametrize(
     ("wish", "width", "n"),
     [({}, 1, 1), ({"n": 3}, 3, 3), ({"n": 2, "best_of": 5}, 5, 2)],
@@ -158,26 +143,6 @@ async def test_beam_search(served: HttpServed, wish: dict[str, Any], width: int,
         assert not request.submit.generation.HasField("beam_search")
     answer.cancel()
     await request.cancelled()
-
-
-@pytest.mark.parametrize(
-    ("wish", "param"),
-    [
-        ({"length_penalty": 0.5}, "length_penalty"),
-        ({"use_beam_search": True, "temperature": 0.5}, "temperature"),
-        ({"use_beam_search": True, "n": 65}, "n"),
-        ({"use_beam_search": True, "length_penalty": 9}, "length_penalty"),
-        ({"truncation_side": "right"}, "truncation_side"),
-        ({"request_id": "a b"}, "request_id"),
-    ],
-)
-@pytest.mark.parametrize(("path", "base"), BOTH)
-async def test_what_makes_no_sense_is_named(
-    served: HttpServed, path: str, base: dict[str, Any], wish: dict[str, Any], param: str
-) -> None:
-    refused = await served.client.post(path, json=base | wish)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == param
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
