@@ -198,11 +198,6 @@ def test_the_answer_in_a_chat_may_be_as_long_as_the_model_allows(
     assert [r.sampling_params.HasField("max_tokens") for r in frontend.requests] == [False] * 3
 
 
-def test_a_length_that_is_given_holds_in_a_chat(client: Any, frontend: FakeFrontend) -> None:
-    client.chat(CHAT, SamplingParams(max_tokens=16))
-    assert frontend.requests[0].sampling_params.max_tokens == 16
-
-
 @pytest.mark.parametrize("failure", [KILLED, UNAVAILABLE, None])
 @pytest.mark.parametrize("after_tokens", [0, 1, 7, 19, 20])
 def test_a_broken_stream_goes_on_and_ends_as_if_undisturbed(
@@ -251,27 +246,19 @@ def test_before_the_first_response_the_same_request_is_sent_again(
     assert first == second
 
 
-def test_another_ones_request_id_is_refused(client: Any, frontend: FakeFrontend) -> None:
-    live = Failure(code=grpc.StatusCode.ALREADY_EXISTS, reason="DUPLICATE_REQUEST")
-    frontend.breaks.append(Break(failure=live))
-    with pytest.raises(errors.AlreadyExists):
-        client.generate("Hello", TEN)
-    assert len(frontend.requests) == 1
-
-
-def test_without_retries_a_break_is_an_error(make_client: Any, frontend: FakeFrontend) -> None:
-    frontend.breaks.append(Break(after_tokens=3, failure=KILLED))
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [(KILLED, "the server closes the connection"), (None, "before the answer was complete")],
+)
+def test_without_retries_a_cut_stream_is_an_error(
+    make_client: Any, frontend: FakeFrontend, failure: Failure | None, words: str
+) -> None:
+    frontend.breaks.append(Break(after_tokens=3, failure=failure))
     stream = make_client(frontend.address, retry=NO_RETRIES).stream("Hello", TEN)
-    with pytest.raises(errors.Unavailable):
+    with pytest.raises(errors.Unavailable, match=words):
         list(stream)
     assert stream.output.outputs[0].token_ids == expected_tokens("Hello", 3)
     assert not stream.output.finished
-
-
-def test_a_cut_stream_never_looks_complete(make_client: Any, frontend: FakeFrontend) -> None:
-    frontend.breaks.append(Break(after_tokens=3, failure=None))
-    with pytest.raises(errors.Unavailable, match="before the answer was complete"):
-        make_client(frontend.address, retry=NO_RETRIES).generate("Hello", TEN)
 
 
 def test_a_stream_moves_to_another_frontend_when_its_own_dies(make_client: Any) -> None:
@@ -307,6 +294,7 @@ def test_no_server_at_all_is_an_error_after_the_retries(make_client: Any) -> Non
         (grpc.StatusCode.FAILED_PRECONDITION, errors.FailedPrecondition),
         (grpc.StatusCode.UNAUTHENTICATED, errors.NotAuthorized),
         (grpc.StatusCode.NOT_FOUND, errors.NotFound),
+        (grpc.StatusCode.ALREADY_EXISTS, errors.AlreadyExists),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.Overloaded),
         (grpc.StatusCode.CANCELLED, errors.RequestAborted),
         (grpc.StatusCode.INTERNAL, errors.ServerError),
@@ -385,18 +373,9 @@ def test_address_and_key_come_from_the_environment(
     make_client().generate("Hello", TEN)
     make_client(frontend.address, api_key="other").generate("Hello", TEN)
     make_client(frontend.address, api_key="").generate("Hello", TEN)
+    make_client(frontend.address, api_key=" of_several\tthe_first").generate("Hello", TEN)
     sent = [metadata.get("authorization") for metadata in frontend.metadata]
-    assert sent == ["Bearer secret", "Bearer other", None]
-
-
-def test_of_several_keys_the_first_is_sent(
-    make_client: Any, frontend: FakeFrontend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PAGEWIRE_API_KEY", "first second")
-    make_client(frontend.address).generate("Hello", TEN)
-    make_client(frontend.address, api_key=" third\tfourth").generate("Hello", TEN)
-    sent = [metadata.get("authorization") for metadata in frontend.metadata]
-    assert sent == ["Bearer first", "Bearer third"]
+    assert sent == ["Bearer secret", "Bearer other", None, "Bearer of_several"]
 
 
 def test_a_stream_yields_its_text_and_its_whole_answer(client: Any) -> None:
@@ -443,11 +422,6 @@ def test_closing_a_stream_cancels_the_request(client: Any, frontend: FakeFronten
     assert list(stream) == []
     assert not stream.output.finished
     assert len(frontend.requests) == 1
-
-
-def test_a_unix_socket_is_an_address(make_client: Any, tmp_path: Any) -> None:
-    with FakeFrontend(f"unix:{tmp_path}/f.sock") as frontend:
-        assert make_client(frontend.address).generate("Hello", TEN).finished
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "host:", "host:0", "host:99999", "unix:", []])

@@ -265,11 +265,6 @@ def test_a_wrong_file_is_refused_by_name_and_number_and_never_quoted(
     assert ONE not in str(caught.value)
 
 
-def test_a_tenant_without_a_list_may_use_all_models() -> None:
-    assert Principal(name="a").may_use("any")
-    assert not Principal(name="a", models=frozenset({"b"})).may_use("any")
-
-
 def test_what_the_command_draws_is_read_as_it_was_asked_for(tmp_path: Path) -> None:
     model = 'a "llama"\n\\'
     flags = ["--tenant", "team.a", "--model", model, "--expires", "2030-01-01", "--operator"]

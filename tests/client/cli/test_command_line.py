@@ -183,11 +183,10 @@ def test_no_server_is_an_error_with_the_addresses_that_were_tried_and_an_exit_co
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_an_address_of_http_is_recognised(host: str) -> None:
+def test_an_address_of_http_is_recognised() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        done = run("generate", "Hello", "--address", f"{host}:{server.server_port}")
+        done = run("generate", "Hello", "--address", f"localhost:{server.server_port}")
         server.shutdown()
     assert done.returncode == 1
     assert "an HTTP server answers there" in done.stderr

@@ -1,8 +1,5 @@
 """vLLM's flags: each one is accepted, or explained."""
 
-import re
-from pathlib import Path
-
 import pytest
 from typer.testing import CliRunner
 
@@ -167,10 +164,3 @@ def test_llm_accepts_switches_that_are_always_on() -> None:
     }
     with pytest.raises(TypeError, match="disable_log_requests cannot be given"):
         engine_args.check_names({"disable_log_requests": False})
-
-
-def test_the_tables_are_part_of_the_package() -> None:
-    assert Path(vllm_flags.__file__).with_suffix(".txt").stat().st_size < 20_000
-    assert not re.search(
-        r"\| *none *\| *\|", (ROOT / "client/pagewire_cli/vllm_flags.txt").read_text()
-    )

@@ -169,22 +169,6 @@ async def test_half_closing_ends_the_frontends_requests(service: CoreService, fl
     assert groups[0].num_free_gpu_blocks == worker.num_gpu_blocks
 
 
-async def test_two_frontends_use_the_same_handles_independently(
-    service: CoreService, fleet: Fleet
-) -> None:
-    await fleet.start(FakeWorker())
-    async with (
-        AttachedFrontend(service.address, "one") as one,
-        AttachedFrontend(service.address, "two") as two,
-    ):
-        await one.submit(1, [10], max_tokens=30)
-        await two.submit(1, [500], max_tokens=30)
-        await one.wait_finished(1)
-        await two.wait_finished(1)
-        assert one.tokens[1] == counted(10, 30)
-        assert two.tokens[1] == counted(500, 30)
-
-
 async def test_a_request_can_be_aborted_from_elsewhere(
     service: CoreService, fleet: Fleet, core: SchedulerServiceStub
 ) -> None:

@@ -151,16 +151,6 @@ def free_blocks(service: CoreService) -> int:
     return service.driver.core.snapshot().worker_groups[0].num_free_gpu_blocks
 
 
-async def test_a_stopped_choice_generates_no_more(service: CoreService, fleet: Fleet) -> None:
-    await fleet.start(FakeWorker())
-    async with AttachedFrontend(service.address) as frontend:
-        await frontend.submit(1, range(8), max_tokens=400)
-        await frontend.wait_tokens(1, 5)
-        await frontend.stop_choice(1, 3)
-        await frontend.wait_finished(1)
-        assert len(frontend.tokens[1]) < 400
-
-
 async def test_a_request_waits_for_a_worker_and_fails_at_its_deadline(
     service: CoreService, fleet: Fleet
 ) -> None:
@@ -216,15 +206,3 @@ async def test_refused_requests_add_no_lines_to_the_log(
             await frontend.submit(handle, range(65))
             assert (await frontend.wait_failed(handle)).reason == "PROMPT_TOO_LONG"
         assert len(caplog.records) < 10
-
-
-async def test_generated_tokens_are_continued_as_generated(
-    service: CoreService, fleet: Fleet
-) -> None:
-    worker = await fleet.start(FakeWorker())
-    async with AttachedFrontend(service.address) as frontend:
-        await frontend.submit(1, [1, 2, 3], max_tokens=10, generated={0: [4, 5, 6]})
-        await frontend.wait_finished(1)
-        assert frontend.tokens[1] == counted(6, 7)
-    (new,) = worker.plans[0].new_sequences
-    assert new.num_prompt_tokens == 3

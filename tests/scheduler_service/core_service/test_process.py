@@ -97,14 +97,6 @@ async def test_a_wrong_file_of_tenants_is_one_clear_line(tmp_path: Path) -> None
     )
 
 
-async def test_a_malformed_address_is_one_clear_line() -> None:
-    code, output = await run("scheduler", "--listen", "somewhere")
-    assert (code, output) == (
-        2,
-        "error: listen: expected HOST:PORT or unix:PATH, got 'somewhere'\n",
-    )
-
-
 async def test_a_taken_port_is_one_clear_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -83,23 +83,6 @@ async def test_frontends_learn_of_models_that_were_served_before_they_attached(
         assert frontend.known_models == ["a", "b"]
 
 
-async def test_a_lost_workers_requests_go_on_at_another_with_the_same_tokens(
-    service: CoreService, fleet: Fleet
-) -> None:
-    first = await fleet.start(FakeWorker("first"))
-    async with AttachedFrontend(service.address) as frontend:
-        for handle in range(1, 6):
-            await frontend.submit(handle, range(handle), max_tokens=40)
-        await frontend.wait_tokens(5, 3)
-        first.hold_results()
-        second = await fleet.start(FakeWorker("second"))
-        await first.kill()
-        await frontend.wait_finished(*range(1, 6))
-        for handle in range(1, 6):
-            assert frontend.tokens[handle] == counted(handle - 1, 40)
-    assert second.num_results > 0
-
-
 @pytest.mark.parametrize("lease_ms", [SHORT_LEASE_MS])
 async def test_a_worker_that_hangs_loses_its_lease_and_its_requests_go_on(
     service: CoreService, fleet: Fleet

@@ -85,12 +85,6 @@ def test_a_shorter_prompt_is_taken_whole() -> None:
     assert resolve_prompt(generate_request([5, 6], truncate_prompt_tokens=3), MODEL)[1] == [5, 6]
 
 
-def test_texts_are_cut_as_tokens_too() -> None:
-    whole = byte_level().encode("hello world").ids
-    request = generate_request("hello world", truncate_prompt_tokens=2)
-    assert resolve_prompt(request, MODEL)[1] == whole[-2:]
-
-
 def test_an_output_that_leaves_no_room_for_a_prompt_is_refused() -> None:
     request = generate_request(LONG, truncate_prompt_tokens=0, max_tokens=256)
     with pytest.raises(InvalidArgument, match="max_tokens"):

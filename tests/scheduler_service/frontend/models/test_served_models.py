@@ -53,16 +53,6 @@ async def test_files_are_fetched_once_per_fingerprint() -> None:
     assert fetch.names == ["tiny", "tiny"]
 
 
-async def test_a_fact_that_changes_alone_needs_no_new_files() -> None:
-    fetch = Fetch()
-    directory = ModelDirectory(fetch)
-    directory.update([model_info()])
-    await directory.resolve(None, ANYBODY)
-    directory.update([model_info(max_model_len=99)])
-    assert (await directory.resolve(None, ANYBODY)).info.max_model_len == 99
-    assert fetch.names == ["tiny"]
-
-
 async def test_other_parsers_change_the_format_without_new_files(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -50,12 +50,6 @@ def test_the_configuration_overrules_the_special_tokens_of_the_file(
     assert around(**config) == expected
 
 
-def test_special_tokens_can_be_left_out() -> None:
-    ids = ModelTokenizer(FILE).encode("hello", add_special_tokens=False)
-    assert BOS_ID not in ids
-    assert ModelTokenizer(FILE).decode(ids, skip_special_tokens=False) == "hello"
-
-
 def test_truncation_and_padding_stored_in_the_file_do_not_apply() -> None:
     tokenizer = byte_level().from_str(byte_level().to_str())
     tokenizer.enable_truncation(4)

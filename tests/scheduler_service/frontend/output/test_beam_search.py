@@ -12,7 +12,6 @@ from tests.support.frontends import (
     generate_request,
     read_all,
     text_of,
-    tokens_of,
 )
 from tests.support.tokenizers import EOS, byte_level, letters
 
@@ -77,17 +76,3 @@ async def test_a_search_is_submitted_again_as_it_was_when_the_core_is_lost(serve
     await found(again, letters("a"), letters("b"))
     responses = await read_all(call)
     assert [text_of(responses, choice) for choice in range(2)] == ["a", "b"]
-
-
-async def test_a_client_that_lost_its_frontend_gets_the_rest(served: Served) -> None:
-    resumed = [pb.ResumedChoice(index=0, token_ids=letters("a"), num_chars=1)]
-    call = served.client.Generate(
-        generate_request("x", n=2, beam_search={"width": 2}, seed=1, request_id="r", resume=resumed)
-    )
-    request = await served.core.next_request()
-    assert not request.submit.generation.generated
-    await request.accept()
-    await found(request, letters("ab"), letters("cd"))
-    responses = await read_all(call)
-    assert [tokens_of(responses, choice) for choice in range(2)] == [letters("b"), letters("cd")]
-    assert [text_of(responses, choice) for choice in range(2)] == ["b", "cd"]
