@@ -28,6 +28,7 @@ Commands (sizes in tokens; `name` is a request's):
     run                         plans and results, until nothing is left to do
     cancel NAME | abort NAME | stop NAME CHOICE NUM_TOKENS
     lose GROUP | drain GROUP | wait SECONDS | status
+    timeline NAME               the request as status pages show it, live or ended
     die GROUP N [N]             N times, the worker dies with N steps in flight, and another joins
     restart                     a new core: workers join, frontends submit again what is open
 
@@ -56,6 +57,7 @@ from scheduler_service.core.config import PreemptionMode
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.report import show_plan
 from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.inspections import check_inspection
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling, undisturbed
 
@@ -264,6 +266,25 @@ class Scenario:
         if group.num_cpu_blocks == 0:
             return ""
         return f", {group.num_free_cpu_blocks} of {group.num_cpu_blocks} host blocks free"
+
+    def do_timeline(self, name: str) -> list[str]:
+        seen = check_inspection(self.driver.core)
+        requests = {shown.request_id: shown for shown in (*seen.ended_requests, *seen.requests)}
+        request = requests[name]
+        facts = {
+            "groups": request.placements,
+            "tenant": request.tenant,
+            "priority": request.priority,
+            "tokens": f"{request.num_prompt_tokens}+{request.num_output_tokens}",
+            "cached": request.num_cached_tokens,
+            "computed": request.num_computed_tokens,
+            "blocks": request.block_tables,
+            "host": request.host_block_tables,
+            "error": request.error_reason,
+        }
+        events = [f"{event.name} {value}" for event, _, value in request.events]
+        shown = " ".join(f"{fact}={value}" for fact, value in facts.items() if value)
+        return [f"{request.state.name} {shown}", ", ".join(events)]
 
     def read_news(self) -> list[str]:
         """What the frontends hear, checked by the driver, in words."""
