@@ -4,11 +4,9 @@
 windows have a fifth of the tokens of the others. A model without windows keeps all tokens in both.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-
-import pytest
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan, StepResult
 from scheduler_service.core.config import CacheGroup, CacheLifetime
@@ -23,17 +21,14 @@ LENGTH = 4096
 WINDOW = 512
 
 
-def windows(block_tokens: int) -> tuple[CacheGroup, ...]:
-    """The cache groups, by the tokens of a window's block."""
-    return (
-        CacheGroup(block_tokens=5 * block_tokens),
-        CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=block_tokens, span=WINDOW),
-    )
+WINDOWS = (
+    CacheGroup(block_tokens=5 * 16),
+    CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=16, span=WINDOW),
+)
 
 
-def without_windows(groups: Iterable[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Layers of the same shapes that keep all tokens."""
-    return tuple(CacheGroup(block_tokens=group.block_tokens) for group in groups)
+WITHOUT = tuple(CacheGroup(block_tokens=group.block_tokens) for group in WINDOWS)
+"""Layers of the same shapes that keep all tokens."""
 
 
 class Server:
@@ -134,28 +129,18 @@ def blocks_for(groups: tuple[CacheGroup, ...], count: int) -> int:
     return count * sum(group.max_blocks(LENGTH, 0) for group in groups)
 
 
-@pytest.mark.parametrize("block_tokens", [16, 64])
-def test_three_times_as_many_sequences_decode_in_the_same_memory(block_tokens: int) -> None:
-    groups = windows(block_tokens)
-    num_blocks = blocks_for(groups, 100)
-    assert num_that_fit(groups, num_blocks) >= 3.4 * num_that_fit(
-        without_windows(groups), num_blocks
-    )
+def test_three_times_as_many_sequences_decode_in_the_same_memory() -> None:
+    num_blocks = blocks_for(WINDOWS, 100)
+    assert num_that_fit(WINDOWS, num_blocks) >= 3.4 * num_that_fit(WITHOUT, num_blocks)
 
 
-@pytest.mark.parametrize("block_tokens", [16, 64])
-def test_a_stream_of_requests_has_more_rows_in_each_step(block_tokens: int) -> None:
-    groups = windows(block_tokens)
-    num_blocks = blocks_for(groups, 12)
-    rows = mean_running(groups, num_blocks, num_requests=80)
-    assert rows >= 2.4 * mean_running(without_windows(groups), num_blocks, num_requests=40)
+def test_a_stream_of_requests_has_more_rows_in_each_step() -> None:
+    num_blocks = blocks_for(WINDOWS, 12)
+    rows = mean_running(WINDOWS, num_blocks, num_requests=80)
+    assert rows >= 2.4 * mean_running(WITHOUT, num_blocks, num_requests=40)
 
 
-@pytest.mark.parametrize("block_tokens", [16, 64])
-def test_as_much_is_found_in_a_quarter_of_the_memory_of_all_conversations(
-    block_tokens: int,
-) -> None:
-    groups = windows(block_tokens)
-    num_blocks = blocks_for(groups, 4)
-    expected = hit_share(without_windows(groups), num_blocks)
-    assert 0.5 < 0.9 * expected < hit_share(groups, num_blocks)
+def test_as_much_is_found_in_a_quarter_of_the_memory_of_all_conversations() -> None:
+    num_blocks = blocks_for(WINDOWS, 4)
+    expected = hit_share(WITHOUT, num_blocks)
+    assert 0.5 < 0.9 * expected < hit_share(WINDOWS, num_blocks)

@@ -10,7 +10,7 @@ Commands (sizes in tokens; `name` is a request's):
     config KEY=VALUE ...        a core with these fields of SchedulerConfig, in place of the former
     tenant NAME KEY=VALUE ...   fields of TenantConfig, by NAME or for the `default`; after config
     group ID KEY=VALUE ...      a worker group joins; fields of WorkerGroupCapacity, for short
-                                `blocks` on the device and `host` blocks
+                                `blocks` on the device, `host` blocks, and the `kinds` of work
     submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
            [like=NAME:N] [logprobs=true] [width=N] [stops=N] [tenant=NAME] [priority=N]
            [min_tokens=N] [fails_at=N] [accepted=true]
@@ -21,6 +21,8 @@ Commands (sizes in tokens; `name` is a request's):
                                 stops: the first N token ids are stop tokens
                                 fails_at: the output position at which a row fails
                                 accepted: by a former core
+    pool NAME TYPE prompt=N [like=NAME:N] [dimensions=N]
+                                a request for a vector: cls, last or mean
     again NAME FRONTEND N       its client tries again with N tokens of each choice
     plan GROUP                  schedule a step; the worker executes it at once
     result GROUP                the oldest result comes in
@@ -53,7 +55,8 @@ from scheduler_service.core import (
     TenantConfig,
     WorkerGroupSnapshot,
 )
-from scheduler_service.core.config import PreemptionMode
+from scheduler_service.core.config import PreemptionMode, WorkKind
+from scheduler_service.core.request import PoolingType
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.report import show_plan
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -61,7 +64,7 @@ from tests.support.inspections import check_inspection
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling, undisturbed
 
-SHORT_NAMES = {"blocks": "num_gpu_blocks", "host": "num_cpu_blocks"}
+SHORT_NAMES = {"blocks": "num_gpu_blocks", "host": "num_cpu_blocks", "kinds": "work_kinds"}
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 
 
@@ -70,10 +73,12 @@ def parse_options(words: list[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def convert(key: str, value: str) -> bool | int | float | PolicyName | PreemptionMode:
+def convert(key: str, value: str) -> Any:
     """A configuration value."""
     if key == "policy":
         return PolicyName(value)
+    if key == "kinds":
+        return frozenset(WorkKind[kind.upper()] for kind in value.split(","))
     if value in ("true", "false"):
         return value == "true"
     if value in tuple(PreemptionMode):
@@ -126,8 +131,8 @@ class Scenario:
 
     def do_group(self, group_id: str, *words: str) -> list[str] | None:
         options = parse_options(list(words))
-        changes: dict[str, object] = {
-            SHORT_NAMES.get(key, key): value if key == "model" else int(value)
+        changes: dict[str, Any] = {
+            SHORT_NAMES.get(key, key): value if key == "model" else convert(key, value)
             for key, value in options.items()
         }
         try:
@@ -166,6 +171,16 @@ class Scenario:
             priority=int(options.get("priority", 0)),
             min_tokens=int(options.get("min_tokens", 0)),
             was_accepted="accepted" in options,
+        )
+
+    def do_pool(self, name: str, type: str, *words: str) -> None:
+        options = parse_options(list(words))
+        prompt = self.make_prompt(int(options["prompt"]), options.get("like"))
+        self.records[name] = self.driver.submit_pooled(
+            prompt,
+            PoolingType[type.upper()],
+            dimensions=int(options.get("dimensions", 0)),
+            request_id=name,
         )
 
     def do_again(self, name: str, frontend_id: str, num_received: str) -> list[str]:
@@ -299,14 +314,16 @@ class Scenario:
         def name(handle: int) -> str:
             for name, record in self.records.items():
                 choice = handle - record.request.handle
-                if 0 <= choice < record.request.work.num_choices:
-                    return name if record.request.work.num_choices == 1 else f"{name}[{choice}]"
+                num_choices = len(record.choices)
+                if 0 <= choice < num_choices:
+                    return name if num_choices == 1 else f"{name}[{choice}]"
             return f"#{handle}"
 
         tokens: dict[str, int] = {}
         for handle in outbox.token_handles:
             tokens[name(handle)] = tokens.get(name(handle), 0) + 1
         lines = [f"{choice} gets {count}" for choice, count in tokens.items()]
+        lines += [f"{name(handle)} gets a vector" for handle, _ in outbox.vectors]
         lines += [f"{name(end.handle)} ends by {end.reason}" for end in outbox.choices_finished]
         names = {record.request.handle: name for name, record in self.records.items()}
         for end in outbox.requests_finished:

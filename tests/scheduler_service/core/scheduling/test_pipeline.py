@@ -5,6 +5,8 @@ A symbolic worker's decode steps take 1,000 µs.
 
 import dataclasses
 
+import pytest
+
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.scheduler_stats import LatencyHistogram
@@ -40,22 +42,33 @@ def lead(driver: CoreDriver) -> list[int]:
     return together
 
 
-def test_where_nobody_waits_for_tokens_one_step_more_is_open_than_come_together() -> None:
-    driver = make_driver()
-    decoding(driver, PATIENT_US, PATIENT_US)
-    assert lead(driver) == [8] * 9
+@pytest.mark.parametrize(
+    ("max_hold_us", "config", "expected"),
+    [
+        pytest.param([PATIENT_US] * 2, {}, [8] * 9, id="where nobody waits, one more is open"),
+        pytest.param([PATIENT_US, 0], {}, [1, 1], id="one request waits for its tokens"),
+        pytest.param([PATIENT_US, 3_500], {}, [3] * 4, id="the least patient request"),
+        pytest.param([PATIENT_US], {"max_results": 1}, [1, 1], id="an operator says alone"),
+        pytest.param(
+            [PATIENT_US],
+            {"max_results": 2, "pipeline_depth": 5},
+            [2] * 5,
+            id="an operator plans further ahead",
+        ),
+    ],
+)
+def test_as_many_steps_travel_together_as_the_least_patient_request_allows(
+    max_hold_us: list[int], config: dict[str, int], expected: list[int]
+) -> None:
+    driver = make_driver(**config)
+    decoding(driver, *max_hold_us)
+    assert lead(driver) == expected
 
 
-def test_steps_travel_alone_where_one_request_waits_for_its_tokens() -> None:
-    driver = make_driver()
-    decoding(driver, PATIENT_US, 0)
-    assert lead(driver) == [1, 1]
-
-
-def test_the_least_patient_request_says_how_many_steps_travel_together() -> None:
-    driver = make_driver()
-    decoding(driver, PATIENT_US, 3_500)
-    assert lead(driver) == [3] * 4
+def test_slow_steps_do_not_run_far_ahead_of_what_may_come() -> None:
+    driver = make_driver(max_results=1000)
+    decoding(driver, PATIENT_US)
+    assert lead(driver)[0] == MAX_HOLD_US // 1000
 
 
 def test_a_request_that_has_ended_is_waited_for_no_more() -> None:
@@ -83,12 +96,6 @@ def test_tokens_that_come_together_have_each_taken_the_time_of_a_step() -> None:
     assert [b - a for a, b in zip(before, after, strict=True)] == expected.counts
 
 
-def test_slow_steps_do_not_run_far_ahead_of_what_may_come() -> None:
-    driver = make_driver(max_results=1000)
-    decoding(driver, PATIENT_US)
-    assert lead(driver)[0] == MAX_HOLD_US // 1000
-
-
 def test_steps_travel_alone_while_a_request_waits_or_its_prompt_is_computed() -> None:
     driver = make_driver(max_num_seqs=2)
     decoding(driver, PATIENT_US)
@@ -113,15 +120,6 @@ def test_what_comes_while_a_prompt_is_computed_does_not_wait_behind_steps_withou
     plan = driver.schedule("g")
     assert plan is not None
     assert len(plan.new_sequences) == 1
-
-
-def test_an_operator_may_have_steps_travel_alone_or_plan_further_ahead_anyway() -> None:
-    driver = make_driver(max_results=1)
-    decoding(driver, PATIENT_US)
-    assert lead(driver) == [1, 1]
-    driver = make_driver(max_results=2, pipeline_depth=5)
-    decoding(driver, PATIENT_US)
-    assert lead(driver) == [2] * 5
 
 
 def test_a_beam_search_waits_for_its_results() -> None:
