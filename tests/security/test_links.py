@@ -75,6 +75,12 @@ async def running_worker(core: str | None, **credentials: Any) -> AsyncIterator[
         await task
 
 
+def make_frontend(core: str, credentials: Any) -> Frontend:
+    cluster = ClusterConfig(**credentials)
+    config = FrontendConfig(core=core, listen="127.0.0.1:0", grace_period_s=0, cluster=cluster)
+    return Frontend(config)
+
+
 @asynccontextmanager
 async def whole(**credentials: Any) -> AsyncIterator[tuple[CoreService, Worker, Frontend]]:
     """All three; the frontend listens without TLS."""
@@ -82,14 +88,7 @@ async def whole(**credentials: Any) -> AsyncIterator[tuple[CoreService, Worker, 
         running_core(**credentials) as core,
         running_worker(core.address, **credentials) as worker,
     ):
-        frontend = Frontend(
-            FrontendConfig(
-                core=core.address,
-                listen="127.0.0.1:0",
-                grace_period_s=0,
-                cluster=ClusterConfig(**credentials),
-            )
-        )
+        frontend = make_frontend(core.address, credentials)
         await frontend.start()
         try:
             yield core, worker, frontend
@@ -268,14 +267,7 @@ async def test_members_do_not_talk_to_who_is_none(authority: Authority, tmp_path
             running_core(**files(both, impostor)) as core,
             running_worker(core.address, **files(authority.cert, member)),
         ):
-            frontend = Frontend(
-                FrontendConfig(
-                    core=core.address,
-                    listen="127.0.0.1:0",
-                    grace_period_s=0,
-                    cluster=ClusterConfig(**files(authority.cert, member)),
-                )
-            )
+            frontend = make_frontend(core.address, files(authority.cert, member))
             try:
                 call = frontend._core.stub.GetStatus(
                     scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
@@ -360,13 +352,7 @@ async def test_a_service_that_cannot_reach_another_says_which_credentials_differ
     async with running_core(**called) as core, running_worker(core.address, **caller):
         await eventually(lambda: is_explained(caplog, "trying", LINKS[link]))
         caplog.clear()
-        config = FrontendConfig(
-            core=core.address,
-            listen="127.0.0.1:0",
-            grace_period_s=0,
-            cluster=ClusterConfig(**caller),
-        )
-        frontend = Frontend(config)
+        frontend = make_frontend(core.address, caller)
         await frontend.start()
         try:
             await eventually(lambda: is_explained(caplog, f" core={core.address} ", LINKS[link]))

@@ -339,6 +339,13 @@ class CoreDriver:
         self.core.update(group_id, link.results.popleft(), self.now)
         return True
 
+    def step(self, group_id: str, times: int = 1) -> None:
+        """Steps whose results come in before the next is planned."""
+        for _ in range(times):
+            self.schedule(group_id)
+            self.deliver(group_id)
+            self.collect()
+
     def expire(self, seconds: float) -> None:
         """Let time pass."""
         self.now += seconds

@@ -115,9 +115,7 @@ def test_timings_name_where_the_time_went_and_add_up() -> None:
     driver.core.add_plan_time("g0", 0.00001)
     driver.deliver("g0")  # 1000 us on the worker: 900 forward, 60 sample
     driver.now += 0.25
-    driver.schedule("g0")
-    driver.deliver("g0")
-    driver.collect()
+    driver.step("g0")
     timings = record.finished
     assert timings is not None
     assert timings.queue_us == 500_000

@@ -29,9 +29,7 @@ def make_driver(*, config: SchedulerConfig = CONFIG, **capacity: object) -> Core
 
 def step(driver: CoreDriver, times: int = 1) -> None:
     for _ in range(times):
-        driver.schedule("g0")
-        driver.deliver("g0")
-        driver.collect()
+        driver.step("g0")
         check_inspection(driver.core)
 
 

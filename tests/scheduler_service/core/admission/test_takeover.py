@@ -26,9 +26,7 @@ def make_driver(config: SchedulerConfig = CONFIG) -> CoreDriver:
 def running(driver: CoreDriver, **fields: object) -> RequestRecord:
     """A request in the middle of its answer, with a step in flight."""
     record = driver.submit(prompt=[1, 2, 3, 4, 5], max_tokens=20, **fields)  # type: ignore[arg-type]
-    for _ in range(6):
-        driver.schedule("g0")
-        driver.deliver("g0")
+    driver.step("g0", 6)
     driver.schedule("g0")
     driver.collect()
     return record

@@ -111,9 +111,6 @@ def test_prompt_log_probabilities_leave_no_gap_where_others_computed_more() -> N
     assert new.num_computed_tokens == 0
 
 
-# What it is good for.
-
-
 # Tenants.
 
 

@@ -250,8 +250,7 @@ def test_only_a_tenants_own_request_that_waits_there_keeps_a_later_one_from_pree
     driver = make_driver(policy=PolicyName.FAIR, max_num_seqs=3, max_num_batched_tokens=4)
     for prompt in ([1] * 4, [2] * 6):
         driver.submit(prompt=prompt, max_tokens=9, tenant="flood")
-        driver.schedule("g0")
-        driver.deliver("g0")
+        driver.step("g0")
     driver.submit(prompt=[3] * 3, max_tokens=9, tenant=tenant)
     plan = driver.schedule("g0")
     assert plan is not None

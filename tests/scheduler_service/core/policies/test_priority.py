@@ -16,14 +16,11 @@ def num_groups() -> int:
 def test_what_goes_ahead_of_one_that_waits_leaves_nothing_behind() -> None:
     driver = make_driver(policy=PolicyName.PRIORITY, max_num_seqs=1)
     driver.submit(prompt=[1] * 5, max_tokens=9, priority=9)
-    driver.schedule("g0")
-    driver.deliver("g0")
+    driver.step("g0")
     before = num_groups()
     for number in range(20):
         ahead = driver.submit(prompt=[2, number], max_tokens=1)
-        driver.schedule("g0")
-        driver.deliver("g0")
-        driver.collect()
+        driver.step("g0")
         assert ahead.finished is not None
     assert num_groups() < before + 3
     driver.run_until_idle()

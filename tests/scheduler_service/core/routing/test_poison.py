@@ -134,7 +134,7 @@ def test_one_that_kills_at_ever_later_points_fails_too() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.04])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_kills_from_outside_fail_no_request_and_change_no_token(seed: int, rate: float) -> None:
     fleet, draw = Fleet(num_groups=2, max_num_seqs=32, max_num_batched_tokens=128), Random(seed)
     records = [
@@ -151,8 +151,7 @@ def test_a_preempted_request_whose_worker_dies_was_preempted_and_then_recovers()
     driver.submit(prompt=[1] * 7, max_tokens=9)
     last = driver.submit(prompt=[2] * 8, max_tokens=4, request_id="last")
     while driver.core.snapshot().num_preemptions == 0:
-        driver.schedule("g0")
-        driver.deliver("g0")
+        driver.step("g0")
     driver.now += 0.25
     driver.lose_worker_group("g0")
     requests = driver.core.inspect(InspectionDetail(include_requests=True)).requests
@@ -175,9 +174,7 @@ def test_a_stream_of_others_does_not_keep_a_suspect_waiting_once_it_may_go() -> 
         if suspects[1].finished is not None:
             break
         others.append(driver.submit(prompt=[9] * 4, max_tokens=4))
-        driver.schedule("g0")
-        driver.deliver("g0")
-        driver.collect()
+        driver.step("g0")
     assert suspects[1].finished is not None
     assert any(record.is_live for record in others), "they were there all the time"
     driver.run_until_idle()

@@ -14,9 +14,7 @@ def test_choices_that_have_all_the_tokens_of_their_next_group_end_there_by_lengt
     driver = make_driver()
     record = driver.submit(prompt=PROMPT, max_tokens=20, n=2)
     while len(record.choices[1].tokens) < 4:
-        driver.schedule("g0")
-        driver.deliver("g0")
-        driver.collect()
+        driver.step("g0")
     driver.lose_worker_group("g0")
     driver.add_worker_group(make_capacity("g1", max_model_len=max_model_len))
     driver.run_until_idle()

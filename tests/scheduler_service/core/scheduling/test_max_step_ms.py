@@ -50,9 +50,7 @@ class LimitedDriver:
         self.driver.submit(prompt=prompt, max_tokens=max_tokens)
 
     def advance(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.driver.schedule("g0")
-            self.driver.deliver("g0")
+        self.driver.step("g0", num_steps)
 
     def beside_a_stream(self, prompt_len: int, warm_up: tuple[int, ...] = (20,)) -> list[int]:
         """Chunks of a prompt that arrives while another request decodes, after requests with the

@@ -27,9 +27,7 @@ def decoding(driver: CoreDriver, *max_hold_us: int, **fields: object) -> None:
     """Requests that decode, the worker's speed being known, and no step that is open."""
     for hold_us in max_hold_us:
         driver.submit(prompt=[1, 2, 3], max_tokens=100, max_hold_us=hold_us, **fields)  # type: ignore[arg-type]
-    for _ in range(4):
-        driver.schedule("g")
-        driver.deliver("g")
+    driver.step("g", 4)
 
 
 def lead(driver: CoreDriver) -> list[int]:

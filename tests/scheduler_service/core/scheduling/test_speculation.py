@@ -183,9 +183,7 @@ def test_a_sequence_with_drafts_in_flight_is_recomputed_instead_of_swapped(
     )
     low = driver.submit(prompt=[1, 2, 3], max_tokens=34, priority=1)
     while len(low.choices[0].tokens) < 14:
-        driver.schedule("g0")
-        driver.deliver("g0")
-        driver.collect()
+        driver.step("g0")
     if is_in_flight:
         driver.schedule("g0")
     high = driver.submit(prompt=list(range(26)), max_tokens=2, priority=0)
@@ -220,8 +218,7 @@ def test_a_result_with_more_or_fewer_tokens_than_rows_may_bring_changes_nothing(
 ) -> None:
     driver, _ = make()
     record = driver.submit(prompt=[1, 2], max_tokens=20)
-    driver.schedule("g0")
-    driver.deliver("g0")
+    driver.step("g0")
     driver.schedule("g0")
     with pytest.raises(ResultMismatch, match=message):
         driver.core.update("g0", result, driver.now)
@@ -243,8 +240,7 @@ def test_a_result_without_log_probabilities_of_each_token_changes_nothing(
     driver, _ = make()
     sampling = Sampling(seed=1, logprobs=True)
     record = driver.submit(prompt=[1, 2], max_tokens=20, sampling=sampling)
-    driver.schedule("g0")
-    driver.deliver("g0")
+    driver.step("g0")
     driver.schedule("g0")
     result = StepResult(step_id=2, token_ids=[1, 2], num_sampled=[2], **entries)
     with pytest.raises(ResultMismatch, match="log probabilities, expected one for each of its 2"):
@@ -256,9 +252,7 @@ def test_a_result_without_log_probabilities_of_each_token_changes_nothing(
 def test_drafts_of_a_request_that_was_cancelled_meanwhile_are_no_latencies() -> None:
     driver, _ = make()
     record = driver.submit(prompt=[1, 2, 3], max_tokens=40)
-    for _ in range(3):
-        driver.schedule("g0")
-        driver.deliver("g0")
+    driver.step("g0", 3)
     plan = driver.schedule("g0")
     assert plan is not None
     assert plan.lookahead == [NUM_DRAFTS]

@@ -1,4 +1,8 @@
+import json
 import math
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,96 +74,21 @@ def test_a_constraint_may_apply_after_a_thought() -> None:
         validation.check_request(request_of({"text": "a", "sampling_params": sampling}))
 
 
-BAD = [
-    ({}, "prompt"),
-    ({"text": ""}, "text"),
-    ({"token_ids": {}}, "token_ids.ids"),
-    ({"token_ids": {"ids": [1, 2, 3, 405]}}, "token_ids.ids[3]"),
-    ({"chat": {}}, "chat.messages"),
-    ({"chat": {"messages": [{"role": "user"}, {"content": "x"}]}}, "chat.messages[1].role"),
-    ({"text": "a", "request_id": ""}, "request_id"),
-    ({"text": "a", "request_id": "a b"}, "request_id"),
-    ({"text": "a", "request_id": "x" * 129}, "request_id"),
-    ({"text": "a", "request_id": "é"}, "request_id"),
-    ({"text": "a", "request_id": "a\n"}, "request_id"),
-    ({"text": "a", "max_hold_ms": 60_001}, "max_hold_ms"),
-    ({"text": "a", "num_speculative_tokens": 256}, "num_speculative_tokens"),
-    ({"text": "a", "cache_salt": ""}, "cache_salt"),
-    ({"text": "a", "cache_salt": "s" * 1025}, "cache_salt"),
+LONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"request_id": "x" * 129}, {}, "request_id"),
+    ({"cache_salt": "s" * 1025}, {}, "cache_salt"),
+    ({}, {"logit_bias": [{"token_id": i} for i in range(1025)]}, "logit_bias"),
+    ({}, {"stop": ["x" * 1025]}, "stop[0]"),
+    ({}, {"stop_token_ids": [1] * 129}, "stop_token_ids"),
+    ({}, {"bad_words": ["x"] * 129}, "bad_words"),
+    ({}, {"choice": {"choices": ["a"] * 1025}}, "choice.choices"),
+    ({}, {"choice": {"choices": ["é" * 70_000, "a" * 130_000]}}, "choice"),
+    ({}, {"regex": "a" * 262_145}, "regex"),
+    ({}, {"regex": "a", "thought": {"ends": ["x" * 257]}}, "thought.ends[0]"),
+    ({}, {"regex": "a", "thought": {"start": "x" * 257, "ends": ["y"]}}, "thought.start"),
 ]
-BAD_SAMPLING = [
-    ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
-    ({"n": 3, "best_of": 2}, "best_of"),
-    ({"best_of": 129}, "best_of"),
-    ({"best_of": 0}, "best_of"),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": 0.001}, "temperature"),
-    ({"temperature": 101}, "temperature"),
-    ({"temperature": math.nan}, "temperature"),
-    ({"temperature": math.inf}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.5}, "top_p"),
-    ({"top_p": math.nan}, "top_p"),
-    ({"min_p": -0.1}, "min_p"),
-    ({"min_p": 1.1}, "min_p"),
-    ({"min_p": math.nan}, "min_p"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"repetition_penalty": 101}, "repetition_penalty"),
-    ({"repetition_penalty": math.nan}, "repetition_penalty"),
-    ({"presence_penalty": 2.1}, "presence_penalty"),
-    ({"presence_penalty": math.nan}, "presence_penalty"),
-    ({"frequency_penalty": -2.1}, "frequency_penalty"),
-    ({"frequency_penalty": math.inf}, "frequency_penalty"),
-    ({"logit_bias": [{"token_id": i} for i in range(1025)]}, "logit_bias"),
-    ({"logit_bias": [{"token_id": 1}, {"token_id": 1}]}, "logit_bias[1].token_id"),
-    ({"logit_bias": [{"token_id": 405}]}, "logit_bias[0].token_id"),
-    ({"logit_bias": [{"token_id": 1, "bias": 101}]}, "logit_bias[0].bias"),
-    ({"logit_bias": [{"token_id": 1, "bias": math.nan}]}, "logit_bias[0].bias"),
-    ({"stop": ["x"] * 17}, "stop"),
-    ({"stop": ["x", ""]}, "stop[1]"),
-    ({"stop": ["x" * 1025]}, "stop[0]"),
-    ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
-    ({"stop_token_ids": [1, 405]}, "stop_token_ids[1]"),
-    ({"bad_words": ["x"] * 129}, "bad_words"),
-    ({"bad_words": [""]}, "bad_words[0]"),
-    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
-    ({"beam_search": {"width": 0}}, "beam_search.width"),
-    ({"beam_search": {"width": 65}}, "beam_search.width"),
-    ({"beam_search": {"width": 2, "length_penalty": math.nan}}, "beam_search.length_penalty"),
-    ({"beam_search": {"width": 2, "early_stopping": 99}}, "beam_search.early_stopping"),
-    ({"beam_search": {"width": 2, "length_penalty": 5.5}}, "beam_search.length_penalty"),
-    ({"beam_search": {"width": 2}, "n": 3}, "beam_search.width"),
-    ({"beam_search": {"width": 2}, "best_of": 2}, "best_of"),
-    ({"beam_search": {"width": 2}, "temperature": 0.5}, "temperature"),
-    ({"beam_search": {"width": 2}, "top_p": 0.9}, "top_p"),
-    ({"beam_search": {"width": 2}, "top_k": 5}, "top_k"),
-    ({"beam_search": {"width": 2}, "min_p": 0.1}, "min_p"),
-    ({"beam_search": {"width": 2}, "stop": ["a"]}, "stop"),
-    ({"json_schema": ""}, "json_schema"),
-    ({"regex": ""}, "regex"),
-    ({"grammar": ""}, "grammar"),
-    ({"choice": {}}, "choice.choices"),
-    ({"choice": {"choices": ["a", ""]}}, "choice.choices[1]"),
-    ({"choice": {"choices": ["a"] * 1025}}, "choice.choices"),
-    ({"choice": {"choices": ["é" * 70_000, "a" * 130_000]}}, "choice"),
-    ({"regex": "a" * 262_145}, "regex"),
-    ({"thought": {"ends": ["</think>"]}}, "thought"),
-    ({"regex": "a", "thought": {}}, "thought.ends"),
-    ({"regex": "a", "thought": {"ends": [""]}}, "thought.ends[0]"),
-    ({"regex": "a", "thought": {"ends": ["x"] * 17}}, "thought.ends"),
-    ({"regex": "a", "thought": {"ends": ["x" * 257]}}, "thought.ends[0]"),
-    ({"regex": "a", "thought": {"start": "x" * 257, "ends": ["y"]}}, "thought.start"),
-    ({"regex": "a", "thought": {"start": "<think>", "ends": ["k>"]}}, "thought.ends"),
-    (
-        {"regex": "a", "thought": {"start": "a", "other_starts": ["k>"], "ends": ["k>"]}},
-        "thought.ends",
-    ),
-    ({"regex": "a", "thought": {"other_starts": ["a"], "ends": ["b"]}}, "thought.other_starts"),
-]
+WRONG = Path(__file__).parent / "wrong_requests.txt"
+"""Rewritten by `python -m tests.scheduler_service.frontend.input.test_validation --rewrite`."""
 
 
 def complaint(request: pb.GenerateRequest) -> InvalidArgument:
@@ -168,20 +97,37 @@ def complaint(request: pb.GenerateRequest) -> InvalidArgument:
     return caught.value
 
 
-@pytest.mark.parametrize(("fields", "path"), BAD, ids=[str(case)[:70] for case in BAD])
-def test_a_bad_field_of_the_request_is_named(fields: dict[str, Any], path: str) -> None:
-    assert complaint(request_of(fields)).field == path
+@pytest.mark.parametrize(("fields", "sampling", "path"), LONG, ids=lambda case: str(case)[:40])
+def test_a_field_that_is_too_long_is_named(
+    fields: dict[str, Any], sampling: dict[str, Any], path: str
+) -> None:
+    error = complaint(request_of({"text": "a"} | fields | {"sampling_params": sampling}))
+    assert (error.field or "").removeprefix("sampling_params.") == path
 
 
-@pytest.mark.parametrize(
-    ("sampling", "path"), BAD_SAMPLING, ids=[str(case)[:70] for case in BAD_SAMPLING]
-)
-def test_a_bad_sampling_parameter_is_named(sampling: dict[str, Any], path: str) -> None:
-    error = complaint(request_of({"text": "a", "sampling_params": sampling}))
-    assert error.field == f"sampling_params.{path}"
+def replay(text: str) -> str:
+    """The file with the errors that its requests get now."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("  "):
+            continue
+        lines.append(line)
+        kind, _, written = line.partition(" ")
+        if kind in ("request", "sampling"):
+            fields = json.loads(written)
+            is_whole = kind == "request"
+            request = fields if is_whole else {"text": "a", "sampling_params": fields}
+            error = complaint(request_of(request))
+            assert str(error).startswith(f"{error.field}: ")
+            lines.append(f"  {error}")
+    return "\n".join(lines) + "\n"
 
 
-def test_the_table_has_a_bad_case_for_every_sampling_parameter_that_can_be_bad() -> None:
+def test_a_wrong_request_gets_the_error_in_the_file() -> None:
+    assert replay(WRONG.read_text()) == WRONG.read_text()
+
+
+def test_every_sampling_parameter_that_can_be_bad_is_among_the_wrong_requests() -> None:
     cannot_be_bad = {
         "seed",
         "ignore_eos",
@@ -189,7 +135,8 @@ def test_the_table_has_a_bad_case_for_every_sampling_parameter_that_can_be_bad()
         "include_stop_in_output",
         "truncate_prompt_tokens",
     }
-    covered = {path.split(".")[0].split("[")[0] for _, path in BAD_SAMPLING}
+    covered = set(re.findall(r"^  sampling_params\.(\w+)", WRONG.read_text(), re.MULTILINE))
+    covered |= {re.split(r"[.\[]", path)[0] for _, sampling, path in LONG if sampling}
     fields = set(pb.GenerateRequest().sampling_params.DESCRIPTOR.fields_by_name)
     assert fields - cannot_be_bad == covered
 
@@ -254,11 +201,6 @@ def test_structured_output_is_for_workers_that_say_they_keep_to_it(
     assert caught.value.reason == "NO_STRUCTURED_OUTPUT"
 
 
-def test_a_complaint_tells_what_was_expected_and_what_was_found() -> None:
-    error = complaint(request_of({"text": "a", "sampling_params": {"top_p": 1.5}}))
-    assert str(error) == "sampling_params.top_p: expected above 0 and at most 1, got 1.5"
-
-
 TOOLS = [pb.Tool(name="f"), pb.Tool(name="g")]
 
 
@@ -278,3 +220,8 @@ def test_a_call_that_cannot_be_required_is_refused(
     with pytest.raises(InvalidArgument) as caught:
         validation.check_request(generate_request(None, chat=chat, **params))
     assert caught.value.field == field
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--rewrite"], WRONG
+    WRONG.write_text(replay(WRONG.read_text()))
