@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from benchmarks.gguf_file import write_gguf
@@ -42,7 +42,8 @@ def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_weights(shape, getattr(torch, dtype), partial)
+    weights = dict(_weights(shape, getattr(torch, dtype)))
+    save_torch_state_dict(weights, partial, max_shard_size=MAX_SHARD_BYTES)
     write_tokenizer(partial, shape.vocab_size, shape.max_position_embeddings)
     (partial / "config.json").write_text(json.dumps(_config(shape, dtype), indent=2) + "\n")
     partial.rename(path)
@@ -115,38 +116,6 @@ def _drawn(
         return [(name.removesuffix("weight") + end, part.contiguous()) for end, part in parts]
     # Norms scale around one, matrices around zero.
     return [(name, (values + 1 if len(size) == 1 else values).to(dtype))]
-
-
-def write_weights(
-    shape: Shape, dtype: torch.dtype, path: Path, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> None:
-    """Write weights to the folder `path`, as one file or as shards of a bounded size with an
-    index."""
-    shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        save_file(shard, path / f"model-{len(shards) + 1:05}.safetensors", {"format": "pt"})
-        shards.append(list(shard))
-        shard.clear()
-
-    total = 0
-    for name, tensor in _weights(shape, dtype):
-        if sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_shard_bytes and shard:
-            flush()
-        shard[name] = tensor
-        total += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (path / "model-00001.safetensors").rename(path / "model.safetensors")
-        return
-    files = {
-        name: f"model-{number:05}.safetensors"
-        for number, names in enumerate(shards, 1)
-        for name in names
-    }
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -113,7 +113,7 @@ class Outcome:
     """Why there is no exit code."""
 
 
-def run_parts(parts: Sequence[Part], day: Day, stage_s: float = STAGE_S) -> list[Outcome]:
+def run_parts(parts: Sequence[Part], day: Day) -> list[Outcome]:
     """Run parts in order, even after one has failed; `summary.json` is written after each."""
     day.output.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -121,7 +121,7 @@ def run_parts(parts: Sequence[Part], day: Day, stage_s: float = STAGE_S) -> list
     for part in parts:
         if day.is_dry and part.dry is None:
             continue
-        remaining_s = stage_s - (time.monotonic() - began)
+        remaining_s = STAGE_S - (time.monotonic() - began)
         if remaining_s < _LEAST_S:
             outcomes.append(Outcome(part=part.name, code=None, seconds=0, why="no time is left"))
         else:

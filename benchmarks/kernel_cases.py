@@ -323,9 +323,11 @@ def _cpu_products(where: Setting, weight: Tensor) -> Iterator[Product]:
     if not can_pack(where.dtype, where.device):
         return
     rounded = _rounded(weight)
+    stored_as: dict[str, Tensor | QuantizedWeight] = {"native": weight}
     scales = rounded["int8"].scales[:, :1]  # of whole outputs
     rounded["w8a8"] = replace(rounded["int8"], scales=scales, activations=Int8Activations())
-    for name, stored in {"native": weight, **rounded}.items():
+    stored_as |= rounded
+    for name, stored in stored_as.items():
         num_bytes = pack(stored, where.dtype).num_bytes
         turns = cycle([pack(stored, where.dtype) for _ in range(_BEYOND_CACHES // num_bytes)])
         yield name, num_bytes, lambda rows, turns=turns: next(turns).apply(rows)

@@ -35,12 +35,12 @@ def render(results: Mapping[str, Any]) -> str:
     return "\n".join([where, "", *("| " + " | ".join(line) + " |" for line in lines)])
 
 
-def rewritten(page: str, folder: Path = RESULTS) -> str:
+def rewritten(page: str) -> str:
     """The page with the latest results in it."""
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
-        path = folder / f"{name}.json"
+        path = RESULTS / f"{name}.json"
         body = render(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
         return f"<!-- results of {name} -->\n{body}\n<!-- end of results -->"
 

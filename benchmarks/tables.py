@@ -49,7 +49,6 @@ def print_table(
     title: str,
     columns: Columns | None = None,
     *,
-    width: int = 180,
     cell: Callable[[object], str] = str,
 ) -> None:
     """Print a table of results.
@@ -61,7 +60,7 @@ def print_table(
     table = Table(*titles.values(), title=title)
     for row in rows:
         table.add_row(*(cell(row.get(name, "")) for name in titles))
-    Console(width=width).print(table)
+    Console(width=180).print(table)
 
 
 def text(value: object) -> str:

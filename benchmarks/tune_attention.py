@@ -99,17 +99,17 @@ def fastest(results: dict[str, Sequence[dict[str, int]]], kinds: Sequence[str]) 
     return dict(zip(SIZES, best, strict=False))
 
 
-def write_tiles(folder: Path, tiles: Path = TILES_FILE) -> None:
+def write_tiles(folder: Path) -> None:
     """Add the GPU of the results in a folder to the table of tiles."""
     found = {
         kind: json.loads((folder / f"tune_attention_{kind}.json").read_text()) for kind in SEQUENCES
     }
     [device] = {result["device"] for result in found.values()}
     results = {kind: result["launches"] for kind, result in found.items()}
-    table = json.loads(tiles.read_text())
+    table = json.loads(TILES_FILE.read_text())
     table[device] = {part: fastest(results, kinds) for part, kinds in PARTS.items()}
-    tiles.write_text(json.dumps(table, indent=2) + "\n")
-    print(f"written to {tiles}: {device}: {table[device]}")
+    TILES_FILE.write_text(json.dumps(table, indent=2) + "\n")
+    print(f"written to {TILES_FILE}: {device}: {table[device]}")
 
 
 def measured(kind: str, args: argparse.Namespace) -> dict[str, object]:

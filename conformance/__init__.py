@@ -23,7 +23,6 @@ cites from the .proto files, and prints one line. docs/writing-a-worker.md expla
 | `vocabulary` | the bytes of each token, from tokenizer.json |
 | `registration_server` | the core's side of a registration |
 | `credentials` | cluster tokens and certificates |
-| `columns` | packed int32 columns |
 
 How it can judge without knowing the model: a token depends on all tokens before it. So whatever
 is done to a sequence's blocks (chunks, forks, copies, swaps, a borrowed prefix, recomputation)

@@ -2,7 +2,7 @@
 
 import queue
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
@@ -31,6 +31,8 @@ _ROW_COLUMNS = {
     for name, column in columns.columns_of(plan_pb2.StepPlan.DESCRIPTOR).items()
     if column.has_rows
 }
+
+_RESULT_COLUMNS = columns.columns_of(plan_pb2.StepResult.DESCRIPTOR)
 
 
 class Candidates(NamedTuple):
@@ -408,46 +410,47 @@ class StepStream:
                 sequence.num_pending_drafts += row.lookahead
 
     def _read(self, message: plan_pb2.StepResult, rows: list[Row]) -> Result:
-        sampling = [(index, row) for index, row in enumerate(rows) if row.samples]
-        tokens = columns.unpack(message.token_ids)
-        counts = list(message.num_sampled) or [1] * len(sampling)
-        expect("numbers of tokens, one per sampling row", len(counts), len(sampling))
-        for count, (index, row) in zip(counts, sampling, strict=True):
-            is_right = 1 <= count <= 1 + row.lookahead
-            expect_true(is_right, f"row {index} has {count} tokens, {row.lookahead} drafts allowed")
-        expect("tokens in the result, of all sampling rows", len(tokens), sum(counts))
-        if message.num_drafts:
-            expect("numbers of drafts, one per sampling row", len(message.num_drafts), len(counts))
-            for number, count, (index, row) in zip(
-                message.num_drafts, counts, sampling, strict=True
-            ):
-                is_right = count - 1 <= number <= row.lookahead
-                expect_true(is_right, f"row {index} has {number} drafts and {count} tokens")
-        entries: dict[int, list[plan_pb2.RowLogprobs]] = {}
-        for reported in message.logprobs:
-            entries.setdefault(reported.row, []).append(reported)
-        result = Result(message=message)
+        result = Result(message=message, vectors=_vectors(message, rows))
         for error in message.errors:
             expect_true(error.row < len(rows), f"the result has an error for row {error.row}")
             result.errors[rows[error.row].sequence.seq_id] = error.reason
         for entry in message.candidates:
             ids, logprobs = columns.unpack(entry.token_ids), columns.unpack_floats(entry.logprobs)
             result.candidates[rows[entry.row].sequence.seq_id] = Candidates(ids, logprobs)
-        result.vectors = _vectors(message, rows)
-        remaining = iter(tokens)
-        for count, (index, row) in zip(counts, sampling, strict=True):
+        for row, found in _tokens(message, rows):
             sequence = row.sequence
-            own: Items[plan_pb2.RowLogprobs | None] = entries.get(index) or [None] * count
-            expect(f"entries in `logprobs` of row {index}, one for each token", len(own), count)
-            found = [sampled(next(remaining), entry) for entry in own]
             result.sampled[sequence.seq_id] = found[0]
             if not sequence.sampling.HasField("num_candidates"):
                 sequence.num_pending -= 1
                 sequence.num_pending_drafts -= row.lookahead
-                sequence.num_computed_tokens += count - 1
+                sequence.num_computed_tokens += len(found) - 1
                 sequence.sampled += found
                 sequence.tokens += [sample.token for sample in found if sample.token >= 0]
         return result
+
+
+def _tokens(message: plan_pb2.StepResult, rows: list[Row]) -> Iterator[tuple[Row, list[Sampled]]]:
+    """The tokens of each row that samples, whose numbers are those of the rows and of the plan."""
+    decoded = _RESULT_COLUMNS.unpack(message)
+    sampling = [(index, row) for index, row in enumerate(rows) if row.samples]
+    tokens, counts = decoded["token_ids"] or [], decoded["num_sampled"] or [1] * len(sampling)
+    drafts = decoded["num_drafts"] or [count - 1 for count in counts]
+    expect("numbers of tokens, one per sampling row", len(counts), len(sampling))
+    expect("numbers of drafts, one per sampling row", len(drafts), len(counts))
+    for count, number, (index, row) in zip(counts, drafts, sampling, strict=True):
+        is_right = 1 <= count <= 1 + row.lookahead
+        expect_true(is_right, f"row {index} has {count} tokens, {row.lookahead} drafts allowed")
+        is_right = count - 1 <= number <= row.lookahead
+        expect_true(is_right, f"row {index} has {number} drafts and {count} tokens")
+    expect("tokens in the result, of all sampling rows", len(tokens), sum(counts))
+    entries: dict[int, list[plan_pb2.RowLogprobs]] = {}
+    for reported in message.logprobs:
+        entries.setdefault(reported.row, []).append(reported)
+    remaining = iter(tokens)
+    for count, (index, row) in zip(counts, sampling, strict=True):
+        own: Items[plan_pb2.RowLogprobs | None] = entries.get(index) or [None] * count
+        expect(f"entries in `logprobs` of row {index}, one for each token", len(own), count)
+        yield row, [sampled(next(remaining), entry) for entry in own]
 
 
 def _vectors(message: plan_pb2.StepResult, rows: list[Row]) -> dict[int, list[float]]:

@@ -1,6 +1,5 @@
 """Checkpoints of random weights are whole, the same each time, and readable by others."""
 
-import json
 from pathlib import Path
 
 import gguf
@@ -34,18 +33,6 @@ def test_transformers_loads_all_of_it(tmp_path: Path) -> None:
     assert not report["unexpected_keys"]
     assert model.config.rope_parameters["rope_theta"] == 5000.0
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-
-
-def test_many_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
-    whole = load_file(checkpoints.checkpoint(TINY, "float32", tmp_path) / "model.safetensors")
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    checkpoints.write_weights(TINY, torch.float32, folder, max_shard_bytes=20_000)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert len(set(index["weight_map"].values())) > 1
-    assert index["weight_map"].keys() == whole.keys()
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(folder / file)[name], whole[name])
 
 
 def test_llama_cpp_gets_the_same_weights(tmp_path: Path) -> None:
