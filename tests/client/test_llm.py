@@ -141,6 +141,15 @@ def test_a_service_that_is_killed_changes_no_token(llm: LLM, victim: str) -> Non
     assert {output.usage.completion_tokens for output in outputs if output.usage} == {400}
 
 
+def test_closing_ends_the_services() -> None:
+    before = {process.pid for process in services_of(os.getpid())}
+    with LLM(str(checkpoint("llama")), **FLAGS) as llm:
+        ours = [process for process in services_of(os.getpid()) if process.pid not in before]
+        assert len(ours) == 3
+    assert not any(process.is_running() for process in ours)
+    llm.close()
+
+
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [

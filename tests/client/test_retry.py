@@ -106,6 +106,16 @@ def test_a_full_server_is_left_alone_as_long_as_it_asks(clock: Clock) -> None:
     assert make_attempts(clock).delay_after(full) == 9.0
 
 
+def test_a_stream_that_has_begun_is_tried_by_time_and_not_by_count(clock: Clock) -> None:
+    attempts = make_attempts(clock)
+    attempts.progressed()
+    for _ in range(20):
+        attempts.delay_after(UNAVAILABLE)
+    clock.now += 60.0
+    with pytest.raises(errors.Unavailable):
+        attempts.delay_after(UNAVAILABLE)
+
+
 def test_progress_starts_the_count_and_the_time_anew(clock: Clock) -> None:
     attempts = make_attempts(clock)
     attempts.progressed()
