@@ -7,30 +7,39 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.interface import Abilities
+from pagewire_kernels.interface import Abilities, AttentionOptions, CacheScales, are_scaled
 
 logger = logging.getLogger(__name__)
 
 
-HALVES = (torch.bfloat16, torch.float16)
 PAGE_TOKENS = 256
 """FlashAttention 2 requires a multiple of this as tokens per block."""
 
+_abilities = partial(
+    Abilities,
+    dtypes=(torch.bfloat16, torch.float16),
+    sinks=False,
+    max_head_dim=256,
+    head_dim_multiple=8,
+)
+_abilities_of_pages = partial(
+    _abilities, block_multiple=PAGE_TOKENS, default_block_size=PAGE_TOKENS
+)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attend:
-    """The arguments of `reference.paged_attention` that at least one package supports."""
+
+class Attend(NamedTuple):
+    """The arguments of `reference.paged_attention`, those that at least one package supports."""
 
     query: Tensor
     key_cache: Tensor
@@ -39,14 +48,27 @@ class Attend:
     tables: Tensor
     """The block tables, with the null block in place of blocks before the window."""
 
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    alibi_slopes: Tensor | None
+    options: AttentionOptions
 
-    def window(self, unbounded: tuple[int, int]) -> tuple[int, int]:
+    def window(self, unbounded: tuple[int, int] = (-1, -1)) -> tuple[int, int]:
         """The keys before and after a query's own that it sees. unbounded: without a window."""
-        return unbounded if self.sliding_window is None else (self.sliding_window - 1, 0)
+        window = self.options.get("sliding_window")
+        return unbounded if window is None else (window - 1, 0)
+
+    def keywords(self, *more: str) -> dict[str, Any]:
+        """Keywords of the packages' functions: those that all have, and `more`."""
+        slopes = self.options.get("alibi_slopes")
+        extra = {
+            "alibi_slopes": None if slopes is None else slopes.float(),
+            "block_table": self.tables,
+        }
+        return {
+            "softmax_scale": self.options["scale"],
+            "causal": True,
+            "window_size": self.window(),
+            "softcap": self.options.get("soft_cap") or 0.0,
+            **{name: extra[name] for name in more},
+        }
 
 
 class FlashCall(Protocol):
@@ -59,7 +81,6 @@ class FlashCall(Protocol):
 
     def __call__(self, attend: Attend) -> Tensor:
         """Compute attention. Returns query's shape and dtype."""
-        ...
 
 
 class FlashAttention3:
@@ -69,33 +90,20 @@ class FlashAttention3:
     """
 
     version = "flash-attn 3"
-    abilities = Abilities(
-        dtypes=HALVES,
-        sinks=False,
-        alibi=False,
-        max_head_dim=256,
-        head_dim_multiple=8,
-    )
+    abilities = _abilities(alibi=False)
 
-    def __init__(self, with_kvcache: Callable[..., Any]) -> None:
+    def __init__(self, with_kvcache: Callable[..., Tensor]) -> None:
         self._with_kvcache = with_kvcache
 
     def __call__(self, attend: Attend) -> Tensor:
-        metadata = attend.metadata
-        output: Tensor = self._with_kvcache(
-            attend.query,
-            attend.key_cache,
-            attend.value_cache,
-            cache_seqlens=metadata.context_lens,
+        return self._with_kvcache(
+            *attend[:3],
+            cache_seqlens=attend.metadata.context_lens,
             page_table=attend.tables,
-            cu_seqlens_q=metadata.query_start,
-            max_seqlen_q=metadata.max_query_len,
-            softmax_scale=attend.scale,
-            causal=True,
-            window_size=attend.window(unbounded=(-1, -1)),
-            softcap=attend.soft_cap or 0.0,
+            cu_seqlens_q=attend.metadata.query_start,
+            max_seqlen_q=attend.metadata.max_query_len,
+            **attend.keywords(),
         )
-        return output
 
 
 class FlashAttention2:
@@ -107,51 +115,22 @@ class FlashAttention2:
     """
 
     version = "flash-attn 2"
-    abilities = Abilities(
-        dtypes=HALVES,
-        sinks=False,
-        max_head_dim=256,
-        head_dim_multiple=8,
-        block_multiple=PAGE_TOKENS,
-        default_block_size=PAGE_TOKENS,
-    )
+    abilities = _abilities_of_pages()
 
-    def __init__(self, varlen: Callable[..., Any], with_kvcache: Callable[..., Any]) -> None:
+    def __init__(self, varlen: Callable[..., Tensor], with_kvcache: Callable[..., Tensor]) -> None:
         self._varlen = varlen
         self._with_kvcache = with_kvcache
 
     def __call__(self, attend: Attend) -> Tensor:
-        query, caches, metadata = (
-            attend.query,
-            (attend.key_cache, attend.value_cache),
-            attend.metadata,
-        )
-        slopes = attend.alibi_slopes
-        shared = {
-            "softmax_scale": attend.scale,
-            "causal": True,
-            "window_size": attend.window(unbounded=(-1, -1)),
-            "softcap": attend.soft_cap or 0.0,
-            "alibi_slopes": None if slopes is None else slopes.float(),
-            "block_table": attend.tables,
-        }
-        lengths = metadata.context_lens
-        output: Tensor
+        query, *caches = attend[:3]
+        metadata, lengths = attend.metadata, attend.metadata.context_lens
+        shared = attend.keywords("alibi_slopes", "block_table")
         if metadata.max_query_len == 1 and len(query) == len(lengths):
-            output = self._with_kvcache(
-                query.unsqueeze(1), *caches, cache_seqlens=lengths, **shared
-            )
-            return output.squeeze(1)
-        output = self._varlen(
-            query,
-            *caches,
-            metadata.query_start,
-            torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
-            metadata.max_query_len,
-            metadata.max_context_len,
-            **shared,
-        )
-        return output
+            rows = query.unsqueeze(1)
+            return self._with_kvcache(rows, *caches, cache_seqlens=lengths, **shared).squeeze(1)
+        key_start = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = metadata.max_query_len, metadata.max_context_len
+        return self._varlen(query, *caches, metadata.query_start, key_start, *longest, **shared)
 
 
 class VllmFlashAttention:
@@ -161,38 +140,22 @@ class VllmFlashAttention:
     and takes context lengths as they are.
     """
 
-    def __init__(self, varlen: Callable[..., Any], fa_version: int) -> None:
+    def __init__(self, varlen: Callable[..., Tensor], fa_version: int) -> None:
         self.version = f"vllm flash-attn {fa_version}"
-        self.abilities = Abilities(
-            dtypes=HALVES,
-            sinks=False,
-            alibi=fa_version == 2,
-            max_head_dim=256,
-            head_dim_multiple=8,
-            block_multiple=16,
-        )
+        self.abilities = _abilities(alibi=fa_version == 2, block_multiple=16)
         self._varlen = varlen
         self._fa_version = fa_version
 
     def __call__(self, attend: Attend) -> Tensor:
-        metadata, slopes = attend.metadata, attend.alibi_slopes
-        output: Tensor = self._varlen(
-            attend.query,
-            attend.key_cache,
-            attend.value_cache,
-            max_seqlen_q=metadata.max_query_len,
-            cu_seqlens_q=metadata.query_start,
-            max_seqlen_k=metadata.max_context_len,
-            seqused_k=metadata.context_lens,
-            softmax_scale=attend.scale,
-            causal=True,
-            window_size=attend.window(unbounded=(-1, -1)),
-            softcap=attend.soft_cap or 0.0,
-            alibi_slopes=None if slopes is None else slopes.float(),
-            block_table=attend.tables,
+        return self._varlen(
+            *attend[:3],
+            max_seqlen_q=attend.metadata.max_query_len,
+            cu_seqlens_q=attend.metadata.query_start,
+            max_seqlen_k=attend.metadata.max_context_len,
+            seqused_k=attend.metadata.context_lens,
             fa_version=self._fa_version,
+            **attend.keywords("alibi_slopes", "block_table"),
         )
-        return output
 
 
 class TorchVarlen:
@@ -202,37 +165,25 @@ class TorchVarlen:
     """
 
     version = f"torch {torch.__version__}"
-    abilities = Abilities(
-        dtypes=HALVES,
-        soft_cap=False,
-        sinks=False,
-        alibi=False,
-        max_head_dim=256,
-        head_dim_multiple=8,
-        block_multiple=PAGE_TOKENS,
-        default_block_size=PAGE_TOKENS,
-    )
+    abilities = _abilities_of_pages(soft_cap=False, alibi=False)
 
-    def __init__(self, varlen: Callable[..., Any]) -> None:
+    def __init__(self, varlen: Callable[..., Tensor]) -> None:
         self._varlen = varlen
 
     def __call__(self, attend: Attend) -> Tensor:
         metadata = attend.metadata
-        output: Tensor = self._varlen(
-            attend.query,
-            attend.key_cache,
-            attend.value_cache,
+        return self._varlen(
+            *attend[:3],
             metadata.query_start,
             None,
             metadata.max_query_len,
             metadata.max_context_len,
-            scale=attend.scale,
+            scale=attend.options["scale"],
             window_size=attend.window(unbounded=(-1, 0)),
             enable_gqa=attend.query.shape[1] != attend.key_cache.shape[2],
             seqused_k=metadata.context_lens,
             block_table=attend.tables,
         )
-        return output
 
 
 def installed_calls(device: torch.device) -> Iterator[FlashCall]:
@@ -309,18 +260,9 @@ class FlashBackend:
 
     def __init__(self, call: FlashCall, write: Callable[..., None]) -> None:
         """write: writes to the cache; as `reference.write_kv`."""
+        self.abilities, self.version = call.abilities, call.version
         self._call = call
         self._write = write
-
-    @property
-    def abilities(self) -> Abilities:
-        """The features of the package."""
-        return self._call.abilities
-
-    @property
-    def version(self) -> str:
-        """Package and version, for the log."""
-        return self._call.version
 
     def write_kv(
         self,
@@ -329,12 +271,10 @@ class FlashBackend:
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
-        *,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        **scales: Unpack[CacheScales],
     ) -> None:
         """Store each row's key and value in its slot; as `reference.write_kv`."""
-        _refuse(key_scale != 1.0 or value_scale != 1.0, "scaled caches")
+        _refuse(are_scaled(scales), "scaled caches")
         self._write(key, value, key_cache, value_cache, slot_mapping)
 
     def paged_attention(
@@ -343,37 +283,19 @@ class FlashBackend:
         key_cache: Tensor,
         value_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """Causal attention of flattened query rows; as `reference.paged_attention`."""
-        able = self.abilities
-        _refuse(sinks is not None, "attention sinks")
-        _refuse(alibi_slopes is not None and not able.alibi, "ALiBi biases")
-        _refuse(soft_cap is not None and not able.soft_cap, "a soft cap")
-        _refuse(key_scale != 1.0 or value_scale != 1.0, "scaled caches")
+        able, block_size = self.abilities, key_cache.shape[1]
+        _refuse(options.get("sinks") is not None, "attention sinks")
+        _refuse(options.get("alibi_slopes") is not None and not able.alibi, "ALiBi biases")
+        _refuse(options.get("soft_cap") is not None and not able.soft_cap, "a soft cap")
+        _refuse(are_scaled(options), "scaled caches")
         _refuse(query.dtype != key_cache.dtype, f"a cache of {key_cache.dtype}")
-        block_size = key_cache.shape[1]
         _refuse(block_size % able.block_multiple != 0, f"blocks of {block_size} tokens")
-        return self._call(
-            Attend(
-                query=query if query.stride(-1) == 1 else query.contiguous(),
-                key_cache=key_cache,
-                value_cache=value_cache,
-                metadata=metadata,
-                tables=_readable_tables(metadata, key_cache, sliding_window),
-                scale=scale,
-                sliding_window=sliding_window,
-                soft_cap=soft_cap,
-                alibi_slopes=alibi_slopes,
-            )
-        )
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        tables = _readable_tables(metadata, key_cache, options.get("sliding_window"))
+        return self._call(Attend(query, key_cache, value_cache, metadata, tables, options))
 
 
 def _readable_tables(metadata: AttentionMetadata, cache: Tensor, window: int | None) -> Tensor:

@@ -5,7 +5,7 @@ model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -13,36 +13,58 @@ from torch import Tensor
 from pagewire_kernels.batch import AttentionMetadata
 
 
-class LayerKernels(Protocol):
-    """Row-wise operations. Weights, biases and tables have the dtype and device of the rows.
+class CacheScales(TypedDict, total=False):
+    """By what keys and values are divided when they are written to an fp8 cache; 1 by default."""
 
-    Rows have a dense last axis and otherwise arbitrary strides. `activation` is one of
-    `reference.ACTIVATIONS`.
+    key_scale: float
+    value_scale: float
+
+
+def are_scaled(options: CacheScales) -> bool:
+    """Whether keys or values are scaled."""
+    return options.get("key_scale", 1.0) != 1.0 or options.get("value_scale", 1.0) != 1.0
+
+
+class RotaryOptions(CacheScales, total=False):
+    """Keywords of `rotate_and_write_kv`: weights of an RMS norm of each head before RoPE,
+    [head_dim], if the model has them (Qwen3)."""
+
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    eps: float
+    """Of these norms; 1e-6 by default."""
+
+
+class AttentionOptions(CacheScales, total=False):
+    """Keywords of `paged_attention`; see `reference.paged_attention`."""
+
+    scale: Required[float]
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+
+
+class LayerKernels(Protocol):
+    """Row-wise operations, which are defined by the functions of the same names in
+    `pagewire_kernels.reference`.
+
+    Weights, biases and tables have the dtype and device of the rows. Rows have a dense last axis
+    and otherwise arbitrary strides. Results are new tensors unless a method says otherwise.
     """
 
     name: str
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Gather rows of a table. table: [vocab_size, size]; token_ids: int64 [num_rows].
-
-        Returns a new tensor [num_rows, size].
-        """
-        ...
+        """Gather rows of a table."""
 
     def copy(self, x: Tensor) -> Tensor:
         """Copy the rows of x, [num_tokens, size], which are overwritten later."""
-        ...
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> Tensor:
-        """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019).
-
-        With a residual, x is first added to it, in place and rounded to its dtype, and the sum is
-        normalized. x, residual: [num_tokens, size]; weight: [size]. Returns a new tensor
-        [num_tokens, size].
-        """
-        ...
+        """x / rms(x) * weight, after adding x to the residual in place, if given."""
 
     def layer_norm(
         self,
@@ -52,26 +74,13 @@ class LayerKernels(Protocol):
         eps: float,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """(x - mean) / deviation * weight + bias over the last axis; `residual` as in `rms_norm`.
-
-        x, residual: [num_tokens, size]; weight, bias: [size], both or neither. Returns a new tensor
-        [num_tokens, size].
-        """
-        ...
+        """(x - mean) / deviation * weight + bias; `residual` as in `rms_norm`."""
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """activation(x). x: [num_tokens, size], contiguous; it may be overwritten.
-
-        Returns [num_tokens, size], which may be x.
-        """
-        ...
+        """activation(x), for a contiguous x, which may be overwritten and returned."""
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up, where `gate_up` holds gate, then up, on its last axis.
-
-        gate_up: [num_tokens, 2 * size]. Returns a new tensor [num_tokens, size].
-        """
-        ...
+        """activation(gate) * up, where `gate_up` holds gate, then up, on its last axis."""
 
     def rotate_and_write_kv(
         self,
@@ -84,26 +93,10 @@ class LayerKernels(Protocol):
         positions: Tensor,
         cos: Tensor,
         sin: Tensor,
-        *,
-        query_norm: Tensor | None = None,
-        key_norm: Tensor | None = None,
-        eps: float = 1e-6,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        **options: Unpack[RotaryOptions],
     ) -> None:
-        """Apply RoPE to `query` in place; write RoPE'd keys and raw values to the KV cache.
-
-        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
-        key is undefined afterwards. key_cache, value_cache: a layer's views, [num_blocks,
-        block_size, num_kv_heads, head_dim], of the dtype of the rows, or float8_e4m3fn, for which
-        keys and values are divided by their scale, or int8, whose last axis has
-        `stored_head_size` elements. slot_mapping: int64 [num_tokens]; a negative slot is not
-        written. positions: int64 [num_tokens], rows of the tables cos and sin, [num_positions,
-        rotary_dim // 2]: the first half of a head's first rotary_dim elements is rotated against
-        the second (Su et al. 2021). query_norm, key_norm: [head_dim], weights of an RMS norm of
-        each head before RoPE (Qwen3), or None; eps: of these norms.
-        """
-        ...
+        """Apply RoPE to `query` in place; write RoPE'd keys and raw values to the KV cache. key is
+        undefined afterwards."""
 
 
 FP8 = torch.float8_e4m3fn
@@ -169,7 +162,7 @@ class Abilities:
     def obstacles(self, needs: AttentionNeeds) -> Iterator[str]:
         """Yield the reasons why this backend cannot serve a model, if any."""
         if needs.dtype not in self.dtypes:
-            yield f"does not compute in {_name(needs.dtype)}"
+            yield f"does not compute in {str(needs.dtype).removeprefix('torch.')}"
         if needs.cache_dtype == FP8 and not self.fp8_cache:
             yield "has no fp8 cache (--kv-cache-dtype)"
         if needs.cache_dtype == torch.int8 and not self.int8_cache:
@@ -196,10 +189,6 @@ _FEATURES = {
 }
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class AttentionBackend(Protocol):
     """Writes to and attends over a paged KV cache. Arguments are those of the functions of the same
     names in `pagewire_kernels.reference`.
@@ -212,12 +201,10 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
         """The backend's name in `--attention-backend`."""
-        ...
 
     @property
     def abilities(self) -> Abilities:
         """Supported features; a call that needs others raises ValueError or TypeError."""
-        ...
 
     def write_kv(
         self,
@@ -226,12 +213,9 @@ class AttentionBackend(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
-        *,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        **scales: Unpack[CacheScales],
     ) -> None:
         """Store each row's key and value in its slot."""
-        ...
 
     def paged_attention(
         self,
@@ -239,17 +223,9 @@ class AttentionBackend(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """Causal attention of flattened query rows over their sequences' cached blocks."""
-        ...
 
 
 class HeadOutput(NamedTuple):

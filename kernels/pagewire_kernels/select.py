@@ -149,11 +149,11 @@ def _flash(device: torch.device, *, small_blocks: bool) -> Iterator[AttentionBac
     if find_spec("triton") is None:  # a Triton kernel writes to the cache
         return
     from pagewire_kernels.flash_attention import FlashBackend, installed_calls
-    from pagewire_kernels.triton import write_rows
+    from pagewire_kernels.triton import write_kv
 
     for call in installed_calls(device):
         if (call.abilities.block_multiple <= 16) == small_blocks:
-            yield FlashBackend(call, write_rows)
+            yield FlashBackend(call, write_kv)
 
 
 def _reference() -> Iterator[AttentionBackend]:
@@ -257,7 +257,8 @@ def layer_kernels(
 
         return TritonLayerKernels()
     if device.type == "cpu" and backend.name == "cpu":
-        from pagewire_kernels.cpu.layers import DTYPES, NativeLayerKernels
+        from pagewire_kernels.cpu.checks import DTYPES
+        from pagewire_kernels.cpu.layers import NativeLayerKernels
         from pagewire_kernels.cpu.native_library import library
 
         found = library()

@@ -72,7 +72,7 @@ class Recorded(CompiledKernel):  # type: ignore[misc]
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device for which nothing is compiled yet."""
-    device, kernel = Device(), layers._rms_norm
+    device, kernel = Device(), layers._norm
 
     def compile_for(_kernel: JITFunction, key: Any, *_: Any) -> Recorded:
         return kernel.device_caches[0][0].setdefault(key, device.compiled(key))
@@ -116,9 +116,9 @@ def test_a_later_launch_passes_what_triton_would_have_passed(
     assert (later_key, later_grid) == (key, grid)
     assert len(device.specializations) == 1
     differing = [i for i, pair in enumerate(zip(arguments, later, strict=True)) if differ(*pair)]
-    assert differing == [0, 1, 2, 4]  # output, x, x for the residual, eps
+    assert differing == [0, 1, 2, 4, 5]  # output, x, x for residual and bias, eps
     assert later[1] is second
-    assert later[4] == 1e-5
+    assert later[5] == 1e-5
 
 
 def differ(one: Any, other: Any) -> bool:
@@ -154,7 +154,7 @@ def test_another_stride_or_number_of_rows_is_another_launch(
         for _ in range(2):
             layers.rms_norm(x, WEIGHT, 1e-6)
     assert through_triton == [0, 2, 4]
-    strides = [arguments[6] for *_, arguments in device.launches]
+    strides = [arguments[7] for *_, arguments in device.launches]
     assert strides == 2 * [SIZE] + 2 * [2 * SIZE] + 2 * [SIZE]
     assert [grid for _, grid, *_ in device.launches] == 4 * [(3, 1, 1)] + 2 * [(5, 1, 1)]
 
@@ -187,4 +187,4 @@ def test_integers_given_as_factors_are_not_compiled_into_the_kernel(device: Devi
     for eps in (1, 0.5):
         layers.rms_norm(rows(), WEIGHT, eps)
     assert len(device.specializations) == 1
-    assert [arguments[4] for *_, arguments in device.launches] == [1.0, 0.5]
+    assert [arguments[5] for *_, arguments in device.launches] == [1.0, 0.5]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.cpu import linear as native
+from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight, discard
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
@@ -160,7 +161,7 @@ def _is_on_cpu(context: ModelContext) -> bool:
 
 
 def _native_library(dtype: torch.dtype) -> Library | None:
-    return library() if dtype in native.DTYPES else None
+    return library() if dtype in DTYPES else None
 
 
 def cpu_arithmetic(dtype: torch.dtype) -> str:

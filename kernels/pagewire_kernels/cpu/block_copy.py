@@ -8,7 +8,6 @@ smaller than the blocks of most models.
 import ctypes
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import move_all
@@ -38,8 +37,7 @@ def move_blocks(library: Library, source: Tensor, target: Tensor, pairs: Tensor)
 
 def _copy(library: Library, source: Tensor, target: Tensor, pairs: Tensor) -> None:
     block_bytes = source[:1].nbytes
-    is_small = len(pairs) * block_bytes < _SERIAL_BYTES
-    num_threads = 1 if is_small else torch.get_num_threads()
+    num_threads = threads.count_for(len(pairs) * block_bytes, _SERIAL_BYTES - 1)
     task = BlockCopyTask(
         num_threads=num_threads,
         source=source.data_ptr(),

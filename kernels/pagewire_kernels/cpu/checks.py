@@ -1,12 +1,16 @@
-"""Argument checks of the `cpu` attention backend."""
+"""Argument checks of the kernels' launchers."""
 
 import torch
 from torch import Tensor
 
-from pagewire_kernels.interface import Abilities, stored_head_size
+from pagewire_kernels.interface import Abilities, CacheScales, are_scaled, stored_head_size
 
-DTYPES = (torch.float32, torch.bfloat16)
-ABILITIES = Abilities(dtypes=DTYPES, int8_cache=True, batch_invariant=True, default_block_size=64)
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+"""Dtypes of rows and dense weights, with their names in kernels."""
+
+ABILITIES = Abilities(
+    dtypes=tuple(DTYPES), int8_cache=True, batch_invariant=True, default_block_size=64
+)
 """Blocks of 64 tokens are read a third faster from memory than blocks of 16, which are scattered;
 larger blocks are no faster."""
 
@@ -20,12 +24,15 @@ def require(condition: bool, expected: str) -> None:
         raise ValueError(f"a CPU kernel requires {expected}")
 
 
-def check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor) -> None:
-    """Raise TypeError or ValueError for layouts that the kernels do not support.
+def check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor, scales: CacheScales) -> None:
+    """Raise TypeError or ValueError for layouts that the kernels do not support, and for the scales
+    of an fp8 cache, which CPUs cannot convert efficiently.
 
     key_cache, value_cache: [num_blocks, block_size, num_kv_heads, stored head size]; rows: queries
     or keys, [num_tokens, num_heads, head_dim].
     """
+    if are_scaled(scales):
+        raise ValueError("attention backend 'cpu' does not support scaled caches")
     if rows.dtype not in DTYPES or key_cache.dtype not in (rows.dtype, torch.int8):
         raise TypeError(
             f"expected a cache of the dtype of the rows or int8, got {key_cache.dtype} for rows of"
@@ -41,12 +48,6 @@ def check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor) -> None:
             f"expected rows with a multiple of {num_heads} heads that fit {size} stored elements,"
             f" got shape {tuple(rows.shape)}"
         )
-
-
-def refuse_scales(key_scale: float, value_scale: float) -> None:
-    """Raise ValueError for the scales of an fp8 cache, which CPUs cannot convert efficiently."""
-    if key_scale != 1.0 or value_scale != 1.0:
-        raise ValueError("attention backend 'cpu' does not support scaled caches")
 
 
 def kernel_over(cache: Tensor, name: str) -> str:

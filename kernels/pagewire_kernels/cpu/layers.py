@@ -4,14 +4,15 @@ They raise ValueError for tensors of unsupported dtypes, shapes or strides.
 """
 
 import ctypes
-from typing import NamedTuple
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.cpu.checks import kernel_over, require
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.checks import DTYPES, kernel_over, require
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows, new_tensor
 from pagewire_kernels.cpu.tasks import (
@@ -22,18 +23,9 @@ from pagewire_kernels.cpu.tasks import (
     RotateTask,
     TakeTask,
     address,
+    rows_of,
 )
-from pagewire_kernels.interface import stored_head_size
-
-
-class Largest(NamedTuple):
-    """The largest number of each row."""
-
-    places: Tensor
-    """int64 [num_rows]: its column, the lowest among equals."""
-
-    values: Tensor
-    """float32 [num_rows]; NaN, with an arbitrary column, if the row has a NaN."""
+from pagewire_kernels.interface import RotaryOptions, stored_head_size
 
 
 def take(
@@ -68,8 +60,12 @@ def _take_task(table: Tensor, num_rows: int) -> tuple[Tensor, TakeTask]:
     return y, task
 
 
-def find_largest(library: Library, x: Tensor) -> Largest:
-    """Find the largest entry of each row. x: float32 [num_rows, size], with a dense last axis."""
+def find_largest(library: Library, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the largest number of each row. x: float32 [num_rows, size], with a dense last axis.
+
+    Returns its column, the lowest among equals, int64 [num_rows], and the number, float32
+    [num_rows]: NaN, with an arbitrary column, if the row has a NaN.
+    """
     require(x.dtype == torch.float32, "float32 rows")
     require(x.stride(1) == 1, "rows with a dense last axis")
     num_rows, size = x.shape
@@ -77,23 +73,16 @@ def find_largest(library: Library, x: Tensor) -> Largest:
     values = new_tensor((num_rows,), torch.float32)
     task = LargestTask(
         num_rows=count_address(num_rows),
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
+        **rows_of(x=x),
         size=size,
         place=places.data_ptr(),
         value=values.data_ptr(),
     )
     launch(library.kernel("largest"), task, 1)
-    return Largest(places, values)
+    return places, values
 
-
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Dtypes that rows may have, with their names in kernels."""
 
 MAX_HEAD_DIM = 1024
-
-_SERIAL_NUMBERS = 1 << 14
-"""Fewer numbers are computed before other threads have woken up, and use one thread."""
 
 
 class NativeLayerKernels:
@@ -119,8 +108,7 @@ class NativeLayerKernels:
         indices = ctypes.c_int64(numbers.ctypes.data)
         task.num_rows, task.indices = count_address(x.shape[0]), ctypes.addressof(indices)
         task.kept_alive = numbers, indices
-        num_threads = torch.get_num_threads() if x.numel() > _SERIAL_NUMBERS else 1
-        launch(self._library.kernel("take"), task, num_threads)
+        launch(self._library.kernel("take"), task, threads.count_for(x.numel()))
         return y
 
     def rms_norm(
@@ -151,8 +139,8 @@ class NativeLayerKernels:
     ) -> Tensor:
         num_rows, size = x.shape
         require(_is_rows(x, num_rows, x.dtype), "rows with a dense last axis")
-        require(_is_vector(weight, size, x.dtype), "a dense weight of the rows' size and dtype")
-        require(_is_vector(bias, size, x.dtype), "a dense bias of the rows' size and dtype")
+        require(_is_dense(weight, (size,), x.dtype), "a dense weight of the rows' size and dtype")
+        require(_is_dense(bias, (size,), x.dtype), "a dense bias of the rows' size and dtype")
         require(
             residual is None or _is_rows(residual, num_rows, x.dtype),
             "a residual of as many rows, of the same dtype, with a dense last axis",
@@ -160,14 +148,9 @@ class NativeLayerKernels:
         y = new_rows(num_rows, size, x.dtype)
         task = NormTask(
             num_rows=count_address(num_rows),
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            residual=address(residual),
-            residual_stride=0 if residual is None else residual.stride(0),
+            **rows_of(x=x, residual=residual, y=y),
             weight=address(weight),
             bias=address(bias),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             size=size,
             eps=eps,
         )
@@ -192,10 +175,7 @@ class NativeLayerKernels:
         require(_is_rows(x, num_rows, y.dtype), "rows of the output's dtype with a dense last axis")
         task = ActivationTask(
             num_rows=count_address(num_rows),
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
+            **rows_of(x=x, y=y),
             size=size,
             activation=reference.ACTIVATIONS.index(activation),
         )
@@ -212,20 +192,16 @@ class NativeLayerKernels:
         positions: Tensor,
         cos: Tensor,
         sin: Tensor,
-        *,
-        query_norm: Tensor | None = None,
-        key_norm: Tensor | None = None,
-        eps: float = 1e-6,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        **options: Unpack[RotaryOptions],
     ) -> None:
         """Apply norms and RoPE to `query` in place; write normed and RoPE'd keys, and raw values,
         to the cache.
 
         The cache has the dtype of the rows or is int8, so scales are ignored.
         """
-        num_rows, num_heads, head_dim = query.shape
-        dtype, num_kv_heads = query.dtype, key.shape[1]
+        (num_rows, num_heads, head_dim), num_kv_heads = query.shape, key.shape[1]
+        dtype, tables, caches = query.dtype, (cos, sin), (key_cache, value_cache)
+        norms = options.get("query_norm"), options.get("key_norm")
         require(head_dim <= MAX_HEAD_DIM, f"heads of at most {MAX_HEAD_DIM} elements")
         require(
             all(_is_rows(rows, num_rows, dtype) for rows in (query, key, value)),
@@ -233,32 +209,29 @@ class NativeLayerKernels:
         )
         require(
             key_cache.stride() == value_cache.stride()
-            and all(_is_cache(cache, key) for cache in (key_cache, value_cache)),
+            and all(_is_cache(cache, key) for cache in caches),
             "key and value caches of one layout that fits the keys",
         )
         require(
-            all(_is_table(table, cos.shape, dtype) for table in (cos, sin)),
+            all(_is_dense(table, cos.shape, dtype) for table in tables),
             "dense cos and sin tables of one shape and the rows' dtype",
         )
         require(
-            all(_is_vector(norm, head_dim, dtype) for norm in (query_norm, key_norm)),
+            all(_is_dense(norm, (head_dim,), dtype) for norm in norms),
             "dense norm weights of a head's size and dtype",
         )
         require(
-            all(_is_vector(vector, num_rows, torch.int64) for vector in (slot_mapping, positions)),
+            all(
+                _is_dense(column, (num_rows,), torch.int64) for column in (slot_mapping, positions)
+            ),
             "a dense int64 slot and position for each row",
         )
         batch = batch_of(num_rows, positions=positions, slot_mapping=slot_mapping)
         task = RotateTask(
             batch=ctypes.addressof(batch),
-            query=query.data_ptr(),
-            key=key.data_ptr(),
-            value=value.data_ptr(),
-            query_stride=query.stride(0),
+            **rows_of(query=query, key=key, value=value),
             query_head_stride=query.stride(1),
-            key_stride=key.stride(0),
             key_head_stride=key.stride(1),
-            value_stride=value.stride(0),
             value_head_stride=value.stride(1),
             key_cache=key_cache.data_ptr(),
             value_cache=value_cache.data_ptr(),
@@ -269,13 +242,13 @@ class NativeLayerKernels:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             table_stride=cos.shape[1],
-            query_norm=address(query_norm),
-            key_norm=address(key_norm),
+            query_norm=address(norms[0]),
+            key_norm=address(norms[1]),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             half=cos.shape[1],
-            eps=eps,
+            eps=options.get("eps", 1e-6),
         )
         num_numbers = num_rows * (num_heads + 2 * num_kv_heads) * head_dim
         self._launch(kernel_over(key_cache, "rotate_and_write"), task, dtype, num_numbers)
@@ -284,22 +257,17 @@ class NativeLayerKernels:
         self, name: str, task: ctypes.Structure, dtype: torch.dtype, num_numbers: int
     ) -> None:
         kernel = self._library.kernel(f"{name}_{DTYPES[dtype]}")
-        num_threads = torch.get_num_threads() if num_numbers > _SERIAL_NUMBERS else 1
-        launch(kernel, task, num_threads)
+        launch(kernel, task, threads.count_for(num_numbers))
 
 
 def _is_rows(rows: Tensor, num_rows: int, dtype: torch.dtype) -> bool:
     return rows.dtype == dtype and rows.shape[0] == num_rows and rows.stride(-1) == 1
 
 
-def _is_vector(vector: Tensor | None, size: int, dtype: torch.dtype) -> bool:
-    if vector is None:
+def _is_dense(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    if tensor is None:
         return True
-    return vector.dtype == dtype and vector.shape == (size,) and vector.is_contiguous()
-
-
-def _is_table(table: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    return table.dtype == dtype and table.shape == shape and table.is_contiguous()
+    return tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
 
 
 def _is_cache(cache: Tensor, rows: Tensor) -> bool:

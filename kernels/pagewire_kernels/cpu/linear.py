@@ -3,14 +3,15 @@
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.checks import require
+from pagewire_kernels.cpu.checks import DTYPES, require
 from pagewire_kernels.cpu.native_library import Kernel, Library
 from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows
 from pagewire_kernels.cpu.tasks import (
@@ -20,6 +21,7 @@ from pagewire_kernels.cpu.tasks import (
     PermuteTask,
     QuantizedPackTask,
     address,
+    rows_of,
 )
 from pagewire_kernels.cpu.w8a8 import can_multiply_quantized_rows, quantize_rows
 from pagewire_kernels.quantized_weight import (
@@ -85,9 +87,6 @@ def discard(tensor: Tensor) -> None:
         )
 
 
-DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Dtypes of weights and rows, with their names in kernels."""
-
 _PANEL_OUTPUTS = 32
 """Weights are padded to a multiple of this many outputs, for every instruction set."""
 
@@ -95,10 +94,7 @@ _STEP_BYTES = 4
 """The inputs of each output are padded to a multiple of this many bytes."""
 
 _SERIAL_PRODUCTS = 1 << 17
-_SERIAL_NUMBERS = 1 << 14
-"""Fewer multiply-adds, or moved numbers, end before other threads have woken up, and use one
-thread."""
-
+"""Fewer multiply-adds end before other threads have woken up, and use one thread."""
 
 _MAX_GROUP_INPUTS = 256
 """Larger groups are divided, and their scale is repeated."""
@@ -163,25 +159,31 @@ def _codes_of(weight: QuantizedWeight) -> _Codes:
 
 
 class _Packed:
-    """A weight in packed panels of outputs."""
+    """A weight in packed panels of outputs. Batch-invariant: the bits of a row depend neither on
+    the other rows nor on the number of threads."""
+
+    _num_parts = 1
+    """2 if the weight consists of gate and up projection."""
 
     def __init__(
         self,
         weight: Tensor | QuantizedWeight,
         library: Library,
         memory: HugeMemory,
-        dtype: torch.dtype | None,
-        num_parts: int,
-        consume: bool,
+        dtype: torch.dtype | None = None,
+        *,
+        consume: bool = False,
     ) -> None:
         """Pack a weight into `memory`.
 
-        dtype: of the rows, if the weight is quantized; num_parts: 2 if the weight consists of gate
-        and up projection; consume: see `NativeWeight`.
+        weight: [out_features, in_features], float32, bfloat16 or quantized; dtype: of inputs and
+        outputs if the weight is quantized, float32 or bfloat16; consume: whether the memory of the
+        original is freed while it is packed, so that only a small part is in memory twice. Raises
+        ValueError for unsupported weights.
         """
         self.out_features, self.in_features = weight.shape
         self._consume = consume
-        self._library, self._memory, self._num_parts = library, memory, num_parts
+        self._library, self._memory = library, memory
         self._quantization: dict[str, int] = {}
         self._suffix = ""
         self._order: Tensor | None = None
@@ -206,7 +208,7 @@ class _Packed:
         for first, slices in self._slices():
             parts = [weight[rows] for rows in slices]
             rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-            task = PackTask(weight=rows.data_ptr(), weight_stride=rows.stride(0))
+            task = PackTask(**rows_of(weight=rows))
             self._pack(kernel, task, first, rows.shape[0], row_bytes)
             self._discard(weight, slices)
 
@@ -326,16 +328,13 @@ class _Packed:
         if self._order is not None:
             rows = self._permute(rows, self._order)
         num_products = num_rows * self.in_features * self.out_features
-        num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
+        num_threads = threads.count_for(num_products, _SERIAL_PRODUCTS)
         task = LinearTask(
             num_threads=num_threads,
             num_rows=count_address(num_rows),
-            x=rows.data_ptr(),
-            x_stride=rows.stride(0),
+            **rows_of(x=rows, y=y),
             weight=self.address,
             bias=address(bias),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             in_features=self.in_features,
             out_features=self.out_features,
             activation=activation,
@@ -349,48 +348,25 @@ class _Packed:
         y = new_rows(num_rows, size, rows.dtype)
         task = PermuteTask(
             num_rows=count_address(num_rows),
-            x=rows.data_ptr(),
-            x_stride=rows.stride(0),
+            **rows_of(x=rows, y=y),
             order=order.data_ptr(),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             size=size,
         )
-        num_threads = torch.get_num_threads() if rows.numel() > _SERIAL_NUMBERS else 1
-        launch(self._library.kernel(f"permute_{DTYPES[rows.dtype]}"), task, num_threads)
+        kernel = self._library.kernel(f"permute_{DTYPES[rows.dtype]}")
+        launch(kernel, task, threads.count_for(rows.numel()))
         return y
 
 
 class NativeWeight(_Packed):
-    """The weight of a linear layer, packed for the C++ kernels. Implements `PackedWeight`.
+    """The weight of a linear layer, packed for the C++ kernels. Implements `PackedWeight`."""
 
-    Batch-invariant: the bits of a row depend neither on the other rows nor on the number of
-    threads.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor | QuantizedWeight,
-        library: Library,
-        memory: HugeMemory,
-        dtype: torch.dtype | None = None,
-        *,
-        consume: bool = False,
-    ) -> None:
-        """Pack a weight into `memory`.
-
-        weight: [out_features, in_features], float32, bfloat16 or quantized; dtype: of inputs and
-        outputs if the weight is quantized, float32 or bfloat16; consume: whether the memory of the
-        original is freed while it is packed, so that only a small part is in memory twice. Raises
-        ValueError for unsupported weights.
-        """
-        super().__init__(weight, library, memory, dtype, num_parts=1, consume=consume)
-        name = DTYPES[self.dtype]
-        self._kernels = {
-            self.dtype: self._kernel(f"linear_{name}"),
-            torch.float32: self._kernel(_to_float32(name)),
-        }
-        self._gather = self._kernel(f"gather_{name}")
+    @cached_property
+    def _kernels(self) -> dict[torch.dtype, Kernel]:
+        """By dtype of the outputs."""
+        names = {self.dtype: DTYPES[self.dtype], torch.float32: "float32"}
+        if self.dtype != torch.float32:
+            names[torch.float32] = f"{DTYPES[self.dtype]}_float32"
+        return {dtype: self._kernel(f"linear_{name}") for dtype, name in names.items()}
 
     def apply(
         self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
@@ -415,38 +391,29 @@ class NativeWeight(_Packed):
         task = GatherTask(
             batch=ctypes.addressof(batch_of(num_rows, token_ids=token_ids)),
             packed=self.address,
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
+            **rows_of(y=y),
             in_features=self.in_features,
             out_features=self.out_features,
             **self._quantization,
         )
-        launch(self._gather, task, max(1, min(torch.get_num_threads(), num_rows)))
+        kernel = self._kernel(f"gather_{DTYPES[self.dtype]}")
+        launch(kernel, task, max(1, min(torch.get_num_threads(), num_rows)))
         return y
 
 
 class NativeGatedWeight(_Packed):
-    """The weights of activation(x @ G.T) * (x @ U.T), computed without storing both products.
+    """The weights of activation(x @ G.T) * (x @ U.T), computed without storing both products."""
 
-    Batch-invariant, like `NativeWeight`.
-    """
+    _num_parts = 2
 
     def __init__(
-        self,
-        weight: Tensor | QuantizedWeight,
-        activation: str,
-        library: Library,
-        memory: HugeMemory,
-        dtype: torch.dtype | None = None,
-        *,
-        consume: bool = False,
+        self, weight: Tensor | QuantizedWeight, activation: str, *arguments: Any, **options: Any
     ) -> None:
-        """Pack the weights into `memory`.
+        """Pack the weights: G, then U, [2 * size, in_features].
 
-        weight: G, then U, [2 * size, in_features]; activation: one of `reference.ACTIVATIONS`;
-        dtype, consume: as for `NativeWeight`.
+        activation: one of `reference.ACTIVATIONS`; the others: as for `NativeWeight`.
         """
-        super().__init__(weight, library, memory, dtype, num_parts=2, consume=consume)
+        super().__init__(weight, *arguments, **options)
         self._product = self._kernel(f"gated_linear_{DTYPES[self.dtype]}")
         self._activation = reference.ACTIVATIONS.index(activation)
 
@@ -456,7 +423,3 @@ class NativeGatedWeight(_Packed):
         y = new_rows(rows.shape[0], self.out_features // 2, self.dtype)
         self._multiply(self._product, rows, bias, y, self._activation)
         return y
-
-
-def _to_float32(name: str) -> str:
-    return "linear_float32" if name == "float32" else f"linear_{name}_float32"

@@ -20,6 +20,13 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def rows_of(**tensors: Tensor | None) -> dict[str, int]:
+    """The fields of a task for some tensors: the address of each, and in `NAME_stride` the distance
+    of its rows, in elements."""
+    strides = {f"{name}_stride": t.stride(0) for name, t in tensors.items() if t is not None}
+    return {**{name: address(tensor) for name, tensor in tensors.items()}, **strides}
+
+
 class Batch(NativeStruct):
     """`pagewire::Batch` in src/batch.h."""
 

@@ -43,6 +43,15 @@ local = _Local()
 """`is_recording`: whether this thread is recording a program, so that kernels must not run."""
 
 
+_SERIAL_NUMBERS = 1 << 14
+
+
+def count_for(work: int, serial: int = _SERIAL_NUMBERS) -> int:
+    """The number of threads for some work: one if it is at most `serial`, as it would end before
+    others have woken up. work: by default the numbers that are computed."""
+    return torch.get_num_threads() if work > serial else 1
+
+
 def run(kernel: Kernel, task: int, num_threads: int) -> None:
     """Run `kernel` on up to `num_threads` threads, including the calling one.
 

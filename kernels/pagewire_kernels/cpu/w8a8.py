@@ -5,17 +5,16 @@ from ctypes import c_float
 import torch
 from torch import Tensor
 
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.native_library import Library, NativeStruct
 from pagewire_kernels.cpu.program import count_address, launch, new_rows
-from pagewire_kernels.cpu.tasks import int64s
+from pagewire_kernels.cpu.tasks import int64s, rows_of
 from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
 
 _HEADER_BYTES, _MOST_LANES = 64, 16
 _MAX_INPUTS = 1 << 16
 """Sums of more products may overflow 32 bits."""
-
-_SERIAL_NUMBERS = 1 << 14
-"""Fewer numbers are quantized before other threads have woken up, and use one thread."""
 
 
 class QuantizeRowsTask(NativeStruct):
@@ -55,17 +54,13 @@ def quantize_rows(library: Library, rows: Tensor, activations: Int8Activations) 
     y = new_rows(num_rows, _HEADER_BYTES + num_bytes, torch.uint8)
     task = QuantizeRowsTask(
         num_rows=count_address(num_rows),
-        x=rows.data_ptr(),
-        x_stride=rows.stride(0),
-        y=y.data_ptr(),
-        y_stride=y.stride(0),
+        **rows_of(x=rows, y=y),
         size=size,
         is_symmetric=activations.symmetric,
         has_vnni=vnni,
         scale=activations.scale or 0.0,
         zero_point=activations.zero_point,
     )
-    name = str(rows.dtype).removeprefix("torch.")
-    num_threads = torch.get_num_threads() if rows.numel() > _SERIAL_NUMBERS else 1
-    launch(library.kernel(f"quantize_rows_{name}"), task, num_threads)
+    kernel = library.kernel(f"quantize_rows_{DTYPES[rows.dtype]}")
+    launch(kernel, task, threads.count_for(rows.numel()))
     return y

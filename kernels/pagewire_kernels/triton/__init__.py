@@ -19,7 +19,7 @@ device, so all can be captured in a CUDA graph, except `move_blocks` with `pairs
 """
 
 from pagewire_kernels.triton.attention import Launch, choose_launch, paged_attention
-from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels, write_rows
+from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels
 from pagewire_kernels.triton.kv_cache import move_blocks, write_kv
 from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm
 from pagewire_kernels.triton.linear import InvariantWeight, linear
@@ -48,5 +48,4 @@ __all__ = [
     "rotate_and_write_kv",
     "sample",
     "write_kv",
-    "write_rows",
 ]

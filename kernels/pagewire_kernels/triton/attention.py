@@ -22,13 +22,15 @@ import triton
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.interface import FLOATS
 from pagewire_kernels.triton.attention_kernels import attend, plan_splits, reduce_splits
 from pagewire_kernels.triton.checks import (
-    FLOATS,
+    dense,
     expect,
     expect_cache,
     expect_dtype,
     expect_rows,
+    expect_tensors,
 )
 from pagewire_kernels.triton.launch import LayoutLaunch, layout_launch, layouts, run
 
@@ -192,6 +194,7 @@ def paged_attention(
     `batch_invariant`. Raises TypeError or ValueError for tensors of unsupported dtypes, shapes or
     strides.
     """
+    query = dense(query)
     num_tokens, num_heads = query.shape[:2]
     output = query.new_empty(query.shape)
     if num_tokens == 0:
@@ -206,24 +209,16 @@ def paged_attention(
     prepared = metadata.plans.get(given)
     if prepared is None:
         _check(query, key_cache, value_cache, metadata)
-        prepared = metadata.plans[given] = [
-            *_prepared(
-                query,
-                (key_cache, value_cache),
-                metadata,
-                launch,
-                features,
-                batch_invariant=batch_invariant,
-            )
-        ]
+        launches = _prepared(query, key_cache, metadata, launch, features, batch_invariant)
+        prepared = metadata.plans[given] = [*launches]
     sinks = output if sinks is None else sinks
     alibi_slopes = output if alibi_slopes is None else alibi_slopes
     layer = output, query, key_cache, value_cache, sinks, alibi_slopes
     scale, soft_cap = scale * key_scale, soft_cap or 1.0
-    for part in prepared:
-        run(part.attend, layer, scale, soft_cap, value_scale)
-        if part.reduce is not None:
-            run(part.reduce, (output, sinks), value_scale)
+    for attend_launch, reduce_launch in prepared:
+        run(attend_launch, layer, scale, soft_cap, value_scale)
+        if reduce_launch is not None:
+            run(reduce_launch, (output, sinks), value_scale)
     return output
 
 
@@ -236,26 +231,18 @@ class _Features(NamedTuple):
     has_alibi: bool
 
 
-class _Prepared(NamedTuple):
-    """The launches for a part of a batch: what is the same for all layers of a step."""
-
-    attend: LayoutLaunch
-    reduce: LayoutLaunch | None
-    """That of `reduce_splits`, if the part is split."""
-
-
 def _prepared(
     query: Tensor,
-    caches: tuple[Tensor, Tensor],
+    key_cache: Tensor,
     metadata: AttentionMetadata,
     launch: Launch | None,
     features: _Features,
-    *,
     batch_invariant: bool,
-) -> Iterator[_Prepared]:
-    """Yield the launches of the parts of a batch."""
+) -> Iterator[tuple[LayoutLaunch, LayoutLaunch | None]]:
+    """Yield what is the same for all layers of a step: the launches of `attend` for the parts of a
+    batch, and of `reduce_splits`, if the part is split."""
     num_tokens, num_heads, head_dim = query.shape
-    block_size, num_kv_heads = caches[0].shape[1:3]
+    block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     whole = _whole(metadata, num_tokens)
@@ -274,12 +261,10 @@ def _prepared(
         num_tiles = chosen.num_planned if is_planned else part.num_seqs
         if not part.is_decode:
             num_tiles += part.num_tokens // tile_tokens
-        partial_shape: tuple[int, ...] = (0, num_heads, padded_dim)
-        if is_planned:
-            partial_shape = (chosen.num_planned, num_heads, padded_dim)
-        elif chosen.num_splits > 1:
-            partial_shape = (chosen.num_splits, part.num_tokens, num_heads, padded_dim)
         is_split = is_planned or chosen.num_splits > 1
+        partial_rows = (chosen.num_splits, part.num_tokens) if is_split else (0,)
+        if is_planned:
+            partial_rows = (chosen.num_planned,)
         num_rows = part.num_seqs if part.is_decode else part.num_tokens
         window = features.sliding_window
         counts = (part.first_seq, part.num_seqs, part.num_tokens, chosen.num_splits, window or 0)
@@ -296,47 +281,41 @@ def _prepared(
         }
         # Output and sums of splits, which one layer after another overwrites.
         partials = (
-            query.new_empty(partial_shape, dtype=torch.float32),
-            query.new_empty((*partial_shape[:-1], 2), dtype=torch.float32),
+            query.new_empty((*partial_rows, num_heads, size), dtype=torch.float32)
+            for size in (padded_dim, 2)
         )
-        lengths = part.query_start, part.context_lens
         plan = _plan(part, chosen) if is_planned else part.context_lens  # not read without a plan
+        inputs = *partials, part.query_start, part.context_lens
         reduce = None
         if is_split:
             reduce = layout_launch(
                 reduce_splits,
                 (num_rows, num_heads),
                 (*counts, num_heads * head_dim),
-                (*partials, *lengths, plan),
+                (*inputs, plan),
                 num_warps=1,
                 **shared,
             )
-        yield _Prepared(
-            attend=layout_launch(
-                attend,
-                (num_tiles * num_kv_heads, 1 if is_planned else chosen.num_splits),
-                (
-                    *counts,
-                    *query.stride()[:2],
-                    num_heads * head_dim,
-                    *(stride for cache in caches for stride in cache.stride()[:3]),
-                    metadata.block_tables.stride(0),
-                ),
-                (*partials, *lengths, metadata.block_tables, plan),
-                HAS_CAP=features.has_cap,
-                HAS_ALIBI=features.has_alibi,
-                IS_SPLIT=is_split,
-                BLOCK_SIZE=block_size,
-                NUM_KV_HEADS=num_kv_heads,
-                GROUP=group,
-                TILE_TOKENS=tile_tokens,
-                TILE_ROWS=chosen.tile_rows,
-                num_warps=chosen.num_warps,
-                num_stages=chosen.num_stages,
-                **shared,
-            ),
-            reduce=reduce,
+        strides = *query.stride()[:2], num_heads * head_dim, *key_cache.stride()[:3]
+        grid = num_tiles * num_kv_heads, 1 if is_planned else chosen.num_splits
+        attend_launch = layout_launch(
+            attend,
+            grid,
+            (*counts, *strides, metadata.block_tables.stride(0)),
+            (*inputs, metadata.block_tables, plan),
+            HAS_CAP=features.has_cap,
+            HAS_ALIBI=features.has_alibi,
+            IS_SPLIT=is_split,
+            BLOCK_SIZE=block_size,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            TILE_TOKENS=tile_tokens,
+            TILE_ROWS=chosen.tile_rows,
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
+            **shared,
         )
+        yield attend_launch, reduce
 
 
 def _plan(part: Part, launch: Launch) -> Tensor:
@@ -414,19 +393,15 @@ def _check(
     expect_dtype("query", query, *FLOATS)
     expect_cache(key_cache, value_cache, query.dtype)
     num_kv_heads, head_dim = key_cache.shape[2:]
-    expect_rows("query", query, None, None, head_dim)
+    num_seqs, int32 = len(metadata.context_lens), (torch.int32,)
+    expect_tensors(
+        ("query", query, FLOATS, (None, None, head_dim)),
+        ("query_start", metadata.query_start, int32, (num_seqs + 1,)),
+        ("context_lens", metadata.context_lens, int32, (num_seqs,)),
+        ("block_tables", metadata.block_tables, int32, (num_seqs, None)),
+    )
     expect(
         query.shape[1] % num_kv_heads == 0,
         f"query: expected a multiple of {num_kv_heads} heads, as in the cache, got"
         f" {query.shape[1]}",
     )
-    num_seqs = len(metadata.context_lens)
-    for name, tensor in (
-        ("query_start", metadata.query_start),
-        ("context_lens", metadata.context_lens),
-        ("block_tables", metadata.block_tables),
-    ):
-        expect_dtype(name, tensor, torch.int32)
-        expect(tensor.stride(-1) == 1, f"{name}: expected a dense last axis")
-    expect_rows("query_start", metadata.query_start, num_seqs + 1)
-    expect_rows("block_tables", metadata.block_tables, num_seqs, None)

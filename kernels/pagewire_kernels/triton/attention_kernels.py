@@ -66,97 +66,59 @@ def _tanh(x):
 
 
 @triton.jit
-def _scores(
-    query,
-    keys,
-    key_at,
-    row_at,
-    slopes,
-    scale,
-    soft_cap,
-    window,
-    HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-):
-    """Scores in base two; minus infinity for keys that a row does not see."""
+def _scores(tile, keys, key_at, numbers):
+    """Scores in base two; minus infinity for keys that a row does not see. See `_attend_span`."""
+    query, row_at, slopes = tile
+    scale, soft_cap, window = numbers
     products = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    if HAS_CAP:
+    if soft_cap is not None:
         scores = _tanh(products * (scale / soft_cap)) * (soft_cap * LOG2_E)
     else:
         scores = products * (scale * LOG2_E)
     distance = row_at[:, None] - key_at[None, :]
-    if HAS_ALIBI:
+    if slopes is not None:
         scores -= (slopes * LOG2_E)[:, None] * distance
     is_visible = distance >= 0
-    if HAS_WINDOW:
+    if window is not None:
         is_visible = is_visible & (distance < window)
     return tl.where(is_visible, scores, float("-inf"))
 
 
 @triton.jit
 def _attend_span(
-    query,
+    tile,
     begin,
     end,
     first_key,
-    row_at,
-    slopes,
-    table,
-    key_cache,
-    value_cache,
-    key_block_stride,
-    key_token_stride,
-    value_block_stride,
-    value_token_stride,
-    scale,
-    soft_cap,
-    window,
-    HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
+    numbers,
+    cache,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
 ):
     """Attention of a tile over keys `begin` (a multiple of TILE_KEYS) to `end`.
 
-    Keys before `first_key`, the first that a row of the tile sees, are not read: blocks before a
-    window may have been released, so they may hold NaN, or be -1 in the table. Returns the maximum
-    score and the sum of weights of each row, and the weighted sum of values.
+    tile: queries, their positions, and slopes of their heads or None; numbers: scale, soft cap and
+    window, None if there is none; cache: block table, keys, values, and strides of blocks and of
+    tokens. Keys before `first_key`, the first that a row of the tile sees, are not read: blocks
+    before a window may have been released, so they may hold NaN, or be -1 in the table. Returns the
+    maximum score and the sum of weights of each row, and the weighted sum of values.
     """
-    maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    output = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
-    column = tl.arange(0, PADDED_DIM)
+    query, (table, key_cache, value_cache, block_stride, token_stride) = tile[0], cache
+    maximum, total, output = _nothing(query)
+    column = tl.arange(0, query.shape[1])
     for start in range(begin, end, TILE_KEYS):
         key_at = start + tl.arange(0, TILE_KEYS)
         is_inside = key_at < end
-        if HAS_WINDOW:
+        if numbers[2] is not None:
             is_inside = is_inside & (key_at >= first_key)
         block = tl.load(table + key_at // BLOCK_SIZE, mask=is_inside, other=0).to(tl.int64)
-        offset = key_at % BLOCK_SIZE
         mask = is_inside[:, None] & (column < HEAD_DIM)[None, :]
-        key_row = block * key_block_stride + offset * key_token_stride
-        keys = tl.load(key_cache + key_row[:, None] + column[None, :], mask=mask, other=0.0)
-        value_row = block * value_block_stride + offset * value_token_stride
-        values = tl.load(value_cache + value_row[:, None] + column[None, :], mask=mask, other=0.0)
+        row = block * block_stride + key_at % BLOCK_SIZE * token_stride
+        keys = tl.load(key_cache + row[:, None] + column[None, :], mask=mask, other=0.0)
+        values = tl.load(value_cache + row[:, None] + column[None, :], mask=mask, other=0.0)
 
-        scores = _scores(
-            query,
-            keys.to(query.dtype),
-            key_at,
-            row_at,
-            slopes,
-            scale,
-            soft_cap,
-            window,
-            HAS_CAP,
-            HAS_WINDOW,
-            HAS_ALIBI,
-        )
+        scores = _scores(tile, keys.to(query.dtype), key_at, numbers)
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp2(scores - _finite(higher)[:, None])
         shrink = tl.exp2(maximum - _finite(higher))
@@ -167,6 +129,14 @@ def _attend_span(
         )
         maximum = higher
     return maximum, total, output
+
+
+@triton.jit
+def _nothing(query):
+    """Maximum, sum and weighted values of no keys for the rows of a tile."""
+    maximum = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    return maximum, total, tl.zeros([query.shape[0], query.shape[1]], tl.float32)
 
 
 @triton.jit
@@ -265,12 +235,9 @@ def attend(
     query_token_stride,
     query_head_stride,
     output_token_stride,
-    key_block_stride,
-    key_token_stride,
-    key_head_stride,
-    value_block_stride,
-    value_token_stride,
-    value_head_stride,
+    block_stride,
+    token_stride,
+    head_stride,
     table_stride,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -337,9 +304,9 @@ def attend(
     token = (seq_start + token).to(tl.int64)
     query_row = token * query_token_stride + head * query_head_stride
     query = tl.load(query_pointer + query_row[:, None] + column[None, :], mask=mask, other=0.0)
-    slopes = tl.zeros([TILE_ROWS], tl.float32)
+    tile_rows = query, row_at, None
     if HAS_ALIBI:
-        slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
+        tile_rows = query, row_at, tl.load(alibi_slopes + head, mask=is_row, other=0.0)
 
     begin, first_key = 0, 0
     if HAS_WINDOW:
@@ -347,16 +314,16 @@ def attend(
         begin = first_key // TILE_KEYS * TILE_KEYS
     end = context_len - query_len + tl.minimum(first + TILE_TOKENS, query_len)
     table = block_tables + (first_seq + seq).to(tl.int64) * table_stride
-    key_cache += kv_head.to(tl.int64) * key_head_stride
-    value_cache += kv_head.to(tl.int64) * value_head_stride
+    key_cache += kv_head.to(tl.int64) * head_stride
+    value_cache += kv_head.to(tl.int64) * head_stride
+    cache = table, key_cache, value_cache, block_stride, token_stride
+    numbers = scale, soft_cap if HAS_CAP else None, window if HAS_WINDOW else None
     split_tokens = _split_tokens(context_len, num_splits, SPLIT_TOKENS, TILE_KEYS)
     if IS_PLANNED:
         split_tokens = tl.load(plan + num_seqs + 1)
 
     # Without IS_SPLIT, splits of a fixed size are computed and merged here one by one.
-    maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    output = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    maximum, total, output = _nothing(query)
     first_span, step = begin, tl.maximum(end - begin, 1)
     if IS_SPLIT:
         begin = tl.maximum(begin, split * split_tokens)
@@ -367,58 +334,13 @@ def attend(
         first_span, step = begin // SPLIT_TOKENS * SPLIT_TOKENS, SPLIT_TOKENS
     if IS_SPLIT or SPLIT_TOKENS == 0:
         maximum, total, output = _attend_span(
-            query,
-            begin,
-            end,
-            first_key,
-            row_at,
-            slopes,
-            table,
-            key_cache,
-            value_cache,
-            key_block_stride,
-            key_token_stride,
-            value_block_stride,
-            value_token_stride,
-            scale,
-            soft_cap,
-            window,
-            HAS_CAP,
-            HAS_WINDOW,
-            HAS_ALIBI,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            TILE_ROWS,
-            TILE_KEYS,
-            PADDED_DIM,
+            tile_rows, begin, end, first_key, numbers, cache, BLOCK_SIZE, HEAD_DIM, TILE_KEYS
         )
     else:
         for span in range(first_span, end, step):
+            first, last = tl.maximum(begin, span), tl.minimum(end, span + step)
             part_maximum, part_total, part = _attend_span(
-                query,
-                tl.maximum(begin, span),
-                tl.minimum(end, span + step),
-                first_key,
-                row_at,
-                slopes,
-                table,
-                key_cache,
-                value_cache,
-                key_block_stride,
-                key_token_stride,
-                value_block_stride,
-                value_token_stride,
-                scale,
-                soft_cap,
-                window,
-                HAS_CAP,
-                HAS_WINDOW,
-                HAS_ALIBI,
-                BLOCK_SIZE,
-                HEAD_DIM,
-                TILE_ROWS,
-                TILE_KEYS,
-                PADDED_DIM,
+                tile_rows, first, last, first_key, numbers, cache, BLOCK_SIZE, HEAD_DIM, TILE_KEYS
             )
             maximum, total, output = _merge(maximum, total, output, part_maximum, part_total, part)
     if is_partial:

@@ -1,42 +1,17 @@
 """The `triton` attention backend and layer kernels."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.interface import Abilities
+from pagewire_kernels.interface import Abilities, AttentionOptions
 from pagewire_kernels.triton.attention import paged_attention
 from pagewire_kernels.triton.kv_cache import write_kv
 from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm
 from pagewire_kernels.triton.rotary import rotate_and_write_kv
-
-
-def write_rows(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> None:
-    """Write each row's key and value to its slot; as `reference.write_kv`, for any strides."""
-    write_kv(
-        _dense(key),
-        _dense(value),
-        key_cache,
-        value_cache,
-        slot_mapping,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
-
-
-def _dense(rows: Tensor) -> Tensor:
-    """The rows with a dense last axis, copied if necessary."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 class TritonBackend:
@@ -51,7 +26,7 @@ class TritonBackend:
 
     abilities = Abilities(fp8_cache=True, batch_invariant=True)
 
-    write_kv = staticmethod(write_rows)
+    write_kv = staticmethod(write_kv)
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
@@ -62,29 +37,12 @@ class TritonBackend:
         key_cache: Tensor,
         value_cache: Tensor,
         metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
+        **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """Causal attention of flattened query rows; as `reference.paged_attention`."""
+        is_invariant = self._batch_invariant
         return paged_attention(
-            _dense(query),
-            key_cache,
-            value_cache,
-            metadata,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            batch_invariant=self._batch_invariant,
+            query, key_cache, value_cache, metadata, batch_invariant=is_invariant, **options
         )
 
 

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.triton.checks import expect, expect_dtype, expect_rows
+from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.triton.checks import expect, expect_tensors
 from pagewire_kernels.triton.launch import LayoutLaunch, derived, layout_launch, run
-from pagewire_kernels.triton.layers import ACTIVATIONS, active
+from pagewire_kernels.triton.layers import active
 
 MAX_ROWS = 4
 MAX_INPUTS = 16384
@@ -115,14 +116,13 @@ def _launch(
     output: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> LayoutLaunch | None:
     num_outputs, num_inputs = weight.shape
-    expect_dtype("rows", rows, *DTYPES)
-    expect_dtype("weight", weight, rows.dtype)
-    expect_rows("rows", rows, None, num_inputs)
+    expect_tensors(
+        ("rows", rows, DTYPES, (None, num_inputs)),
+        ("weight", weight, (rows.dtype,), weight.shape),
+        ("bias", bias, (rows.dtype,), (num_outputs,)),
+    )
     expect(len(rows) <= MAX_ROWS, f"rows: expected at most {MAX_ROWS}, got {len(rows)}")
     expect(can_multiply(weight), f"weight: expected at most {MAX_INPUTS} inputs, got {num_inputs}")
-    if bias is not None:
-        expect_dtype("bias", bias, rows.dtype)
-        expect_rows("bias", bias, num_outputs)
     if output.numel() == 0:
         return None
     tile_inputs = triton.next_power_of_2(num_inputs)

@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pagewire_kernels.batch import move_all
+from pagewire_kernels.interface import FLOATS, FP8
 from pagewire_kernels.triton.checks import (
-    FLOATS,
-    FP8,
     FP8_MAX,
+    dense,
     expect,
     expect_cache,
     expect_dtype,
-    expect_rows,
+    expect_tensors,
 )
 
 FP8_LIMIT = tl.constexpr(FP8_MAX)
@@ -56,12 +56,9 @@ def _write(
     key_head_stride,
     value_token_stride,
     value_head_stride,
-    key_block_stride,
-    key_slot_stride,
-    key_cache_head_stride,
-    value_block_stride,
-    value_slot_stride,
-    value_cache_head_stride,
+    block_stride,
+    slot_stride,
+    cache_head_stride,
     BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -79,14 +76,9 @@ def _write(
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     keys = tl.load(key + token * key_token_stride + head * key_head_stride + column, mask)
     values = tl.load(value + token * value_token_stride + head * value_head_stride + column, mask)
-    key_at = block * key_block_stride + offset * key_slot_stride + head * key_cache_head_stride
-    value_at = (
-        block * value_block_stride + offset * value_slot_stride + head * value_cache_head_stride
-    )
-    tl.store(key_cache + key_at + column, to_cache(keys, key_scale, key_cache, IS_FP8), mask)
-    tl.store(
-        value_cache + value_at + column, to_cache(values, value_scale, value_cache, IS_FP8), mask
-    )
+    at = block * block_stride + offset * slot_stride + head * cache_head_stride + column
+    tl.store(key_cache + at, to_cache(keys, key_scale, key_cache, IS_FP8), mask)
+    tl.store(value_cache + at, to_cache(values, value_scale, value_cache, IS_FP8), mask)
 
 
 def write_kv(
@@ -100,15 +92,16 @@ def write_kv(
     value_scale: float = 1.0,
 ) -> None:
     """Write each row's key and value to its slot; as `reference.write_kv`."""
+    key, value = dense(key), dense(value)
     expect_dtype("key", key, *FLOATS)
-    expect_dtype("value", value, key.dtype)
-    expect_dtype("slot_mapping", slot_mapping, torch.int64)
     expect_cache(key_cache, value_cache, key.dtype)
     block_size, num_heads, head_dim = key_cache.shape[1:]
-    expect_rows("slot_mapping", slot_mapping, None)
     num_tokens = len(slot_mapping)
-    expect_rows("key", key, num_tokens, num_heads, head_dim)
-    expect_rows("value", value, num_tokens, num_heads, head_dim)
+    expect_tensors(
+        ("slot_mapping", slot_mapping, (torch.int64,), (None,)),
+        ("key", key, (key.dtype,), (num_tokens, num_heads, head_dim)),
+        ("value", value, (key.dtype,), (num_tokens, num_heads, head_dim)),
+    )
     if num_tokens == 0:
         return
     tile = min(1024, triton.next_power_of_2(num_heads * head_dim))
@@ -123,7 +116,6 @@ def write_kv(
         *key.stride()[:2],
         *value.stride()[:2],
         *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
         BLOCK_SIZE=block_size,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
@@ -167,8 +159,7 @@ def move_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     without synchronization if `pairs` is in host memory. Raises TypeError or ValueError for
     unsupported tensors.
     """
-    expect_dtype("pairs", pairs, torch.int64)
-    expect_rows("pairs", pairs, None, 2)
+    expect_tensors(("pairs", pairs, (torch.int64,), (None, 2)))
     expect_dtype("target", target, source.dtype)
     expect(
         source.shape[1:] == target.shape[1:],

@@ -5,14 +5,16 @@ separate addition; one program computes a row, which it holds in registers. An a
 or two elements and writes one.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.interface import FLOATS
+from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.triton.checks import expect, expect_tensors
 from pagewire_kernels.triton.launch import LayoutLaunch, derived, layout_launch, run
 
 MAX_SIZE = 32768
@@ -32,33 +34,7 @@ def _row(x, residual, mask, HAS_RESIDUAL: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(
-    output,
-    x,
-    residual,
-    weight,
-    eps,
-    output_stride,
-    x_stride,
-    residual_stride,
-    SIZE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, TILE)
-    mask = column < SIZE
-    values = _row(
-        x + row * x_stride + column, residual + row * residual_stride + column, mask, HAS_RESIDUAL
-    )
-    mean = tl.sum(values * values, axis=0) / SIZE
-    weights = tl.load(weight + column, mask, other=0.0).to(tl.float32)
-    values = values * tl.rsqrt(mean + eps) * weights
-    tl.store(output + row * output_stride + column, values.to(output.dtype.element_ty), mask)
-
-
-@triton.jit
-def _layer_norm(
+def _norm(
     output,
     x,
     residual,
@@ -70,32 +46,34 @@ def _layer_norm(
     residual_stride,
     SIZE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    IS_AFFINE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    IS_RMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Program (row): RMS norm, or layer norm, which has both weight and bias or neither."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < SIZE
     values = _row(
         x + row * x_stride + column, residual + row * residual_stride + column, mask, HAS_RESIDUAL
     )
-    mean = tl.sum(values, axis=0) / SIZE
-    values = tl.where(mask, values - mean, 0.0)
+    if not IS_RMS:
+        mean = tl.sum(values, axis=0) / SIZE
+        values = tl.where(mask, values - mean, 0.0)
     variance = tl.sum(values * values, axis=0) / SIZE
+    if HAS_WEIGHT:
+        weights = tl.load(weight + column, mask, other=0.0).to(tl.float32)
     values = values * tl.rsqrt(variance + eps)
-    if IS_AFFINE:
-        values = values * tl.load(weight + column, mask, other=0.0).to(tl.float32)
-        values = values + tl.load(bias + column, mask, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:
+        values = values * weights
+        if not IS_RMS:
+            values = values + tl.load(bias + column, mask, other=0.0).to(tl.float32)
     tl.store(output + row * output_stride + column, values.to(output.dtype.element_ty), mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """x / rms(x) * weight, after adding x to the residual if given; as `reference.rms_norm`."""
-    launch = derived(_rms_norm_launch, x, weight, residual)
-    output = x.new_empty(x.shape)
-    if launch is not None:
-        run(launch, (output, x, x if residual is None else residual, weight), eps)
-    return output
+    return _normed(_rms_norm_launch, eps, x, residual, weight, None)
 
 
 def layer_norm(
@@ -106,66 +84,61 @@ def layer_norm(
     residual: Tensor | None = None,
 ) -> Tensor:
     """(x - mean) / deviation * weight + bias; as `reference.layer_norm`."""
-    launch = derived(_layer_norm_launch, x, weight, bias, residual)
+    return _normed(_layer_norm_launch, eps, x, residual, weight, bias)
+
+
+def _normed(
+    derive: Callable[..., LayoutLaunch | None], eps: float, x: Tensor, *others: Tensor | None
+) -> Tensor:
+    """others: residual, weight and bias."""
+    launch = derived(derive, x, *others)
     output = x.new_empty(x.shape)
     if launch is not None:
-        absent = (x if tensor is None else tensor for tensor in (residual, weight, bias))
-        run(launch, (output, x, *absent), eps)
+        run(launch, (output, x, *(x if tensor is None else tensor for tensor in others)), eps)
     return output
 
 
-def _rms_norm_launch(x: Tensor, weight: Tensor, residual: Tensor | None) -> LayoutLaunch | None:
-    _check_norm(x, weight, None, residual)
-    return _norm_launch(_rms_norm, x, weight, residual)
-
-
-def _layer_norm_launch(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-) -> LayoutLaunch | None:
-    expect((weight is None) == (bias is None), "weight and bias: expected both or neither")
-    _check_norm(x, weight, bias, residual)
-    return _norm_launch(_layer_norm, x, weight, residual, IS_AFFINE=weight is not None)
-
-
 def _norm_launch(
-    kernel: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, **options: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    is_rms: bool,
 ) -> LayoutLaunch | None:
     """The launch of a norm; None if there are no rows."""
-    num_rows, size = x.shape
-    if num_rows == 0:
+    size = x.shape[-1]
+    if not is_rms:
+        expect((weight is None) == (bias is None), "weight and bias: expected both or neither")
+    expect_tensors(
+        ("x", x, FLOATS, (None, None)),
+        ("weight", weight, FLOATS, (size,)),
+        ("bias", bias, FLOATS, (size,)),
+        ("residual", residual, (x.dtype,), x.shape),
+    )
+    expect(size <= MAX_SIZE, f"x: expected rows of at most {MAX_SIZE}, got {size}")
+    if len(x) == 0:
         return None
     if weight is not None:  # a number also in compiled code, where the shape of x is symbols
         size = weight.shape[0]
     tile = triton.next_power_of_2(size)
     return layout_launch(
-        kernel,
-        (num_rows,),
+        _norm,
+        (len(x),),
         (size, x.stride(0), (x if residual is None else residual).stride(0)),
         HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        IS_RMS=is_rms,
         SIZE=size,
         TILE=tile,
         num_warps=min(16, max(1, tile // 512)),
         enable_fp_fusion=False,
-        **options,
     )
 
 
-def _check_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-) -> None:
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            expect_rows(name, tensor, x.shape[-1])
-            expect_dtype(name, tensor, *FLOATS)
-    expect_dtype("x", x, *FLOATS)
-    expect_rows("x", x, None, None)
-    expect(x.shape[1] <= MAX_SIZE, f"x: expected rows of at most {MAX_SIZE}, got {x.shape[1]}")
-    if residual is not None:
-        expect_dtype("residual", residual, x.dtype)
-        expect_rows("residual", residual, *x.shape)
+_rms_norm_launch = partial(_norm_launch, is_rms=True)
+_layer_norm_launch = partial(_norm_launch, is_rms=False)
 
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 _TILE = 1024
 
@@ -212,7 +185,7 @@ def _act_and_mul(
 def activate(x: Tensor, activation: str) -> Tensor:
     """activation(x), in place; as `reference.activate`."""
     _check_activation(activation)
-    _check_rows("x", x)
+    expect_tensors(("x", x, FLOATS, (None, None)))
     expect(x.is_contiguous(), f"x: expected a contiguous tensor, got strides {x.stride()}")
     if x.numel():
         _activate[(triton.cdiv(x.numel(), _TILE),)](
@@ -244,7 +217,7 @@ def _check_activation(activation: str) -> None:
 
 
 def _act_and_mul_launch(gate_up: Tensor, activation: str) -> LayoutLaunch | None:
-    _check_rows("gate_up", gate_up)
+    expect_tensors(("gate_up", gate_up, FLOATS, (None, None)))
     num_rows, width = gate_up.shape
     expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
     if gate_up.numel() == 0:
@@ -265,8 +238,3 @@ def _act_and_mul_launch(gate_up: Tensor, activation: str) -> LayoutLaunch | None
 _ACT_AND_MUL_LAUNCHES = {
     activation: partial(_act_and_mul_launch, activation=activation) for activation in ACTIVATIONS
 }
-
-
-def _check_rows(name: str, rows: Tensor) -> None:
-    expect_dtype(name, rows, *FLOATS)
-    expect_rows(name, rows, None, None)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.triton.checks import FLOATS, expect_dtype, expect_rows
+from pagewire_kernels.interface import FLOATS
+from pagewire_kernels.triton.checks import dense, expect_tensors
 
 _TILE_ROWS = 64
 GROUP_ROWS = 8
@@ -95,19 +96,16 @@ def linear(
     ValueError for unsupported tensors.
     """
     num_outputs, num_inputs = weight.shape
-    expect_dtype("rows", rows, *FLOATS)
-    expect_dtype("weight", weight, rows.dtype)
-    expect_rows("rows", rows, None, num_inputs)
-    expect_rows("weight", weight, num_outputs, num_inputs)
-    if bias is not None:
-        expect_dtype("bias", bias, *FLOATS)
-        expect_rows("bias", bias, num_outputs)
+    expect_tensors(
+        ("rows", rows, FLOATS, (None, num_inputs)),
+        ("weight", weight, (rows.dtype,), (num_outputs, num_inputs)),
+        ("bias", bias, FLOATS, (num_outputs,)),
+    )
     output = rows.new_empty((len(rows), num_outputs), dtype=output_dtype or rows.dtype)
     if output.numel() == 0:
         return output
-    tile_outputs = 64 if num_outputs < _NARROW_OUTPUTS else 128
-    if rows.dtype == torch.float32:
-        tile_outputs = 64
+    is_float32 = rows.dtype == torch.float32
+    tile_outputs = 64 if num_outputs < _NARROW_OUTPUTS or is_float32 else 128
     num_tiles = triton.cdiv(len(rows), _TILE_ROWS) * triton.cdiv(num_outputs, tile_outputs)
     _linear[(num_tiles,)](
         output,
@@ -122,10 +120,10 @@ def linear(
         HAS_BIAS=bias is not None,
         TILE_ROWS=_TILE_ROWS,
         TILE_OUTPUTS=tile_outputs,
-        TILE_INPUTS=32 if rows.dtype == torch.float32 else 64,
+        TILE_INPUTS=32 if is_float32 else 64,
         GROUP_ROWS=GROUP_ROWS,
         num_warps=4,
-        num_stages=2 if rows.dtype == torch.float32 else 4,
+        num_stages=2 if is_float32 else 4,
         enable_fp_fusion=False,
     )
     return output
@@ -144,5 +142,4 @@ class InvariantWeight:
     ) -> Tensor:
         """rows @ weight.T + bias. rows: [num_rows, in_features]. Returns [num_rows,
         out_features]."""
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        return linear(rows, self._weight, bias, output_dtype)
+        return linear(dense(rows), self._weight, bias, output_dtype)

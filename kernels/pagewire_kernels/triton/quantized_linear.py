@@ -22,12 +22,10 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.cuda import get_device_capability
 
-from pagewire_kernels.quantized_weight import QuantizedWeight
-from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.interface import FLOATS
+from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight
+from pagewire_kernels.triton.checks import dense, expect, expect_dtype, expect_tensors
 from pagewire_kernels.triton.linear import GROUP_ROWS, tile_of
-
-_GROUP_INPUTS = 16
-"""Group sizes are multiples of this, the shortest run that `tl.dot` supports."""
 
 _MAX_RUN = 64
 _TILE_OUTPUTS = 64
@@ -239,7 +237,7 @@ def _gather(
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
     """Whether the kernels support the group size of a weight."""
-    return weight.group_size % _GROUP_INPUTS == 0
+    return weight.group_size % GROUP_INPUTS == 0
 
 
 class TritonQuantizedWeight:
@@ -262,7 +260,7 @@ class TritonQuantizedWeight:
         """
         if has_float8 is None:
             has_float8 = device.type != "cuda" or get_device_capability(device) >= (8, 9)
-        expect(can_pack_codes(weight), f"groups: expected a multiple of {_GROUP_INPUTS} inputs")
+        expect(can_pack_codes(weight), f"groups: expected a multiple of {GROUP_INPUTS} inputs")
         self.out_features, self.in_features = weight.shape
         self._dtype, self._is_invariant = dtype, batch_invariant
         self._order = None if weight.order is None else weight.order.to(device)
@@ -326,12 +324,11 @@ class TritonQuantizedWeight:
         """rows @ weight.T + bias. rows: [num_rows, in_features]. Returns [num_rows, out_features],
         in `output_dtype` or the dtype of the rows. Raises TypeError or ValueError for unsupported
         tensors."""
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        expect_dtype("rows", rows, self._dtype)
-        expect_rows("rows", rows, None, self.in_features)
-        if bias is not None:
-            expect_dtype("bias", bias, *FLOATS)
-            expect_rows("bias", bias, self.out_features)
+        rows = dense(rows)
+        expect_tensors(
+            ("rows", rows, (self._dtype,), (None, self.in_features)),
+            ("bias", bias, FLOATS, (self.out_features,)),
+        )
         if self._order is not None:
             rows = rows[:, self._order]
         num_rows, has_bias = len(rows), bias is not None

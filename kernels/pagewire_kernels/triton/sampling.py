@@ -20,8 +20,9 @@ from pagewire_kernels.batch import (
     StepInputs,
     mask_width,
 )
+from pagewire_kernels.interface import FLOATS
 from pagewire_kernels.triton import sampling_kernels
-from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.triton.checks import expect, expect_dtype, expect_rows, expect_tensors
 
 CAPACITY = 2048
 """Maximum number of tokens that are copied to scratch memory to find the cut."""
@@ -38,29 +39,17 @@ def prepare(
     inputs: StepInputs, latest: Tensor, block_tables: Tensor, block_size: int, max_blocks: int
 ) -> PreparedInputs:
     """Prepare a model's inputs in one launch; as `reference.prepare`."""
-    i, device = inputs, latest.device
-    num_tokens, num_seqs = len(i.token_ids), len(i.seq_rows)
-    for name, column, length in (
-        ("token_ids", i.token_ids, num_tokens),
-        ("positions", i.positions, num_tokens),
-        ("slot_mapping", i.slot_mapping, num_tokens),
-        ("token_rows", i.token_rows, num_tokens),
-        ("seq_rows", i.seq_rows, num_seqs),
-        ("context_lens", i.context_lens, num_seqs),
-    ):
+    num_tokens, num_seqs, device = len(inputs.token_ids), len(inputs.seq_rows), latest.device
+    for name, column in inputs._asdict().items():
+        of_seqs = name in ("seq_rows", "context_lens")
         expect_dtype(name, column, torch.int32)
-        expect_rows(name, column, length)
+        expect_rows(name, column, num_seqs if of_seqs else num_tokens)
     tokens = torch.empty((3, num_tokens), dtype=torch.int64, device=device)
     tables = torch.empty((num_seqs, max_blocks), dtype=torch.int32, device=device)
     prepared = PreparedInputs(tokens[0], tokens[1], tokens[2], tables)
     num_programs = max(num_seqs, triton.cdiv(num_tokens, _TILE_INPUTS))
     sampling_kernels.prepare[(num_programs, triton.cdiv(max_blocks, _TILE_INPUTS))](
-        i.token_ids,
-        i.positions,
-        i.slot_mapping,
-        i.token_rows,
-        i.seq_rows,
-        i.context_lens,
+        *inputs,
         latest,
         block_tables,
         *prepared,
@@ -86,10 +75,7 @@ def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
         sampling_kernels.edit[(num_rows, num_tiles)](
             logits,
             tiles,
-            rows.row_ids,
-            rows.positions,
-            rows.mask_rows,
-            rows.bitmask,
+            *rows,
             tables.params,
             tables.counts,
             tables.edit_tokens,
@@ -123,8 +109,7 @@ def sample(
     capacity: see `CAPACITY`.
     """
     num_rows, vocab_size = _check(logits, rows)
-    expect_dtype("outcome", outcome, torch.int64)
-    expect_rows("outcome", outcome, num_rows)
+    expect_tensors(("outcome", outcome, (torch.int64,), (num_rows,)))
     candidates = torch.empty((num_rows, capacity), dtype=torch.float32, device=logits.device)
     if num_rows:
         sampling_kernels.sample[(num_rows,)](
@@ -133,10 +118,7 @@ def sample(
             tiles,
             candidates,
             torch.empty_like(candidates, dtype=torch.int32),
-            rows.row_ids,
-            rows.positions,
-            rows.mask_rows,
-            rows.bitmask,
+            *rows,
             tables.params,
             tables.latest,
             tables.counts,
@@ -157,9 +139,8 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
 
     Takes two passes over the logits, and writes nothing of their size.
     """
-    num_rows, vocab_size = _check_logits(logits)
-    expect_dtype("token_ids", token_ids, torch.int64)
-    expect_rows("token_ids", token_ids, num_rows, None)
+    num_rows, vocab_size = _check_logits(logits, *FLOATS)
+    expect_tensors(("token_ids", token_ids, (torch.int64,), (num_rows, None)))
     num_tokens = token_ids.shape[1]
     expect(num_tokens > 0, "token_ids: expected at least one column")
     output = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=logits.device)
@@ -185,22 +166,16 @@ def _tile(vocab_size: int) -> int:
     return min(_TILE, triton.next_power_of_2(vocab_size))
 
 
-def _check_logits(logits: Tensor) -> tuple[int, int]:
-    expect_dtype("logits", logits, *FLOATS)
-    expect_rows("logits", logits, None, None)
+def _check_logits(logits: Tensor, *dtypes: torch.dtype) -> tuple[int, int]:
+    expect_tensors(("logits", logits, dtypes, (None, None)))
     num_rows, vocab_size = logits.shape
     expect(vocab_size > 0, "logits: expected at least one column")
     return num_rows, vocab_size
 
 
 def _check(logits: Tensor, rows: SamplingRows) -> tuple[int, int]:
-    num_rows, vocab_size = _check_logits(logits)
-    expect_dtype("logits", logits, torch.float32)
-    for name, column in (
-        ("row_ids", rows.row_ids),
-        ("positions", rows.positions),
-        ("mask_rows", rows.mask_rows),
-    ):
+    num_rows, vocab_size = _check_logits(logits, torch.float32)
+    for name, column in zip(rows._fields[:3], rows, strict=False):
         expect_dtype(name, column, torch.int32)
         expect_rows(name, column, num_rows)
     expect_dtype("bitmask", rows.bitmask, torch.int32)

@@ -76,10 +76,23 @@ def _ordered(x):
 
 
 @triton.jit
-def _scaled(values, at, mask, temperature):
-    """Logits divided by the temperature, rounded as in torch; minus infinity outside the mask."""
-    x = tl.load(values + at, mask, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(x, temperature + tl.zeros_like(x))
+def _scaled(row, at):
+    """Return logits of a row divided by the temperature, rounded as in torch, and which are in the
+    row; the others are minus infinity.
+
+    row: logits, their number, the temperature, and the largest logit divided by it.
+    """
+    values, length, temperature, _ = row
+    x = tl.load(values + at, at < length, other=float("-inf")).to(tl.float32)
+    return tl.div_rn(x, temperature + tl.zeros_like(x)), at < length
+
+
+@triton.jit
+def _weights(row, at, cut):
+    """Weights of a row's logits in float64, zero below the cut, and which are kept."""
+    x, mask = _scaled(row, at)
+    is_kept = (_ordered(x) >= cut) & mask
+    return tl.where(is_kept, tl.exp(x - row[3]), 0.0).to(tl.float64), is_kept
 
 
 @triton.jit
@@ -107,34 +120,20 @@ def _of_row(tiles, num_cells, NUM_TILES: tl.constexpr):
 
 
 @triton.jit
-def _weigh(values, length, temperature, maximum, cut, TILE: tl.constexpr):
+def _weigh(row, cut, TILE: tl.constexpr):
     """Return the number of entries at or above the cut, and the sum of their weights."""
     lane = tl.arange(0, TILE)
     counts = lane * 0
     masses = tl.zeros([TILE], tl.float64)
-    for start in range(0, length, TILE):
-        at = start + lane
-        x = _scaled(values, at, at < length, temperature)
-        is_kept = (_ordered(x) >= cut) & (at < length)
+    for start in range(0, row[1], TILE):
+        weights, is_kept = _weights(row, start + lane, cut)
         counts += is_kept.to(tl.int32)
-        masses += tl.where(is_kept, tl.exp(x - maximum), 0.0).to(tl.float64)
+        masses += weights
     return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
 
 
 @triton.jit
-def _find_cut(
-    values,
-    length,
-    temperature,
-    maximum,
-    low,
-    high,
-    ceiling,
-    top_k,
-    top_p,
-    total,
-    TILE: tl.constexpr,
-):
+def _find_cut(row, low, high, ceiling, top_k, top_p, total, TILE: tl.constexpr):
     """Return the largest cut that keeps `top_k` tokens, and of these a share of at least `top_p`.
 
     The cut is at least `low`; that of top-k is below `high`, and that of top-p below `ceiling`.
@@ -142,30 +141,28 @@ def _find_cut(
     """
     while (top_k > 0) & (high - low > 1):
         middle = low + (high - low) // 2
-        count, _ = _weigh(values, length, temperature, maximum, middle, TILE)
+        count, _ = _weigh(row, middle, TILE)
         low = tl.where(count >= top_k, middle, low)
         high = tl.where(count >= top_k, high, middle)
     if top_k > 0:
-        _, total = _weigh(values, length, temperature, maximum, low, TILE)
+        _, total = _weigh(row, low, TILE)
     high = ceiling
     while (top_p < 1.0) & (high - low > 1):
         middle = low + (high - low) // 2
-        _, mass = _weigh(values, length, temperature, maximum, middle, TILE)
+        _, mass = _weigh(row, middle, TILE)
         low = tl.where(mass >= top_p * total, middle, low)
         high = tl.where(mass >= top_p * total, high, middle)
     return low
 
 
 @triton.jit
-def _copy_candidates(
-    values, length, temperature, cut, target_values, target_ids, TILE: tl.constexpr
-):
+def _copy_candidates(row, cut, target_values, target_ids, TILE: tl.constexpr):
     """Copy scaled logits at or above the cut, and their token ids, in the order of ids."""
     num_copied = 0
-    for start in range(0, length, TILE):
+    for start in range(0, row[1], TILE):
         at = start + tl.arange(0, TILE)
-        x = _scaled(values, at, at < length, temperature)
-        is_kept = (_ordered(x) >= cut) & (at < length)
+        x, mask = _scaled(row, at)
+        is_kept = (_ordered(x) >= cut) & mask
         ones = is_kept.to(tl.int32)
         target = num_copied + tl.cumsum(ones, axis=0) - 1
         tl.store(target_values + target, x, is_kept)
@@ -174,22 +171,19 @@ def _copy_candidates(
 
 
 @triton.jit
-def _draw(values, length, temperature, maximum, cut, draw, TILE: tl.constexpr):
+def _draw(row, cut, draw, TILE: tl.constexpr):
     """Return the first index at which the cumulative weight of kept entries exceeds `draw` times
     their total.
 
     If rounding leaves no such index, it is the last one with a positive weight.
     """
-    _, total = _weigh(values, length, temperature, maximum, cut, TILE)
+    _, total = _weigh(row, cut, TILE)
     goal = draw * total
     mass = total * 0.0
     before = mass
     tile = -1
-    for start in range(0, length, TILE):
-        at = start + tl.arange(0, TILE)
-        x = _scaled(values, at, at < length, temperature)
-        is_kept = (_ordered(x) >= cut) & (at < length)
-        weights = tl.where(is_kept, tl.exp(x - maximum), 0.0).to(tl.float64)
+    for start in range(0, row[1], TILE):
+        weights = _weights(row, start + tl.arange(0, TILE), cut)[0]
         tile_mass = tl.sum(weights, axis=0)
         # Remember the last tile with a weight that starts at or before the goal.
         is_next = (mass <= goal) & (tile_mass > 0.0)
@@ -197,9 +191,7 @@ def _draw(values, length, temperature, maximum, cut, draw, TILE: tl.constexpr):
         before = tl.where(is_next, mass, before)
         mass += tile_mass
     at = tile + tl.arange(0, TILE)
-    x = _scaled(values, at, at < length, temperature)
-    is_kept = (_ordered(x) >= cut) & (at < length)
-    weights = tl.where(is_kept, tl.exp(x - maximum), 0.0).to(tl.float64)
+    weights = _weights(row, at, cut)[0]
     is_above = (before + tl.cumsum(weights, axis=0) > goal) & (weights > 0.0)
     first = tl.min(tl.where(is_above, at, 0x7FFFFFFF), axis=0)
     last = tl.max(tl.where(weights > 0.0, at, -1), axis=0)
@@ -207,22 +199,13 @@ def _draw(values, length, temperature, maximum, cut, draw, TILE: tl.constexpr):
 
 
 @triton.jit
-def _choose(
-    logits,
-    candidates,
-    candidate_ids,
-    params,
-    position,
-    largest,
-    first,
-    vocab_size,
-    CAPACITY: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Return the token of a row whose largest logit, at index `first`, is finite.
+def _choose(logits, scratch, params, position, peak, vocab_size, CAPACITY, TILE: tl.constexpr):
+    """Return the token of a row whose largest logit is finite.
 
-    candidates, candidate_ids: scratch memory, [CAPACITY].
+    scratch: memory for candidates and their ids, [CAPACITY] each; peak: the largest logit and its
+    first index.
     """
+    (largest, first), (candidates, candidate_ids) = peak, scratch
     temperature = _real(params + TEMPERATURE).to(tl.float32)
     token = first.to(tl.int64)
     if temperature != 0.0:
@@ -234,41 +217,28 @@ def _choose(
         if min_p > 0.0:
             floor = _ordered(maximum + tl.log(min_p).to(tl.float32))
         draw = uniform(tl.load(params + SEED), tl.load(params + CHOICE_INDEX), position)
-        count, total = _weigh(logits, vocab_size, temperature, maximum, floor, TILE)
+        row = logits, vocab_size, temperature, maximum
+        count, total = _weigh(row, floor, TILE)
         low, high = floor, ceiling
         is_narrowing = (top_k > 0) | (top_p < 1.0)
         while is_narrowing & (count > CAPACITY) & (high - low > 1):
             middle = low + (high - low) // 2
-            middle_count, mass = _weigh(logits, vocab_size, temperature, maximum, middle, TILE)
+            middle_count, mass = _weigh(row, middle, TILE)
             is_below = tl.where(top_k > 0, middle_count >= top_k, mass >= top_p * total)
             low = tl.where(is_below, middle, low)
             count = tl.where(is_below, middle_count, count)
             high = tl.where(is_below, high, middle)
 
         if count <= CAPACITY:
-            _copy_candidates(logits, vocab_size, temperature, low, candidates, candidate_ids, TILE)
+            _copy_candidates(row, low, candidates, candidate_ids, TILE)
             tl.debug_barrier()  # values stored by other threads of the program are read below
-            cut = _find_cut(
-                candidates, count, 1.0, maximum, low, high, ceiling, top_k, top_p, total, TILE
-            )
-            place = _draw(candidates, count, 1.0, maximum, cut, draw, TILE)
+            copied = candidates, count, 1.0, maximum
+            cut = _find_cut(copied, low, high, ceiling, top_k, top_p, total, TILE)
+            place = _draw(copied, cut, draw, TILE)
             token = tl.load(candidate_ids + place).to(tl.int64)
         else:
-            cut = _find_cut(
-                logits,
-                vocab_size,
-                temperature,
-                maximum,
-                low,
-                high,
-                ceiling,
-                top_k,
-                top_p,
-                total,
-                TILE,
-            )
-            place = _draw(logits, vocab_size, temperature, maximum, cut, draw, TILE)
-            token = place.to(tl.int64)
+            cut = _find_cut(row, low, high, ceiling, top_k, top_p, total, TILE)
+            token = _draw(row, cut, draw, TILE).to(tl.int64)
     return token
 
 
@@ -317,18 +287,9 @@ def sample(
         elif offers:
             number = tl.where(why == OFF_CONSTRAINT, why, NOT_SAMPLED)
         elif has_token:
-            number = _choose(
-                values,
-                candidates + row * CAPACITY,
-                candidate_ids + row * CAPACITY,
-                own,
-                tl.load(positions + row),
-                largest,
-                first,
-                vocab_size,
-                CAPACITY,
-                TILE,
-            )
+            scratch = candidates + row * CAPACITY, candidate_ids + row * CAPACITY
+            position, peak = tl.load(positions + row), (largest, first)
+            number = _choose(values, scratch, own, position, peak, vocab_size, CAPACITY, TILE)
         else:
             number = why
         tl.store(latest + row_id, tl.where(number == NOT_SAMPLED, before, number))
