@@ -8,9 +8,12 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from pagewire_kernels.batch import StepBatch
+from pagewire_kernels.cpu import NativeBackend, library
+from pagewire_kernels.cpu.checks import DTYPES
+from pagewire_kernels.cpu.layers import NativeLayerKernels
+from pagewire_kernels.cpu.recorded_model import Embed, Head, Layers, RecordedModel
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
@@ -113,61 +116,29 @@ def candidates(
     On a GPU, packages of FlashAttention that take blocks of 16 tokens precede the Triton kernels.
     Those whose blocks of 256 tokens waste memory and share fewer prefixes follow them.
     """
-    for candidate, make in _order(device, batch_invariant):
-        if name in (None, candidate):
-            yield from make()
-
-
-def _order(
-    device: torch.device, batch_invariant: bool
-) -> Iterator[tuple[str, Callable[[], Iterator[AttentionBackend]]]]:
-    if device.type == "cpu":
-        yield "cpu", _cpu
-    elif device.type == "cuda":
-        yield "flash", partial(_flash, device, small_blocks=True)
-        yield "triton", partial(_triton, batch_invariant)
-        yield "flash", partial(_flash, device, small_blocks=False)
-    yield "reference", _reference
-
-
-def _cpu() -> Iterator[AttentionBackend]:
-    from pagewire_kernels.cpu import NativeBackend, library
-
-    found = library()
-    if found is not None:
+    if device.type == "cpu" and name in (None, "cpu") and (found := library()) is not None:
         yield NativeBackend(found)
+    if device.type == "cuda" and find_spec("triton") is not None:
+        yield from _on_gpu(device, name, batch_invariant)
+    if name in (None, "reference"):
+        yield ReferenceBackend()
 
 
-def _triton(batch_invariant: bool) -> Iterator[AttentionBackend]:
-    if find_spec("triton") is not None:
-        from pagewire_kernels.triton import TritonBackend
-
-        yield TritonBackend(batch_invariant=batch_invariant)
-
-
-def _flash(device: torch.device, *, small_blocks: bool) -> Iterator[AttentionBackend]:
-    if find_spec("triton") is None:  # a Triton kernel writes to the cache
-        return
+def _on_gpu(
+    device: torch.device, name: str | None, batch_invariant: bool
+) -> Iterator[AttentionBackend]:
     from pagewire_kernels.flash_attention import FlashBackend, installed_calls
-    from pagewire_kernels.triton import write_kv
+    from pagewire_kernels.triton import TritonBackend, write_kv
 
-    for call in installed_calls(device):
-        if (call.abilities.block_multiple <= 16) == small_blocks:
-            yield FlashBackend(call, write_kv)
+    def flash(*, small_blocks: bool) -> Iterator[AttentionBackend]:
+        for call in installed_calls(device) if name in (None, "flash") else ():
+            if (call.abilities.block_multiple <= 16) == small_blocks:
+                yield FlashBackend(call, write_kv)  # a Triton kernel writes to the cache
 
-
-def _reference() -> Iterator[AttentionBackend]:
-    yield ReferenceBackend()
-
-
-Embed = Callable[[Tensor, Tensor], Tensor]
-"""Maps token ids and positions to the residual stream, [num_tokens, hidden_size]."""
-
-Layers = Callable[[Tensor, StepBatch], Tensor]
-"""Maps the residual stream and the batch to hidden states."""
-
-Head = Callable[[Tensor], Tensor]
-"""Maps hidden states to logits, float32 [num_rows, vocab_size]."""
+    yield from flash(small_blocks=True)
+    if name in (None, "triton"):
+        yield TritonBackend(batch_invariant=batch_invariant)
+    yield from flash(small_blocks=False)
 
 
 class ForwardFn(Protocol):
@@ -176,7 +147,6 @@ class ForwardFn(Protocol):
     def __call__(self, batch: StepBatch) -> Computed:
         """Run the forward pass. The head is computed for `batch.sampled`, if it is part of the
         program."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +172,8 @@ class Kernels:
     def prepare(self, embed: Embed, layers: Layers, head: Head) -> ForwardFn:
         """Return a function that computes a model's parts in order: eagerly, or as a recorded
         program."""
-        if self.layers.name == "native":
-            from pagewire_kernels.cpu.native_library import library
-            from pagewire_kernels.cpu.recorded_model import RecordedModel
-
-            found = library()
-            if found is not None:
-                return RecordedModel(embed, layers, head, found)
+        if self.layers.name == "native" and (found := library()) is not None:
+            return RecordedModel(embed, layers, head, found)
 
         def run(batch: StepBatch) -> Computed:
             return Computed(layers(embed(batch.token_ids, batch.positions), batch))
@@ -256,14 +221,9 @@ def layer_kernels(
         from pagewire_kernels.triton import TritonLayerKernels  # imports triton
 
         return TritonLayerKernels()
-    if device.type == "cpu" and backend.name == "cpu":
-        from pagewire_kernels.cpu.checks import DTYPES
-        from pagewire_kernels.cpu.layers import NativeLayerKernels
-        from pagewire_kernels.cpu.native_library import library
-
-        found = library()
-        if found is not None and dtype in DTYPES:
-            return NativeLayerKernels(found)
+    is_native = device.type == "cpu" and backend.name == "cpu" and dtype in DTYPES
+    if is_native and (found := library()) is not None:
+        return NativeLayerKernels(found)
     return TorchLayerKernels()
 
 

@@ -89,10 +89,8 @@ class _Case:
         for table, blocks in zip(self._tables, order[:-1].split(counts), strict=True):
             table[: len(blocks)] = blocks
         self._query, self._key, self._value = (
-            torch.randn(sum(self._lengths), num_heads, needs.head_dim, generator=draw).to(
-                needs.dtype
-            )
-            for num_heads in (_NUM_KV_HEADS * _GROUP, _NUM_KV_HEADS, _NUM_KV_HEADS)
+            torch.randn(sum(self._lengths), num, needs.head_dim, generator=draw).to(needs.dtype)
+            for num in (_NUM_KV_HEADS * _GROUP, _NUM_KV_HEADS, _NUM_KV_HEADS)
         )
         self._scale = _FP8_SCALE if needs.cache_dtype == FP8 else 1.0
 

@@ -147,15 +147,12 @@ def _settings(
         raise UnsupportedModel(
             "config.json: expected an activation and rotary embeddings that Llama models have"
         )
-    expected = {
-        "num_hidden_layers": (layer.num_layers, 1),
-        "vocab_size": (layer.vocab_size, target.vocab_size),
-        "target_hidden_size": (
-            config.get("target_hidden_size") or layer.hidden_size,
-            target.hidden_size,
-        ),
-    }
-    for field, (got, wanted) in expected.items():
+    fused_size = config.get("target_hidden_size") or layer.hidden_size
+    for field, got, wanted in (
+        ("num_hidden_layers", layer.num_layers, 1),
+        ("vocab_size", layer.vocab_size, target.vocab_size),
+        ("target_hidden_size", fused_size, target.hidden_size),
+    ):
         if got != wanted:
             raise InvalidOption(
                 f"{field}: expected {wanted}, as {target.architecture} needs it, got {got}"
@@ -168,10 +165,8 @@ def _settings(
             "embed_tokens.weight is missing, and the target's embedding has"
             f" {target.hidden_size} columns, not {layer.hidden_size}"
         )
-    if not has_head and (draft_vocab_size, layer.hidden_size) != (
-        target.vocab_size,
-        target.hidden_size,
-    ):
+    shape = draft_vocab_size, layer.hidden_size
+    if not has_head and shape != (target.vocab_size, target.hidden_size):
         raise BadCheckpoint("lm_head.weight is missing, and the target's has another shape")
     return EagleSettings(
         layer=replace(layer, architecture=config["architectures"][0]),

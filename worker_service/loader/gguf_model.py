@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.quantized_weight import QuantizedWeight
-from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.errors import BadCheckpoint, UnsupportedModel, WorkerError
 from worker_service.loader.gguf_file import Gguf, GgufTensor, open_gguf
 from worker_service.loader.quantized_formats import LazyTensor
 
@@ -313,9 +313,8 @@ class _Config:
     def _num_layers(self) -> int:
         num_layers, num_tensors = self._int("block_count"), len(self._gguf.tensors)
         if num_layers > num_tensors:
-            raise BadCheckpoint(
-                f"{self._path}: {self._architecture}.block_count: expected at most the number of"
-                f" tensors, {num_tensors}, got {num_layers}"
+            raise self._fault(
+                "block_count", f"at most the number of tensors, {num_tensors}", num_layers
             )
         return num_layers
 
@@ -370,10 +369,8 @@ class _Config:
         if isinstance(pattern, int) and pattern > 0:
             pattern = [layer % pattern < pattern - 1 for layer in range(num_layers)]
         if not isinstance(pattern, list) or len(pattern) != num_layers:
-            raise BadCheckpoint(
-                f"{self._path}: {self._architecture}.{key}: expected a positive number, or one"
-                f" value for each of {num_layers} layers, got {pattern!r}"
-            )
+            expected = f"a positive number, or one value for each of {num_layers} layers"
+            raise self._fault(key, expected, pattern)
         slides = (window is not None and bool(value) for value in pattern)
         return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
 
@@ -401,9 +398,8 @@ class _Config:
         """The fields that only mixtures of experts have."""
         num_experts, num_used = self._int("expert_count"), self._int("expert_used_count")
         if num_used > num_experts:
-            raise BadCheckpoint(
-                f"{self._path}: {self._architecture}.expert_used_count: expected at most"
-                f" {num_experts}, the number of experts, got {num_used}"
+            raise self._fault(
+                "expert_used_count", f"at most {num_experts}, the number of experts", num_used
             )
         self._require("expert_gating_func", _SOFTMAX, "1, which is softmax")
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
@@ -446,19 +442,15 @@ class _Config:
         if kind == "longrope" and self._architecture == "phi3":
             kind = "none"  # its factors are read from tensors
         if kind not in ("none", "linear", "yarn"):
-            raise UnsupportedModel(
-                f"{self._path}: {self._architecture}.rope.scaling.type: expected none, linear or"
-                f" yarn, got {kind!r}"
-            )
+            raise self._fault("rope.scaling.type", "none, linear or yarn", kind, UnsupportedModel)
         if _ROPE_FREQUENCIES in self._gguf.tensors:
             return self._llama3(theta, head_dim)
         rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": theta}
         if kind != "none":
             rope["factor"] = self._float("rope.scaling.factor", factor)
         if kind == "yarn":
-            rope["original_max_position_embeddings"] = self._int(
-                "rope.scaling.original_context_length"
-            )
+            trained = self._int("rope.scaling.original_context_length")
+            rope["original_max_position_embeddings"] = trained
         return rope
 
     def _llama3(self, theta: float, head_dim: int) -> dict[str, Any]:
@@ -479,28 +471,20 @@ class _Config:
     def _require(self, key: str, expected: Any, meaning: str) -> None:
         """Raise UnsupportedModel if the value is not the one that is supported."""
         if (found := self._get(key, expected)) != expected:
-            raise UnsupportedModel(
-                f"{self._path}: {self._architecture}.{key}: expected {meaning}, got {found!r}"
-            )
+            raise self._fault(key, meaning, found, UnsupportedModel)
 
     def _int(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
         if not isinstance(value, int) or value < 1:
-            raise BadCheckpoint(
-                f"{self._path}: {self._architecture}.{key}: expected a positive number, the same"
-                f" for all layers, got {value!r}"
-            )
+            raise self._fault(key, "a positive number, the same for all layers", value)
         return value
 
     def _float(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if not isinstance(value, float | int) or not 0.0 < value < float("inf"):
-            raise BadCheckpoint(
-                f"{self._path}: {self._architecture}.{key}: expected a positive number, got"
-                f" {value!r}"
-            )
+            raise self._fault(key, "a positive number", value)
         return float(value)
 
     def _get(self, key: str, default: Any = None) -> Any:
@@ -509,3 +493,8 @@ class _Config:
         if value is None and key != "attention.sliding_window":
             raise BadCheckpoint(f"{self._path}: missing metadata {self._architecture}.{key}")
         return value
+
+    def _fault(
+        self, key: str, expected: str, got: Any, kind: type[WorkerError] = BadCheckpoint
+    ) -> WorkerError:
+        return kind(f"{self._path}: {self._architecture}.{key}: expected {expected}, got {got!r}")

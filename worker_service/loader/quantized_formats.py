@@ -232,12 +232,11 @@ class _Integers(StoredWeight):
             else:
                 scales = scales[:, group_of]
                 offsets = None if offsets is None else offsets[:, group_of]
+        table: tuple[int, ...] | None = SIGNED_TABLE
         if self.scheme.bits == 8:
-            return QuantizedWeight(
-                codes=codes ^ middle, scales=scales, offsets=offsets, order=order
-            )
+            codes, table = codes ^ middle, None
         return QuantizedWeight(
-            codes=codes, scales=scales, offsets=offsets, table=SIGNED_TABLE, order=order
+            codes=codes, scales=scales, offsets=offsets, table=table, order=order
         )
 
 
@@ -273,6 +272,8 @@ class GptqV2(_Integers):
     codes = "qweight"
     required: ClassVar = {"qweight": ("I32",), "scales": FLOATS, "qzeros": ("I32",)}
     optional: ClassVar = {"g_idx": _INTEGERS}
+    _ONES: ClassVar = {4: 0, 8: 0}
+    """What is added to words of zero points, by bits."""
 
     def _shapes(self) -> dict[str, Shape]:
         rows, out_features = self._matrix()
@@ -292,21 +293,18 @@ class GptqV2(_Integers):
         }
 
     def read(self, read: Read) -> QuantizedWeight:
-        codes = unpack(read("qweight").t(), self.scheme.bits)
-        zeros = unpack(self._zero_words(read("qzeros")), self.scheme.bits).t().contiguous()
+        bits = self.scheme.bits
+        codes = unpack(read("qweight").t(), bits)
+        zeros = unpack(read("qzeros") + self._ONES[bits], bits).t().contiguous()
         scales = self._scales(read, "scales").t().contiguous()
         return self._weight(codes, scales, zeros, read("g_idx"))
-
-    def _zero_words(self, words: Tensor) -> Tensor:
-        return words
 
 
 class Gptq(GptqV2):
     """The first GPTQ format, which stores each zero point minus one. The subtraction was done on
     whole words, so it is undone on whole words."""
 
-    def _zero_words(self, words: Tensor) -> Tensor:
-        return words + (0x11111111 if self.scheme.bits == 4 else 0x01010101)
+    _ONES: ClassVar = {4: 0x11111111, 8: 0x01010101}
 
 
 _IN_ORDER = -1

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native_library import Kernel, Library, NativeStruct
-from pagewire_kernels.cpu.tasks import Batch, address, int64s
+from pagewire_kernels.cpu.tasks import Batch, address, fields_of
 from pagewire_kernels.cpu.threads import NotRecordable
 
 _CACHE_LINE = _ALIGNMENT = 64
@@ -57,13 +57,13 @@ class Buffers:
 class ProgramStep(NativeStruct):
     """`ProgramStep` of src/program.cpp."""
 
-    _fields_ = int64s("kernel task item_cycles")
+    _fields_ = fields_of("kernel task item_cycles")
 
 
 class ProgramTask(NativeStruct):
     """`ProgramTask` of src/program.cpp."""
 
-    _fields_ = int64s("steps num_steps state shares num_shares num_threads num_taken_over")
+    _fields_ = fields_of("steps num_steps state shares num_shares num_threads num_taken_over")
 
 
 class Program:
@@ -80,16 +80,12 @@ class Program:
         self.positions = torch.empty(max_rows, dtype=torch.int64)
         self.slot_mappings = [torch.empty(max_rows, dtype=torch.int64) for _ in self.batches]
         self.num_sampled: int | None = None
-        """Maximum number of rows of the steps after `begin_sampled`; None before."""
+        """Maximum number of rows that sample, once the steps for them are recorded."""
         self._kernel = library.kernel("run_program")
         self._steps: list[tuple[Kernel, ctypes.Structure]] = []
         self._list = (ProgramStep * 0)()
         self._shares = torch.empty(0)
         self._program = ProgramTask()
-
-    def begin_sampled(self, num_sampled: int) -> None:
-        """Record the following steps for the rows that sample, at most `num_sampled`."""
-        self.num_sampled = num_sampled
 
     def append(self, kernel: Kernel, task: ctypes.Structure) -> None:
         """Append a step: a kernel with its task, which is kept alive."""
@@ -121,14 +117,12 @@ class Program:
     def run(self, num_threads: int, team: threads.Team = threads.run) -> None:
         """Run all steps for the batch that `batches` describe."""
         if num_threads > self._program.num_shares:
-            self._make_shares(num_threads)
+            shape = num_threads, _SHARE_BYTES
+            self._shares = self.buffers.take(shape, torch.uint8).zero_()
+            self._program.shares = self._shares.data_ptr()
+            self._program.num_shares = num_threads
         self._program.state = self._program.num_threads = 0
         team(self._kernel, ctypes.addressof(self._program), num_threads)
-
-    def _make_shares(self, num_threads: int) -> None:
-        self._shares = self.buffers.take((num_threads, _SHARE_BYTES), torch.uint8).zero_()
-        self._program.shares = self._shares.data_ptr()
-        self._program.num_shares = num_threads
 
 
 class _State(threading.local):

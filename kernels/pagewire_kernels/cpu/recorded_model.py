@@ -49,9 +49,7 @@ class RecordedModel:
     """
 
     def __init__(self, embed: Embed, layers: Layers, head: Head, library: Library) -> None:
-        self._embed = embed
-        self._layers = layers
-        self._head = head
+        self._embed, self._layers, self._head = embed, layers, head
         self._library = library
         self._recording: _Recording | None = None
         self._max_rows = self._max_sampled = 0
@@ -88,10 +86,7 @@ class RecordedModel:
 
     def _record_parts(self, recording: "_Recording", x: Tensor, batch: StepBatch) -> None:
         with recording.record():
-            if Part.EMBEDDING in self._parts:
-                recording.embed(self._embed)
-            else:
-                recording.take_embedded(self._embed, x)
+            recording.embed(self._embed, x, is_recorded=Part.EMBEDDING in self._parts)
             recording.run_layers(self._layers, batch)
             if Part.HEAD in self._parts:
                 recording.run_head(self._head)
@@ -135,13 +130,14 @@ class _Recording:
             self._program.buffers.num_bytes,
         )
 
-    def embed(self, embed: Embed) -> None:
+    def embed(self, embed: Embed, like: Tensor, *, is_recorded: bool) -> None:
+        """like: rows of the embedding."""
         self.at = Part.EMBEDDING
-        self._x = embed(self._program.token_ids, self._program.positions)
-
-    def take_embedded(self, embed: Embed, like: Tensor) -> None:
-        self._embed = embed
-        self._x = new_rows(self._program.max_rows, like.shape[1], like.dtype)
+        if is_recorded:
+            self._x = embed(self._program.token_ids, self._program.positions)
+        else:
+            self._embed = embed
+            self._x = new_rows(self._program.max_rows, like.shape[1], like.dtype)
 
     def run_layers(self, layers: Layers, batch: StepBatch) -> None:
         self.at = None
@@ -152,16 +148,10 @@ class _Recording:
 
     def run_head(self, head: Head) -> None:
         self.at = Part.HEAD
-        program = self._program
-        program.begin_sampled(self._max_sampled)
-        last = take(
-            self._library,
-            self._hidden,
-            self._max_sampled,
-            program.batches[0],
-            "num_sampled",
-            "sampled",
-        )
+        program, num_sampled = self._program, self._max_sampled
+        program.num_sampled = num_sampled
+        batch = program.batches[0]
+        last = take(self._library, self._hidden, num_sampled, batch, "num_sampled", "sampled")
         logits = head(last)
         self._head = HeadOutput(logits, *find_largest(self._library, logits))
 

@@ -10,9 +10,9 @@ from pagewire_kernels.cpu.checks import require
 from pagewire_kernels.cpu.native_library import NativeStruct
 
 
-def int64s(names: str) -> list[tuple[str, type[c_int64]]]:
-    """int64 fields with these names, separated by spaces, for `ctypes.Structure`."""
-    return [(name, c_int64) for name in names.split()]
+def fields_of(int64s: str, floats: str = "") -> list[tuple[str, type[c_int64] | type[c_float]]]:
+    """Fields of a `ctypes.Structure` with these names, separated by spaces."""
+    return [(name, c_int64) for name in int64s.split()] + [(n, c_float) for n in floats.split()]
 
 
 def address(tensor: Tensor | None) -> int:
@@ -30,7 +30,7 @@ def rows_of(**tensors: Tensor | None) -> dict[str, int]:
 class Batch(NativeStruct):
     """`pagewire::Batch` in src/batch.h."""
 
-    _fields_ = int64s(
+    _fields_ = fields_of(
         "num_rows num_seqs token_ids positions slot_mapping query_start context_lens block_tables "
         "table_width num_sampled sampled"
     )
@@ -68,22 +68,19 @@ def describe_batch(
 class AttentionTask(NativeStruct):
     """`pagewire::AttentionTask` in src/attention.h."""
 
-    _fields_ = (
-        *int64s(
-            "next_item next_slot num_slots slot_bytes scratch batch query query_token_bytes "
-            "query_head_bytes output output_token_bytes key_cache value_cache block_bytes "
-            "token_bytes head_bytes block_size num_kv_heads group head_dim tile_tokens window "
-            "sinks alibi_slopes"
-        ),
-        ("scale", c_float),
-        ("soft_cap", c_float),
+    _fields_ = fields_of(
+        "next_item next_slot num_slots slot_bytes scratch batch query query_token_bytes "
+        "query_head_bytes output output_token_bytes key_cache value_cache block_bytes "
+        "token_bytes head_bytes block_size num_kv_heads group head_dim tile_tokens window "
+        "sinks alibi_slopes",
+        "scale soft_cap",
     )
 
 
 class CacheWriteTask(NativeStruct):
     """`CacheWriteTask` in src/cache_write.cpp."""
 
-    _fields_ = int64s(
+    _fields_ = fields_of(
         "next_item batch key value key_row_bytes value_row_bytes key_cache value_cache block_bytes "
         "token_bytes block_size num_kv_heads head_dim copied_bytes"
     )
@@ -92,30 +89,28 @@ class CacheWriteTask(NativeStruct):
 class BlockCopyTask(NativeStruct):
     """`BlockCopyTask` in src/block_copy.cpp."""
 
-    _fields_ = int64s("next_item num_threads source target pairs num_pairs block_bytes")
+    _fields_ = fields_of("next_item num_threads source target pairs num_pairs block_bytes")
 
 
 class NormTask(NativeStruct):
     """`NormTask` of src/layers.h."""
 
-    _fields_ = (
-        *int64s(
-            "next_item num_rows x x_stride residual residual_stride weight bias y y_stride size"
-        ),
-        ("eps", c_float),
+    _fields_ = fields_of(
+        "next_item num_rows x x_stride residual residual_stride weight bias y y_stride size",
+        "eps",
     )
 
 
 class ActivationTask(NativeStruct):
     """`ActivationTask` of src/layers.h."""
 
-    _fields_ = int64s("next_item num_rows x x_stride y y_stride size activation")
+    _fields_ = fields_of("next_item num_rows x x_stride y y_stride size activation")
 
 
 class TakeTask(NativeStruct):
     """`TakeTask` of src/layers.h."""
 
-    _fields_ = int64s(
+    _fields_ = fields_of(
         "next_item num_rows indices table table_row_bytes y y_row_bytes row_bytes table_rows"
     )
 
@@ -123,33 +118,31 @@ class TakeTask(NativeStruct):
 class PermuteTask(NativeStruct):
     """`PermuteTask` of src/layers.h."""
 
-    _fields_ = int64s("next_item num_rows x x_stride order y y_stride size")
+    _fields_ = fields_of("next_item num_rows x x_stride order y y_stride size")
 
 
 class LargestTask(NativeStruct):
     """`LargestTask` of src/layers.h."""
 
-    _fields_ = int64s("next_item num_rows x x_stride size place value")
+    _fields_ = fields_of("next_item num_rows x x_stride size place value")
 
 
 class RotateTask(NativeStruct):
     """`RotateTask` of src/layers.h."""
 
-    _fields_ = (
-        *int64s(
-            "next_item batch query key value query_stride query_head_stride key_stride "
-            "key_head_stride value_stride value_head_stride key_cache value_cache block_stride "
-            "slot_stride cache_head_stride block_size cos sin table_stride query_norm key_norm "
-            "num_heads num_kv_heads head_dim half"
-        ),
-        ("eps", c_float),
+    _fields_ = fields_of(
+        "next_item batch query key value query_stride query_head_stride key_stride "
+        "key_head_stride value_stride value_head_stride key_cache value_cache block_stride "
+        "slot_stride cache_head_stride block_size cos sin table_stride query_norm key_norm "
+        "num_heads num_kv_heads head_dim half",
+        "eps",
     )
 
 
 class PackTask(NativeStruct):
     """`PackTask` of src/linear.h."""
 
-    _fields_ = int64s("next_item weight weight_stride packed in_features out_features num_parts")
+    _fields_ = fields_of("next_item weight weight_stride packed in_features out_features num_parts")
 
 
 _QUANTIZATION = " group_size scale_bytes has_offsets unit_groups zero table"
@@ -159,7 +152,7 @@ _QUANTIZATION = " group_size scale_bytes has_offsets unit_groups zero table"
 class LinearTask(NativeStruct):
     """`LinearTask` of src/linear.h."""
 
-    _fields_ = int64s(
+    _fields_ = fields_of(
         "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
         "activation" + _QUANTIZATION
     )
@@ -168,13 +161,15 @@ class LinearTask(NativeStruct):
 class GatherTask(NativeStruct):
     """`GatherTask` of src/linear.h."""
 
-    _fields_ = int64s("next_item batch packed y y_stride in_features out_features" + _QUANTIZATION)
+    _fields_ = fields_of(
+        "next_item batch packed y y_stride in_features out_features" + _QUANTIZATION
+    )
 
 
 class QuantizedPackTask(NativeStruct):
     """`QuantizedPackTask` of src/linear.h."""
 
-    _fields_ = int64s(
+    _fields_ = fields_of(
         "next_item codes scales offsets units offset_units packed in_features out_features "
         "num_parts" + _QUANTIZATION
     )

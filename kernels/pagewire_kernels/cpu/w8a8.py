@@ -1,7 +1,5 @@
 """Activations quantized to 8 bits, for products with 8-bit weights; see src/w8a8.cpp."""
 
-from ctypes import c_float
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.native_library import Library, NativeStruct
 from pagewire_kernels.cpu.program import count_address, launch, new_rows
-from pagewire_kernels.cpu.tasks import int64s, rows_of
+from pagewire_kernels.cpu.tasks import fields_of, rows_of
 from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
 
 _HEADER_BYTES, _MOST_LANES = 64, 16
@@ -20,10 +18,8 @@ _MAX_INPUTS = 1 << 16
 class QuantizeRowsTask(NativeStruct):
     """`QuantizeRowsTask` of src/w8a8.cpp."""
 
-    _fields_ = (
-        *int64s("next_item num_rows x x_stride y y_stride size is_symmetric has_vnni"),
-        ("scale", c_float),
-        ("zero_point", c_float),
+    _fields_ = fields_of(
+        "next_item num_rows x x_stride y y_stride size is_symmetric has_vnni", "scale zero_point"
     )
 
 
