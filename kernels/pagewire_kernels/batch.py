@@ -52,8 +52,8 @@ class AttentionMetadata:
 
 
 LayerCaches = tuple[Tensor, Tensor]
-"""Views of a layer's keys and values in the cache: [num_blocks, block_size, num_kv_heads, head_dim]
-each."""
+"""Views of a layer's keys and values in the cache, [num_blocks, block_size, num_kv_heads, head_dim]
+each, of equal strides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

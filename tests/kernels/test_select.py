@@ -163,7 +163,7 @@ def test_the_check_tells_right_results_from_wrong_ones(needs: AttentionNeeds) ->
 
 
 def test_without_native_kernels_the_reference_serves_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire_kernels.cpu.library", lambda: None)
+    monkeypatch.setattr("pagewire_kernels.select.library", lambda: None)
     assert select_backend(CPU).name == "reference"
     with pytest.raises(ValueError, match="--attention-backend cpu: none can serve this model here"):
         select_backend(CPU, "cpu")

@@ -27,7 +27,7 @@ instructions, `library()` is None, and torch and the reference are used instead.
     layers.py       `NativeLayerKernels`: norms, activations, RoPE; gathers of rows, argmax
     program.py      records kernels instead of running them, and runs the recorded program
     recorded_model.py  `RecordedModel`: a model as a recorded program
-    checks.py       argument checks of the attention backend
+    checks.py       argument checks of the kernels' launchers
     threads.py      runs a kernel on torch's own threads
 """
 
