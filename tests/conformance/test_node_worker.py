@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from pagewire.v1 import inference_service_pb2 as pb
 from tests.support.cluster import Cluster
 from tests.support.processes import node_worker
@@ -32,12 +34,21 @@ def requests() -> list[pb.GenerateRequest]:
     ]
 
 
-def test_requests_get_the_same_tokens_together_and_preempted_as_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--blocks", str(NUM_BLOCKS)],
+        ["--blocks", str(3 * NUM_BLOCKS), "--cache-groups", "growing:8,window:8:24,state:2"],
+    ],
+)
+def test_requests_get_the_same_tokens_together_and_preempted_as_alone(
+    flags: list[str], tmp_path: Path
+) -> None:
     with Cluster(tmp_path) as cluster:
-        flags = ["--core", cluster.core_address, "--listen", f"unix:{tmp_path}/node.sock"]
+        addresses = ["--core", cluster.core_address, "--listen", f"unix:{tmp_path}/node.sock"]
         cluster.start_core()
         cluster.start_frontend()
-        cluster.start_foreign_worker(node_worker(*flags, "--blocks", str(NUM_BLOCKS)))
+        cluster.start_foreign_worker(node_worker(*addresses, *flags))
         cluster.wait_serving()
         with inference_stub(cluster.frontend_address()) as stub:
             together = generate_together(stub, requests())
