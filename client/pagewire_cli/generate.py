@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pagewire.plain import plain
 from pagewire_cli import terminal
 from pagewire_cli.options import CONNECTION, SAMPLING_AND_ANSWERS, Connection, with_options
 from pagewire_client.calls import OutputStream
@@ -62,4 +63,4 @@ def _write_all(output: RequestOutput) -> None:
 
 
 def _write_json(output: RequestOutput) -> None:
-    terminal.write(json.dumps(dataclasses.asdict(output)) + "\n")
+    terminal.write(json.dumps(dataclasses.asdict(output), default=plain) + "\n")

@@ -19,7 +19,7 @@ from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import (
     EngineStatus,
     WorkerGroupStatus,
-    load_summary,
+    describe_load,
     lost_workers,
     plain,
     word,
@@ -119,7 +119,7 @@ def _workers(groups: Iterable[WorkerGroupStatus]) -> Iterator[tuple[str, ...]]:
 def _others(snapshot: EngineStatus) -> Iterator[tuple[str, ...]]:
     """Workers that load their model, and those that were lost and have not returned."""
     for load in snapshot.loading:
-        yield load.group_id, load_summary(load), load.model
+        yield load.group_id, describe_load(load), load.model
     for loss in lost_workers(snapshot):
         age_s = snapshot.uptime_s - loss.lost_at_s
         yield loss.group_id, f"lost {age_s:.0f} s ago", loss.model

@@ -21,7 +21,7 @@ from pagewire_client.deployment import (
     EngineStatus,
     RequestStatus,
     WorkerGroupStatus,
-    load_summary,
+    describe_load,
     lost_workers,
     unpack,
     word,
@@ -141,7 +141,7 @@ class Screen:
             age = _duration(status.uptime_s - loss.lost_at_s)
             yield Text.assemble((loss.group_id, "bold"), " ", ("lost", "red"), f" {age} ago")
         for load in status.loading:
-            yield Text.assemble((load.group_id, "bold"), " ", (load_summary(load), "yellow"))
+            yield Text.assemble((load.group_id, "bold"), " ", (describe_load(load), "yellow"))
         if not status.groups and not status.loading:
             yield Text("no worker is registered", style="yellow")
         map_lines = self._map_lines(len(status.groups))

@@ -1,5 +1,10 @@
 """The names of the package, which are imported on first use."""
 
+from pagewire.v1.inference_service_pb2 import (
+    Timings as Timings,
+    ToolCallDelta as ToolCallDelta,
+    Usage as Usage,
+)
 from pagewire_client.async_client import AsyncClient as AsyncClient
 from pagewire_client.batch import BatchProgress as BatchProgress
 from pagewire_client.chat import (
@@ -37,11 +42,8 @@ from pagewire_client.outputs import (
     Logprob as Logprob,
     OutputDelta as OutputDelta,
     OutputToolCall as OutputToolCall,
-    OutputToolCallDelta as OutputToolCallDelta,
     RequestOutput as RequestOutput,
     Score as Score,
-    Timings as Timings,
-    Usage as Usage,
 )
 from pagewire_client.retry import (
     NO_RETRIES as NO_RETRIES,

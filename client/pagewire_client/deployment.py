@@ -34,7 +34,7 @@ __all__ = [
     "WorkerGroupStatus",
     "WorkerLoading",
     "WorkerLoss",
-    "load_summary",
+    "describe_load",
     "lost_workers",
     "plain",
     "unpack",
@@ -52,9 +52,3 @@ def lost_workers(status: EngineStatus) -> list[WorkerLoss]:
     since_s = status.uptime_s - LOSSES_SHOWN_S
     recent = [loss for loss in status.worker_losses if loss.lost_at_s > since_s]
     return list({loss.group_id: loss for loss in recent if loss.group_id not in present}.values())
-
-
-def load_summary(load: WorkerLoading) -> str:
-    """The phase of a load, with its share and the time left as far as they are known."""
-    remaining_s = load.remaining_s if load.HasField("remaining_s") else None
-    return describe_load(load.phase, load.done_bytes, load.total_bytes, remaining_s)

@@ -1,9 +1,11 @@
-"""Answers and their deltas, under vLLM's names."""
+"""Answers and their deltas, under vLLM's names. Counts and times of a finished answer, and parts of
+tool calls, are the protos' messages: `Usage`, `Timings`, `ToolCallDelta`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagewire.v1.inference_service_pb2 import Timings, ToolCallDelta, Usage
 from pagewire_client.chat import ChatMessage
 
 FinishReason = Literal["stop", "length"]
@@ -26,57 +28,6 @@ class Logprob:
 PositionLogprobs = Mapping[int, Logprob]
 """Log probabilities at one position by token id: the token at this position first, then the most
 probable ones."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
-    """Counts of tokens of a finished request."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    """Number of the prompt's tokens that were found in the prefix cache."""
-    completion_tokens: int
-    """Over all choices."""
-    reasoning_tokens: int = 0
-    """Those of them that are the model's reasoning, in a chat."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timings:
-    """A request's wall time by phase, in microseconds; the parts add up to the total.
-
-    After a reconnect they cover the last connection only.
-    """
-
-    total_us: int
-    queue_us: int
-    plan_us: int
-    wire_us: int
-    forward_us: int
-    sample_us: int
-    detokenize_us: int
-    preempted_us: int
-    recovery_us: int
-    unaccounted_us: int = 0
-    num_inexact_recoveries: int = 0
-    """How often it was resumed on workers of another arithmetic: from there on, tokens may differ
-    from those of an undisturbed run."""
-    num_accepted_drafts: int = 0
-    """Output tokens that came as drafts of speculative decoding."""
-    num_drafts: int = 0
-    """Drafts that were computed, whether or not they were right."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputToolCallDelta:
-    """The next part of a tool call; the first part has its id and its name."""
-
-    index: int
-    """Which call of the choice."""
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
-    """Text to append."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,8 +58,8 @@ class OutputDelta:
     """The stop string or stop token that ended it; None for end-of-sequence tokens."""
     reasoning: str = ""
     """Text to append to the reasoning, in a chat."""
-    tool_calls: list[OutputToolCallDelta] = field(default_factory=list)
-    """Calls that begin or continue, in a chat with tools."""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    """Calls that begin or continue, in a chat with tools; their arguments are to be appended."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,7 +119,7 @@ class RequestOutput:
     usage: Usage | None = None
     """None until the answer is complete."""
     timings: Timings | None = None
-    """None until the answer is complete."""
+    """None until the answer is complete. After a reconnect, of the last connection only."""
 
     @property
     def text(self) -> str:

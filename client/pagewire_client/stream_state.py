@@ -14,18 +14,14 @@ from pagewire_client.outputs import (
     Logprob,
     OutputDelta,
     OutputToolCall,
-    OutputToolCallDelta,
     PositionLogprobs,
     RequestOutput,
-    Timings,
-    Usage,
 )
 
 _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
 }
-_TIMINGS = tuple(field.name for field in pb.Timings.DESCRIPTOR.fields)
 
 
 class StreamState:
@@ -100,15 +96,8 @@ class StreamState:
         if not all(choice.finished for choice in self.output.outputs):
             raise errors.ServerError("the server ended the answer before one of its choices")
         self.output.finished = True
-        self.output.usage = Usage(
-            prompt_tokens=response.usage.prompt_tokens,
-            cached_tokens=response.usage.cached_tokens,
-            completion_tokens=response.usage.completion_tokens,
-            reasoning_tokens=response.usage.reasoning_tokens,
-        )
-        self.output.timings = Timings(
-            **{name: getattr(response.timings, name) for name in _TIMINGS}
-        )
+        self.output.usage = response.usage
+        self.output.timings = response.timings
 
 
 def _append(choice: CompletionOutput, delta: pb.ChoiceDelta) -> OutputDelta:
@@ -141,12 +130,7 @@ def _append(choice: CompletionOutput, delta: pb.ChoiceDelta) -> OutputDelta:
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         reasoning=delta.reasoning,
-        tool_calls=[
-            OutputToolCallDelta(
-                index=call.index, id=call.id, name=call.name, arguments=call.arguments
-            )
-            for call in delta.tool_calls
-        ],
+        tool_calls=list(delta.tool_calls),
     )
 
 

@@ -1,9 +1,10 @@
 """How far a worker has loaded its model, in words: the same in errors, commands and the client."""
 
+from pagewire.v1.status_pb2 import WorkerLoading
 
-def describe_load(phase: str, done_bytes: int, total_bytes: int, remaining_s: float | None) -> str:
-    """The phase, with its share and the time left as far as they are known, as `WorkerLoading`
-    says it; remaining_s: None if it is absent there."""
-    share = f" {100 * done_bytes // total_bytes} %" if total_bytes else ""
-    rest = "" if remaining_s is None else f", about {remaining_s:.0f} s left"
-    return f"{phase}{share}{rest}"
+
+def describe_load(load: WorkerLoading) -> str:
+    """The phase, with its share and the time left as far as they are known."""
+    share = f" {100 * load.done_bytes // load.total_bytes} %" if load.total_bytes else ""
+    has_rest = load.HasField("remaining_s")
+    return f"{load.phase}{share}{f', about {load.remaining_s:.0f} s left' if has_rest else ''}"

@@ -3,7 +3,6 @@
 from collections.abc import Collection
 from typing import Any
 
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from pagewire.columns import columns_of
@@ -31,7 +30,7 @@ def plain(message: Message, *, omitted: Collection[str] = ()) -> dict[str, Any]:
     }
 
 
-def _field(message: Message, field: FieldDescriptor) -> Any:
+def _field(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
     if field.is_repeated:
         return [_value(message, field, item) for item in value]
@@ -40,7 +39,7 @@ def _field(message: Message, field: FieldDescriptor) -> Any:
     return _value(message, field, value)
 
 
-def _value(message: Message, field: FieldDescriptor, value: Any) -> Any:
+def _value(message: Message, field: Any, value: Any) -> Any:
     if field.message_type is not None:
         return plain(value)
     if field.enum_type is not None:
@@ -49,7 +48,8 @@ def _value(message: Message, field: FieldDescriptor, value: Any) -> Any:
     return value if column is None else column.unpack(value)
 
 
-def _word(enum: EnumDescriptor, value: int) -> str:
+def _word(enum: Any, value: int) -> str:
     names = enum.values_by_number
     prefix = names[0].name.removesuffix("UNSPECIFIED")
-    return names[value if value in names else 0].name.removeprefix(prefix).lower()
+    name: str = names[value if value in names else 0].name
+    return name.removeprefix(prefix).lower()

@@ -8,9 +8,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -65,31 +65,23 @@ class _Open:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(eq=False)
 class RequestManager:
     """All open requests of one frontend."""
 
-    def __init__(
-        self,
-        core_client: CoreClient,
-        models: ModelDirectory,
-        checker: ConstraintChecker,
-        *,
-        max_concurrent_requests: int,
-        tenant_share: int,
-        default_timeout_s: float | None,
-        metrics: FrontendMetrics,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._core_client = core_client
-        self._models = models
-        self._checker = checker
-        self._max_concurrent_requests = max_concurrent_requests
-        self.tenant_share = tenant_share
-        """Maximum number of open requests of one tenant or one call."""
+    core_client: CoreClient
+    models: ModelDirectory
+    checker: ConstraintChecker
+    _: KW_ONLY
+    max_concurrent_requests: int
+    tenant_share: int
+    """Maximum number of open requests of one tenant or one call."""
+    default_timeout_s: float | None
+    metrics: FrontendMetrics
+    tracing: Tracing | None = None
+
+    def __post_init__(self) -> None:
         self._num_by_tenant: Counter[str] = Counter()
-        self._default_timeout_s = default_timeout_s
-        self._metrics = metrics
-        self._tracing = tracing
         self._open: dict[_Key, _Open] = {}
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -116,11 +108,39 @@ class RequestManager:
         client cannot see. Raises the error that refuses the request at once; errors that are found
         later are the stream's.
         """
-        try:
-            return self._accept(request, deadline, on_update, tenant, is_late)
-        except PagewireError as error:
-            self._metrics.count_refused(tenant.name, request.priority, error)
-            raise
+        with self._counting_refusals(request, tenant):
+            if self._is_closed or (self.is_draining.is_set() and not is_late):
+                raise _shutting_down()
+            validation.check_request_id(request)
+            if request.ByteSize() <= CHECKED_INLINE_BYTES:
+                validation.check_request(request)
+            request_id = request.request_id or draw_request_id()
+            previous = self._open.get((tenant.name, request_id))
+            if previous is None:
+                self._check_room(tenant)
+            else:
+                _check_takes_over(request, previous.request)
+            if deadline is None and self.default_timeout_s is not None:
+                deadline = time.monotonic() + self.default_timeout_s
+            stream = RequestStream(request_id, deadline, on_update, tenant.name)
+            stream.priority = request.priority
+            stream.hold_s = request.max_hold_ms / 1000
+            if self.tracing is not None:
+                arrived = stream.stopwatch.arrived
+                stream.span = RequestSpan(self.tracing, request_id, tenant.name, arrived)
+            if previous is not None:
+                stream.submission.replace(previous.stream.submission)
+                self._fail(previous, attempts.taken_over(request_id, request.attempt))
+            else:
+                self._num_by_tenant[tenant.name] += 1
+            self._open[_key(stream)] = _Open(
+                stream,
+                request,
+                preparing=asyncio.create_task(self._prepare(stream, request, tenant)),
+                timer=self._start_timer(stream),
+            )
+            self._none_open.clear()
+            return stream
 
     async def open_soon(
         self,
@@ -142,53 +162,22 @@ class RequestManager:
                     await opened.closed.wait()
         return self.open(request, deadline, on_update, tenant, is_late)
 
-    def _accept(
-        self,
-        request: inference_pb.GenerateRequest,
-        deadline: float | None,
-        on_update: Callable[[], object],
-        tenant: Principal,
-        is_late: bool = False,
-    ) -> RequestStream:
-        if self._is_closed or (self.is_draining.is_set() and not is_late):
-            raise _shutting_down()
-        validation.check_request_id(request)
-        if request.ByteSize() <= CHECKED_INLINE_BYTES:
-            validation.check_request(request)
-        request_id = request.request_id or draw_request_id()
-        former = self._open.get((tenant.name, request_id))
-        if former is None:
-            self._check_room(tenant)
-        else:
-            _check_takes_over(request, former.request)
-        if deadline is None and self._default_timeout_s is not None:
-            deadline = time.monotonic() + self._default_timeout_s
-        stream = RequestStream(request_id, deadline, on_update, tenant.name)
-        stream.priority = request.priority
-        stream.hold_s = request.max_hold_ms / 1000
-        if self._tracing is not None:
-            arrived = stream.stopwatch.arrived
-            stream.span = RequestSpan(self._tracing, request_id, tenant.name, arrived)
-        if former is not None:
-            stream.submission.replace(former.stream.submission)
-            self._fail(former, attempts.taken_over(request_id, request.attempt))
-        else:
-            self._num_by_tenant[tenant.name] += 1
-        self._open[_key(stream)] = _Open(
-            stream,
-            request,
-            preparing=asyncio.create_task(self._prepare(stream, request, tenant)),
-            timer=self._start_timer(stream),
-        )
-        self._none_open.clear()
-        return stream
+    @contextmanager
+    def _counting_refusals(
+        self, request: inference_pb.GenerateRequest, tenant: Principal
+    ) -> Iterator[None]:
+        try:
+            yield
+        except PagewireError as error:
+            self.metrics.count_refused(tenant.name, request.priority, error)
+            raise
 
     def close(self, stream: RequestStream) -> None:
         """Release a request in any state; if it still runs, it is cancelled at the core."""
         if not stream.is_closed:
             stream.is_closed = True
             summary = stream.summary()
-            self._metrics.count_end(summary)
+            self.metrics.count_end(summary)
             _log_end(summary)
             if stream.span is not None:
                 stream.span.end(summary)
@@ -232,11 +221,11 @@ class RequestManager:
 
     def _check_room(self, tenant: Principal) -> None:
         """Raise QueueFull if the frontend is full, or one tenant has its share of it."""
-        if len(self._open) >= self._max_concurrent_requests:
+        if len(self._open) >= self.max_concurrent_requests:
             raise QueueFull(
                 f"the frontend is full: it has {len(self._open)} open requests, and may have "
-                f"max_concurrent_requests={self._max_concurrent_requests}; try again later",
-                details={"max_concurrent_requests": self._max_concurrent_requests},
+                f"max_concurrent_requests={self.max_concurrent_requests}; try again later",
+                details={"max_concurrent_requests": self.max_concurrent_requests},
                 retry_delay_s=RETRY_DELAY_S,
             )
         num_open = self._num_by_tenant[tenant.name]
@@ -272,7 +261,7 @@ class RequestManager:
         opened.preparing.cancel()
         if opened.timer is not None:
             opened.timer.cancel()
-        self._core_client.close(opened.stream)
+        self.core_client.close(opened.stream)
 
     async def _prepare(
         self, stream: RequestStream, request: inference_pb.GenerateRequest, tenant: Principal
@@ -284,8 +273,8 @@ class RequestManager:
                 await asyncio.to_thread(validation.check_request, request)
             is_continued = request.attempt > 0 or len(request.resume) > 0
             name = validation.value_or(request, "model", None)
-            model = await self._models.resolve(name, tenant, is_continued=is_continued)
-            stream.counts = self._metrics.model(model.info.name)
+            model = await self.models.resolve(name, tenant, is_continued=is_continued)
+            stream.counts = self.metrics.model(model.info.name)
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
             constrained = await off_the_loop(request, lambda: _constrained(request))
@@ -293,13 +282,13 @@ class RequestManager:
                 request, lambda: resolve_request(constrained, stream.request_id, model)
             )
             field = constraint_field(request)
-            await self._checker.check(constrained.sampling_params, tenant.name, field)
+            await self.checker.check(constrained.sampling_params, tenant.name, field)
             await off_the_loop(
                 request, lambda: to_lark(resolved.submit.generation.sampling.constraint)
             )
             await off_the_loop(request, lambda: stream.begin(resolved))
             stream.stopwatch.tokenize_s = time.monotonic() - began
-            self._core_client.submit(stream)
+            self.core_client.submit(stream)
         except PagewireError as error:
             stream.fail(error)
         except Exception:  # a bug, which must end this request and no other

@@ -84,34 +84,8 @@ class Frontend:
         )
         self.registry = make_registry(LoopCollector(self._collect))
         """The registry that Prometheus scrapes."""
-        self.runner = ServiceRunner(
-            listen=config.listen,
-            service_names=[SERVICE_NAME],
-            grace_period_s=config.grace_period_s,
-            options=public_server_options(max_connections=config.max_connections),
-            credentials=None if config.tls is None else server_credentials(config.tls),
-            interceptors=[
-                CallGuard(
-                    check_caller=lambda metadata: PRINCIPAL.set(
-                        self.authentication.authenticate(authorization(metadata))
-                    ),
-                    open_services=(HEALTH, REFLECTION),
-                    check_message=check_message,
-                )
-            ],
-            knows_callers=config.knows_callers,
-            health_listen=config.health_listen,
-        )
-        self.http = (
-            HttpServer(
-                config.http,
-                share_port=config.http_share_port,
-                tls=None if config.tls is None else http_context(config.tls),
-                max_connections=config.max_connections,
-            )
-            if config.http
-            else None
-        )
+        self.runner = _runner_of(config, self.authentication)
+        self.http = _http_server_of(config)
         self._http_services = HttpServices(
             requests=self.requests,
             models=self.models,
@@ -196,6 +170,38 @@ async def serve(config: FrontendConfig) -> None:
             await run_until_first(frontend.runner.wait_for_signal(), frontend.failed())
         finally:
             await frontend.stop()
+
+
+def _runner_of(config: FrontendConfig, authentication: Authentication) -> ServiceRunner:
+    """The gRPC server and its signals."""
+    guard = CallGuard(
+        check_caller=lambda metadata: PRINCIPAL.set(
+            authentication.authenticate(authorization(metadata))
+        ),
+        open_services=(HEALTH, REFLECTION),
+        check_message=check_message,
+    )
+    return ServiceRunner(
+        listen=config.listen,
+        service_names=[SERVICE_NAME],
+        grace_period_s=config.grace_period_s,
+        options=public_server_options(max_connections=config.max_connections),
+        credentials=None if config.tls is None else server_credentials(config.tls),
+        interceptors=[guard],
+        knows_callers=config.knows_callers,
+        health_listen=config.health_listen,
+    )
+
+
+def _http_server_of(config: FrontendConfig) -> HttpServer | None:
+    if not config.http:
+        return None
+    return HttpServer(
+        config.http,
+        share_port=config.http_share_port,
+        tls=None if config.tls is None else http_context(config.tls),
+        max_connections=config.max_connections,
+    )
 
 
 def authentication_of(config: FrontendConfig) -> Authentication:

@@ -5,6 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -49,6 +50,7 @@ def _rpc(method: Method[R]) -> Rpc[R]:
     return rpc(wrapped)
 
 
+@dataclass(eq=False)
 class InferenceServicer(inference_grpc.InferenceServiceServicer):
     """Serves one frontend's clients.
 
@@ -56,17 +58,10 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     latter): a cancelled call then ends at once, in `finally`, not when a generator is collected.
     """
 
-    def __init__(
-        self,
-        requests: RequestManager,
-        models: ModelDirectory,
-        core: CoreConnection,
-        authentication: Authentication,
-    ) -> None:
-        self._authentication = authentication
-        self._requests = requests
-        self._models = models
-        self._core = core
+    requests: RequestManager
+    models: ModelDirectory
+    core: CoreConnection
+    authentication: Authentication
 
     @_rpc
     async def Generate(  # type: ignore[override]
@@ -74,11 +69,11 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     ) -> None:
         """Stream responses; the end of the call, whatever its cause, ends the request."""
         updated = asyncio.Event()
-        stream = await self._requests.open_soon(request, _deadline(context), updated.set, tenant)
+        stream = await self.requests.open_soon(request, _deadline(context), updated.set, tenant)
         try:
             await _write_responses(stream, updated, context)
         finally:
-            self._requests.close(stream)
+            self.requests.close(stream)
 
     @_rpc
     async def GenerateMany(  # type: ignore[override]
@@ -93,9 +88,9 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         # The key may be revoked while the stream is open, so each request is authenticated.
         credentials = authorization(context.invocation_metadata())
         await RequestMultiplexer(
-            self._requests,
+            self.requests,
             _deadline(context),
-            lambda: self._authentication.authenticate(credentials),
+            lambda: self.authentication.authenticate(credentials),
         ).run(read, context.write)
 
     @_rpc
@@ -103,7 +98,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self, request: inference_pb.AbortRequest, context: Context, tenant: Principal
     ) -> inference_pb.AbortResponse:
         """End a request, of this frontend or of another."""
-        if not self._requests.abort(request.request_id, tenant):
+        if not self.requests.abort(request.request_id, tenant):
             await self._abort_elsewhere(request.request_id, tenant)
         return inference_pb.AbortResponse()
 
@@ -139,7 +134,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         tenant.check_operator()
         validation.check_limits(request)
         try:
-            response = await self._core.stub.GetStatus(
+            response = await self.core.stub.GetStatus(
                 scheduler_pb.SchedulerServiceGetStatusRequest(detail=request.detail),
                 timeout=CORE_TIMEOUT_S,
             )
@@ -158,7 +153,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             detail=request.detail,
             interval_ms=validation.value_or(request, "interval_ms", None),
         )
-        call = self._core.stub.WatchStatus(watch)
+        call = self.core.stub.WatchStatus(watch)
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
                 await context.write(inference_pb.WatchStatusResponse(status=response.status))
@@ -171,7 +166,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     async def _abort_elsewhere(self, request_id: str, tenant: Principal) -> None:
         abort = scheduler_pb.SchedulerServiceAbortRequest(request_id=request_id, tenant=tenant.name)
         try:
-            await self._core.stub.Abort(abort, timeout=CORE_TIMEOUT_S)
+            await self.core.stub.Abort(abort, timeout=CORE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise _core_unavailable(error) from error
@@ -182,7 +177,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
 
     def _model(self, request: Any, tenant: Principal) -> FrontendModel:
         """The model that a request names; unlike a generation, this does not wait for one."""
-        return self._models.current(validation.value_or(request, "model", None), tenant)
+        return self.models.current(validation.value_or(request, "model", None), tenant)
 
 
 async def _write_responses(stream: RequestStream, updated: asyncio.Event, context: Context) -> None:

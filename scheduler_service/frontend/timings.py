@@ -5,16 +5,10 @@ from dataclasses import dataclass, field
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 
-PARTS = (
-    "queue",
-    "plan",
-    "wire",
-    "forward",
-    "sample",
-    "detokenize",
-    "preempted",
-    "recovery",
-    "unaccounted",
+PARTS = tuple(
+    field.name.removesuffix("_us")
+    for field in inference_pb.Timings.DESCRIPTOR.fields
+    if field.name.endswith("_us") and field.name != "total_us"
 )
 """The fields of `Timings`, in microseconds under `…_us`."""
 
@@ -71,7 +65,7 @@ class Stopwatch:
             self.recovery_s += under_core_s
         self._submitted_at = None
 
-    def note_tokens(self) -> float | None:
+    def record_tokens(self) -> float | None:
         """Record the arrival of tokens; seconds since the previous ones, or None for the first."""
         now = time.monotonic()
         before, self.last_token_at = self.last_token_at, now

@@ -18,7 +18,8 @@ def blocking(client: Client) -> str:
     for text in client.stream({"messages": messages, "tools": tools}).text_deltas():
         print(text.upper())
     group = client.get_status(include_requests=True).groups[0]
-    state = word(group, "state") + group.sate  # type: ignore[attr-defined]
+    print(group.sate)  # type: ignore[attr-defined]
+    state = word(group, "state")
     client.get_status(include_request=True)  # type: ignore[call-arg]
     size: int = client.get_model().max_model_len
     return answer.text + state + str(size)

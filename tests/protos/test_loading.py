@@ -3,6 +3,7 @@
 import pytest
 
 from pagewire.loading import describe_load
+from pagewire.v1.status_pb2 import WorkerLoading
 
 
 @pytest.mark.parametrize(
@@ -17,4 +18,10 @@ from pagewire.loading import describe_load
 def test_a_load_is_its_phase_with_the_share_and_the_time_left_that_are_known(
     done_bytes: int, total_bytes: int, remaining_s: float | None, text: str
 ) -> None:
-    assert describe_load("downloading", done_bytes, total_bytes, remaining_s) == text
+    load = WorkerLoading(
+        phase="downloading",
+        done_bytes=done_bytes,
+        total_bytes=total_bytes,
+        remaining_s=remaining_s,
+    )
+    assert describe_load(load) == text

@@ -183,11 +183,6 @@ def max_servable_len(info: model_pb2.ModelInfo) -> int:
     return min(info.max_model_len, info.max_cached_tokens or info.max_model_len)
 
 
-def _load_text(load: status_pb2.WorkerLoading) -> str:
-    remaining_s = load.remaining_s if load.HasField("remaining_s") else None
-    return describe_load(load.phase, load.done_bytes, load.total_bytes, remaining_s)
-
-
 class ModelDirectory:
     """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
 
@@ -280,7 +275,7 @@ class ModelDirectory:
 
     def unavailable(self, what: str) -> Unavailable:
         """The error of a model that is not served, with how far workers have loaded theirs."""
-        loads = "; ".join(map(_load_text, self._workers_loading))
+        loads = "; ".join(map(describe_load, self._workers_loading))
         return Unavailable(f"{what}: {loads}" if loads else what, reason="NO_MODEL_SERVED")
 
     async def close(self) -> None:

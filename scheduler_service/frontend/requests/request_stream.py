@@ -143,7 +143,7 @@ class RequestStream:
 
     def _count_tokens(self, num_tokens: int, num_choices: int) -> None:
         """Count `num_tokens` new tokens, of `num_choices` choices."""
-        gap_s = self.stopwatch.note_tokens()
+        gap_s = self.stopwatch.record_tokens()
         counts = self.counts
         if counts is None:
             return

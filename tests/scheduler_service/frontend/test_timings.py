@@ -104,10 +104,10 @@ def test_a_request_that_no_core_has_been_sent_loses_none() -> None:
 
 def test_tokens_tell_the_time_since_those_before() -> None:
     watch = Stopwatch()
-    assert watch.note_tokens() is None
+    assert watch.record_tokens() is None
     first = watch.first_token_s
     wait_a_moment()
-    gap_s = cast(float, watch.note_tokens())
+    gap_s = cast(float, watch.record_tokens())
     assert gap_s > 0
     assert watch.first_token_s == first
     assert watch.decode_s == pytest.approx(gap_s)

@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from pagewire.plain import plain
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
@@ -310,11 +311,7 @@ class Envelope:
         """The usage, and the timings if they were requested."""
         fields: UsageFields = {"usage": self.usage()}
         if self._returns_timings:
-            names = list(inference_pb.Timings.DESCRIPTOR.fields_by_name)
-            fields["timings"] = [
-                {name: getattr(timings, name) for name in names}
-                for _, timings in sorted(self._timings.items())
-            ]
+            fields["timings"] = [plain(timings) for _, timings in sorted(self._timings.items())]
         return fields
 
     def end_fields(self) -> UsageFields | None:
