@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker_service.plan import SamplerParams, TokenLogprobs
+from worker_service.plan import FILTERS, SamplerParams, TokenLogprobs
 from worker_service.sampling.logit_edits import EditedRow
 from worker_service.sampling.sampler import NO_TOKEN, Samples, SamplingBatch, SamplingTable, sample
 from worker_service.structured.masks import MaskedRows
@@ -202,6 +202,7 @@ def test_the_table_keeps_its_sequences_when_it_grows() -> None:
     table.resize(4)
     columns = (table.temperature, *table.filters.values(), table.seed)
     row = tuple(column[0] for column in columns)
-    assert row == (np.float32(0.3), 0.8, 4, 0.1, 2**63)
+    filters = (getattr(params, name) for name in FILTERS)
+    assert row == (np.float32(0.3), *filters, 2**63)
     assert (table.choice_index[0], table.num_logprobs[0]) == (3, 2)
     assert len(table.temperature) == 4
