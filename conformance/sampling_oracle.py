@@ -58,14 +58,12 @@ def expected_token(
 def _filtered(
     weights: Mapping[int, float], params: sampling_pb2.SamplerParams
 ) -> dict[int, float] | None:
-    """The tokens that min_p, max_logit_gap, top_k and top_p keep, most probable first; None if too
-    close."""
+    """The tokens that min_p, top_k and top_p keep, most probable first; None if too close."""
     order = sorted(weights, key=lambda token: -weights[token])
-    floor = math.exp(-params.max_logit_gap) if params.max_logit_gap else 0.0
-    if (floor := max(floor, params.min_p)) > 0:
-        if any(abs(weights[token] - floor) < CLOSE for token in order):
+    if params.min_p > 0:
+        if any(abs(weights[token] - params.min_p) < CLOSE for token in order):
             return None
-        order = [token for token in order if weights[token] >= floor]
+        order = [token for token in order if weights[token] >= params.min_p]
     if 0 < params.top_k < len(order):
         last, next_one = (weights[order[index]] for index in (params.top_k - 1, params.top_k))
         if last - next_one < CLOSE * last:

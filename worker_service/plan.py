@@ -69,9 +69,6 @@ class SamplerParams:
     """0 considers all tokens."""
 
     min_p: float = field(default=0.0, metadata=_FILTER)
-    max_logit_gap: float = field(default=0.0, metadata=_FILTER)
-    """0 drops no token."""
-
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -49,9 +49,6 @@ class SamplingParams:
     """Sample from the N most probable tokens; 0 and -1 mean all."""
     min_p: float | None = None
     """Sample from tokens whose probability is at least this share of the largest."""
-    max_logit_gap: float | None = None
-    """Sample from tokens whose logit, divided by the temperature, is at most this below the
-    largest; 0 means all."""
     repetition_penalty: float | None = None
     """Above 1 makes tokens of prompt and output less probable."""
     presence_penalty: float | None = None
@@ -175,7 +172,6 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float | None
     top_k: int | None
     min_p: float | None
-    max_logit_gap: float | None
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None

@@ -77,12 +77,6 @@ def min_p_drops_the_improbable(worker: Worker) -> None:
     check_draws(worker, min_p=0.05, top_p=0.8, temperature=1.5)
 
 
-@case("sampling", "those whose divided logit is more than max_logit_gap below the largest")
-def max_logit_gap_drops_the_improbable(worker: Worker) -> None:
-    check_draws(worker, max_logit_gap=1.5)
-    check_draws(worker, max_logit_gap=3.0, top_p=0.8, temperature=1.5)
-
-
 @case("sampling", "those beyond the top_k most probable, are dropped")
 def top_k_keeps_the_most_probable(worker: Worker) -> None:
     check_draws(worker, top_k=3, temperature=2.0)

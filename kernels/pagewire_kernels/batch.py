@@ -151,8 +151,6 @@ class SamplingParam(IntEnum):
     """Number of the row's logit edits."""
     OFFERS = 11
     """1 if no token is sampled because the core chooses among candidates; else 0."""
-    MAX_LOGIT_GAP = 12
-    """float64; 0 keeps all tokens."""
 
 
 COUNT_OCCURS = 1

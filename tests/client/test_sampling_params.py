@@ -20,7 +20,6 @@ def test_every_field_arrives_in_the_message() -> None:
         top_p=0.25,
         top_k=7,
         min_p=0.125,
-        max_logit_gap=1.5,
         repetition_penalty=1.5,
         presence_penalty=-0.5,
         frequency_penalty=0.75,

@@ -20,7 +20,6 @@ REALS = (
     SamplingParam.TEMPERATURE,
     SamplingParam.TOP_P,
     SamplingParam.MIN_P,
-    SamplingParam.MAX_LOGIT_GAP,
     SamplingParam.REPETITION_PENALTY,
     SamplingParam.FREQUENCY_PENALTY,
     SamplingParam.PRESENCE_PENALTY,

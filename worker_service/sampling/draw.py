@@ -45,9 +45,6 @@ class Filters:
     min_p: Tensor
     """float64 [n]; 0 keeps all."""
 
-    max_logit_gap: Tensor
-    """float64 [n]; 0 keeps all."""
-
     @classmethod
     def of_rows(
         cls, columns: Mapping[str, Column], row_ids: Int64Array, device: torch.device
@@ -177,10 +174,7 @@ def _find_cut(
         torch.where(has_top_k, kth, -torch.inf),
         values[:, 0] + torch.log(filters.min_p).to(values.dtype),
     )
-    has_gap = filters.max_logit_gap > 0.0
-    floor = values[:, 0] - filters.max_logit_gap.to(values.dtype)
-    cut = torch.where(has_gap, torch.maximum(cut, floor), cut)
-    is_all = ~has_top_k & (filters.min_p == 0.0) & ~has_gap
+    is_all = ~has_top_k & (filters.min_p == 0.0)
     is_inside = (cut > values[:, -1]) | (window == vocab_size)
     mass = torch.cumsum(weights * (values >= cut.unsqueeze(1)), dim=-1, dtype=torch.float64)
     total = torch.where(is_all, 1.0, mass[:, -1])

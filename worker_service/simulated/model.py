@@ -347,8 +347,6 @@ class SimulatedSampler:
         }
         falling = sorted(weights.values(), reverse=True)
         cut = params.min_p
-        if params.max_logit_gap:
-            cut = max(cut, math.exp(-params.max_logit_gap))
         if params.top_k:
             cut = max(cut, falling[min(params.top_k, len(falling)) - 1])
         if params.top_p < 1.0:

@@ -169,7 +169,6 @@ class _Params:
         self.top_k = integers[SamplingParam.TOP_K]
         self.top_p = reals[SamplingParam.TOP_P]
         self.min_p = reals[SamplingParam.MIN_P]
-        self.max_logit_gap = reals[SamplingParam.MAX_LOGIT_GAP]
         self.seed = integers[SamplingParam.SEED]
         self.choice_index = integers[SamplingParam.CHOICE_INDEX]
         self.is_penalized = integers[SamplingParam.IS_PENALIZED] != 0
@@ -190,8 +189,6 @@ def _cut(scaled: Tensor, weights: Tensor, params: _Params) -> Tensor:
     """The smallest scaled logit that is kept."""
     ordered, order = torch.sort(scaled, descending=True)
     cut = ordered[0] + torch.tensor(params.min_p, dtype=torch.float64).log().float()
-    if params.max_logit_gap > 0.0:
-        cut = torch.maximum(cut, ordered[0] - params.max_logit_gap)
     if params.top_k > 0:
         cut = torch.maximum(cut, ordered[min(params.top_k, len(ordered)) - 1])
     if params.top_p < 1.0:

@@ -21,7 +21,6 @@ TEMPERATURE = tl.constexpr(SamplingParam.TEMPERATURE.value)
 TOP_K = tl.constexpr(SamplingParam.TOP_K.value)
 TOP_P = tl.constexpr(SamplingParam.TOP_P.value)
 MIN_P = tl.constexpr(SamplingParam.MIN_P.value)
-MAX_LOGIT_GAP = tl.constexpr(SamplingParam.MAX_LOGIT_GAP.value)
 SEED = tl.constexpr(SamplingParam.SEED.value)
 CHOICE_INDEX = tl.constexpr(SamplingParam.CHOICE_INDEX.value)
 IS_PENALIZED = tl.constexpr(SamplingParam.IS_PENALIZED.value)
@@ -211,14 +210,12 @@ def _choose(logits, scratch, params, position, peak, vocab_size, CAPACITY, TILE:
     token = first.to(tl.int64)
     if temperature != 0.0:
         top_k, top_p = tl.load(params + TOP_K), _real(params + TOP_P)
-        min_p, max_logit_gap = _real(params + MIN_P), _real(params + MAX_LOGIT_GAP)
+        min_p = _real(params + MIN_P)
         maximum = tl.div_rn(largest, temperature)
         ceiling = _ordered(maximum) + 1
         floor = ceiling * 0 + LOWEST
         if min_p > 0.0:
             floor = _ordered(maximum + tl.log(min_p).to(tl.float32))
-        if max_logit_gap > 0.0:
-            floor = tl.maximum(floor, _ordered(maximum - max_logit_gap.to(tl.float32)))
         draw = uniform(tl.load(params + SEED), tl.load(params + CHOICE_INDEX), position)
         row = logits, vocab_size, temperature, maximum
         count, total = _weigh(row, floor, TILE)

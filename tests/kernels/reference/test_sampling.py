@@ -27,11 +27,10 @@ def _shares(**params: float) -> list[float]:
         ({"top_k": 2}, [0.625, 0.375, 0, 0]),
         ({"top_p": 0.7}, [0.625, 0.375, 0, 0]),
         ({"min_p": 0.25}, [0.526, 0.316, 0.158, 0]),
-        ({"max_logit_gap": 0.6}, [0.625, 0.375, 0, 0]),
         ({"temperature": 0.5}, [0.685, 0.247, 0.062, 0.007]),
         ({"temperature": 0.0}, [1, 0, 0, 0]),
     ],
-    ids=["plain", "top-k", "top-p", "min-p", "gap", "cold", "greedy"],
+    ids=["plain", "top-k", "top-p", "min-p", "cold", "greedy"],
 )
 def test_draws_follow_the_distribution(params: dict[str, float], expected: list[float]) -> None:
     assert _shares(**params) == pytest.approx(expected, abs=0.04)

@@ -42,13 +42,10 @@ def probabilities(logits: Sequence[float]) -> list[float]:
 
 
 def filtered(logits: Sequence[float], params: SamplerParams) -> list[float]:
-    """The distribution a token is drawn from: min-p, the gap and top-k, then top-p; ties stay."""
+    """The distribution a token is drawn from: min-p and top-k, then top-p; ties stay together."""
     scaled = [logit / params.temperature for logit in logits]
     probs = probabilities(scaled)
     kept = {token for token, p in enumerate(probs) if p >= params.min_p * max(probs)}
-    if params.max_logit_gap:
-        floor = max(scaled) - params.max_logit_gap
-        kept = {token for token in kept if scaled[token] >= floor}
     if 0 < params.top_k < len(scaled):
         kth = sorted(scaled, reverse=True)[params.top_k - 1]
         kept = {token for token in kept if scaled[token] >= kth}

@@ -58,7 +58,6 @@ def test_a_draw_is_that_of_the_real_sampler() -> None:
         {"top_k": 3, "temperature": 2.0},
         {"top_p": 0.7},
         {"min_p": 0.2},
-        {"max_logit_gap": 1.5},
         {"top_k": 8, "top_p": 0.9, "min_p": 0.02, "temperature": 1.7},
     ],
 )
