@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagewire_cli.local.health import why_not_serving
+from pagewire_cli.local.health import refusal_to_serve
 from pagewire_client.connection import DEFAULT_ADDRESS, TlsOptions, check_address
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         check_address(options.address)
         tls = TlsOptions.of(*files, is_on=options.tls)
-        reason = why_not_serving(options.address, options.timeout, options.service, tls)
+        reason = refusal_to_serve(options.address, options.timeout, options.service, tls)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -113,7 +113,7 @@ def serve(
             services.start()
             started.set()
             slow.cancel()
-            _note_addresses(services, engine["served_model_name"] or [model], engine)
+            _print_addresses(services, engine["served_model_name"] or [model], engine)
             services.wait_failed()
         except Exception as error:
             errors.append(error)
@@ -160,7 +160,7 @@ def _kill_at_next_signal(services: LocalServices, events: int) -> None:
     services.kill()
 
 
-def _note_addresses(services: LocalServices, names: list[str], engine: dict[str, Any]) -> None:
+def _print_addresses(services: LocalServices, names: list[str], engine: dict[str, Any]) -> None:
     where = ", ".join(services.addresses)
     terminal.note(f"serving {', '.join(names)} on {where}", style="bold")
     if services.http_address is not None:

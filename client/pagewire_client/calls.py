@@ -125,7 +125,7 @@ class Caller:
             try:
                 async with contextlib.aclosing(attempt(stub)) as items:
                     async for item in items:
-                        self.connections.note(None)
+                        self.connections.record(None)
                         yield item
                 return
             except grpc.RpcError as error:
@@ -138,7 +138,7 @@ class Caller:
                     raise
                 failure = errors.Unavailable("the connection was closed")
             if not cancelled.is_set():
-                self.connections.note(failure)
+                self.connections.record(failure)
                 delay = delay_after(failure)
                 self.connections.leave(address)
                 await cancelled.wait(delay)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
 
@@ -98,37 +98,31 @@ class ChatPrompt(ChatOptions):
     messages: Messages
 
 
-def chat_proto(
-    messages: Messages,
-    tools: Tools | None = None,
-    chat_template_kwargs: Mapping[str, object] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool = False,
-    tool_choice: ToolChoice | None = None,
-    parallel_tool_calls: bool | None = None,
-    include_reasoning: bool = True,
-) -> pb.Chat:
+def chat_proto(messages: Messages, **options: Unpack[ChatOptions]) -> pb.Chat:
     """The message for a conversation. Raises ValueError that names the wrong part."""
     if isinstance(messages, str | bytes | Mapping):
         kind = type(messages).__name__
         raise ValueError(
             f'messages must be a list of {{"role": text, "content": text}}, not {kind}'
         )
+    if unknown := options.keys() - ChatOptions.__annotations__.keys():
+        raise TypeError(f"unknown parts of a conversation: {', '.join(sorted(unknown))}")
+    tools, tool_choice = options.get("tools") or (), options.get("tool_choice")
     chat = pb.Chat(
         messages=[_message(f"messages[{i}]", message) for i, message in enumerate(messages)],
-        tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools or ())],
-        add_generation_prompt=add_generation_prompt,
-        parallel_tool_calls=parallel_tool_calls,
+        tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)],
+        add_generation_prompt=options.get("add_generation_prompt"),
+        parallel_tool_calls=options.get("parallel_tool_calls"),
     )
     if tool_choice == "none":
         del chat.tools[:]
     elif tool_choice not in (None, "auto"):
         chat.tool_choice.CopyFrom(_tool_choice(tool_choice))
-    if not include_reasoning:
+    if not options.get("include_reasoning", True):
         chat.include_reasoning = False
-    if chat_template_kwargs:
-        chat.template_arguments_json = _json("chat_template_kwargs", chat_template_kwargs)
-    if continue_final_message:
+    if variables := options.get("chat_template_kwargs"):
+        chat.template_arguments_json = _json("chat_template_kwargs", variables)
+    if options.get("continue_final_message"):
         chat.continue_final_message = True
     return chat
 

@@ -254,8 +254,8 @@ class Connections:
                 self._channels[address, number] = (channel, self.mode.make_stub(channel))
             return address, self._channels[address, number][1]
 
-    def note(self, failure: PagewireError | None) -> None:
-        """Take note of a call's response or failure. A failure to connect counts as the end of a
+    def record(self, failure: PagewireError | None) -> None:
+        """Record a call's response or failure. A failure to connect counts as the end of a
         connection if any server was ever reached."""
         if failure is None:
             self._was_connected, self._progressed_at = True, time.monotonic()

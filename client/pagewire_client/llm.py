@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Self, TypeAlias, Unpack
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagewire_cli.local import LocalServices
 from pagewire_client.async_client import AsyncClient
@@ -37,23 +37,15 @@ def progress_bar(*, shown: bool) -> Iterator[OnProgress | None]:
     if not shown:
         yield None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rates]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    rates = TextColumn("{task.fields[rates]}")
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), rates)
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("prompts", total=None, rates="")
 
         def on_progress(batch: BatchProgress) -> None:
-            elapsed = progress.tasks[0].elapsed or 0.0
+            text = _rates(batch, progress.tasks[0].elapsed or 0.0)
             progress.update(
-                task,
-                total=batch.num_requests,
-                completed=batch.num_finished,
-                rates=_rates(batch, elapsed),
+                task, total=batch.num_requests, completed=batch.num_finished, rates=text
             )
 
         yield on_progress

@@ -173,7 +173,7 @@ class CoreClient:
 
     def submit(self, request: RequestStream) -> None:
         """Submit a resolved request, and again to later cores, until `close`."""
-        request.submission.handle = handle = self._take_handles(len(request.choices))
+        request.submission.handle = handle = self._allocate_handles(len(request.choices))
         self._requests[handle] = request
         for choice in request.choices:
             self._choices[handle + choice.index] = (request, choice)
@@ -190,7 +190,7 @@ class CoreClient:
         if not request.submission.has_ended:
             self._outgoing.cancel(request)
 
-    def _take_handles(self, count: int) -> int:
+    def _allocate_handles(self, count: int) -> int:
         """The first of `count` free handles in a row."""
         while True:
             first = self._next_handle
@@ -275,7 +275,7 @@ class CoreClient:
             self._failures.end()
             logger.info("attached to core num_requests=%d", len(self._requests))
         if message.HasField("models"):
-            self._take_models(message.models)
+            self._receive_models(message.models)
         for handle in from_column(message.accepted, "accepted"):
             if request := self._requests.get(handle):
                 request.receive_accepted()
@@ -338,7 +338,7 @@ class CoreClient:
         logger.info("request waits request_id=%s reason=%s", request.request_id, error.reason)
         request.stopwatch.lost()
 
-    def _take_models(self, announced: scheduler_pb.ServedModels) -> None:
+    def _receive_models(self, announced: scheduler_pb.ServedModels) -> None:
         self._on_models(announced.models, announced.known_models, announced.loading)
         served = {info.name for info in announced.models}
         for request in [r for r in self._without_model if r.model_name in served]:

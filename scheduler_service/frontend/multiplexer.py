@@ -42,7 +42,7 @@ class _OpenRequests:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def note_update(self, number: int) -> None:
+    def record_update(self, number: int) -> None:
         """There may be something new to take of a request: the callback to open it with."""
         self._updated[number] = None
         self.wake.set()
@@ -125,7 +125,7 @@ class RequestMultiplexer:
             tenant = self._tenant_now()
             self._requests.check_call_share(len(opened))
             number = next(self._numbers)
-            on_update = partial(opened.note_update, number)
+            on_update = partial(opened.record_update, number)
             opened.add(number, self._requests.open(request, self._deadline, on_update, tenant))
         except PagewireError as error:
             self._errors.append(_request_error(request.request_id, error))
@@ -219,7 +219,7 @@ class RequestBatch:
             if index and index % OPENED_TOGETHER == 0:
                 await asyncio.sleep(0)
             request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-            on_update = partial(self._opened.note_update, index)
+            on_update = partial(self._opened.record_update, index)
             stream = await self._manager.open_soon(request, None, on_update, tenant, is_late=True)
             self._opened.add(index, stream)
 

@@ -199,3 +199,8 @@ def test_sampling_params_hold_for_all_or_one_by_one() -> None:
     assert [r.sampling_params.n for r in generate_requests(["a", "b"], [one, two])] == [1, 2]
     with pytest.raises(ValueError, match="2 prompts"):
         generate_requests(["a", "b"], [one])
+
+
+def test_an_unknown_part_of_a_conversation_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="unknown parts of a conversation: tool_choise"):
+        chat_proto([{"role": "user", "content": "Hi"}], tool_choise="none")  # type: ignore[call-arg]

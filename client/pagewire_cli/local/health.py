@@ -19,10 +19,10 @@ def is_serving(address: str, timeout_s: float = 1.0, service: str = "") -> bool:
 
     `service`: one of its gRPC services, or `liveness` for the process itself; by default all.
     """
-    return why_not_serving(address, timeout_s, service) is None
+    return refusal_to_serve(address, timeout_s, service) is None
 
 
-def why_not_serving(
+def refusal_to_serve(
     address: str, timeout_s: float = 1.0, service: str = "", tls: TlsOptions | None = None
 ) -> str | None:
     """Why the service at `address` is not serving, for the user; None if it is."""

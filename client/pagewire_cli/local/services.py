@@ -60,23 +60,12 @@ class LocalServices:
         service_commands.require(worker, "scheduler", "frontend")
         indexes = range(num_frontends)
         public = [] if listen is None else [_following(listen, index) for index in indexes]
-        self._model = model
-        self._on_line = on_line
-        self._withheld: list[tuple[str, str]] | None = []
-        """Output of services before all of them listen."""
-        self._output_lock = threading.Lock()
+        self._output = _WithheldOutput(on_line)
+        self._on_line = None if on_line is None else self._output.show
         self._stop_lock = threading.Lock()
         self._failed = threading.Event()
         self._folder = RuntimeDirectory()
-        self._env = service_commands.environment()
-        if listen is None:  # authentication for other deployments would refuse this process
-            self._env = {
-                name: value
-                for name, value in self._env.items()
-                if not name.startswith(_PUBLIC_SETTINGS)
-            }
-        if api_keys:
-            self._env["PAGEWIRE_API_KEY"] = " ".join(api_keys)
+        self._env = _environment(api_keys, is_private=listen is None)
         self.core_address = self._socket(CORE)
         self.http_address = http
         """Address at which the frontends listen for HTTP."""
@@ -86,18 +75,10 @@ class LocalServices:
         """Addresses of the metrics, in the order of the services."""
         self._metrics_port = metrics_port
         self._core = self._make(
-            "scheduler",
-            "core",
-            *("--listen", self.core_address),
-            *self._take_metrics_ports(),
+            "scheduler", "core", "--listen", self.core_address, *self._metrics_flags()
         )
-        self._http_flags = ["--http", http or "off"]
-        if http is not None and num_frontends > 1:
-            self._http_flags.append("--http-share-port")
-        self._frontends = [
-            self._make_frontend(index, address) for index, address in enumerate(self.addresses)
-        ]
-        self._workers = [self._make_worker(index, num_workers) for index in range(num_workers)]
+        self._frontends = [self._make_frontend(index) for index in indexes]
+        self._workers = [self._make_worker(model, i, num_workers) for i in range(num_workers)]
 
     def __enter__(self) -> Self:
         return self
@@ -190,52 +171,38 @@ class LocalServices:
                 if self.failure:
                     raise self.failure
                 if all(socket.exists() for socket in sockets):
-                    self._show_withheld()
+                    self._output.release()
                 if deadline is not None and time.monotonic() > deadline:
                     raise LocalServiceError(f"the services are not serving after {timeout_s:g} s")
                 time.sleep(_POLL_S)
-        self._show_withheld()
+        self._output.release()
 
-    def _show(self, name: str, line: str) -> None:
-        """Show a line of a service's output, or withhold it; runs on a thread of the service."""
-        assert self._on_line is not None
-        with self._output_lock:
-            if self._withheld is None:
-                self._on_line(name, line)
-            else:
-                self._withheld.append((name, line))
-
-    def _show_withheld(self) -> None:
-        with self._output_lock:
-            withheld, self._withheld = self._withheld or (), None
-            for name, line in withheld:
-                assert self._on_line is not None
-                self._on_line(name, line)
-
-    def _make_frontend(self, index: int, address: str) -> ServiceProcess:
+    def _make_frontend(self, index: int) -> ServiceProcess:
+        shares_port = self.http_address is not None and len(self.addresses) > 1
         return self._make(
             "frontend",
             f"frontend-{index}",
             *("--core", self.core_address),
-            *("--listen", address),
+            *("--listen", self.addresses[index]),
             *("--health-listen", self._health(index)),
-            *self._http_flags,
-            *self._take_metrics_ports(),
+            *("--http", self.http_address or "off"),
+            *(("--http-share-port",) if shares_port else ()),
+            *self._metrics_flags(),
         )
 
-    def _make_worker(self, index: int, num_workers: int) -> ServiceProcess:
+    def _make_worker(self, model: str, index: int, num_workers: int) -> ServiceProcess:
         address = self._worker(index)
         return self._make(
             "worker",
             f"worker-{index}",
-            *("--model", self._model),
+            *("--model", model),
             *("--core", self.core_address),
             *("--listen", address),
             *("--advertise", address),
             *("--group-id", f"worker-{index}"),
             *self._gpus_of(index),
             *(("--cpu-share", f"{index}/{num_workers}") if num_workers > 1 else ()),
-            *self._take_metrics_ports(self._num_ranks),
+            *self._metrics_flags(self._num_ranks),
         )
 
     def _gpus_of(self, index: int) -> tuple[str, ...]:
@@ -243,7 +210,7 @@ class LocalServices:
         The environment may choose those of the first worker."""
         return ("--local-rank", str(index * self._num_ranks)) if index else ()
 
-    def _take_metrics_ports(self, count: int = 1) -> tuple[str, str]:
+    def _metrics_flags(self, count: int = 1) -> tuple[str, str]:
         """The flag for a service of `count` processes. It is passed even without metrics, because
         the environment may contain one port for all services."""
         if self._metrics_port is None:
@@ -268,8 +235,7 @@ class LocalServices:
             *arguments,
             *engine_args.arguments(service, self._flags),
         ]
-        on_line = None if self._on_line is None else self._show
-        return ServiceProcess(name, command, on_line, self._signal_kill, self._env)
+        return ServiceProcess(name, command, self._on_line, self._signal_kill, self._env)
 
     def _health(self, index: int) -> str:
         """Address of a frontend's health checks, which need neither TLS nor an API key."""
@@ -280,6 +246,44 @@ class LocalServices:
 
     def _socket(self, name: str) -> str:
         return f"unix:{self._folder.path / name}.sock"
+
+
+class _WithheldOutput:
+    """Output of services, which is shown once all of them listen."""
+
+    def __init__(self, on_line: OnLine | None) -> None:
+        self._on_line = on_line
+        self._withheld: list[tuple[str, str]] | None = []
+        self._lock = threading.Lock()
+
+    def show(self, name: str, line: str) -> None:
+        """Show a line of a service's output, or withhold it; runs on a thread of the service."""
+        assert self._on_line is not None
+        with self._lock:
+            if self._withheld is None:
+                self._on_line(name, line)
+            else:
+                self._withheld.append((name, line))
+
+    def release(self) -> None:
+        """Show what was withheld, and withhold nothing from now on."""
+        with self._lock:
+            withheld, self._withheld = self._withheld or (), None
+            for name, line in withheld:
+                assert self._on_line is not None
+                self._on_line(name, line)
+
+
+def _environment(api_keys: Sequence[str], *, is_private: bool) -> dict[str, str]:
+    """The services' environment. Authentication for other deployments would refuse this process,
+    so that private services have none of it."""
+    environment = service_commands.environment()
+    if is_private:
+        for name in [name for name in environment if name.startswith(_PUBLIC_SETTINGS)]:
+            del environment[name]
+    if api_keys:
+        environment["PAGEWIRE_API_KEY"] = " ".join(api_keys)
+    return environment
 
 
 def _overlap(one: str, other: str) -> bool:

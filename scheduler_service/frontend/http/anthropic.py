@@ -298,7 +298,7 @@ class MessagesBuilder(PartsBuilder):
 
     def start(self) -> Iterator[dict[str, Any]]:
         """The message's start."""
-        yield {"type": "message_start", "message": self.whole()}
+        yield {"type": "message_start", "message": self.answer()}
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """The message's end."""
@@ -306,7 +306,7 @@ class MessagesBuilder(PartsBuilder):
         yield {"type": "message_delta", "delta": end, "usage": self._usage()}
         yield {"type": "message_stop"}
 
-    def whole(self) -> MessagesAnswer:
+    def answer(self) -> MessagesAnswer:
         """The whole message."""
         return {
             "id": self.envelope.head["id"],

@@ -73,9 +73,9 @@ class ChoiceStream:
         if self.finish is not None:
             return False
         num_before = len(self.token_ids)
-        self._take_tokens(token_ids)
+        self._accept_tokens(token_ids)
         if self._request.has_logprobs:
-            self._take_logprobs(logprobs[: len(self.token_ids) - num_before])
+            self._accept_logprobs(logprobs[: len(self.token_ids) - num_before])
         if self.finish is None and self._received_finish is not None:
             self._end(self._received_finish)
             return False
@@ -86,7 +86,7 @@ class ChoiceStream:
 
         Raises InvalidArgument if the request cannot have produced such a choice.
         """
-        self._take_tokens(resumed.token_ids)
+        self._accept_tokens(resumed.token_ids)
         self._end_if_complete()
         if len(self.token_ids) < len(resumed.token_ids):
             raise InvalidArgument(
@@ -113,7 +113,7 @@ class ChoiceStream:
         self._num_sent = len(resumed.token_ids)
         self._num_reasoning_sent = self.num_reasoning_tokens
 
-    def _take_tokens(self, token_ids: Iterable[int]) -> None:
+    def _accept_tokens(self, token_ids: Iterable[int]) -> None:
         request = self._request
         for token_id in token_ids:
             if self.finish is not None or self._is_complete():
@@ -162,7 +162,7 @@ class ChoiceStream:
             self.finish = finish
         self._message.finish()
 
-    def _take_logprobs(self, entries: list[scheduler_pb.ChoiceLogprobs]) -> None:
+    def _accept_logprobs(self, entries: list[scheduler_pb.ChoiceLogprobs]) -> None:
         if self._request.num_logprobs is not None:
             self._logprobs += entries
         for entry in entries:

@@ -61,7 +61,7 @@ class PartsBuilder(ResponseBuilder):
         self, index: int, response: inference_pb.GenerateResponse
     ) -> Iterator[dict[str, Any]]:
         """The answer's start, then parts that begin, grow and end."""
-        self.envelope.take(index, response)
+        self.envelope.count(index, response)
         if response.HasField("started"):
             yield from self.start()
         for delta in response.choices:

@@ -81,7 +81,7 @@ class ResponseBuilder(ABC):
             pass
 
     @abstractmethod
-    def whole(self) -> Any:
+    def answer(self) -> Any:
         """The whole answer, after the last response."""
 
     def event(self, chunk: Any) -> bytes:
@@ -182,7 +182,7 @@ class CompletionResponse(Response):
             async with RequestBatch(services.requests, receive, silence_s) as running:
                 if not await self._run(running, send):
                     return
-            whole = to_json(self._builder.whole())
+            whole = to_json(self._builder.answer())
             response = Response(whole, media_type="application/json")
         except PagewireError as error:
             response = error_response(self._with_client_field(error))
@@ -263,7 +263,7 @@ class Envelope:
             "model": request.model or "",
         }
 
-    def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
+    def count(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Count the next response of request `index`. Its final usage replaces the sum of its
         tokens, because candidates that are not returned count too."""
         usage = self._usages.get(index)
@@ -307,7 +307,7 @@ class Envelope:
             body["completion_tokens_details"] = details
         return body
 
-    def whole_fields(self) -> UsageFields:
+    def final_fields(self) -> UsageFields:
         """The usage, and the timings if they were requested."""
         fields: UsageFields = {"usage": self.usage()}
         if self._returns_timings:
@@ -317,7 +317,7 @@ class Envelope:
     def end_fields(self) -> UsageFields | None:
         """The usage and timings for a stream's last chunk, as far as they were requested; None if
         neither was."""
-        fields = self.whole_fields()
+        fields = self.final_fields()
         if not self._includes_usage:
             del fields["usage"]
         return fields or None
@@ -375,13 +375,13 @@ class ChoicesBuilder(ResponseBuilder):
             number = piece["index"]
             self._choices[number] = self.append(self._choices.get(number), piece)
 
-    def whole(self) -> Any:
+    def answer(self) -> Any:
         """All choices, and the usage."""
         choices = [self._choices[index] for index in sorted(self._choices)]
-        return self._answer(self.objects[1], choices, self.envelope.whole_fields())
+        return self._answer(self.objects[1], choices, self.envelope.final_fields())
 
     def _counted(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
-        self.envelope.take(index, response)
+        self.envelope.count(index, response)
         return self.pieces(index, response)
 
     def _answer(self, kind: str, choices: list[Any], fields: Mapping[str, Any]) -> Any:

@@ -305,10 +305,10 @@ class ResponsesBuilder(PartsBuilder):
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """The whole response."""
-        answer = self.whole()
+        answer = self.answer()
         yield self._event(f"response.{answer['status']}", response=answer)
 
-    def whole(self) -> ResponsesAnswer:
+    def answer(self) -> ResponsesAnswer:
         """The whole response."""
         return self._answer("incomplete" if self._is_cut else "completed")
 
