@@ -14,7 +14,7 @@ from tests.support.core_driver import GENERATION_FIELDS, make_capacity
 from tests.support.recorded import Recording
 from tools.what_if.cost_model import CostModel
 from tools.what_if.simulation import simulate
-from tools.what_if.trace import RequestHistory, Script, Stop, Trace, TraceReader
+from tools.what_if.trace import ChoiceHistory, RequestHistory, Trace, TraceReader
 
 COSTS = CostModel(base=0.010, per_row=0.001, per_token=0.0001, per_block=0.0)
 
@@ -48,10 +48,9 @@ def script(
     prompt: int = 4,
     num_tokens: int = 4,
     max_tokens: int | None = None,
-    stop: Stop | None = None,
     tokens: Sequence[int] | None = None,
     **fields: Any,
-) -> Script:
+) -> RequestHistory:
     """A request with one choice, of `num_tokens` tokens."""
     work = {name: fields.pop(name) for name in GENERATION_FIELDS & fields.keys()}
     request = Request(
@@ -66,21 +65,17 @@ def script(
             sampling=None,
         ),
     )
-    return Script(
+    return RequestHistory(
         number=number,
         request=replace(request, work=replace(request.work, **work), **fields),
         submitted=at,
-        tokens=[list(tokens or [5] * num_tokens)],
-        stops=[stop],
-        is_assumed=False,
+        choices=[ChoiceHistory(tokens=list(tokens or [5] * num_tokens))],
     )
 
 
-def make_trace(*scripts: Script, interventions: Sequence[Entry] = ()) -> Trace:
+def make_trace(*scripts: RequestHistory, interventions: Sequence[Entry] = ()) -> Trace:
     """Requests for one worker group that is there from the start."""
-    return Trace(
-        histories=[], scripts=list(scripts), interventions=[join(), *interventions], steps=[]
-    )
+    return Trace(histories=list(scripts), interventions=[join(), *interventions], steps=[])
 
 
 def record(trace: Trace, config: SchedulerConfig, costs: CostModel = COSTS) -> Recording:
@@ -100,7 +95,7 @@ def read_trace(recording: Recording) -> Trace:
 
 def serve(
     core: SchedulerCore,
-    scripts: Iterable[Script],
+    scripts: Iterable[RequestHistory],
     *,
     group: WorkerGroupCapacity = GPU_GROUP,
     until: float = math.inf,

@@ -110,7 +110,7 @@ def compare(
         fits=fits,
         rows=rows,
         num_requests=len(numbers),
-        num_assumed=sum(script.is_assumed for script in trace.scripts),
+        num_assumed=sum(history.is_assumed for history in trace.histories),
     )
 
 

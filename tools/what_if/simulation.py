@@ -1,7 +1,7 @@
 """Replays a trace on a core with any configuration, in virtual time.
 
 The core is the real one. Its workers only simulate the duration of steps, by a cost model, and give
-each choice its recorded tokens, by position. Frontends are as fast as recorded.
+each choice its recorded tokens, by position, but for the last one, by which it ends.
 """
 
 import heapq
@@ -12,42 +12,43 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pagewire.v1.sampling_pb2 import SamplerParams
-from scheduler_service.core import SchedulerCore, StepPlan, StepResult
+from scheduler_service.core import Request, SchedulerCore, StepPlan, StepResult
 from scheduler_service.core.request import Generation, Pooling
 from scheduler_service.core.scheduler_stats import CoreSnapshot
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.recording import Entry
 from tools.what_if.cost_model import CostModel, StepSize
-from tools.what_if.trace import Histories, RequestHistory, Script, Stop, Trace, num_resumed
+from tools.what_if.trace import Histories, RequestHistory, Trace, num_resumed
 
 
 @dataclass(slots=True)
 class _Sequence:
-    script: Script
+    history: RequestHistory
     choice_index: int
     num_output: int
     """Tokens sampled by this core so far."""
 
     def next_token(self) -> int:
-        """The recorded token, or one that ends nothing after the last recorded one."""
-        tokens = self.script.tokens[self.choice_index]
+        """The recorded token, or the one that ends the choice."""
+        tokens = self.history.choices[self.choice_index].tokens
         position = self.num_output
         self.num_output += 1
-        return tokens[position] if position < len(tokens) else _filler(self.script)
+        return tokens[position] if position < len(tokens) - 1 else _end_token(self.history)
 
 
-def _filler(script: Script) -> int:
-    stops = script.request.work.stop_token_ids
-    return next(token for token in itertools.count() if token not in stops)
+def _end_token(history: RequestHistory) -> int:
+    """A token that no choice of the request has."""
+    tokens = {token for choice in history.choices for token in choice.tokens}
+    return next(token for token in itertools.count() if token not in tokens)
 
 
 class VirtualWorker:
     """Executes plans one after the other, in the time that a cost model predicts."""
 
-    def __init__(self, costs: CostModel, scripts: Mapping[int, Script]) -> None:
-        """scripts: by number, which is the seed of a sequence's sampling parameters."""
+    def __init__(self, costs: CostModel, arrivals: Mapping[int, RequestHistory]) -> None:
+        """`arrivals`: by number, which is the seed of a sequence's sampling parameters."""
         self._costs = costs
-        self._scripts = scripts
+        self._arrivals = arrivals
         self._sequences: dict[int, _Sequence] = {}
         self._free_at = 0.0
 
@@ -67,13 +68,13 @@ class VirtualWorker:
         for seq_id in plan.forget_seq_ids:
             del self._sequences[seq_id]
         for new in plan.new_sequences:
-            script = self._scripts[new.sampling.seed]
+            history = self._arrivals[new.sampling.seed]
             if new.parent_seq_id is not None:
                 num_output = self._sequences[new.parent_seq_id].num_output
             else:
                 num_known = len(new.token_ids) - new.num_prompt_tokens
-                num_output = num_known - num_resumed(script.request, new.choice_index)
-            self._sequences[new.seq_id] = _Sequence(script, new.choice_index, num_output)
+                num_output = num_known - num_resumed(history.request, new.choice_index)
+            self._sequences[new.seq_id] = _Sequence(history, new.choice_index, num_output)
         samples = plan.output or itertools.repeat(True)
         return [
             self._sequences[seq_id].next_token()
@@ -82,12 +83,16 @@ class VirtualWorker:
         ]
 
 
-def _without_search(work: Generation | Pooling, sampling: SamplerParams) -> Generation:
-    """The work of a request as it is simulated. Of a beam search only the resulting choices are
-    known, not the other beams. A vector takes as long as a first token."""
+def _simulated(history: RequestHistory) -> Request:
+    """The request as it is simulated. Of a beam search only the resulting choices are known, not
+    the other beams. A vector takes as long as a first token."""
+    sampling = SamplerParams(seed=history.number)
+    work = history.request.work
     if isinstance(work, Pooling):
-        return Generation(max_tokens=work.max_tokens, sampling=sampling)
-    return replace(work, sampling=sampling, beam_search=None)
+        work = Generation(max_tokens=work.max_tokens, sampling=sampling)
+    ends = frozenset({_end_token(history)})
+    work = replace(work, sampling=sampling, beam_search=None, stop_token_ids=ends)
+    return replace(history.request, work=work)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,23 +118,22 @@ class _Simulation:
         self._core = core
         self._costs = costs
         self._any_costs = next(iter(costs.values()))
-        self._scripts = {script.number: script for script in trace.scripts}
+        self._arrivals = {history.number: history for history in trace.histories}
         self._workers: dict[str, VirtualWorker] = {}
         self._histories = Histories()
-        self._stops: dict[int, list[Stop | None]] = {}
         self._now = 0.0
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         for entry in trace.interventions:
             assert entry.now is not None
             self._at(entry.now, partial(self._intervene, entry))
-        for script in trace.scripts:
-            self._at(script.submitted, partial(self._submit, script))
+        for history in trace.histories:
+            self._at(history.submitted, partial(self._submit, history))
 
     def run(self) -> Simulated:
         while self._step():
             self._plan()
-            self._read_outputs()
+            self._histories.read(self._core.pop_outboxes(), self._now)
         return Simulated(histories=self._histories.all, state=self._core.snapshot())
 
     def _at(self, time: float, do: Callable[[], None]) -> None:
@@ -157,7 +161,7 @@ class _Simulation:
             case "add_worker_group":
                 group_id = arguments["capacity"].worker_group_id
                 costs = self._costs.get(group_id, self._any_costs)
-                self._workers[group_id] = VirtualWorker(costs, self._scripts)
+                self._workers[group_id] = VirtualWorker(costs, self._arrivals)
             case "remove_worker_group":
                 self._workers.pop(arguments["worker_group_id"], None)
             case "cancel":
@@ -167,30 +171,10 @@ class _Simulation:
         with suppress(PagewireError):  # may abort a request that has already ended
             getattr(self._core, entry.do)(**arguments)
 
-    def _submit(self, script: Script) -> None:
-        try:
-            work = _without_search(script.request.work, SamplerParams(seed=script.number))
-            self._core.submit(replace(script.request, work=work), self._now)
-        except PagewireError:
-            return
-        history = self._histories.begin(script.number, script.request, self._now)
-        self._stops[history.number] = script.stops
-        for index, stop in enumerate(script.stops):
-            if stop is not None and stop.num_tokens == 0:
-                self._stop_later(history, index, stop)
-
-    def _stop_later(self, history: RequestHistory, index: int, stop: Stop) -> None:
-        request = history.request
-        num_tokens = stop.num_tokens + num_resumed(request, index)
-
-        def stop_now() -> None:
-            if self._histories.find(request.frontend_id, request.handle + index) is not None:
-                handle = request.handle + index
-                self._core.stop_choice(request.frontend_id, handle, num_tokens, self._now)
-                choice = history.choices[index]
-                del choice.tokens[stop.num_tokens :], choice.times[stop.num_tokens :]
-
-        self._at(self._now + stop.delay_s, stop_now)
+    def _submit(self, arrival: RequestHistory) -> None:
+        with suppress(PagewireError):
+            self._core.submit(_simulated(arrival), self._now)
+            self._histories.add(RequestHistory.begin(arrival.number, arrival.request, self._now))
 
     # Planning.
 
@@ -211,9 +195,3 @@ class _Simulation:
     def _update(self, group_id: str, worker: VirtualWorker, result: StepResult) -> None:
         if self._workers.get(group_id) is worker:  # else it was lost with its results
             self._core.update(group_id, result, self._now)
-
-    def _read_outputs(self) -> None:
-        for history, index in self._histories.read(self._core.pop_outboxes(), self._now):
-            stop = self._stops[history.number][index]
-            if stop is not None and len(history.choices[index].tokens) == stop.num_tokens:
-                self._stop_later(history, index, stop)

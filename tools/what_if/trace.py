@@ -32,11 +32,20 @@ class RequestHistory:
     """Number of the arrival in the recording, including refused ones; the same in every run."""
     request: Request
     submitted: float
+    """Requests of one message arrived together, and were planned together."""
     choices: list[ChoiceHistory]
     ended: float | None = None
     """When it ended, in whatever way."""
     is_finished: bool = False
     """Whether it ended well."""
+    is_assumed: bool = False
+    """Whether the end was not recorded, and its length is assumed."""
+
+    @classmethod
+    def begin(cls, number: int, request: Request, now: float) -> "RequestHistory":
+        """A request that arrives now."""
+        choices = [ChoiceHistory() for _ in range(request.work.num_choices)]
+        return cls(number=number, request=request, submitted=now, choices=choices)
 
     @property
     def first_token(self) -> float | None:
@@ -48,6 +57,17 @@ class RequestHistory:
         """Tokens of all choices."""
         return sum(len(choice.tokens) for choice in self.choices)
 
+    def assume_ends(self, usual_length: int) -> None:
+        """Give choices whose end was not recorded the typical number of tokens, at least those that
+        they already got."""
+        for index, choice in enumerate(self.choices):
+            generated = self.request.work.generated.get(index)
+            if not choice.has_ended and not (generated is not None and generated.finished):
+                max_tokens = self.request.work.max_tokens - num_resumed(self.request, index)
+                num_missing = min(usual_length, max_tokens) - len(choice.tokens)
+                choice.tokens += [0] * max(0, num_missing)
+                self.is_assumed = True
+
 
 class Histories:
     """All requests of a core; reads its outputs as frontends do."""
@@ -57,14 +77,11 @@ class Histories:
         """Histories in order of arrival."""
         self._live: dict[tuple[str, int], tuple[RequestHistory, ChoiceHistory]] = {}
 
-    def begin(self, number: int, request: Request, now: float) -> RequestHistory:
-        """A request was accepted."""
-        choices = [ChoiceHistory() for _ in range(request.work.num_choices)]
-        history = RequestHistory(number=number, request=request, submitted=now, choices=choices)
+    def add(self, history: RequestHistory) -> None:
+        """Add a request that was accepted."""
         self.all.append(history)
-        for key, choice in zip(_keys(history), choices, strict=True):
+        for key, choice in zip(_keys(history), history.choices, strict=True):
             self._live[key] = history, choice
-        return history
 
     def find(self, frontend_id: str, handle: int) -> tuple[RequestHistory, ChoiceHistory] | None:
         """The live request and its choice with a frontend's handle."""
@@ -83,18 +100,14 @@ class Histories:
         ]:
             self._end(history, now)
 
-    def read(
-        self, outputs: Mapping[str, EngineOutputs], now: float
-    ) -> Iterator[tuple[RequestHistory, int]]:
-        """Read outputs; yields each history and the index of the choice that got a token."""
+    def read(self, outputs: Mapping[str, EngineOutputs], now: float) -> None:
+        """Read outputs."""
         for frontend_id, outbox in outputs.items():
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
                 found = self.find(frontend_id, handle)
                 if found is not None:
-                    history, choice = found
-                    choice.tokens.append(token)
-                    choice.times.append(now)
-                    yield history, handle - history.request.handle
+                    found[1].tokens.append(token)
+                    found[1].times.append(now)
             for finished in outbox.choices_finished:
                 found = self.find(frontend_id, finished.handle)
                 if found is not None:
@@ -131,50 +144,12 @@ INTERVENTIONS = (
 """Inputs whose times do not depend on the core."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """The position at which a frontend ends a choice."""
-
-    num_tokens: int
-    """Number of tokens that this core generated."""
-    delay_s: float
-    """When the last of them was reported."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Script:
-    """One arrival, and the tokens of its choices."""
-
-    number: int
-    request: Request
-    submitted: float
-    """Requests of one message arrived together, and were planned together."""
-    tokens: list[list[int]]
-    """Tokens per choice, without those that the request resumed with."""
-    stops: list[Stop | None]
-    """Per choice; None: it ends by its tokens or their number."""
-    is_assumed: bool = False
-    """Whether the end was not recorded, and its length is assumed."""
-
-    def assume_ends(self, history: RequestHistory | None, usual_length: int) -> None:
-        """Give choices whose end was not recorded the typical number of tokens, at least those
-        that they already got; `history`: None if the request was refused."""
-        for index in range(self.request.work.num_choices):
-            generated = self.request.work.generated.get(index)
-            has_ended = history is not None and history.choices[index].has_ended
-            if not has_ended and not (generated is not None and generated.finished):
-                length = max(usual_length, len(self.tokens[index]))
-                self.stops[index] = Stop(num_tokens=length, delay_s=0.0)
-                self.is_assumed = True
-
-
 @dataclass(kw_only=True, slots=True)
 class Trace:
     """The load of a recording."""
 
     histories: list[RequestHistory]
-    """Histories of accepted requests, as recorded."""
-    scripts: list[Script]
+    """All arrivals, those that were refused included, as recorded."""
     interventions: list[Entry]
     steps: list[StepSample]
 
@@ -185,7 +160,7 @@ class TraceReader:
     def __init__(self) -> None:
         self._now = 0.0
         self._histories = Histories()
-        self._scripts: list[Script] = []
+        self._arrivals: list[RequestHistory] = []
         self._accepted_ids: set[tuple[str, str]] = set()
         """Tenants and request ids."""
         self._burst_at: float | None = None
@@ -206,20 +181,13 @@ class TraceReader:
 
     def trace(self) -> Trace:
         """The observed load."""
-        histories = self._histories.all
-        lengths = [
-            len(choice.tokens)
-            for history in histories
-            for choice in history.choices
-            if choice.has_ended
-        ]
+        choices = [choice for history in self._arrivals for choice in history.choices]
+        lengths = [len(choice.tokens) for choice in choices if choice.has_ended]
         usual = round(median(lengths)) if lengths else 1
-        by_number = {history.number: history for history in histories}
-        for script in self._scripts:
-            script.assume_ends(by_number.get(script.number), max(1, usual))
+        for history in self._arrivals:
+            history.assume_ends(max(1, usual))
         return Trace(
-            histories=histories,
-            scripts=self._scripts,
+            histories=self._arrivals,
             interventions=self._without_shutdown(),
             steps=self._clock.samples,
         )
@@ -232,24 +200,15 @@ class TraceReader:
             return self._interventions
         return [entry for entry in self._interventions if entry.now is None or entry.now <= last]
 
-    def _arrive(self, request: Request) -> Script:
+    def _arrive(self, request: Request) -> RequestHistory:
         if self._burst_at is None:
             self._burst_at = self._now
-        script = Script(
-            number=len(self._scripts),
-            request=request,
-            submitted=self._burst_at,
-            tokens=[[] for _ in range(request.work.num_choices)],
-            stops=[None] * request.work.num_choices,
-        )
-        self._scripts.append(script)
-        return script
+        self._arrivals.append(RequestHistory.begin(len(self._arrivals), request, self._burst_at))
+        return self._arrivals[-1]
 
     def _on_submit(self, request: Request, now: float) -> None:
-        script = self._arrive(request)
         self._accepted_ids.add((request.tenant, request.request_id))
-        history = self._histories.begin(script.number, request, now)
-        script.tokens = [choice.tokens for choice in history.choices]
+        self._histories.add(self._arrive(request))
 
     def _on_refusal(self, request: Request) -> None:
         """Another configuration might accept it, unless it was accepted here before."""
@@ -269,11 +228,6 @@ class TraceReader:
         history, choice = found
         index = handle - history.request.handle
         num_new = max(0, num_tokens - num_resumed(history.request, index))
-        reported = (
-            choice.times[num_new - 1] if 0 < num_new <= len(choice.times) else history.submitted
-        )
-        stop = Stop(num_tokens=num_new, delay_s=now - reported)
-        self._scripts[history.number].stops[index] = stop
         del choice.tokens[num_new:], choice.times[num_new:]
         choice.has_ended = True
 
@@ -291,8 +245,7 @@ class TraceReader:
         self._clock.lose(worker_group_id)
 
     def _on_pop_outboxes(self, returned: Any = ()) -> None:
-        for _ in self._histories.read(returned or {}, self._now):
-            pass
+        self._histories.read(returned or {}, self._now)
 
 
 class _StepClock:

@@ -20,7 +20,7 @@ from tests.support.virtual import (
 from tools.what_if.comparison import PREDICTED, RECORDED, compare
 from tools.what_if.cost_model import CostModel
 from tools.what_if.simulation import simulate
-from tools.what_if.trace import RequestHistory, Stop, Trace
+from tools.what_if.trace import RequestHistory, Trace
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=1)
 STEP = CostModel(base=0.01, per_row=0.0, per_token=0.0, per_block=0.0)
@@ -47,20 +47,10 @@ def test_plans_that_leave_ahead_are_executed_one_after_the_other() -> None:
     assert histories[0].choices[0].times == pytest.approx([0.01, 0.02, 0.03, 0.04])
 
 
-def test_a_choice_gets_its_recorded_tokens_and_stops_by_them() -> None:
-    tokens = [7, 9, 3]
-    stops_early = script(0, tokens=tokens, stop_token_ids=frozenset({3}), max_tokens=50)
-    (history,) = run(make_trace(stops_early))
-    assert history.choices[0].tokens == tokens
+def test_a_choice_gets_its_recorded_tokens_but_for_the_last_by_which_it_ends() -> None:
+    (history,) = run(make_trace(script(0, tokens=[7, 9, 3], max_tokens=50)))
+    assert history.choices[0].tokens == [7, 9, 0]
     assert history.is_finished
-
-
-def test_a_frontend_ends_a_choice_as_late_as_in_the_recording() -> None:
-    stop = Stop(num_tokens=2, delay_s=0.015)
-    (history,) = run(make_trace(script(0, num_tokens=2, max_tokens=50, stop=stop)))
-    assert history.is_finished
-    assert history.choices[0].tokens == [5, 5]
-    assert history.ended == pytest.approx(0.02 + 0.015)
 
 
 def test_tokens_that_a_request_brings_along_are_not_given_again() -> None:
@@ -68,7 +58,7 @@ def test_tokens_that_a_request_brings_along_are_not_given_again() -> None:
     resumed = script(0, tokens=[5, 6], max_tokens=4, generated=generated)
     (history,) = run(make_trace(resumed))
     assert history.is_finished
-    assert history.choices[0].tokens == [5, 6]
+    assert history.choices[0].tokens == [5, 0]
 
 
 def test_a_request_that_outgrows_a_group_goes_on_in_one_that_had_nothing_to_plan() -> None:
@@ -145,26 +135,32 @@ def test_a_recording_of_exact_workers_is_predicted_exactly() -> None:
 
 
 def test_a_trace_says_again_what_was_put_into_it() -> None:
-    stop = Stop(num_tokens=3, delay_s=0.012)
-    scripts = [
-        script(0, num_tokens=4),
-        script(1, num_tokens=3, max_tokens=50, stop=stop),
-        script(2, num_tokens=4, max_tokens=50),
-    ]
-    gone = entry("cancel", frontend_id="f0", handle=3, now=0.055)
-    trace = read_trace(record(make_trace(*scripts, interventions=[gone]), CONFIG, STEP))
-    first, stopped, cancelled = trace.scripts
-    assert (first.tokens, first.stops, first.is_assumed) == ([[5] * 4], [None], False)
-    assert stopped.tokens == [[5] * 3]
-    assert stopped.stops[0] is not None
-    assert stopped.stops[0].num_tokens == 3
-    assert stopped.stops[0].delay_s == pytest.approx(0.012)
-    # It goes on for longer than is usual, and than it did, if it is not cancelled before.
-    assert cancelled.is_assumed
-    assert cancelled.stops == [Stop(num_tokens=5, delay_s=0.0)]
+    scripts = [script(0, num_tokens=4), script(1, num_tokens=4, max_tokens=50)]
+    gone = entry("cancel", frontend_id="f0", handle=2, now=0.025)
+    recording = record(make_trace(*scripts, interventions=[gone]), CONFIG, STEP)
+    trace = read_trace(recording)
+    first, cancelled = trace.histories
+    assert (first.choices[0].tokens, first.is_assumed) == ([5, 5, 5, 0], False)
+    # It goes on for as long as is usual, if it is not cancelled before.
+    assert (cancelled.choices[0].tokens, cancelled.is_assumed) == ([5, 5, 0, 0], True)
     assert [entry.do for entry in trace.interventions] == ["add_worker_group", "cancel"]
-    assert [history.is_finished for history in trace.histories] == [True, True, False]
-    assert sum(step.size.num_rows for step in trace.steps) >= 12
+    assert [history.is_finished for history in trace.histories] == [True, False]
+    assert sum(step.size.num_rows for step in trace.steps) >= 6
+
+
+def test_a_choice_that_its_frontend_ended_has_the_tokens_up_to_there() -> None:
+    core = RecordingCore(CONFIG, recording := Recording(lambda sampling: sampling))
+    core.add_worker_group(make_capacity(), 0.0)
+    core.submit(script(0, max_tokens=9).request, 0.0)
+    for step_id in range(1, 4):
+        core.schedule("g0", 0.0)
+        core.update("g0", StepResult(step_id=step_id, token_ids=[step_id]), 0.01 * step_id)
+        core.pop_outboxes()
+    core.stop_choice("f0", 1, 2, 0.04)
+    core.pop_outboxes()
+    (history,) = read_trace(recording).histories
+    assert history.choices[0].tokens == [1, 2]
+    assert history.is_finished
 
 
 def test_a_refused_request_is_put_to_other_configurations_once() -> None:
@@ -177,8 +173,8 @@ def test_a_refused_request_is_put_to_other_configurations_once() -> None:
     trace = replace(trace, interventions=[join(now=0.005)])
     recorded = read_trace(record(trace, config, STEP))
     # All three come before the worker does; r1 is retried without success, and finally accepted.
-    assert len(recorded.histories) == 2
-    assert len(recorded.scripts) == 4
+    assert [history.ended is not None for history in recorded.histories].count(True) == 2
+    assert len(recorded.histories) == 4
     histories = run(recorded, CONFIG)
     assert [history.number for history in histories] == [0, 1, 3]
 

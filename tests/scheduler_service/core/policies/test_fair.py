@@ -16,17 +16,19 @@ from scheduler_service.core.tenants import Tenants
 from tests.support.core_driver import make_driver
 from tests.support.tenants import make_group
 from tests.support.virtual import GPU_CONFIG, GPU_GROUP, script, serve
-from tools.what_if.trace import RequestHistory, Script
+from tools.what_if.trace import RequestHistory
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 CALM_RATE, FLOOD_RATE = 1.0, 10.0
 """Requests per second. The calm tenant needs less than its share; the flood cannot be served."""
 
 
-def requests(tenant: str, interval: Callable[[Random], float], until: float) -> list[Script]:
+def requests(
+    tenant: str, interval: Callable[[Random], float], until: float
+) -> list[RequestHistory]:
     """Requests at random intervals, with prompts and answers of random lengths."""
     rng = Random(tenant)
-    scripts: list[Script] = []
+    scripts: list[RequestHistory] = []
     at = interval(rng)
     while at < until:
         prompt, num_tokens = rng.randint(500, 1500), rng.randint(50, 250)
@@ -35,7 +37,7 @@ def requests(tenant: str, interval: Callable[[Random], float], until: float) -> 
     return scripts
 
 
-def in_order(scripts: Iterable[Script]) -> list[Script]:
+def in_order(scripts: Iterable[RequestHistory]) -> list[RequestHistory]:
     """The scripts by time of arrival, numbered."""
     return [
         replace(
