@@ -16,7 +16,7 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, 
 from scheduler_service.core.inspection import Inspection, InspectionDetail, Inspector
 from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.request import EngineOutputs, Request
-from scheduler_service.core.request_timing import RequestEvent, TracedRequest, to_us
+from scheduler_service.core.request_timing import RequestEvent, to_us
 from scheduler_service.core.routing import moves, poison
 from scheduler_service.core.routing.fleet import Fleet, ServedModel
 from scheduler_service.core.scheduler_stats import CoreSnapshot
@@ -55,7 +55,7 @@ class SchedulerCore:
         self._deadlines = DeadlineTimers()
         self._inspector = Inspector(self._fleet.schedulers)
         self._num_finished = 0
-        self._traced: list[TracedRequest] = []
+        self._traced: list[SequenceGroup] = []
 
     # Worker groups.
 
@@ -255,8 +255,9 @@ class SchedulerCore:
         """Outputs by frontend since the last call; frontends without any are absent."""
         return self._registry.pop_outboxes()
 
-    def pop_traced(self) -> list[TracedRequest]:
-        """Requests that have ended since the last call, of those whose trace is recorded."""
+    def pop_traced(self) -> list[SequenceGroup]:
+        """Requests that have ended since the last call, of those whose trace is recorded; without
+        their sequences."""
         traced, self._traced = self._traced, []
         return traced
 
@@ -382,7 +383,8 @@ class SchedulerCore:
         """Report how a group ended, and forget it."""
         results.finish_request(seq_group, seq_group.clock.finish(to_us(now)))
         seq_group.record_event(RequestEvent.ENDED, to_us(now))
-        self._keep_trace(seq_group)
+        if seq_group.request.traceparent:
+            self._traced.append(seq_group)
         self._inspector.record_end(seq_group, to_us(now))
         self._settle_accounts(seq_group)
         self._deadlines.forget(seq_group)
@@ -405,17 +407,3 @@ class SchedulerCore:
         if totals is not None and seq_group.has_begun and self._config.enable_prefix_caching:
             totals.num_prefix_queries += seq_group.num_prompt_tokens
             totals.num_prefix_hits += seq_group.num_cached_tokens
-
-    def _keep_trace(self, seq_group: SequenceGroup) -> None:
-        request, clock = seq_group.request, seq_group.clock
-        if request.traceparent:
-            self._traced.append(
-                TracedRequest(
-                    request.request_id,
-                    request.traceparent,
-                    clock.timeline.entries,
-                    clock.timeline.placements,
-                    clock.timings.num_drafts,
-                    clock.timings.num_accepted_drafts,
-                )
-            )

@@ -189,16 +189,3 @@ class RequestClock:
         else:
             self.timings.recovery_us += elapsed
         self.since_us += elapsed
-
-
-@dataclass(frozen=True, slots=True)
-class TracedRequest:
-    """A request that has ended, and whose trace is recorded."""
-
-    request_id: str
-    traceparent: str
-    """The span that its spans go under."""
-    entries: list[TimelineEntry]
-    placements: list[str]
-    num_drafts: int
-    num_accepted_drafts: int

@@ -17,9 +17,10 @@ class MovingAverage:
         self.mean: float | None = None
         self._weight = weight
 
-    def add(self, value: float) -> None:
-        """Take in one more value."""
+    def add(self, value: float) -> float:
+        """Take in one more value; return the mean."""
         self.mean = value if self.mean is None else self.mean + self._weight * (value - self.mean)
+        return self.mean
 
 
 class MovingRatio:
@@ -126,48 +127,29 @@ class StepRates:
     """
 
     def __init__(self) -> None:
+        self.us_per_decode_step: float | None = None
+        """Cost of a step in which every running sequence computes one token."""
+        self.min_us_per_decode_step: float | None = None
+        """Lowest average cost of decode steps ever measured."""
+        self.us_per_prefill_token: float | None = None
+        """Cost of one more token of a prompt, or of a recomputation."""
+        self.us_per_further_token: float | None = None
+        """Average cost of a prompt token, as far as it can be separated from decodes; tokens of
+        large steps, which are computed faster, have more weight."""
+        self.min_us_per_prefill_token: float | None = None
+        """The lowest of these averages ever measured."""
+        self.us_per_move: float | None = None
+        """Cost of one move between device and host, in either direction."""
+        self.prefill_cost = PrefillCost()
         self._decode_step = MovingRatio()
         self._prefill_token = MovingAverage()
         self._prefill = MovingRatio()
-        self.prefill_cost = PrefillCost()
         self._move = MovingAverage()
-
-    @property
-    def us_per_decode_step(self) -> float | None:
-        """Cost of a step in which every running sequence computes one token."""
-        return self._decode_step.mean
-
-    @property
-    def min_us_per_decode_step(self) -> float | None:
-        """Lowest average cost of decode steps ever measured."""
-        return self._decode_step.min
-
-    @property
-    def min_us_per_prefill_token(self) -> float | None:
-        """Lowest average cost of a prompt token ever measured, as far as it can be separated from
-        decodes; tokens of large steps, which are computed faster, have more weight."""
-        return self._prefill.min
-
-    @property
-    def us_per_prefill_token(self) -> float | None:
-        """Cost of one more token of a prompt, or of a recomputation."""
-        return self._prefill_token.mean
-
-    @property
-    def us_per_further_token(self) -> float | None:
-        """Average cost of a prompt token, as far as it can be separated from decodes; tokens of
-        large steps, which are computed faster, have more weight."""
-        return self._prefill.mean
-
-    @property
-    def us_per_move(self) -> float | None:
-        """Cost of one move between device and host, in either direction."""
-        return self._move.mean
 
     def observe(self, work: StepWork, result: StepResult) -> None:
         """Take in a step's result."""
         if work.num_moves:
-            self._move.add(result.cache_ops_us / work.num_moves)
+            self.us_per_move = self._move.add(result.cache_ops_us / work.num_moves)
         if work.swaps_in:
             return
         compute_us = max(0, result.busy_us - result.cache_ops_us)
@@ -176,12 +158,17 @@ class StepRates:
             compute_us = min(result.busy_us, max(compute_us, without_moves_us))
         if work.num_prefill_tokens:
             beyond_us = max(0.0, compute_us - (self.us_per_decode_step or 0.0))
-            self._prefill_token.add(beyond_us / work.num_prefill_tokens)
+            us_per_token = beyond_us / work.num_prefill_tokens
+            self.us_per_prefill_token = self._prefill_token.add(us_per_token)
             if self.us_per_decode_step is not None:
                 self._prefill.add(beyond_us, work.num_prefill_tokens)
+                self.us_per_further_token = self._prefill.mean
+                self.min_us_per_prefill_token = self._prefill.min
                 self.prefill_cost.add(work.num_prefill_tokens, work.num_prefill_pairs, beyond_us)
         elif result.token_ids:
             self._decode_step.add(compute_us, 1)
+            self.us_per_decode_step = self._decode_step.mean
+            self.min_us_per_decode_step = self._decode_step.min
 
 
 MIN_DELAY_S, MAX_DELAY_S = 0.1, 60.0

@@ -15,7 +15,7 @@ from typing import Protocol
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import EngineOutputs
-from scheduler_service.core.request_timing import TracedRequest
+from scheduler_service.core.sequence import SequenceGroup
 
 
 class Mailbox(Protocol):
@@ -31,7 +31,7 @@ class CoreDriver:
     def __init__(self, core: SchedulerCore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
         self.clock = clock
-        self.on_traced: Callable[[TracedRequest], None] | None = None
+        self.on_traced: Callable[[SequenceGroup], None] | None = None
         """Called with each traced request that has ended, if traces are exported."""
         self._loop = asyncio.get_running_loop()
         self._mailboxes: dict[str, Mailbox] = {}

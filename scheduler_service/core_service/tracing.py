@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from scheduler_service.core.request_timing import RequestEvent, TimelineEntry, TracedRequest
+from scheduler_service.core.request_timing import RequestEvent, Timeline, TimelineEntry
+from scheduler_service.core.sequence import SequenceGroup
 from service_common.tracing import Attributes, Event, Tracing
 
 BEGINS = {
@@ -65,32 +66,34 @@ def phases(entries: list[TimelineEntry]) -> Iterator[Phase]:
             name, since = then, now_us
 
 
-def events(request: TracedRequest) -> Iterator[Event]:
+def events(timeline: Timeline) -> Iterator[Event]:
     """The request's events, each with its worker group or with the number of tokens so far."""
-    for event, now_us, value in request.entries:
+    for event, now_us, value in timeline.entries:
         name = EVENTS.get(event)
         if event is RequestEvent.PLACED:
             # After very many placements the first ones share an entry of the timeline.
-            group_id = request.placements[min(value, len(request.placements) - 1)]
+            group_id = timeline.placements[min(value, len(timeline.placements) - 1)]
             yield "placed", now_us / 1e6, {"pagewire.group": group_id}
         elif name is not None:
             yield name, now_us / 1e6, {"pagewire.num_tokens": value}
 
 
-def export(tracing: Tracing, request: TracedRequest) -> None:
+def export(tracing: Tracing, seq_group: SequenceGroup) -> None:
     """Spans of a request that has ended."""
-    entries = request.entries
+    request, timings = seq_group.request, seq_group.clock.timings
+    timeline = seq_group.clock.timeline
+    entries = timeline.entries
     attributes: Attributes = {
         "pagewire.request_id": request.request_id,
-        "pagewire.groups": ",".join(request.placements),
+        "pagewire.groups": ",".join(timeline.placements),
         "pagewire.num_preemptions": sum(
             event in (RequestEvent.PREEMPTED, RequestEvent.SWAPPED_OUT) for event, *_ in entries
         ),
         "pagewire.num_worker_losses": sum(
             event is RequestEvent.WORKER_LOST for event, *_ in entries
         ),
-        "pagewire.num_drafts": request.num_drafts,
-        "pagewire.num_accepted_drafts": request.num_accepted_drafts,
+        "pagewire.num_drafts": timings.num_drafts,
+        "pagewire.num_accepted_drafts": timings.num_accepted_drafts,
     }
     span = tracing.add(
         "pagewire.schedule",
@@ -98,7 +101,7 @@ def export(tracing: Tracing, request: TracedRequest) -> None:
         entries[0][1] / 1e6,
         entries[-1][1] / 1e6,
         attributes,
-        events(request),
+        events(timeline),
     )
     for name, start_us, end_us in phases(entries):
         tracing.add(name, span, start_us / 1e6, end_us / 1e6)

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from scheduler_service.core.config import PolicyName
 from scheduler_service.core.policies.fair import Fair
-from scheduler_service.core.policies.policy import FirstComeFirstServed, Policy, Priority
+from scheduler_service.core.policies.policy import Policy, Priority
 
 POLICIES: Mapping[PolicyName, type[Policy]] = {
-    PolicyName.FCFS: FirstComeFirstServed,
+    PolicyName.FCFS: Policy,
     PolicyName.PRIORITY: Priority,
     PolicyName.FAIR: Fair,
 }

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from scheduler_service.core.policies.policy import Policy
-from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.tenants import Tenants, TenantUsage
 
@@ -61,12 +60,6 @@ class Fair(Policy):
     def __len__(self) -> int:
         """Number of accounts that are kept."""
         return len(self._accounts)
-
-    @staticmethod
-    def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
-        """The place by arrival."""
-        del request
-        return arrival
 
     def queue_name(self, tenant: TenantUsage) -> str:
         """The tenant's name: each tenant has a queue."""

@@ -1,9 +1,8 @@
 """The interface of scheduling policies, and the two that keep no state.
 
-These are first come, first served, and strict priorities.
+These are `Policy` itself, first come, first served, and strict priorities.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from typing import Any, ClassVar
@@ -13,8 +12,9 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.tenants import Tenants, TenantUsage
 
 
-class Policy(ABC):
-    """The order in which one model's requests are served.
+class Policy:
+    """The order in which one model's requests are served: first come, first served, unless a
+    subclass says otherwise.
 
     Each request has a constant rank: its order within its queue, and within a worker group's
     batch, of which the last is preempted when memory runs out. Requests that wait for a worker
@@ -29,11 +29,12 @@ class Policy(ABC):
         self._tenants = tenants
 
     @staticmethod
-    @abstractmethod
     def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
         """The request's constant place, the lowest first. `arrival` is when it came to its
         frontend, in microseconds, and a number that counts up; it must be part of the rank, so
         that no two are equal."""
+        del request
+        return arrival
 
     def queue_name(self, tenant: TenantUsage) -> str | None:
         """The queue of a tenant's requests; None is the one that tenants share.
@@ -81,16 +82,6 @@ class Policy(ABC):
     def record_tokens(self, rows: Rows[Sequence]) -> None:
         """Account for a step's result, with a token for each of these sequences."""
         del rows
-
-
-class FirstComeFirstServed(Policy):
-    """First come, first served."""
-
-    @staticmethod
-    def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
-        """The place by arrival."""
-        del request
-        return arrival
 
 
 class Priority(Policy):

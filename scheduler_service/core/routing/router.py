@@ -166,7 +166,7 @@ def us_per_token(scheduler: Scheduler) -> float | None:
     step_us, token_us = rates.us_per_decode_step, rates.us_per_further_token
     if step_us is None:
         return token_us
-    return max(token_us or 0.0, step_us / scheduler.probe.max_step_tokens)
+    return max(token_us or 0.0, step_us / scheduler.config.max_num_batched_tokens)
 
 
 def _estimate(
@@ -307,7 +307,7 @@ class RoutingRound:
             self.waiting.skip_queue(seq_group)
             return None
         if seq_group.is_suspect:
-            open_ = [scheduler for scheduler in open_ if not scheduler.probe.has_suspect]
+            open_ = [scheduler for scheduler in open_ if scheduler.placed.suspect is None]
             if not open_ or self._is_tried_later(seq_group):
                 self.waiting.skip(seq_group)
                 return None

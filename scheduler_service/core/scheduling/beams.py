@@ -24,10 +24,10 @@ from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams, B
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import JointStart
-from scheduler_service.core.request import ChoiceFinished, Request
+from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.batch import Batch, make_fork
-from scheduler_service.core.scheduling.departures import Departures
+from scheduler_service.core.scheduling.departures import Departures, finish_choice
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.resources import Entrants, acquire_all, fit_all
@@ -233,10 +233,10 @@ class BeamScheduler(StrategyScheduler):
         continued = {child.seq: child for child in beams.continuations}
         forks = [child for child in beams.continuations if child.parent is not None]
         for child in forks:
-            self._reserve_fork(child.seq, batch)
+            self._reserve(child.seq, batch, is_fork=True)
         forked = {child.seq for child in forks}
         for seq in sorted((s for s in beams.held if s not in forked), key=lambda s: s.order):
-            self._reserve_last(seq, batch)
+            self._reserve(seq, batch, is_fork=False)
             if seq in continued:
                 batch.append_token(seq.seq_id, continued[seq].token)
             batch.add_beam(seq)
@@ -250,15 +250,16 @@ class BeamScheduler(StrategyScheduler):
             child.seq.extend()
         beams.continuations = []
 
-    def _reserve_last(self, seq: Sequence, batch: Batch) -> None:
-        self.running.cache.release_unread(seq)
-        batch.update_tables(seq.seq_id, self.running.cache.reserve(seq, seq.length))
-        self.running.cache.offer(seq, seq.num_confirmed)
-
-    def _reserve_fork(self, seq: Sequence, batch: Batch) -> None:
-        self.running.cache.release_unread(seq)
-        batch.copy_shared(self.running.cache.reserve(seq, seq.length))
-        self.running.cache.offer(seq, seq.num_confirmed)
+    def _reserve(self, seq: Sequence, batch: Batch, *, is_fork: bool) -> None:
+        """Make a beam's last token writable. The table of a fork is sent later, as a whole."""
+        cache = self.running.cache
+        cache.release_unread(seq)
+        updates = cache.reserve(seq, seq.length)
+        if is_fork:
+            batch.copy_shared(updates)
+        else:
+            batch.update_tables(seq.seq_id, updates)
+        cache.offer(seq, seq.num_confirmed)
 
     # Results.
 
@@ -296,7 +297,8 @@ class BeamScheduler(StrategyScheduler):
         spare = [fork for seq in beams.held for fork in seq.release_forks()]
         for seq in beams.held:
             if seq not in continued:
-                self._drop(seq)
+                self.running.drop_beam(seq)
+                seq.drop_beam()
                 spare.append(seq)
         continuations: list[Continuation] = []
         in_place: set[Sequence] = set()
@@ -313,11 +315,6 @@ class BeamScheduler(StrategyScheduler):
                 continuation.seq.append_sampled(continuation.token)
         beams.hold(continuations)
         beams.held[0].hold_forks(spare)
-
-    def _drop(self, seq: Sequence) -> None:
-        """Drop a beam: free its memory and leave its sequence idle."""
-        self.running.drop_beam(seq)
-        seq.drop_beam()
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
         """Make an idle sequence continue a copy of a beam with another token."""
@@ -355,13 +352,7 @@ def _deliver_choice(seq_group: SequenceGroup, handle: int, path: Path) -> int:
     if (num_top := request.work.beam_search.num_logprobs) is not None:
         outbox.logprobs += [(handle, _beam_logprobs(step, num_top)) for step in steps]
     is_stopped = path.token in request.work.stop_token_ids
-    outbox.choices_finished.append(
-        ChoiceFinished(
-            handle=handle,
-            reason="stop" if is_stopped else "length",
-            stop_token_id=path.token if is_stopped else None,
-        )
-    )
+    finish_choice(seq_group.frontend, handle, path.token if is_stopped else None)
     return len(steps)
 
 

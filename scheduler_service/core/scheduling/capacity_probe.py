@@ -45,19 +45,9 @@ class CapacityProbe:
     then: it asks again in every step, and the answer holds while the same sequences run."""
 
     @property
-    def max_step_tokens(self) -> int:
-        """Tokens of the largest step."""
-        return self.config.max_num_batched_tokens
-
-    @property
     def num_sequences(self) -> int:
         """Running and waiting sequences, except for swapped-out ones."""
         return self.running.num_places + self.placed.num_waiting_sequences
-
-    @property
-    def caches_prefixes(self) -> bool:
-        """Whether what one sequence has computed serves others."""
-        return self.config.enable_prefix_caching
 
     def num_tokens_to_compute(self, seq_group: SequenceGroup) -> int:
         """Tokens of a group that has not run that are not here, on device or host."""
@@ -159,11 +149,6 @@ class CapacityProbe:
         num_fresh = sum(not seq.output_token_ids for seq in seq_group.waiting())
         max_forks = self.running.cache.max_forks(seq_group.num_prompt_tokens)
         return max(0, min(num_fresh - 1, max_forks))
-
-    @property
-    def has_suspect(self) -> bool:
-        """Whether a suspect is here."""
-        return self.placed.suspect is not None
 
     @property
     def num_tokens_to_prefill(self) -> int:

@@ -10,15 +10,15 @@ from scheduler_service.core.request import ChoiceFinished
 from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.scheduling.placed_groups import PlacedGroups
 from scheduler_service.core.scheduling.running_set import RunningSet
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.sequence import Frontend, Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.errors import GenerationFailed
 
 
-def finish_choice(seq: Sequence, stop_token_id: int | None) -> None:
+def finish_choice(frontend: Frontend, handle: int, stop_token_id: int | None) -> None:
     """Report to the frontend that a choice ended, by a stop token or else by length."""
     reason = "length" if stop_token_id is None else "stop"
-    finished = ChoiceFinished(handle=seq.handle, reason=reason, stop_token_id=stop_token_id)
-    seq.seq_group.frontend.outbox.choices_finished.append(finished)
+    finished = ChoiceFinished(handle=handle, reason=reason, stop_token_id=stop_token_id)
+    frontend.outbox.choices_finished.append(finished)
 
 
 class Departures:
@@ -62,7 +62,7 @@ class Departures:
         tokens on this worker group."""
         for seq in list(seq_group.unfinished()):
             if len(seq.output_token_ids) >= seq.max_output_tokens:
-                finish_choice(seq, None)
+                finish_choice(seq.frontend, seq.handle, None)
                 seq_group.end(seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
         if seq_group.num_unfinished == 0:
             self._remove_ended(seq_group)

@@ -72,12 +72,10 @@ def without_candidates(
 def finish_resumed(seq: Sequence) -> None:
     """End a choice that comes with all the tokens it can have."""
     output = seq.output_token_ids
-    if output and output[-1] in seq.stop_token_ids:
-        finish_choice(seq, output[-1])
-        seq.seq_group.end(seq, STOPPED)
-    elif len(output) >= seq.seq_group.request.work.max_tokens:
-        finish_choice(seq, None)
-        seq.seq_group.end(seq, LENGTH_CAPPED)
+    is_stopped = bool(output) and output[-1] in seq.stop_token_ids
+    if is_stopped or len(output) >= seq.seq_group.request.work.max_tokens:
+        finish_choice(seq.frontend, seq.handle, output[-1] if is_stopped else None)
+        seq.seq_group.end(seq, STOPPED if is_stopped else LENGTH_CAPPED)
 
 
 def finish_request(seq_group: SequenceGroup, timings: RequestTimings) -> None:
@@ -169,7 +167,7 @@ class ResultProcessor:
         self._count(step, num_accepted, num_drafts, waited_us)
         self.policy.record_tokens(served)
         for seq, stop_token_id in ended:
-            finish_choice(seq, stop_token_id)
+            finish_choice(seq.frontend, seq.handle, stop_token_id)
             status = LENGTH_CAPPED if stop_token_id is None else STOPPED
             self.departures.end_sequence(seq, status, now_us)
 
@@ -211,10 +209,8 @@ class ResultProcessor:
         first = [seq for seq, _, is_last in step.prefills if is_last and not seq.status.is_finished]
         num_decoded = num_accepted - sum(seq.seq_group.strategy.streams for seq in first)
         num_drafts = min(num_drafts, num_decoded)
-        if num_decoded > num_drafts:
-            self.totals.inter_token.add(waited_us, num_decoded - num_drafts)
-        if num_drafts > 0:
-            self.totals.inter_token.add(0, num_drafts)
+        self.totals.inter_token.add(waited_us, num_decoded - num_drafts)
+        self.totals.inter_token.add(0, num_drafts)
 
 
 def _deliver_logprobs(step: InFlightStep, result: StepResult) -> None:

@@ -2,7 +2,7 @@
 
 from scheduler_service.core.config import TenantConfig
 from scheduler_service.core.policies.fair import Fair
-from scheduler_service.core.policies.policy import FirstComeFirstServed
+from scheduler_service.core.policies.policy import Policy
 from scheduler_service.core.request_queue import ModelQueue
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
@@ -29,7 +29,7 @@ def drain(queue: ModelQueue) -> list[SequenceGroup]:
 
 def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
-    queue = ModelQueue(FirstComeFirstServed(tenants), one_kind)
+    queue = ModelQueue(Policy(tenants), one_kind)
     group = make_group(tenants, "limited")
     group.tenant.kv_quota = 3
     queue.add(group)
@@ -46,7 +46,7 @@ def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> No
 
 def test_tokens_before_a_group_are_those_of_its_lane_with_lower_ranks() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
-    queue = ModelQueue(FirstComeFirstServed(tenants), one_kind)
+    queue = ModelQueue(Policy(tenants), one_kind)
     for arrival, name in enumerate(["", "limited", "other", ""]):
         queue.add(make_group(tenants, name, num_prompt_tokens=10**arrival, arrival=arrival))
     assert queue.num_tokens == 1111
@@ -55,7 +55,7 @@ def test_tokens_before_a_group_are_those_of_its_lane_with_lower_ranks() -> None:
 
 def test_what_is_passed_over_or_left_out_comes_back_to_its_place() -> None:
     tenants = Tenants(TenantConfig(), {})
-    queue = ModelQueue(FirstComeFirstServed(tenants), lambda group: group.num_prompt_tokens)
+    queue = ModelQueue(Policy(tenants), lambda group: group.num_prompt_tokens)
     groups = [make_group(tenants, "", num_prompt_tokens=1 + i % 2, arrival=i) for i in range(6)]
     for group in groups:
         queue.add(group)
@@ -74,7 +74,7 @@ def test_what_is_passed_over_or_left_out_comes_back_to_its_place() -> None:
 def test_sorting_anew_changes_neither_order_nor_sums() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
     divisor = 1
-    queue = ModelQueue(FirstComeFirstServed(tenants), lambda group: group.rank[0] % divisor)
+    queue = ModelQueue(Policy(tenants), lambda group: group.rank[0] % divisor)
     names = ["", "limited", "other", "limited", "", ""]
     groups = [make_group(tenants, name, arrival=i) for i, name in enumerate(names)]
     for group in groups:

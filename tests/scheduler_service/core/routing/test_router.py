@@ -7,7 +7,7 @@ import pytest
 
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import PolicyName, SchedulerConfig
-from scheduler_service.core.policies.policy import FirstComeFirstServed
+from scheduler_service.core.policies.policy import Policy
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import RouteEstimate, Router
 from scheduler_service.core.scheduler_stats import ModelTotals
@@ -42,10 +42,10 @@ class Deployment:
 
     def __init__(self, *schedulers: Scheduler) -> None:
         tenants = Tenants(CONFIG.default_tenant, {})
-        self.model = ServedModel("m", FirstComeFirstServed(tenants))
+        self.model = ServedModel("m", Policy(tenants))
         self.schedulers = schedulers
         self.now_us = 0
-        self._registry = RequestRegistry(FirstComeFirstServed.rank, tenants)
+        self._registry = RequestRegistry(Policy.rank, tenants)
         for scheduler in schedulers:
             self.model.add(scheduler)
 
@@ -104,7 +104,7 @@ class Deployment:
 def make_scheduler(group_id: str, **changes: object) -> Scheduler:
     """A worker group with room for much."""
     values = {"num_gpu_blocks": 512, "max_model_len": 1024} | changes
-    policy = FirstComeFirstServed(Tenants(CONFIG.default_tenant, {}))
+    policy = Policy(Tenants(CONFIG.default_tenant, {}))
     capacity = make_capacity(group_id, **values)
     return make_group_scheduler(CONFIG, capacity, ModelTotals(), policy, 0)
 
