@@ -211,3 +211,20 @@ def test_a_suspect_whose_memory_runs_out_is_tried_again(kind: str) -> None:
         driver.collect()
     assert all(record.finished is not None for record in records)
     driver.check_empty()
+
+
+@pytest.mark.parametrize(("num_others", "num_lone"), [(0, 0), (1, 1), (2, 0)])
+def test_deaths_alone_are_forgotten_unless_another_request_died_alone(
+    num_others: int, num_lone: int
+) -> None:
+    driver = make_driver(make_capacity(), max_num_seqs=4)
+    for _ in range(num_others):
+        driver.submit(prompt=[1] * 4, max_tokens=9)
+    driver.schedule("g0")
+    waiting = driver.submit(prompt=[2] * 4, max_tokens=9)
+    group = next(
+        group for group in driver.core._registry.seq_groups() if group.request is waiting.request
+    )
+    group.losses.num_lone = 1
+    driver.lose_worker_group("g0")
+    assert group.losses.num_lone == num_lone

@@ -123,3 +123,14 @@ def test_a_request_alone_gives_up_its_last_choice_and_continues_with_the_others(
             break
     [group] = driver.core.snapshot().worker_groups
     assert group.num_running_sequences == 2
+
+
+def test_a_request_of_one_choice_is_swapped_though_it_needs_the_memory_itself() -> None:
+    driver = make_driver(PreemptionMode.SWAP, num_gpu_blocks=6)
+    driver.submit(prompt=[1] * 9, max_tokens=7)
+    driver.submit(prompt=[2] * 7, max_tokens=14)
+    for _ in run(driver):
+        pass
+    status = driver.core.snapshot()
+    assert status.num_preemptions == 1
+    assert status.num_swapped_out_blocks > 0

@@ -258,6 +258,7 @@ def test_drafts_of_a_request_that_was_cancelled_meanwhile_are_no_latencies() -> 
     assert plan.lookahead == [NUM_DRAFTS]
     before = driver.core.snapshot()
     driver.cancel(record)
+    driver.now += 0.5
     driver.core.update("g0", answer(plan, NUM_DRAFTS + 1), driver.now)
     after = driver.core.snapshot()
     assert after.inter_token_counts == before.inter_token_counts
