@@ -39,9 +39,9 @@ async def until_failure(tasks: Iterable[asyncio.Task[None]]) -> None:
         task.result()
 
 
-async def run_all(*coroutines: Coroutine[Any, Any, Result]) -> list[Result]:
+async def run_all(*work: Awaitable[Result]) -> list[Result]:
     """Return the results in order; if one raises, cancel the others and raise its error."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    tasks = [asyncio.ensure_future(part) for part in work]
     try:
         return await asyncio.gather(*tasks)
     finally:

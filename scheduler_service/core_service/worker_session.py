@@ -15,10 +15,10 @@ the worker.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import grpc
 
@@ -61,7 +61,6 @@ STABLE_AFTER_S = 30.0
 """A stream that lasted this long was healthy, so the pauses between attempts start short again."""
 
 
-Response = TypeVar("Response")
 Stubs: TypeAlias = Sequence[WorkerServiceStub]
 """The stubs of a group's ranks, in order."""
 Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]]
@@ -188,10 +187,7 @@ class WorkerSession:
         # A worker whose graphs cannot be captured fails in the same way in every epoch.
         with _final(grpc.StatusCode.FAILED_PRECONDITION):
             await run_all(
-                *(
-                    _answer(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S))
-                    for stub in stubs
-                )
+                *(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S) for stub in stubs)
             )
         return self._capacity(blocks, min(info.num_speculative_tokens for info in infos))
 
@@ -230,7 +226,7 @@ class WorkerSession:
         # A retry would not help: a worker will not have more memory later, nor other kernels.
         with _final(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_PRECONDITION):
             found = await run_all(
-                *(_answer(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
+                *(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S) for stub in stubs)
             )
         blocks = worker_pb.ProfileBlocksResponse(
             num_gpu_blocks=min(counts.num_gpu_blocks for counts in found),
@@ -329,11 +325,6 @@ class WorkerSession:
         if state != self.state:
             self.state = state
             self.on_change()
-
-
-async def _answer(call: Awaitable[Response]) -> Response:
-    """Await a call, as a coroutine."""
-    return await call
 
 
 @contextmanager

@@ -94,9 +94,8 @@ NAMES = {
     r"\w*(lets_|hopeless|stranded)\w*": "may_, unservable, unroutable",
 }
 CORE_PACKAGES = (
-    *("scheduler_service/core_service/", "scheduler_service/replay/", "tools/what_if/"),
-    *(f"scheduler_service/core/{name}/" for name in ("admission", "policies", "routing")),
-    "scheduler_service/core/scheduling/",
+    *("scheduler_service/core/", "scheduler_service/core_service/", "scheduler_service/replay/"),
+    "tools/what_if/",
 )
 """Folders in which these names are checked as well."""
 CORE_NAMES = {
@@ -104,7 +103,7 @@ CORE_NAMES = {
     r"_?why(_\w+)?": "reason, refusal, x_error",
     r"_?take_\w+": "accept, pop",
     r"_?outgrown\w*": "exceeding, exceeded",
-    r"_?(least|most)(_\w+)?": "min_, max_",
+    r"_?least(_\w+)?|_?most_(?!shared)\w+": "min_, max_",
     r"_?(own|left|asked|former|known|is_whole)(_(?!tokens|models)\w+)?": "previous, remaining",
 }
 
