@@ -127,8 +127,8 @@ def test_a_request_alone_gives_up_its_last_choice_and_continues_with_the_others(
 
 def test_a_request_of_one_choice_is_swapped_though_it_needs_the_memory_itself() -> None:
     driver = make_driver(PreemptionMode.SWAP, num_gpu_blocks=6)
-    driver.submit(prompt=[1] * 9, max_tokens=7)
-    driver.submit(prompt=[2] * 7, max_tokens=14)
+    driver.submit(prompt=[1] * 9, max_tokens=14)
+    driver.submit(prompt=[2] * 11, max_tokens=4)
     for _ in run(driver):
         pass
     status = driver.core.snapshot()
