@@ -296,9 +296,9 @@ class WorkerGroupCapacity:
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
         num_state_blocks = sum(group.num_blocks for group in self.cache_groups)
-        for name, least in (("num_gpu_blocks", max(1, num_state_blocks)), ("vocab_size", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, is {getattr(self, name)}")
+        for name, minimum in (("num_gpu_blocks", max(1, num_state_blocks)), ("vocab_size", 1)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, is {getattr(self, name)}")
         allowed = (CacheLifetime.GROWING, *_SPANNING, CacheLifetime.STATE)
         lifetimes = [group.lifetime for group in self.cache_groups]
         if not lifetimes or not set(lifetimes) <= set(allowed):
