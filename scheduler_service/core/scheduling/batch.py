@@ -58,6 +58,8 @@ class Batch:
         """Rows that bring vectors."""
         self._block_updates: list[int] = []
         self._prefill_tokens: list[int] = []
+        self.prefilled: set[Sequence] = set()
+        """Sequences with rows of prompt tokens."""
         self._prefills: list[tuple[Sequence, int, bool]] = []
 
     def update_tables(self, seq_id: int, updates: Iterable[BlockUpdate]) -> None:
@@ -108,6 +110,7 @@ class Batch:
         self.rows.append(seq)
         self._prefill_tokens.append(num_tokens)
         self._prefills.append((seq, seq.num_computed, is_last))
+        self.prefilled.add(seq)
         self.num_prefill_tokens += num_tokens
         self.num_attended_pairs += num_tokens * seq.num_computed
         num_pairs = num_tokens * seq.num_computed - num_tokens * (num_tokens - 1) // 2

@@ -29,8 +29,10 @@ class PrefillScheduler:
         self.add_rows(order, batch)
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
-        """Add the next chunks of sequences, in order."""
+        """Add the next chunks of sequences that have none in the batch, in order."""
         for seq in sequences:
+            if seq in batch.prefilled:
+                continue
             if not batch.fits(seq, seq.num_computed):
                 return
             if self.strategies.of(seq.seq_group).may_prefill(seq, batch):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler_service.core import SchedulerConfig, StepPlan
+from scheduler_service.core import PolicyName, SchedulerConfig, StepPlan
 from scheduler_service.core.config import CacheGroup, CacheLifetime, PreemptionMode
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.symbolic_worker import Sampling
@@ -195,3 +195,13 @@ def test_swapped_out_states_come_back_with_their_sequences() -> None:
     life.driver.run_until_idle()
     assert any(plan.swap_in for plan in life.plans)
     assert all(len(record.choices[0].tokens) == 20 for record in records)
+
+
+def test_a_prompt_that_is_cut_at_a_boundary_has_one_row_in_a_step() -> None:
+    life = Life(num_gpu_blocks=24, policy=PolicyName.PRIORITY)
+    life.driver.submit(prompt=PROMPT, max_tokens=20, priority=1)
+    life.driver.schedule("g0")
+    urgent = life.driver.submit(prompt=[9, *PROMPT], max_tokens=2, priority=0)
+    life.driver.run_until_idle()
+    assert urgent.finished is not None
+    assert all(len(plan.seq_ids) == len(set(plan.seq_ids)) for plan in life.plans)
