@@ -173,6 +173,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.offline --shape qwen3-0.6b --dtype bfloat16 --kv-cache-gib 1 $(PEERS)
 	$(BIN)/python -m benchmarks.offline --shape qwen3-0.6b --dtype float32 --kv-cache-gib 2 $(PEERS)
 	$(BIN)/python -m benchmarks.startup $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
+	$(BIN)/python -m benchmarks.online $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.recovery --model embedded
 	$(BIN)/python -m benchmarks.recovery --model simulated
 	$(BIN)/python -m benchmarks.report

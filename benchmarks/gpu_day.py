@@ -92,6 +92,7 @@ class Day:
         command = part.command.format(
             output=self.output,
             checkpoints=self.checkpoints,
+            vllm=vllm,
             peers=f"{vllm} {nano} --checkpoints {self.checkpoints}",
             fit="" if self.memory_gib >= _ROOMY_GIB else "--one-at-a-time",
         )

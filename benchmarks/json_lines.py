@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 
 class LineProcess:
@@ -110,8 +110,12 @@ def take_stdout() -> Any:
     return answers
 
 
-def serve(make_engine: Callable[[dict[str, Any]], Runs]) -> None:
-    """Make an engine with the settings on the command line, and run jobs until the input ends."""
+RunsT = TypeVar("RunsT", bound=Runs)
+
+
+def serve(make_engine: Callable[[dict[str, Any]], RunsT]) -> RunsT:
+    """Make an engine with the settings on the command line, and run jobs until the input ends;
+    returns the engine."""
     answers = take_stdout()
     engine = make_engine(json.loads(sys.argv[1]))
 
@@ -125,3 +129,4 @@ def serve(make_engine: Callable[[dict[str, Any]], Runs]) -> None:
         outputs = engine.generate(asked["prompts"], asked["num_tokens"])
         seconds = time.perf_counter() - began
         answer({"token_ids": [list(map(int, tokens)) for tokens in outputs], "seconds": seconds})
+    return engine

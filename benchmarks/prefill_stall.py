@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,7 @@ from benchmarks.engines.engine import Settings
 from benchmarks.machine import ForeignLoad
 from benchmarks.model_shapes import SHAPES
 from benchmarks.processes import exit_on_sigterm
-from benchmarks.servers import ServedPagewire
+from benchmarks.servers import ServedPagewire, all_of
 from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
 from benchmarks.tables import publish, script_parser
 from pagewire_cli.load import Arrival, Target, percentile
@@ -70,9 +70,7 @@ async def measure(args: argparse.Namespace, settings: Settings) -> dict[str, dic
     limits = (args.max_step_ms, 0.0)
     servers = {f"max_step_ms {ms:g}": ServedPagewire(settings, max_step_ms=ms) for ms in limits}
     runs: dict[str, list[list[float]]] = {name: [] for name in servers}
-    async with AsyncExitStack() as stack:
-        for server in servers.values():
-            await stack.enter_async_context(server)
+    async with all_of(list(servers.values())):
         for _ in range(args.repeats):
             prompt = draw.integers(*words, args.prompt_tokens).tolist()
             requests = Arrival(0.0, prompt[-16:], STREAM_TOKENS), Arrival(0.0, prompt, 1)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Self
@@ -17,8 +17,9 @@ import aiohttp
 
 from benchmarks.engines import pagewire, vllm
 from benchmarks.engines.engine import Settings
+from benchmarks.openai_target import OpenAITarget
 from benchmarks.processes import send_signal
-from pagewire_cli.load import Arrival, PagewireTarget, Received, Target
+from pagewire_cli.load import Arrival, PagewireTarget, Target
 from pagewire_client import NO_RETRIES, AsyncClient
 from pagewire_client.errors import PagewireError
 from tools.launch import free_port
@@ -31,7 +32,10 @@ FIRST_REQUEST = Arrival(0.0, list(range(300, 316)), 1)
 
 
 class Server(ABC):
-    """A server process and its target; an asynchronous context manager, in which it is serving."""
+    """A server process and its target; an asynchronous context manager, in which it is serving.
+
+    While another server is loaded, a paused one takes no processor time.
+    """
 
     target: Target
     first_token_s: float
@@ -40,14 +44,16 @@ class Server(ABC):
     def __init__(
         self,
         name: str,
+        interface: str,
         *,
         port: int,
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path | None,
     ) -> None:
-        """It listens at `port` of this machine."""
+        """`interface`: HTTP or gRPC, at `port` of this machine."""
         self.name = name
+        self.interface = interface
         self._port = port
         self._command = command
         self._environment = environment
@@ -66,6 +72,7 @@ class Server(ABC):
             async with self._open() as self.target:
                 yield
         finally:
+            self.resume()
             await asyncio.to_thread(self._end)
 
     def _launch(self) -> None:
@@ -111,6 +118,14 @@ class Server(ABC):
     def _open(self) -> AbstractAsyncContextManager[Target]:
         """A connection to the server that has started."""
 
+    def pause(self) -> None:
+        """Stop its processes: idle threads of OpenMP spin."""
+        send_signal(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Continue its processes."""
+        send_signal(self.pid, signal.SIGCONT)
+
     def _end(self) -> None:
         self._process.terminate()
         try:
@@ -131,57 +146,43 @@ class Server(ABC):
 
 
 class ServedPagewire(Server):
-    """`pagewire serve`: frontend, core and worker as processes, called over gRPC."""
+    """`pagewire serve`: frontend, core and worker as processes, called by OpenAI's interface over
+    HTTP or by our own over gRPC."""
 
-    def __init__(self, settings: Settings, **more: object) -> None:
+    def __init__(self, settings: Settings, interface: str = "HTTP", **more: object) -> None:
         """`more`: further flags of the services."""
-        port = free_port()
-        self._address = f"{HOST}:{port}"
+        self._model = settings.model()
+        grpc, http = (f"{HOST}:{free_port()}" for _ in range(2))
+        self._address = http if interface == "HTTP" else grpc
+        name = "pagewire" if interface == "HTTP" else f"pagewire {interface}"
         flags = pagewire.flags(settings) | {
-            "model": settings.model(),
-            "listen": self._address,
-            "http": "off",
+            "model": self._model,
+            "listen": grpc,
+            "http": http if interface == "HTTP" else "off",
             "log_level": "warning",
             **more,
         }
         super().__init__(
-            "pagewire",
-            port=port,
+            name,
+            interface,
+            port=int(self._address.rpartition(":")[2]),
             command=[sys.executable, "-m", "pagewire_cli", "serve", *vllm.options(flags)],
             # Its services import from the same folders.
             environment={"PYTHONPATH": ":".join(path for path in sys.path if path)},
-            log=settings.log("pagewire"),
+            log=settings.log(name.replace(" ", "_")),
         )
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[Target]:
-        async with AsyncClient(self._address, retry=NO_RETRIES) as client:
-            yield PagewireTarget(client)
+        if self.interface == "HTTP":
+            async with OpenAITarget(f"http://{self._address}", self._model) as target:
+                yield target
+        else:
+            async with AsyncClient(self._address, retry=NO_RETRIES) as client:
+                yield PagewireTarget(client)
 
-
-class OpenAITarget:
-    """`POST /v1/completions` of a server, streamed, with the prompt as token ids."""
-
-    def __init__(self, session: aiohttp.ClientSession, model: str) -> None:
-        self._session = session
-        self._model = model
-
-    async def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
-        """See `pagewire_cli.load.Target`; a message counts as one token."""
-        body = {
-            "model": self._model,
-            "prompt": arrival.prompt,
-            "max_tokens": arrival.num_output_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        async with self._session.post("/v1/completions", json=body) as response:
-            if response.status != 200:
-                raise RuntimeError(f"status {response.status}: {await response.text()}")
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    yield Received(1)
+    def pause(self) -> None:
+        """Do nothing: it is idle without requests, and a stopped worker would lose its lease."""
 
 
 class ServedVllm(Server):
@@ -193,18 +194,25 @@ class ServedVllm(Server):
         command = vllm.server_command(python, settings, HOST, port)
         super().__init__(
             "vllm",
+            "HTTP",
             port=port,
             command=[*command, "--disable-uvicorn-access-log"],
             environment=vllm.environment(python, settings),
             log=settings.log("vllm"),
         )
 
-    @asynccontextmanager
-    async def _open(self) -> AsyncIterator[Target]:
-        async with aiohttp.ClientSession(
-            f"http://{HOST}:{self._port}", timeout=aiohttp.ClientTimeout(total=None)
-        ) as session:
-            yield OpenAITarget(session, self._model)
+    def _open(self) -> AbstractAsyncContextManager[Target]:
+        return OpenAITarget(f"http://{HOST}:{self._port}", self._model)
+
+
+@asynccontextmanager
+async def all_of(servers: Sequence[Server]) -> AsyncIterator[None]:
+    """All servers, started one after the other, each paused once it is ready."""
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server)
+            server.pause()
+        yield
 
 
 def _is_open(port: int) -> bool:

@@ -137,7 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for shape in args.shape:
         for dtype in args.dtype:
             settings = settings_of(args, shape, dtype)
-            servers: list[Server] = [ServedPagewire(settings)]
+            ours = ServedPagewire(settings, "gRPC")
+            ours.name = OURS  # It has no second interface here.
+            servers: list[Server] = [ours]
             if args.vllm_python is not None:
                 servers.append(ServedVllm(args.vllm_python.absolute(), settings))
             starts = measure(servers, settings, args.repeats)

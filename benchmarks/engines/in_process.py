@@ -6,12 +6,14 @@ protobuf messages, since each side builds its columns from these.
 """
 
 import os
+import sys
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from benchmarks import json_lines
+from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Settings
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
@@ -23,6 +25,7 @@ from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.cpu_cores import limit_spinning
 from worker_service.engine.executor import Step
 from worker_service.loader import load_model
+from worker_service.plan import StepResult
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 from worker_service.service import wire as worker_wire
 
@@ -40,7 +43,19 @@ def described(settings: Settings) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, str]:
+def engine(settings: Settings) -> ChildEngine:
+    """The parent's end."""
+    return ChildEngine(
+        NAME,
+        sys.executable,
+        "in_process",
+        described(settings),
+        environment=_environment(),
+        log=settings.log("in_process"),
+    )
+
+
+def _environment() -> dict[str, str]:
     """The variables that the services' worker adds to its environment."""
     changed = dict(os.environ)
     limit_spinning(changed)
@@ -53,20 +68,26 @@ class InProcess:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         limits = {name: settings[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
-        self._core = SchedulerCore(SchedulerConfig(**limits))
+        self._core = SchedulerCore(SchedulerConfig(**limits, **settings.get("scheduler", {})))
         self._num_requests = 0
         self._launched: deque[Step] = deque()
+        self.num_steps = 0
+        """Steps launched so far."""
+        self.num_rows = 0
+        """Rows of these steps."""
         cache = CacheConfig(
             kv_cache_memory=settings["kv_cache_gib"] * 2**30,
-            kv_cache_dtype=settings["kv_cache_dtype"],
+            kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
         )
+        runner = RunnerConfig(**settings.get("runner", {}))
         executor = TorchExecutor(
             cache,
             Profiler(Path()),
             lambda: load_model(_model_config(settings)),
-            runner=RunnerConfig(),
+            runner=runner,
         )
         facts = executor.load()
+        self.executor = executor
         counts = executor.profile_blocks(**limits)
         self._runner = executor.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, EPOCH)
         capacity = WorkerGroupCapacity(
@@ -93,49 +114,80 @@ class InProcess:
         given = {name: value for name, value in self._settings.items() if name != "model"}
         return {"version": VERSION, "settings": given}
 
-    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
-        """Greedy tokens for each prompt."""
+    def generate(
+        self,
+        prompts: list[list[int]],
+        num_tokens: list[int],
+        sampling: SamplerParams = GREEDY,
+        **fields: Any,
+    ) -> list[list[int]]:
+        """Tokens for each prompt; `fields` are those of all requests."""
         outputs: dict[int, list[int]] = {}
         for prompt, count in zip(prompts, num_tokens, strict=True):
-            self._num_requests += 1
-            outputs[self._num_requests] = []
-            self._core.submit(_request(self._num_requests, prompt, count), time.monotonic())
-        while self._advance(outputs):
+            outputs[self.submit(prompt, count, sampling, **fields)] = []
+        while self.advance(outputs):
             pass
         return list(outputs.values())
 
-    def _advance(self, outputs: dict[int, list[int]]) -> bool:
+    def submit(
+        self,
+        prompt: list[int],
+        num_tokens: int,
+        sampling: SamplerParams = GREEDY,
+        **fields: Any,
+    ) -> int:
+        """Queue a request. Returns its key in the outputs of `advance`."""
+        self._num_requests += 1
+        request = _request(self._num_requests, prompt, num_tokens, sampling, **fields)
+        self._core.submit(request, time.monotonic())
+        return self._num_requests
+
+    def advance(self, outputs: dict[int, list[int]]) -> bool:
         """Launch all steps that can be planned, then collect the oldest one and add its tokens to
         `outputs`. Returns False if nothing was left to do."""
         while (plan := self._core.schedule(GROUP, time.monotonic())) is not None:
             message = scheduler_wire.encode_plan(plan, EPOCH)
-            self._launched.append(
-                self._runner.launch(worker_wire.decode_plan(message, received_us=0))
-            )
+            step = self._runner.launch(worker_wire.decode_plan(message, received_us=0))
+            self._launched.append(step)
+            self.num_steps += 1
+            self.num_rows += len(plan.seq_ids)
         if not self._launched:
             return False
-        result = worker_wire.encode_result(self._launched.popleft().collect())
-        self._core.update(GROUP, scheduler_wire.decode_result(result), time.monotonic())
+        self.update(self._launched.popleft().collect())
         for outbox in self._core.pop_outboxes().values():
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
                 outputs[handle].append(token)
         return True
 
+    def update(self, result: StepResult) -> None:
+        """Give the core a step's result."""
+        message = worker_wire.encode_result(result)
+        self._core.update(GROUP, scheduler_wire.decode_result(message), time.monotonic())
+
 
 def _model_config(settings: dict[str, Any]) -> ModelConfig:
-    names = ["model", "dtype", "device", "threads", "max_model_len"]
-    names += ["attention_backend", "batch_invariant", "quantization"]
-    return ModelConfig(**{name: settings[name] for name in names}, show_progress=False)
+    names = ("model", "dtype", "device", "threads", "max_model_len")
+    names += ("attention_backend", "batch_invariant", "quantization")
+    given = {name: settings[name] for name in names if name in settings}
+    return ModelConfig(**given, show_progress=False)
 
 
-def _request(number: int, prompt: list[int], num_tokens: int) -> Request:
+def _request(
+    number: int,
+    prompt: list[int],
+    num_tokens: int,
+    sampling: SamplerParams,
+    tenant: str = "",
+    **fields: Any,
+) -> Request:
     return Request(
         frontend_id=FRONTEND,
         handle=number,
         request_id=str(number),
         model=MODEL,
         prompt_token_ids=prompt,
-        work=Generation(max_tokens=num_tokens, sampling=GREEDY),
+        tenant=tenant,
+        work=Generation(max_tokens=num_tokens, sampling=sampling, **fields),
     )
 
 

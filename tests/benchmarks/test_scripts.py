@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import frontend, recovery, scheduler_overhead
+from benchmarks import frontend, recovery, scheduler_overhead, speculation
 from benchmarks.processes import processor_seconds, resident_bytes, tree
 from pagewire_client import SamplingParams
 
 STREAMS = ["--streams", "4", "--tokens", "5", "--pace", "0", "--frontends", "2", "--turns", "1"]
 QUEUES = ["--running", "4", "--prompt-tokens", "20", "--groups", "1", "4", "--drafts", "0"]
+DRAFTS = ["--dtype", "float32", "--streams", "1", "--turns", "1", "--tokens", "24"]
 
 SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[Any]]] = {
     "frontend": (frontend.main, STREAMS, "way", "cpu_us_per_token", ["grpc", "http"]),
@@ -32,9 +33,16 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[
         "recording_us",
         [1, 4],
     ),
+    "speculation_embedded_float32_ngram": (
+        speculation.main,
+        ["embedded", *DRAFTS],
+        "workload",
+        "ratio",
+        list(speculation.WORKLOADS),
+    ),
 }
 """By result: the script, its flags, a column with the value of each row, and a measured column."""
-SLOW = {"frontend"}
+SLOW = {"frontend", "speculation_embedded_float32_ngram"}
 """Those that `make test-long` runs."""
 
 
