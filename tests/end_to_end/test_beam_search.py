@@ -62,17 +62,6 @@ def test_beams_are_those_of_transformers(family: str) -> None:
     check(InProcessEngine(model, config=ROOMY), model, some_cases(12, seed=len(family)))
 
 
-def test_the_cases_end_early_by_stop_tokens_too() -> None:
-    model = checkpoint("llama")
-    lengths = [
-        (len(beam), case.max_tokens)
-        for case in some_cases(12, seed=5)
-        for beam in transformers_beams(model, case)
-    ]
-    assert any(length < most for length, most in lengths)
-    assert any(length == most for length, most in lengths)
-
-
 def greedy_request(handle: int, tokens: Sequence[int], max_tokens: int) -> Request:
     return Request(
         frontend_id=FRONTEND,

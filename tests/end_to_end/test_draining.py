@@ -88,21 +88,6 @@ def test_streams_go_on_as_they_would_have_when_their_worker_is_stopped(
         assert "worker lost" not in cluster.core.log
 
 
-def test_a_worker_is_gone_long_before_its_sequences_end(slow_cluster: Cluster) -> None:
-    slow_cluster.start(num_workers=1)
-    with inference_stub(slow_cluster.frontend_address()) as stub:
-        stream = LongStream(stub)
-        stream.wait_begun()
-        slow_cluster.start_worker(*FASTER)
-        slow_cluster.wait_num_ready(2)
-        slow_cluster.workers[0].kill(signal.SIGTERM)
-        assert slow_cluster.workers[0].process.returncode == 0
-        assert stream.is_open
-        assert len(stream.tokens()) == NUM_TOKENS
-        assert stream.answer.timings is not None
-        assert stream.answer.timings.recovery_us > 0
-
-
 def test_the_last_worker_waits_for_another_and_then_leaves(slow_cluster: Cluster) -> None:
     slow_cluster.start(num_workers=1)
     with inference_stub(slow_cluster.frontend_address()) as stub:

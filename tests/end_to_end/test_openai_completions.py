@@ -4,7 +4,6 @@ import openai
 import pytest
 
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
-from pagewire.v1.sampling_pb2 import BeamSearch
 from tests.support.requests import generate, request_for
 
 SUM = "27 + 45 ="
@@ -43,37 +42,6 @@ def test_the_same_seed_gives_the_same_text_streamed_or_whole(openai_client: open
     assert usages[-1] is not None
     assert whole.usage is not None
     assert usages[-1].completion_tokens == whole.usage.completion_tokens
-
-
-def test_a_beam_search_is_that_over_grpc(
-    openai_client: openai.OpenAI, stub: InferenceServiceStub
-) -> None:
-    answer = openai_client.completions.create(
-        model="embedded",
-        prompt="Once",
-        n=2,
-        best_of=4,
-        max_tokens=20,
-        extra_body={"use_beam_search": True, "length_penalty": 0.5},
-    )
-    beams = BeamSearch(width=4, length_penalty=0.5)
-    wanted = generate(stub, request_for("Once", beam_search=beams, n=2, max_tokens=20))
-    assert [choice.text for choice in answer.choices] == [wanted.choices[i].text for i in range(2)]
-    assert answer.choices[0].text != answer.choices[1].text
-
-
-def test_the_end_of_a_long_prompt_is_continued_as_if_it_were_all(
-    openai_client: openai.OpenAI,
-) -> None:
-    create = openai_client.completions.create
-    wish = {"model": "embedded", "temperature": 0, "max_tokens": 12}
-    prompt = [5 + k % 90 for k in range(3000)]
-    cut = create(**wish, prompt=prompt, extra_body={"truncate_prompt_tokens": 40})
-    assert cut.choices[0].text == create(**wish, prompt=prompt[-40:]).choices[0].text
-    fitting = create(**wish, prompt=prompt, extra_body={"truncate_prompt_tokens": -1})
-    assert fitting.usage is not None
-    (model,) = openai_client.models.list().data
-    assert fitting.usage.prompt_tokens == model.max_model_len - 12  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])

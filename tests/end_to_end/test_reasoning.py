@@ -130,26 +130,6 @@ def test_thinking_that_the_template_switches_off_is_absent(client: openai.OpenAI
     assert not hasattr(message, "reasoning")
 
 
-def test_a_thought_that_is_cut_off_is_reasoning_without_content(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(**WISH, max_tokens=4)
-    message: Any = answer.choices[0].message
-    assert (message.reasoning, message.content) == ("".join(THOUGHT_PIECES[:3]), "")
-    assert answer.choices[0].finish_reason == "length"
-
-
-def test_tokens_and_log_probabilities_are_those_of_the_whole_output(client: openai.OpenAI) -> None:
-    body = {"return_token_ids": True}
-    answer = client.chat.completions.create(**WISH, tools=TOOLS, logprobs=True, extra_body=body)
-    (choice,) = answer.choices
-    assert answer.usage is not None
-    assert choice.logprobs is not None
-    assert choice.logprobs.content is not None
-    texts = [position.token for position in choice.logprobs.content]
-    assert texts == [*PIECES, "</s>"]
-    token_ids: Any = choice.model_extra
-    assert len(token_ids["token_ids"]) == answer.usage.completion_tokens == len(texts)
-
-
 # Structured output.
 
 
@@ -238,14 +218,6 @@ def test_thinking_is_switched_by_the_messages_field(
     assert is_generated is (thinking["type"] != "disabled")
 
 
-def test_the_blocks_of_an_answer_may_be_sent_back(claude: "anthropic.Anthropic") -> None:
-    first = claude.messages.create(**MESSAGES)
-    result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "sunny"}  # type: ignore[union-attr]
-    turns = [*ASK, {"role": "assistant", "content": first.content}]
-    turns.append({"role": "user", "content": [result]})
-    assert claude.messages.create(**MESSAGES | {"messages": turns}).content
-
-
 # gRPC, by the Python client.
 
 
@@ -269,25 +241,6 @@ def test_the_python_clients_outputs_have_the_parts(grpc_client: Client) -> None:
     calls = [call for delta in deltas for call in delta.tool_calls]
     assert "".join(call.arguments for call in calls) == ARGUMENTS
     assert calls[0].name == "get_weather"
-
-
-def test_an_answer_continues_its_conversation(grpc_client: Client) -> None:
-    (choice,) = grpc_client.chat(ASK, tools=TOOLS, temperature=0).outputs
-    result = {"role": "tool", "tool_call_id": choice.tool_calls[0].id, "content": "sunny"}
-    check(grpc_client.chat([*ASK, choice.message, result], tools=TOOLS, temperature=0))
-
-
-def test_a_call_is_required_by_the_python_client(grpc_client: Client) -> None:
-    output = grpc_client.chat(ASK, tools=TOOLS, tool_choice="required", max_tokens=60)
-    assert output.outputs[0].tool_calls[0].name == "get_weather"
-    without = grpc_client.chat(ASK, include_reasoning=False, temperature=0, stop="<tool_call>")
-    assert (without.outputs[0].reasoning, without.text) == ("", TEXT)
-
-
-def test_a_raw_prompt_stays_raw(grpc_client: Client) -> None:
-    output = grpc_client.generate("<|im_start|>assistant", temperature=0, max_tokens=100)
-    assert output.outputs[0].reasoning == ""
-    assert output.text == THOUGHT + "".join(PIECES[PIECES.index("</think>") + 1 :])
 
 
 def test_parsers_that_are_switched_off_leave_the_text_as_it_is(thinker: Cluster) -> None:

@@ -131,18 +131,6 @@ def test_streams_survive_a_killed_worker_on_another_one(
         assert streams.facts() == undisturbed
 
 
-def test_streams_wait_for_a_new_worker_when_the_only_one_is_killed(
-    victims: Cluster, undisturbed: list[Facts]
-) -> None:
-    victims.start()
-    with inference_stub(victims.frontend_address()) as stub:
-        streams = Streams(stub)
-        streams.wait_started()
-        victims.workers[0].kill()
-        victims.start_worker()
-        assert streams.facts() == undisturbed
-
-
 def worker_info(cluster: Cluster) -> worker_pb.GetInfoResponse:
     with grpc.insecure_channel(f"unix:{cluster.folder}/worker-0.sock") as channel:
         return WorkerServiceStub(channel).GetInfo(worker_pb.GetInfoRequest(), timeout=20)

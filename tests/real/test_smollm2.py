@@ -4,7 +4,6 @@
 The references read the file by the `gguf` package alone.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -220,56 +219,6 @@ def test_a_chat_is_answered(cluster: Cluster, path: Path) -> None:
     (choice,) = answer.choices
     assert "Paris" in (choice.message.content or "")
     assert choice.finish_reason == "stop"
-
-
-def test_an_answer_in_json_fits_its_schema(cluster: Cluster, path: Path) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "is_capital": {"type": "boolean"}},
-        "required": ["city", "is_capital"],
-        "additionalProperties": False,
-    }
-    with openai.OpenAI(base_url=f"{cluster.http_url()}/v1", api_key="none") as client:
-        answer = client.chat.completions.create(
-            model=str(path),
-            messages=[{"role": "user", "content": "Name the capital of France as JSON."}],
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "capital", "schema": schema, "strict": True},
-            },
-            temperature=0,
-            max_completion_tokens=80,
-        )
-    found = json.loads(answer.choices[0].message.content or "")
-    assert found["city"] == "Paris"
-    assert isinstance(found["is_capital"], bool)
-
-
-def test_a_tool_is_called(cluster: Cluster, path: Path) -> None:
-    parameters = {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
-    with openai.OpenAI(base_url=f"{cluster.http_url()}/v1", api_key="none") as client:
-        answer = client.chat.completions.create(
-            model=str(path),
-            messages=[{"role": "user", "content": "What is the weather in Oslo?"}],
-            tools=[
-                {
-                    "type": "function",
-                    "function": {"name": "get_weather", "parameters": parameters},
-                }
-            ],
-            tool_choice={"type": "function", "function": {"name": "get_weather"}},
-            temperature=0,
-            max_completion_tokens=60,
-        )
-    (call,) = answer.choices[0].message.tool_calls or ()
-    assert call.type == "function"
-    assert call.function.name == "get_weather"
-    assert isinstance(json.loads(call.function.arguments)["city"], str)
 
 
 def test_the_perplexity_of_a_text_is_the_stored_one(client: Client) -> None:

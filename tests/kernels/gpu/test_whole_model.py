@@ -119,24 +119,6 @@ def _driver(model: NativeModel) -> PagedDriver:
     return PagedDriver(model, device=str(DEVICE))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=LONG)])
-def test_few_rows_have_the_logits_of_a_prompt(family: str) -> None:
-    place = ModelContext(dtype=torch.float16, device=DEVICE)
-    kernels = Kernels(TritonBackend(), TritonLayerKernels())
-    model = build_native_model(read_config(checkpoint(family)), None, place, kernels)
-    assert model is not None
-    load_weights(model, open_checkpoint(checkpoint(family)))
-    tokens = list(range(3, 30))
-    expected = _driver(model).run([(0, 0, tokens)])[0]
-    for linear in _linears(model):
-        assert linear.weight is not None
-        linear.weight = linear.weight.to(DEVICE)
-        linear.use_few_rows_kernels()
-    driver = _driver(model)
-    found = [driver.run([(0, at, [token])])[0] for at, token in enumerate(tokens)]
-    assert float((torch.cat(found) - expected).norm() / expected.norm()) < 0.01
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", pytest.param("mistral", marks=LONG), "opt"])
 def test_a_sequence_has_the_references_logits_and_the_same_bits_in_any_batch(family: str) -> None:
     folder = checkpoint(family)

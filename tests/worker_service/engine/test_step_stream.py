@@ -10,7 +10,7 @@ import pytest
 
 from worker_service.engine.executor import ModelThread
 from worker_service.engine.step_stats import StepMeter
-from worker_service.engine.step_stream import MAX_PENDING_PLANS, StepStream
+from worker_service.engine.step_stream import StepStream
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError
 from worker_service.plan import StepPlan, StepResult, StepTimings
 
@@ -56,15 +56,6 @@ class Launcher:
 
     def reset(self) -> None:
         self.num_resets += 1
-
-
-class AtOnce(Launcher):
-    """A device that is done with a step as soon as it is launched."""
-
-    def launch(self, plan: StepPlan) -> Launched:
-        step = super().launch(plan)
-        step.is_done.set()
-        return step
 
 
 def empty_plan(step_id: int, max_results: int = 0) -> StepPlan:
@@ -216,27 +207,3 @@ async def test_results_wait_as_allowed_while_another_step_is_at_hand(
         step.is_done.set()
     stream.finish()
     assert await collected_together(stream) == (together, None)
-
-
-async def test_results_that_wait_come_before_what_ends_the_stream(thread: ModelThread) -> None:
-    runner = Launcher()
-    stream = StepStream(1, runner, thread, StepMeter())
-    await submit(stream, thread, 6, 8)
-    runner.steps[2].breaks = True
-    for step in runner.steps:
-        step.is_done.set()
-    together, error = await collected_together(stream)
-    assert (together, type(error)) == ([[1, 2]], StepFailed)
-
-
-async def test_a_stream_takes_as_many_plans_as_come_though_their_results_wait(
-    thread: ModelThread,
-) -> None:
-    count = 3 * MAX_PENDING_PLANS
-    stream = StepStream(1, AtOnce(), thread, StepMeter())
-    submitting = asyncio.create_task(submit(stream, thread, count, count))
-    submitting.add_done_callback(lambda _: stream.finish())
-    together, error = await collected_together(stream)
-    await submitting
-    assert error is None
-    assert list(chain.from_iterable(together)) == list(range(1, count + 1))

@@ -62,14 +62,6 @@ def test_a_node_starts_its_part() -> None:
     )
 
 
-def test_ranks_take_the_gpus_from_the_one_that_was_told_on() -> None:
-    nodes = {"num_nodes": 2, "node_rank": 0, "distributed_init": "host-a:29500"}
-    for settings in ({}, nodes):
-        assignment = assign_rank(flags(local_rank=4, **settings), {})
-        assert isinstance(assignment, RanksToLaunch)
-        assert assignment.first_local_rank == 4
-
-
 def test_ray_starts_even_one() -> None:
     for sizes, ranks in (((2, 2), range(4)), ((1, 1), range(1))):
         given = flags(
@@ -78,16 +70,6 @@ def test_ray_starts_even_one() -> None:
             launcher=LauncherName.ray,
         )
         assert assign_rank(given, TORCHRUN) == RanksToLaunch(ranks=ranks, launcher=LauncherName.ray)
-
-
-def test_whoever_is_told_its_rank_starts_none() -> None:
-    given = flags(
-        rank=0,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        launcher=LauncherName.ray,
-    )
-    assert isinstance(assign_rank(given, {}), RankAssignment)
 
 
 def test_flags_place_a_rank() -> None:
@@ -140,12 +122,6 @@ def test_what_contradicts_itself_is_told(
 ) -> None:
     with pytest.raises(InvalidOption, match=problem):
         assign_rank(flags(**settings), variables)
-
-
-def test_a_simulation_is_one_rank() -> None:
-    with pytest.raises(InvalidOption, match="simulate: expected one rank, got tensor_parallel"):
-        flags().require_one_rank("simulate")
-    flags(tensor_parallel_size=1, pipeline_parallel_size=1).require_one_rank("simulate")
 
 
 def test_ranks_listen_one_after_the_other() -> None:

@@ -12,7 +12,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
 
 from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, MAX_POSITIONS
@@ -24,7 +23,7 @@ from worker_service.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.gguf_file import KNOWN_TYPES, open_gguf
 from worker_service.loader.gguf_model import gguf_config, gguf_tensors
-from worker_service.loader.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_assets
+from worker_service.loader.gguf_tokenizer import tokenizer_assets
 from worker_service.loader.model_files import (
     fingerprint,
     iter_assets,
@@ -449,29 +448,6 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
 def test_a_directory_with_a_gguf_file_says_what_to_name(llama: Path) -> None:
     with pytest.raises(ModelNotFound, match=rf"name one of its files as the model: {llama.name}"):
         _load(llama.parent)
-
-
-def test_every_pre_tokenizer_splits_as_its_models_do() -> None:
-    text = "Don't 12345  x\n\n y"
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    groups = {}
-    for pre in PRE_TOKENIZERS:
-        metadata = {
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": pre,
-            "tokenizer.ggml.tokens": letters,
-            "tokenizer.ggml.token_type": [1] * len(letters),
-            "tokenizer.ggml.merges": [],
-        }
-        made = tokenizer_assets(Path("x.gguf"), metadata)["tokenizer.json"]
-        pieces = Tokenizer.from_str(made.decode()).pre_tokenizer.pre_tokenize_str(text)
-        groups[pre] = [piece for piece, _ in pieces]
-    assert groups["gpt-2"] == ["Don", "'t", "Ġ12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
-    assert groups["smollm"] == ["Don", "'t", "Ġ", *"12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
-    assert groups["llama-bpe"] == ["Don", "'t", "Ġ", "123", "45", "Ġ", "Ġx", "ĊĊ", "Ġy"]
-    assert groups["qwen2"] == ["Don", "'t", "Ġ", *"12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
-    assert groups["tekken"] == ["Don", "'t", "Ġ", *"12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
-    assert groups["gpt-4o"] == ["Don't", "Ġ", "123", "45", "Ġ", "Ġx", "ĊĊ", "Ġy"]
 
 
 def test_sentence_pieces_merge_by_score_and_fall_back_to_bytes() -> None:

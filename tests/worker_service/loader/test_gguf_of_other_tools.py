@@ -202,6 +202,12 @@ TEXT = "Don't  (12345) fooBar, e\u0301a\n\n y 中文かな!"
 @pytest.mark.parametrize(
     ("pre", "expected"),
     [
+        ("gpt-2", "Don|'t| | (|12345|)| fooBar|,| e|\u0301|a|\n\n| y| 中文かな|!"),
+        ("smollm", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301|a|\n\n| y| 中文かな|!"),
+        ("llama-bpe", "Don|'t| | (|123|45|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
+        ("qwen2", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
+        ("tekken", "Don|'t| | (|1|2|3|4|5|)| foo|Bar|,| e\u0301a|\n\n| y| 中文かな|!"),
+        ("gpt-4o", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| 中文かな|!"),
         ("deepseek-v3", "Don|'t| | (|123|45|)| fooBar|,| e\u0301a|\n\n| y| |中文かな|!"),
         ("deepseek-r1-qwen", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
         ("qwen35", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e\u0301a|\n\n| y| 中文かな|!"),

@@ -1,6 +1,5 @@
 """`--quantization`: dense weights are rounded while they are loaded, each as far as it says."""
 
-import logging
 import os
 import resource
 import signal
@@ -267,20 +266,6 @@ def test_a_cache_changes_no_bit(family: str, quantization: str, tmp_path: Path) 
     assert _logits(read).equal(expected)
     assert written.equal(expected)
     assert read.fingerprint == _load(path, quantization).fingerprint
-
-
-def test_the_log_says_whether_rounded_weights_were_written_or_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, folder = make_checkpoint("llama", tmp_path / "model", **SHAPES), tmp_path / "cache"
-    with caplog.at_level(logging.INFO):
-        _cached(path, folder)
-        assert "rounded weights written to the cache file=" in caplog.text
-        assert "read from the cache" not in caplog.text
-        caplog.clear()
-        _cached(path, folder)
-        assert "rounded weights read from the cache file=" in caplog.text
-        assert "written to the cache" not in caplog.text
 
 
 def test_quantization_of_weights_that_are_quantized_is_a_warning(

@@ -2,9 +2,7 @@
 
 import json
 import logging
-import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from pagewire_kernels.cpu.linear import NativeWeight
-from tests.support.checkpoints import TRANSFORMERS_FAMILIES, checkpoint, make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import make_gguf
 from tests.support.paged_driver import PagedDriver
 from tests.support.quantized_checkpoints import AWQ, FP8, NF4
@@ -31,11 +29,9 @@ from tests.support.transformers_oracle import Oracle
 from worker_service.config import ModelConfig
 from worker_service.errors import BadCheckpoint
 from worker_service.loader import LoadedModel, load_model
-from worker_service.models.interface import ModelContext
 from worker_service.models.transformers_backend.packed import (
     PackedExperts,
     PackedLinear,
-    Packing,
 )
 
 TOKENS = list(range(3, 30))
@@ -161,46 +157,6 @@ def test_the_log_says_what_is_dequantized(
     num_bytes = 4 * sum(tensor.numel() for tensor in codes)
     assert f"num_tensors={len(codes)} num_bytes={num_bytes} names=model.layers.0." in message
     _assert_same(loaded, reference)
-
-
-@dataclass
-class _Shaped:
-    shape: list[int]
-
-    def get_shape(self) -> list[int]:
-        return self.shape
-
-
-@pytest.mark.parametrize("family", TRANSFORMERS_FAMILIES)
-def test_one_packed_weight_at_a_time_is_in_memory_twice(family: str) -> None:
-    """And the library loads norms, biases, routers and the embeddings of layers only."""
-    config = AutoConfig.from_pretrained(checkpoint(family))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    packing = Packing(model, ModelContext(dtype=torch.float32, device=torch.device("cpu")))
-    stored = load_file(checkpoint(family) / "model.safetensors")
-    tensors = {name: _Shaped(list(tensor.shape)) for name, tensor in stored.items()}
-    left = packing.plan(tensors, checkpoint(family))
-    has_other_experts = family == "gpt_oss"
-    assert has_other_experts or all(
-        len(tensors[name].shape) == 1
-        or name.endswith((".gate.weight", "norm.weight", "embed_tokens_per_layer.weight"))
-        for name in left
-    )
-    packing.remove_weights(model)
-    references: list[weakref.ref[Tensor]] = []
-    most = 0
-
-    def read(name: str) -> Tensor:
-        nonlocal most
-        tensor = stored[name].clone()
-        references.append(weakref.ref(tensor))
-        most = max(most, sum(reference() is not None for reference in references))
-        return tensor
-
-    packing.fill(model, read)
-    assert len(references) == len(tensors) - len(left)
-    assert most == (2 if family in MOE else 1)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])

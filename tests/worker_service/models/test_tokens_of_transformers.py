@@ -111,7 +111,7 @@ def test_facts_are_those_of_the_checkpoint(family: str) -> None:
     assert len(model.kv_cache_spec.layers) == reference.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 70])
+@pytest.mark.parametrize("num_rows", [1, 2, 16])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_any_number_of_decodes_gives_the_same_bits(family: str, num_rows: int) -> None:
     model = _loaded(family).model

@@ -1,12 +1,11 @@
 """The simulated sampler keeps the rules of the real one, looking at few candidates only."""
 
-import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pagewire_kernels.philox import DRAW_BITS, draw_bits, uniform
+from pagewire_kernels.philox import DRAW_BITS, draw_bits
 from tests.worker_service.sampling import reference
 from worker_service.plan import SamplerParams
 from worker_service.simulated.model import NextToken, SimulatedSampler
@@ -35,16 +34,6 @@ def expected(
         return edited.index(max(edited))
     bits = draw_bits(params.seed, choice_index, len(output))
     return reference.drawn(reference.filtered(edited, params), bits * 2.0**-DRAW_BITS)
-
-
-def test_a_draw_is_that_of_the_real_sampler() -> None:
-    generator = random.Random(1)
-    for _ in range(200):
-        seed, choice, position = (generator.getrandbits(bits) for bits in (64, 7, 20))
-        batch = uniform(
-            np.array([seed], np.uint64), np.array([choice], np.uint32), np.array([position])
-        )
-        assert draw_bits(seed, choice, position) * 2.0**-DRAW_BITS == batch[0]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tests.support.speculation import (
     loaded_executor,
 )
 from tests.support.worker_driver import PlanBuilder, Row, column
-from worker_service.array_types import Int64Array
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -27,10 +26,8 @@ from worker_service.loader import LoadedModel, load_draft_model, load_model
 from worker_service.models.interface import Model
 from worker_service.runner.drafting import draft_model
 from worker_service.runner.drafting.draft_model import DraftModel
-from worker_service.runner.drafting.drafter import Draft
 from worker_service.runner.drafting.speculation import Speculation
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.service import wire
 
 
@@ -114,24 +111,6 @@ def test_a_long_prompt_is_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatc
     engine = Engine(checkpoint("llama"), checkpoint("llama"))
     engine.assert_outputs_are_those_without_drafts(PROMPTS, 20)
     assert 0 < engine.lengths.num_accepted == engine.lengths.num_drafts
-
-
-def test_wrong_keys_cost_drafts_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(checkpoint("llama"), checkpoint("llama"))
-    propose = DraftModel.propose
-
-    def forget_keys(
-        self: DraftModel, row_ids: Int64Array, counts: list[int], table: SequenceTable
-    ) -> list[Draft]:
-        generator = torch.Generator().manual_seed(len(row_ids))
-        for keys, values in self._forward._caches:
-            keys.normal_(generator=generator)
-            values.normal_(generator=generator)
-        return propose(self, row_ids, counts, table)
-
-    monkeypatch.setattr(DraftModel, "propose", forget_keys)
-    engine.assert_outputs_are_those_without_drafts(PROMPTS, 40)
-    assert engine.lengths.num_accepted < engine.lengths.num_drafts
 
 
 def test_no_drafts_beyond_the_length_of_the_draft_model() -> None:
