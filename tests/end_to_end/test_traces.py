@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
+import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from pagewire_client import Client, SamplingParams
@@ -117,92 +119,45 @@ def test_one_whose_worker_is_lost_is_seen_on_the_next_one(tmp_path: Path) -> Non
         assert executed.attributes["pagewire.num_prefill_tokens"] >= len(PROMPT) + 10
 
 
-def test_phases_tell_of_preemptions_and_losses_without_gaps() -> None:
-    event = RequestEvent
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        pytest.param(
+            "QUEUED 0 5, PLACED 1 0, STARTED 10 5, PREFILLED 20 3, PREFILLED 30 5,"
+            "FIRST_TOKEN 30 6, SWAPPED_OUT 50 9, SWAPPED_IN 60 9, STARTED 60 9, WORKER_LOST 70 9,"
+            "STARTED 90 9, PREFILLED 95 9, ENDED 99 12",
+            "queue 0, prefill 10, decode 30, preempted 50, decode 60, recovery 70, prefill 90,"
+            "decode 95, end 99",
+            id="preemptions and losses leave no gaps",
+        ),
+        pytest.param(
+            "QUEUED 0 5, STARTED 10 5, PREEMPTED 20 5, PREFILLED 30 5, FIRST_TOKEN 30 6,"
+            "STARTED 40 6, PREFILLED 50 6, ENDED 99 12",
+            "queue 0, prefill 10, preempted 20, prefill 40, decode 50, end 99",
+            id="a first token that comes late does not end a preemption",
+        ),
+        pytest.param(
+            "QUEUED 0 5, PLACED 1 0, WORKER_LOST 10 5, PLACED 20 1, STARTED 30 5, ENDED 40 5",
+            "queue 0, prefill 30, end 40",
+            id="a request that has not begun is in the queue though its worker is lost",
+        ),
+        pytest.param(
+            "RESUMED 0 9, PLACED 1 0, STARTED 10 9, PREFILLED 20 9, ENDED 50 12",
+            "recovery 0, prefill 10, decode 20, end 50",
+            id="one that comes to a new core with tokens decodes once they are computed",
+        ),
+        pytest.param(
+            "QUEUED 0 5, STARTED 10 5, PREFILLED 20 3, PREFILLED 30 5, ENDED 50 9",
+            "queue 0, prefill 10, decode 30, end 50",
+            id="a search that tells no tokens decodes once its prompt is computed",
+        ),
+    ],
+)
+def test_phases_follow_one_another(events: str, told: str) -> None:
     entries = [
-        (event.QUEUED, 0, 5),
-        (event.PLACED, 1, 0),
-        (event.STARTED, 10, 5),
-        (event.PREFILLED, 20, 3),
-        (event.PREFILLED, 30, 5),
-        (event.FIRST_TOKEN, 30, 6),
-        (event.SWAPPED_OUT, 50, 9),
-        (event.SWAPPED_IN, 60, 9),
-        (event.STARTED, 60, 9),
-        (event.WORKER_LOST, 70, 9),
-        (event.STARTED, 90, 9),
-        (event.PREFILLED, 95, 9),
-        (event.ENDED, 99, 12),
+        (RequestEvent[name], int(at), int(num_tokens))
+        for name, at, num_tokens in map(str.split, events.split(","))
     ]
-    assert list(phases(entries)) == [
-        ("queue", 0, 10),
-        ("prefill", 10, 30),
-        ("decode", 30, 50),
-        ("preempted", 50, 60),
-        ("decode", 60, 70),
-        ("recovery", 70, 90),
-        ("prefill", 90, 95),
-        ("decode", 95, 99),
-    ]
-
-
-def test_a_first_token_that_comes_late_does_not_end_a_preemption() -> None:
-    event = RequestEvent
-    entries = [
-        (event.QUEUED, 0, 5),
-        (event.STARTED, 10, 5),
-        (event.PREEMPTED, 20, 5),
-        (event.PREFILLED, 30, 5),
-        (event.FIRST_TOKEN, 30, 6),
-        (event.STARTED, 40, 6),
-        (event.PREFILLED, 50, 6),
-        (event.ENDED, 99, 12),
-    ]
-    assert list(phases(entries)) == [
-        ("queue", 0, 10),
-        ("prefill", 10, 20),
-        ("preempted", 20, 40),
-        ("prefill", 40, 50),
-        ("decode", 50, 99),
-    ]
-
-
-def test_a_request_that_has_not_begun_is_in_the_queue_though_its_worker_is_lost() -> None:
-    event = RequestEvent
-    entries = [
-        (event.QUEUED, 0, 5),
-        (event.PLACED, 1, 0),
-        (event.WORKER_LOST, 10, 5),
-        (event.PLACED, 20, 1),
-        (event.STARTED, 30, 5),
-        (event.ENDED, 40, 5),
-    ]
-    assert list(phases(entries)) == [("queue", 0, 30), ("prefill", 30, 40)]
-
-
-def test_a_request_that_comes_to_a_new_core_with_tokens_decodes_once_they_are_computed() -> None:
-    event = RequestEvent
-    entries = [
-        (event.RESUMED, 0, 9),
-        (event.PLACED, 1, 0),
-        (event.STARTED, 10, 9),
-        (event.PREFILLED, 20, 9),
-        (event.ENDED, 50, 12),
-    ]
-    assert list(phases(entries)) == [
-        ("recovery", 0, 10),
-        ("prefill", 10, 20),
-        ("decode", 20, 50),
-    ]
-
-
-def test_a_search_that_tells_no_tokens_decodes_once_its_prompt_is_computed() -> None:
-    event = RequestEvent
-    entries = [
-        (event.QUEUED, 0, 5),
-        (event.STARTED, 10, 5),
-        (event.PREFILLED, 20, 3),
-        (event.PREFILLED, 30, 5),
-        (event.ENDED, 50, 9),
-    ]
-    assert list(phases(entries)) == [("queue", 0, 10), ("prefill", 10, 30), ("decode", 30, 50)]
+    starts = [(name, int(at)) for name, at in map(str.split, told.split(","))]
+    expected = [(name, at, end) for (name, at), (_, end) in pairwise(starts)]
+    assert list(phases(entries)) == expected

@@ -30,6 +30,7 @@ from tests.support.runners import (
     MakeDrafter,
     MakeRunner,
     host,
+    make_cache,
     recorded,
     recorded_on_gpu,
     speculating,
@@ -37,7 +38,6 @@ from tests.support.runners import (
 from worker_service.array_types import Int32Array
 from worker_service.cache_groups import CacheGroup as WorkerCacheGroup
 from worker_service.config import ModelConfig
-from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
 from worker_service.runner.drafting.drafter import Draft, SequenceDrafter
@@ -92,9 +92,9 @@ class InProcessWorker:
         """make_runner: None makes the one that a worker on this device has."""
         self._num_speculative_tokens = num_speculative_tokens
         self._model = model
-        self._cache = CacheEngine(
-            model.kv_cache_spec,
-            block_size=block_size,
+        self._cache = make_cache(
+            model,
+            block_size,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
             device=device,

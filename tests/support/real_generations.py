@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.runners import make_cache
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.engine.executor import Step
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -28,13 +29,7 @@ def generate(
     num_steps: int = NUM_STEPS,
 ) -> tuple[list[list[int]], list[float]]:
     """Each step's tokens, and the second sequence's log probabilities."""
-    cache = CacheEngine(
-        loaded.model.kv_cache_spec,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks=64,
-        num_cpu_blocks=0,
-        device=torch.device(loaded.config.device),
-    )
+    cache = make_cache(loaded.model, BLOCK_SIZE, device=torch.device(loaded.config.device))
     runner, plans = make_runner(loaded.model, cache, BLOCK_SIZE), PlanBuilder(block_size=BLOCK_SIZE)
     draw = np.random.default_rng(1)
     lengths = {1: 5, 2: 33, 3: 16}

@@ -4,6 +4,8 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tests.support.vocabularies import grammars
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -20,6 +22,24 @@ from worker_service.runner.model_runner import ModelRunner
 
 SIZES = [1, 2, 4, 8]
 MIXED_SIZES = [4, 16, 32]
+
+
+def make_cache(
+    model: Model,
+    block_size: int = 4,
+    *,
+    num_gpu_blocks: int = 64,
+    num_cpu_blocks: int = 0,
+    device: torch.device | None = None,
+) -> CacheEngine:
+    """A cache for a model, on the CPU unless told otherwise."""
+    return CacheEngine(
+        model.kv_cache_spec,
+        block_size=block_size,
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        device=device or torch.device("cpu"),
+    )
 
 
 class HostEvent:

@@ -32,6 +32,8 @@ from worker_service.loader import check_model, load_model
 
 Tensors = dict[str, torch.Tensor]
 
+KEYS = "model.layers.0.self_attn.k_proj.weight"
+
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
@@ -67,41 +69,51 @@ def _edit_config(path: Path, **changes: object) -> None:
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
-def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=f"{tmp_path}/nothing: no such directory or file"):
-        _refuse(tmp_path / "nothing")
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/no/such/folder", "^/no/such/folder: no such directory or file"),
+        ("folder/model.gguf", r"^folder/model\.gguf: no such file$"),
+        ("nosuchfolder", "no such directory or file, and not of a hub id's form"),
+        (str(checkpoint("llama") / "config.json"), r"config\.json is a file; expected"),
+        (os.fspath(Path(__file__).parent), r"holds no config\.json"),
+    ],
+)
+def test_what_is_no_folder_of_a_model_is_named(path: str, message: str) -> None:
+    with pytest.raises(ModelNotFound, match=message):
+        _refuse(Path(path))
 
 
-def test_a_gguf_file_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
-    with pytest.raises(ModelNotFound, match=r"^folder/model\.gguf: no such file$"):
-        _refuse(Path("folder/model.gguf"))
-
-
-def test_a_file_in_place_of_a_directory_is_named(llama: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"config\.json is a file; expected"):
-        _refuse(llama / "config.json")
-
-
-def test_a_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"holds no config\.json"):
-        _refuse(tmp_path)
-
-
-def test_a_configuration_that_is_no_json_is_named(llama: Path) -> None:
-    (llama / "config.json").write_text("{")
-    with pytest.raises(BadCheckpoint, match=r"config\.json cannot be read as JSON"):
-        _refuse(llama)
-
-
-def test_a_configuration_without_an_architecture_is_refused(llama: Path) -> None:
-    _edit_config(llama, architectures=None)
-    with pytest.raises(BadCheckpoint, match="names no architecture"):
-        _refuse(llama)
-
-
-def test_a_missing_key_of_the_configuration_is_named(llama: Path) -> None:
-    _edit_config(llama, intermediate_size=None)
-    with pytest.raises(BadCheckpoint, match="LlamaForCausalLM needs the key 'intermediate_size'"):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda path: (path / "config.json").write_text("{"),
+            r"config\.json cannot be read as JSON",
+        ),
+        (lambda path: _edit_config(path, architectures=None), "names no architecture"),
+        (
+            lambda path: _edit_config(path, intermediate_size=None),
+            "LlamaForCausalLM needs the key 'intermediate_size'",
+        ),
+        (
+            lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
+            r"only pickled weights \(pytorch_model\.bin\)",
+        ),
+        (lambda path: (path / "model.safetensors").unlink(), r"holds no \*\.safetensors file"),
+        (
+            lambda path: (path / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}'
+            ),
+            "names missing files: model-00001-of-00002",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_checkpoint_is_named_before_it_is_loaded(
+    llama: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(llama)
+    with pytest.raises(BadCheckpoint, match=message):
         _refuse(llama)
 
 
@@ -113,34 +125,42 @@ def test_a_truncated_file_is_named(llama: Path, kept: int) -> None:
         _refuse(llama)
 
 
-def test_missing_unexpected_and_misshapen_tensors_are_named(llama: Path) -> None:
-    _edit_weights(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(
-        BadCheckpoint, match=r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight"
-    ):
-        _load(llama)
-
-
-def test_unexpected_tensors_are_named(llama: Path) -> None:
-    _edit_weights(llama, lambda tensors: tensors.update({"model.extra": torch.zeros(1)}))
-    with pytest.raises(BadCheckpoint, match=r"unexpected tensors: model\.extra"):
-        _load(llama)
-
-
-def test_misshapen_tensors_are_named_with_both_shapes(llama: Path) -> None:
-    name = "model.layers.0.self_attn.k_proj.weight"
-    _edit_weights(llama, lambda tensors: tensors.update({name: torch.zeros(3, 4)}))
-    with pytest.raises(BadCheckpoint, match=rf"{name} is \[3, 4\], expected \[48, 64\]"):
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+            r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight",
+        ),
+        (
+            lambda tensors: tensors.update({"model.extra": torch.zeros(1)}),
+            r"unexpected tensors: model\.extra",
+        ),
+        (
+            lambda tensors: tensors.update({KEYS: torch.zeros(3, 4)}),
+            rf"{KEYS} is \[3, 4\], expected \[48, 64\]",
+        ),
+        (
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers" in name],
+            "and 10 more",
+        ),
+    ],
+    ids=["missing", "unexpected", "misshapen", "many"],
+)
+def test_tensors_that_do_not_fit_are_named(
+    llama: Path, edit: Callable[[Tensors], object], message: str
+) -> None:
+    _edit_weights(llama, edit)
+    with pytest.raises(BadCheckpoint, match=message):
         _load(llama)
 
 
 def test_misshapen_tensors_of_models_of_transformers_are_named(tmp_path: Path) -> None:
     path = make_checkpoint("olmo2", tmp_path)
-    name = "model.layers.0.self_attn.k_proj.weight"
-    _edit_weights(path, lambda tensors: tensors.update({name: torch.zeros(3, 4)}))
+    _edit_weights(path, lambda tensors: tensors.update({KEYS: torch.zeros(3, 4)}))
     where = re.escape(f"{path / 'model.safetensors'}: weights do not fit Olmo2ForCausalLM")
     with pytest.raises(
-        BadCheckpoint, match=rf"^{where}: misshapen tensors: .*{name}.*3, 4.*32, 64"
+        BadCheckpoint, match=rf"^{where}: misshapen tensors: .*{KEYS}.*3, 4.*32, 64"
     ):
         _load(path)
 
@@ -179,33 +199,6 @@ def test_a_missing_or_misshapen_tensor_of_an_expert_is_named(
     _edit_weights(path, lambda tensors: tensors.pop(name))
     with pytest.raises(BadCheckpoint, match=rf"^{where}.*missing tensors: {re.escape(name)}$"):
         _load(path)
-
-
-def test_many_names_are_cut_short(llama: Path) -> None:
-    _edit_weights(
-        llama, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers" in name]
-    )
-    with pytest.raises(BadCheckpoint, match="and 10 more"):
-        _load(llama)
-
-
-def test_pickled_weights_are_refused(llama: Path) -> None:
-    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
-    with pytest.raises(BadCheckpoint, match=r"only pickled weights \(pytorch_model\.bin\)"):
-        _refuse(llama)
-
-
-def test_a_checkpoint_without_weights_is_refused(llama: Path) -> None:
-    (llama / "model.safetensors").unlink()
-    with pytest.raises(BadCheckpoint, match=r"holds no \*\.safetensors file"):
-        _refuse(llama)
-
-
-def test_a_shard_that_the_index_names_must_be_there(llama: Path) -> None:
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
-    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(BadCheckpoint, match=r"names missing files: model-00001-of-00002"):
-        _refuse(llama)
 
 
 @pytest.mark.parametrize(
@@ -270,15 +263,23 @@ for model in sys.argv[1:]:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Has models with a broken `config.json` and without one, of the owner `some`."""
+    """Answers by owner; `some` has models with a broken `config.json` and without one."""
+
+    requests: ClassVar[list[str]] = []
+    answers: ClassVar = {
+        "some": (404, "EntryNotFound"),
+        "others": (404, "RepoNotFound"),
+        "private": (401, "RepoNotFound"),
+        "gated": (403, "GatedRepo"),
+    }
 
     def do_HEAD(self) -> None:
+        self.requests.append(self.path)
         if self.path.startswith("/some/broken/"):
             self._answer(200, b"{", ETag='"etag"')
         else:
-            known = self.path.startswith("/some/")
-            code = "EntryNotFound" if known else "RepoNotFound"
-            self._answer(404, b"", **{"X-Error-Code": code})
+            status, code = self.answers.get(self.path.split("/")[1], (500, ""))
+            self._answer(status, b"", **{"X-Error-Code": code})
 
     do_GET = do_HEAD
 
@@ -295,47 +296,6 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def test_what_the_hub_lacks_is_named_before_anything_is_downloaded(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
-        thread = threading.Thread(target=hub.serve_forever)
-        thread.start()
-        models = ["some/broken", "some/file", "others/model"]
-        env = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-            "HF_HOME": str(tmp_path),
-            "NO_PROXY": "127.0.0.1",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        # Its library reads the variables when it is imported.
-        done = subprocess.run(
-            [sys.executable, "-c", CHECK, *models],
-            env=os.environ | env,
-            capture_output=True,
-            text=True,
-        )
-        hub.shutdown()
-        thread.join()
-    broken, without, unknown = done.stdout.splitlines()
-    assert "config.json cannot be read as JSON" in broken
-    assert without.startswith("some/file: on the Hugging Face hub, but without a config.json")
-    assert unknown.startswith("others/model: no such directory or file, and the Hugging Face hub")
-    assert unknown.endswith("has none that HF_TOKEN may read (status 404)")
-
-
-class Refusing(Hub):
-    """Answers by owner: 401 for a private model, 403 for a gated one, 500 otherwise."""
-
-    requests: ClassVar[list[str]] = []
-
-    def do_HEAD(self) -> None:
-        self.requests.append(self.path)
-        codes = {"private": (401, "RepoNotFound"), "gated": (403, "GatedRepo")}
-        status, code = codes.get(self.path.split("/")[1], (500, ""))
-        self._answer(status, b"", **{"X-Error-Code": code})
-
-    do_GET = do_HEAD
-
-
 def _checked(*models: str, **env: str) -> list[str]:
     """The errors of `check_model` in another process, whose library reads these variables."""
     done = subprocess.run(
@@ -349,18 +309,25 @@ def _checked(*models: str, **env: str) -> list[str]:
 
 
 def test_why_the_hub_gives_no_model_is_said_after_one_request(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as hub:
+    models = ["some/broken", "some/file", "others/model"]
+    models += ["private/model", "gated/model", "broken/hub"]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         thread = threading.Thread(target=hub.serve_forever)
         thread.start()
         endpoint = f"http://127.0.0.1:{hub.server_port}"
-        models = ["private/model", "gated/model", "broken/hub"]
-        private, gated, broken = _checked(*models, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path))
+        said = _checked(*models, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path))
         hub.shutdown()
         thread.join()
+    broken, without, unknown, private, gated, failing = said
+    assert "config.json cannot be read as JSON" in broken
+    assert without.startswith("some/file: on the Hugging Face hub, but without a config.json")
+    assert unknown.startswith("others/model: no such directory or file, and the Hugging Face hub")
+    assert unknown.endswith("has none that HF_TOKEN may read (status 404)")
     assert private.endswith("has none that HF_TOKEN may read (status 401)")
     assert gated.startswith("gated/model: gated on the Hugging Face hub: accept its conditions")
-    assert "500 Internal Server Error" in broken
-    assert len([path for path in Refusing.requests if "config.json" in path]) == 3
+    assert "500 Internal Server Error" in failing
+    for owner in ("private", "gated", "broken"):
+        assert len([path for path in Hub.requests if path.startswith(f"/{owner}/")]) == 1
 
 
 def test_why_the_hub_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
@@ -379,11 +346,6 @@ def test_why_the_hub_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
     assert offline == (
         "a/b: no such directory or file, nor in the local cache, and HF_HUB_OFFLINE is set"
     )
-
-
-def test_a_name_without_an_owner_is_not_looked_for_on_the_hub() -> None:
-    with pytest.raises(ModelNotFound, match="no such directory or file, and not of a hub id's for"):
-        _refuse(Path("nosuchfolder"))
 
 
 def test_a_model_in_the_hubs_cache_is_checked_when_it_is_loaded(

@@ -5,11 +5,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
 from pagewire.v1 import plan_pb2, sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
-from tests.support.runners import RUNNERS, host
+from tests.support.runners import RUNNERS, host, make_cache
 from tests.support.worker_driver import (
     GREEDY,
     PlanBuilder,
@@ -41,12 +40,8 @@ class Bench:
         make_runner: MakeRunner = host,
     ) -> None:
         self.model = CountingModel(max_model_len, poison=poison)
-        self.cache = CacheEngine(
-            self.model.kv_cache_spec,
-            block_size=block_size,
-            num_gpu_blocks=NUM_BLOCKS,
-            num_cpu_blocks=num_cpu_blocks,
-            device=torch.device("cpu"),
+        self.cache = make_cache(
+            self.model, block_size, num_gpu_blocks=NUM_BLOCKS, num_cpu_blocks=num_cpu_blocks
         )
         self.runner = make_runner(self.model, self.cache, block_size)
         self.plans = PlanBuilder(block_size=block_size)

@@ -13,13 +13,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.counting_model import CountingModel
-from tests.support.runners import RUNNERS
+from tests.support.runners import RUNNERS, make_cache
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from tools.launch import ROOT
-from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.service import wire
 
 CONSTRUCTORS = {"__init__", "__new__", "__len__", "__contains__", "of", "of_failed"}
@@ -96,13 +94,7 @@ def test_a_file_that_is_left_and_entered_again_is_a_return() -> None:
 @pytest.mark.parametrize("has_prompt", [False, True], ids=["decodes", "a prompt and decodes"])
 def test_a_plan_is_walked_to_its_token_in_few_stays(kind: str, has_prompt: bool) -> None:
     model = CountingModel()
-    cache = CacheEngine(
-        model.kv_cache_spec,
-        block_size=4,
-        num_gpu_blocks=64,
-        num_cpu_blocks=0,
-        device=torch.device("cpu"),
-    )
+    cache = make_cache(model, 4)
     runner = RUNNERS[kind](model, cache, 4)
     plans = PlanBuilder(block_size=4)
 

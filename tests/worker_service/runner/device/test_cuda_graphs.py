@@ -12,7 +12,7 @@ from pagewire_kernels.interface import Abilities
 from pagewire_kernels.reference.backend import ReferenceBackend
 from tests.support.counting_model import CountingModel, loaded_counting_model
 from tests.support.rank_threads import AheadExecutor
-from tests.support.runners import EagerRecorder, HostEvent
+from tests.support.runners import EagerRecorder, HostEvent, make_cache
 from tests.support.worker_driver import Row
 from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.cache_groups import CacheGroup
@@ -105,13 +105,7 @@ def test_a_failed_capture_is_an_error_that_names_what_helps(error: Exception, sa
 
 
 def small_cache(model: CountingModel) -> CacheEngine:
-    return CacheEngine(
-        model.kv_cache_spec,
-        block_size=4,
-        num_gpu_blocks=16,
-        num_cpu_blocks=0,
-        device=torch.device("cpu"),
-    )
+    return make_cache(model, 4, num_gpu_blocks=16)
 
 
 def test_recordings_outlive_an_epoch() -> None:

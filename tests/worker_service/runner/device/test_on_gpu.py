@@ -10,6 +10,7 @@ import torch
 
 from tests.support.checkpoints import checkpoint
 from tests.support.real_generations import BLOCK_SIZE, generate
+from tests.support.runners import make_cache
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -100,13 +101,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 def test_nothing_in_a_launch_waits_for_the_device(
     loaded: LoadedModel, make_runner: Any, name: str
 ) -> None:
-    cache = CacheEngine(
-        loaded.model.kv_cache_spec,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks=64,
-        num_cpu_blocks=0,
-        device=torch.device(loaded.config.device),
-    )
+    cache = make_cache(loaded.model, BLOCK_SIZE, device=torch.device(loaded.config.device))
     runner, plans = make_runner(loaded.model, cache, BLOCK_SIZE), PlanBuilder(block_size=BLOCK_SIZE)
 
     def plan(rows: list[Row]) -> StepPlan:

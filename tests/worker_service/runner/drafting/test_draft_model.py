@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
-from tests.support.runners import AllDrafts
+from tests.support.runners import AllDrafts, make_cache
 from tests.support.speculation import (
     NUM_DRAFTS,
     PROMPTS,
@@ -81,13 +80,7 @@ def test_drafts_are_right_after_preemption(
 def test_a_copied_block_has_the_draft_model_s_keys() -> None:
     model, draft = (loaded(str(checkpoint("llama"))).model for _ in range(2))
     model.kv_cache_spec = model.kv_cache_spec.with_drafts(draft.kv_cache_spec)
-    cache = CacheEngine(
-        model.kv_cache_spec,
-        block_size=4,
-        num_gpu_blocks=32,
-        num_cpu_blocks=0,
-        device=torch.device("cpu"),
-    )
+    cache = make_cache(model, 4, num_gpu_blocks=32)
     drafter = DraftModel(draft, cache.draft_caches)
     runner = ModelRunner(model, cache, 4, speculation=Speculation(drafter, AllDrafts()))
     plans = PlanBuilder(block_size=4)

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pagewire.v1 import sampling_pb2
 from tests.support import vocabularies
 from tests.support.counting_model import CountingModel, next_token
 from tests.support.in_process import InProcessEngine, KnowingDrafter
-from tests.support.runners import AllDrafts
+from tests.support.runners import AllDrafts, make_cache
 from tests.support.speculation import SpeculatingEngine
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.array_types import Int32Array
@@ -75,13 +74,7 @@ class Bench:
 
     def __init__(self, poison: int | None = None) -> None:
         model = CountingModel(256, poison=poison)
-        cache = CacheEngine(
-            model.kv_cache_spec,
-            block_size=4,
-            num_gpu_blocks=64,
-            num_cpu_blocks=0,
-            device=torch.device("cpu"),
-        )
+        cache = make_cache(model, 4)
         self.drafter = FixedDrafter()
         self.runner = ModelRunner(
             model,
