@@ -1,7 +1,6 @@
 """A frontend is killed while a model thinks, and while it writes a call: every client gets the
 reasoning, the text and the calls that it would have had."""
 
-import asyncio
 import json
 import subprocess
 import threading
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagewire_client import AsyncClient, Client, RequestOutput
+from pagewire_client import Client, RequestOutput
 from tests.client.test_node_client import NODE_CLIENT
 from tests.support.cluster import Cluster
 from tests.support.scripted_checkpoint import make_scripted_checkpoint
@@ -90,27 +89,6 @@ def with_client(addresses: list[str], num_begun: int, began: Began) -> list[Any]
         return answer_of(stream.output)
 
 
-def with_async_client(addresses: list[str], num_begun: int, began: Began) -> list[Any]:
-    async def read() -> list[Any]:
-        async with AsyncClient(addresses) as client, client.stream(PROMPT, **OPTIONS) as stream:  # type: ignore[arg-type]
-            async for _ in stream:
-                if len(stream.output.outputs[0].token_ids) > num_begun:
-                    began()
-            return answer_of(stream.output)
-
-    return asyncio.run(read())
-
-
-def with_many(addresses: list[str], num_begun: int, began: Began) -> list[Any]:
-    with Client(addresses) as client:
-        (output,) = client.generate_many(
-            [PROMPT],  # type: ignore[list-item]
-            on_progress=lambda batch: began() if batch.num_generated_tokens > num_begun else None,
-            **OPTIONS,
-        )
-    return answer_of(output)
-
-
 def with_node(addresses: list[str], num_begun: int, began: Began) -> list[Any]:
     arguments = ["--input-type=module", "-e", NODE_PROGRAM, ",".join(addresses), str(num_begun)]
     pipe = subprocess.PIPE
@@ -125,16 +103,7 @@ def with_node(addresses: list[str], num_begun: int, began: Began) -> list[Any]:
     return answer
 
 
-CLIENTS = [with_client, with_async_client, with_many, with_node]
-CASES = [
-    pytest.param(moment, read, marks=[] if (i + j) % 2 == 0 else [pytest.mark.long])
-    for i, moment in enumerate(MOMENTS)
-    for j, read in enumerate(CLIENTS)
-]
-"""Every client at one moment, and at all of them in `make test-long`."""
-
-
-@pytest.mark.parametrize(("moment", "read"), CASES)
+@pytest.mark.parametrize(("moment", "read"), [("thought", with_client), ("call", with_node)])
 def test_reasoning_and_calls_continue_exactly_through_another_frontend(
     victims: Cluster, moment: str, read: Callable[..., list[Any]]
 ) -> None:
