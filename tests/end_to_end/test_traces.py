@@ -120,7 +120,7 @@ def test_one_whose_worker_is_lost_is_seen_on_the_next_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("events", "told"),
+    ("events", "spans"),
     [
         pytest.param(
             "QUEUED 0 5, PLACED 1 0, STARTED 10 5, PREFILLED 20 3, PREFILLED 30 5,"
@@ -149,15 +149,15 @@ def test_one_whose_worker_is_lost_is_seen_on_the_next_one(tmp_path: Path) -> Non
         pytest.param(
             "QUEUED 0 5, STARTED 10 5, PREFILLED 20 3, PREFILLED 30 5, ENDED 50 9",
             "queue 0, prefill 10, decode 30, end 50",
-            id="a search that tells no tokens decodes once its prompt is computed",
+            id="a search that returns no tokens decodes once its prompt is computed",
         ),
     ],
 )
-def test_phases_follow_one_another(events: str, told: str) -> None:
+def test_phases_follow_one_another(events: str, spans: str) -> None:
     entries = [
         (RequestEvent[name], int(at), int(num_tokens))
         for name, at, num_tokens in map(str.split, events.split(","))
     ]
-    starts = [(name, int(at)) for name, at in map(str.split, told.split(","))]
+    starts = [(name, int(at)) for name, at in map(str.split, spans.split(","))]
     expected = [(name, at, end) for (name, at), (_, end) in pairwise(starts)]
     assert list(phases(entries)) == expected
