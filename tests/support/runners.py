@@ -32,7 +32,7 @@ def make_cache(
     num_cpu_blocks: int = 0,
     device: torch.device | None = None,
 ) -> CacheEngine:
-    """A cache for a model, on the CPU unless told otherwise."""
+    """A cache for a model, on the CPU by default."""
     return CacheEngine(
         model.kv_cache_spec,
         block_size=block_size,

@@ -114,3 +114,17 @@ def test_a_token_beyond_the_models_length_is_refused(make_bench: Callable[[], An
     execute(bench, 1, [Row(1, limit)], new_sequences=[new])
     with pytest.raises(InvalidPlan, match="in all"):
         execute(bench, 2, [Row(1)], appended_tokens=column([1, 5]))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"forget_seq_ids": column([1, 1])}, {"appended_tokens": column([1, 5, 1, 6])}],
+    ids=["forgotten", "appended"],
+)
+def test_a_plan_names_a_sequence_at_most_once(
+    make_bench: Callable[[], Any], plan: dict[str, Any]
+) -> None:
+    bench = make_bench()
+    started(bench)
+    with pytest.raises(InvalidPlan, match=r"named twice|not known here"):
+        execute(bench, 2, [], **plan)
