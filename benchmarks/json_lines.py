@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 
 class LineProcess:
@@ -110,12 +110,8 @@ def take_stdout() -> Any:
     return answers
 
 
-RunsT = TypeVar("RunsT", bound=Runs)
-
-
-def serve(make_engine: Callable[[dict[str, Any]], RunsT]) -> RunsT:
-    """Make an engine with the settings on the command line, and run jobs until the input ends;
-    returns the engine."""
+def serve(make_engine: Callable[[dict[str, Any]], Runs]) -> None:
+    """Make an engine with the settings on the command line, and run jobs until the input ends."""
     answers = take_stdout()
     engine = make_engine(json.loads(sys.argv[1]))
 
@@ -129,4 +125,3 @@ def serve(make_engine: Callable[[dict[str, Any]], RunsT]) -> RunsT:
         outputs = engine.generate(asked["prompts"], asked["num_tokens"])
         seconds = time.perf_counter() - began
         answer({"token_ids": [list(map(int, tokens)) for tokens in outputs], "seconds": seconds})
-    return engine

@@ -6,14 +6,12 @@ protobuf messages, since each side builds its columns from these.
 """
 
 import os
-import sys
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from benchmarks import json_lines
-from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Settings
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
@@ -43,19 +41,7 @@ def described(settings: Settings) -> dict[str, Any]:
     }
 
 
-def engine(settings: Settings) -> ChildEngine:
-    """The parent's end."""
-    return ChildEngine(
-        NAME,
-        sys.executable,
-        "in_process",
-        described(settings),
-        environment=_environment(),
-        log=settings.log("in_process"),
-    )
-
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The variables that the services' worker adds to its environment."""
     changed = dict(os.environ)
     limit_spinning(changed)
