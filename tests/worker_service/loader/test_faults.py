@@ -75,9 +75,10 @@ def _edit_config(path: Path, **changes: object) -> None:
         ("/no/such/folder", "^/no/such/folder: no such directory or file"),
         ("folder/model.gguf", r"^folder/model\.gguf: no such file$"),
         ("nosuchfolder", "no such directory or file, and not of a hub id's form"),
-        (str(checkpoint("llama") / "config.json"), r"config\.json is a file; expected"),
+        (__file__, r"test_faults\.py is a file; expected"),
         (os.fspath(Path(__file__).parent), r"holds no config\.json"),
     ],
+    ids=["absolute", "gguf", "no hub id", "a file", "a folder"],
 )
 def test_what_is_no_folder_of_a_model_is_named(path: str, message: str) -> None:
     with pytest.raises(ModelNotFound, match=message):
