@@ -32,7 +32,7 @@ from tests.support.frontends import client_of, error_of, eventually, generate_re
 from worker_service.config import CacheConfig, NetworkConfig, SimulationConfig, WorkerConfig
 from worker_service.errors import InvalidOption
 from worker_service.launcher.flags import cluster_config
-from worker_service.service.lifecycle import Worker
+from worker_service.service.lifecycle import Worker, make_worker
 from worker_service.simulated.executor import SimulatedExecutor
 
 TOKEN, OTHER_TOKEN = "t" * 32, "u" * 32
@@ -65,7 +65,7 @@ async def running_worker(core: str | None, **credentials: Any) -> AsyncIterator[
             listen="127.0.0.1:0", core=core, cluster=ClusterConfig(**credentials)
         ),
     )
-    worker = Worker(config, SimulatedExecutor(config.model, BLOCK_SIZE))
+    worker = make_worker(config, SimulatedExecutor(config.model, BLOCK_SIZE))
     task = asyncio.create_task(worker.run())
     await worker.ready.wait()
     try:
