@@ -214,7 +214,7 @@ class Mode:
 
 ASYNCIO = Mode(
     open_channel=_async_channel,
-    close_channel=grpc.aio.Channel.close,
+    close_channel=lambda channel: channel.close(),  # `grpc.aio.Channel` is abstract
     make_stub=InferenceServiceStub,
     make_event=TaskEvent,
     make_queue=asyncio.Queue,
