@@ -223,7 +223,7 @@ class FakeWorker(WorkerServiceServicer):
                 async for response in call:
                     self._obey(response.directive)
             except grpc.aio.AioRpcError as error:
-                # A stream that ends while heartbeats are on their way may end with an error. One
+                # After a stop, the stream may end while a heartbeat is on its way, which is an
                 # error of the stream and none of the worker.
                 if self.stop_reason is None:
                     self.directives.append(f"error: {error.code().name}")
