@@ -13,6 +13,7 @@ from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.cpu import NativeBackend, library
 from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.layers import NativeLayerKernels
+from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.recorded_model import Embed, Head, Layers, RecordedModel
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
@@ -109,14 +110,17 @@ def _listed(passed_over: list[str]) -> str:
 
 
 def candidates(
-    device: torch.device, name: str | None, batch_invariant: bool
+    device: torch.device,
+    name: str | None,
+    batch_invariant: bool,
+    native: Callable[[], Library | None] = library,
 ) -> Iterator[AttentionBackend]:
     """Yield the backends available on this machine, best first; only those called `name` if given.
 
     On a GPU, packages of FlashAttention that take blocks of 16 tokens precede the Triton kernels.
     Those whose blocks of 256 tokens waste memory and share fewer prefixes follow them.
     """
-    if device.type == "cpu" and name in (None, "cpu") and (found := library()) is not None:
+    if device.type == "cpu" and name in (None, "cpu") and (found := native()) is not None:
         yield NativeBackend(found)
     if device.type == "cuda" and find_spec("triton") is not None:
         yield from _on_gpu(device, name, batch_invariant)

@@ -11,6 +11,7 @@ from pagewire_kernels.interface import Abilities, AttentionBackend, AttentionNee
 from pagewire_kernels.reference.backend import ReferenceBackend
 from pagewire_kernels.select import (
     SelectBackend,
+    candidates,
     choose,
     layer_kernels,
     select_backend,
@@ -162,11 +163,13 @@ def test_the_check_tells_right_results_from_wrong_ones(needs: AttentionNeeds) ->
         self_check(OffBackend("off"), CPU, needs)
 
 
-def test_without_native_kernels_the_reference_serves_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagewire_kernels.select.library", lambda: None)
-    assert select_backend(CPU).name == "reference"
+def test_without_native_kernels_the_reference_serves_cpus() -> None:
+    def without_library(name: str | None) -> AttentionBackend:
+        return choose(CPU, name, NEEDS, candidates(CPU, name, False, lambda: None))
+
+    assert without_library(None).name == "reference"
     with pytest.raises(ValueError, match="--attention-backend cpu: none can serve this model here"):
-        select_backend(CPU, "cpu")
+        without_library("cpu")
 
 
 FULL = AttentionNeeds(dtype=torch.float32, head_dim=512)
