@@ -4,6 +4,7 @@ import math
 import random
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,13 @@ def _copies_backwards(plan: plan_pb2.StepPlan) -> None:
     plan.copy = columns.pack(columns.unpack(plan.copy)[::-1])
 
 
-def _swaps_in_too_late() -> Fault:
+def _delays(column: str) -> Fault:
+    """A worker that executes a column of each plan two plans later."""
     late = [b"", b""]
 
     def change(plan: plan_pb2.StepPlan) -> None:
-        late.append(plan.swap_in)
-        plan.swap_in = late.pop(0)
+        late.append(getattr(plan, column))
+        setattr(plan, column, late.pop(0))
 
     return Fault(plan=change)
 
@@ -247,7 +249,7 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
         ignores("swap_in"),
         ["blocks come back from the host", "a step without rows", "the next step finds"],
     ),
-    "swaps in too late": (_swaps_in_too_late, ["the next step finds what was swapped in"]),
+    "swaps in too late": (partial(_delays, "swap_in"), ["the next step finds what was swapped in"]),
     "swaps in nothing that it has just swapped out": (
         on_plan(_swaps_in_nothing_that_it_swaps_out),
         ["a swap in reads what its own step swapped out"],
@@ -576,16 +578,6 @@ def _has_narrower_windows(info: pb.GetInfoResponse) -> None:
         group.span //= 2
 
 
-def _copies_after_its_step() -> Fault:
-    late = [b"", b""]
-
-    def change(plan: plan_pb2.StepPlan) -> None:
-        late.append(plan.copy)
-        plan.copy = late.pop(0)
-
-    return Fault(plan=change)
-
-
 def _reads_no_source_in_first_chunks(plan: plan_pb2.StepPlan) -> None:
     """A source that reaches the last chunk of a prompt alone."""
     for new in plan.new_sequences if plan.output == b"\0" else ():
@@ -612,7 +604,7 @@ def _ignores_digests(new: plan_pb2.NewSequence) -> None:
 GROUP_FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     "ignores digests": (on_new(_ignores_digests), ["adapters and media are distinguished"]),
     "takes copies of states after its step": (
-        _copies_after_its_step,
+        partial(_delays, "copy"),
         ["a state continues from a copy at its position"],
     ),
     "reads no source in the first chunks": (
