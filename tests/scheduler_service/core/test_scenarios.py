@@ -63,6 +63,7 @@ from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.inspections import check_inspection
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling, undisturbed
+from tests.support.transcripts import commands, transcript
 
 SHORT_NAMES = {"blocks": "num_gpu_blocks", "host": "num_cpu_blocks", "kinds": "work_kinds"}
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
@@ -344,15 +345,7 @@ class Scenario:
 
 def replay(text: str) -> str:
     """The file as its commands print it now."""
-    scenario = Scenario()
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("  "):
-            continue
-        lines.append(line)
-        if line and not line.startswith("#"):
-            lines += [f"  {printed}" for printed in scenario.execute(line)]
-    return "\n".join(lines) + "\n"
+    return transcript(text, map(Scenario().execute, commands(text)))
 
 
 FILES = sorted(SCENARIOS.glob("*.txt"))

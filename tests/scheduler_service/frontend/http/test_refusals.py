@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_frontends import HttpServed, http_served
+from tests.support.transcripts import commands, transcript
 
 FILES = sorted((Path(__file__).parent / "refusals").glob("*.txt"))
 
@@ -30,14 +31,7 @@ async def answer(served: HttpServed, line: str) -> str:
 
 async def replay(served: HttpServed, text: str) -> str:
     """The file with the answers that its requests get now."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("  "):
-            continue
-        lines.append(line)
-        if line and not line.startswith("#"):
-            lines.append(f"  {await answer(served, line)}")
-    return "\n".join(lines) + "\n"
+    return transcript(text, [[await answer(served, line)] for line in commands(text)])
 
 
 TEXTS = {file.stem: file.read_text() for file in FILES}

@@ -13,6 +13,7 @@ from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.processor import check_against_model
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
+from tests.support.transcripts import commands, transcript
 
 GOOD: list[dict[str, Any]] = [
     {"text": "hello"},
@@ -105,22 +106,19 @@ def test_a_field_that_is_too_long_is_named(
     assert (error.field or "").removeprefix("sampling_params.") == path
 
 
+def complaint_about(line: str) -> str:
+    """The error of the request, or of the sampling parameters, that a line of the file has."""
+    kind, _, written = line.partition(" ")
+    fields = json.loads(written)
+    request = {"request": fields, "sampling": {"text": "a", "sampling_params": fields}}[kind]
+    error = complaint(request_of(request))
+    assert str(error).startswith(f"{error.field}: ")
+    return str(error)
+
+
 def replay(text: str) -> str:
     """The file with the errors that its requests get now."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("  "):
-            continue
-        lines.append(line)
-        kind, _, written = line.partition(" ")
-        if kind in ("request", "sampling"):
-            fields = json.loads(written)
-            is_whole = kind == "request"
-            request = fields if is_whole else {"text": "a", "sampling_params": fields}
-            error = complaint(request_of(request))
-            assert str(error).startswith(f"{error.field}: ")
-            lines.append(f"  {error}")
-    return "\n".join(lines) + "\n"
+    return transcript(text, [[complaint_about(line)] for line in commands(text)])
 
 
 def test_a_wrong_request_gets_the_error_in_the_file() -> None:
