@@ -91,6 +91,32 @@ class SchedulerCore:
             self._blame(computing, now)
         model.sort_queue()
 
+    def fail_worker_group(self, worker_group_id: str, reason: str, now: float) -> None:
+        """Remove a worker group after `schedule` or `update` raised an error that is none of those
+        that they declare: a fault of this software.
+
+        What it was doing to its requests may be half done, so that none of them could be continued
+        with certainty: they fail with SCHEDULER_FAULT. An unknown id has no effect.
+        """
+        scheduler = self._fleet.remove(worker_group_id, to_us(now))
+        if scheduler is None:
+            return
+        model = self._fleet.model_of(scheduler)
+        error = GenerationFailed(
+            f"the scheduler failed with {reason} while it worked on this request; it may be tried "
+            "again, and the core's log says more",
+            reason="SCHEDULER_FAULT",
+            details={"model": model.name, "fault": reason},
+        )
+        intact = {*model.waiting, *model.recovery.unschedulable}.union(
+            *(other.seq_groups for other in model.schedulers)
+        )
+        for seq_group in self._registry.seq_groups():
+            if seq_group.request.model == model.name and seq_group not in intact:
+                seq_group.error = error
+                self._close(seq_group, now)
+        model.sort_queue()
+
     def drain_worker_group(self, worker_group_id: str, now: float) -> None:
         """Route nothing new to a worker group; move its requests, with their tokens, to others of
         its model as soon as the results of steps in flight are in. Requests that no other group

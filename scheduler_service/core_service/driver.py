@@ -9,13 +9,16 @@ message; everything else goes through the driver's methods.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import EngineOutputs
+from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.errors import PagewireError
 
 
 class Mailbox(Protocol):
@@ -74,6 +77,21 @@ class CoreDriver:
         if self._work.pop(group_id, None) is not None:
             self.core.remove_worker_group(group_id, self.clock())
             self.follow_up(*self._work)  # any may have work now
+
+    @contextmanager
+    def contained(self, group_id: str) -> Iterator[None]:
+        """Fail a group's requests, and no others, if scheduling it raises an error that the core
+        does not declare; the error is raised again."""
+        try:
+            yield
+        except (PagewireError, ResultMismatch):
+            raise
+        except Exception as error:
+            if self._work.pop(group_id, None) is not None:
+                fault = f"{type(error).__name__}: {error}"
+                self.core.fail_worker_group(group_id, fault, self.clock())
+                self.follow_up(*self._work)
+            raise
 
     def drain_worker_group(self, group_id: str) -> None:
         """Route no requests to a group, and move its requests to other groups where possible."""

@@ -94,7 +94,8 @@ class StepStream:
 
     def _next_plan(self) -> plan_pb2.StepPlan | None:
         started_at = self.driver.clock()
-        plan = self.driver.core.schedule(self.group_id, started_at)
+        with self.driver.contained(self.group_id):
+            plan = self.driver.core.schedule(self.group_id, started_at)
         self.driver.follow_up()
         if plan is None:
             return None
@@ -145,7 +146,8 @@ class StepStream:
         self.num_steps += 1
         started_at = self.driver.clock()
         result = wire.decode_result(message, sent_us)
-        self.driver.core.update(self.group_id, result, self.driver.clock())
+        with self.driver.contained(self.group_id):
+            self.driver.core.update(self.group_id, result, self.driver.clock())
         self._answered(self.sampler, started_at - result.held_us / 1e6)
         self._record_planning(started_at)
 

@@ -43,6 +43,7 @@ FORMAT_VERSION = 1
 INPUTS = (
     "add_worker_group",
     "remove_worker_group",
+    "fail_worker_group",
     "drain_worker_group",
     "submit",
     "cancel",

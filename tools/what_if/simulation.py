@@ -162,7 +162,7 @@ class _Simulation:
                 group_id = arguments["capacity"].worker_group_id
                 costs = self._costs.get(group_id, self._any_costs)
                 self._workers[group_id] = VirtualWorker(costs, self._arrivals)
-            case "remove_worker_group":
+            case "remove_worker_group" | "fail_worker_group":
                 self._workers.pop(arguments["worker_group_id"], None)
             case "cancel":
                 self._histories.cancel(**arguments)

@@ -136,6 +136,7 @@ def _keys(history: RequestHistory) -> Iterator[tuple[str, int]]:
 INTERVENTIONS = (
     "add_worker_group",
     "remove_worker_group",
+    "fail_worker_group",
     "drain_worker_group",
     "cancel",
     "abort",
@@ -242,6 +243,9 @@ class TraceReader:
         self._clock.arrive(worker_group_id, now - result.held_us / 1e6)
 
     def _on_remove_worker_group(self, worker_group_id: str, now: float) -> None:
+        self._clock.lose(worker_group_id)
+
+    def _on_fail_worker_group(self, worker_group_id: str, reason: str, now: float) -> None:
         self._clock.lose(worker_group_id)
 
     def _on_pop_outboxes(self, returned: Any = ()) -> None:

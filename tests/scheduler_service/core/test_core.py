@@ -137,3 +137,39 @@ def test_sequence_numbers_wrap_around_and_skip_live_ones(monkeypatch: pytest.Mon
     assert plan.seq_ids == [1, 2**31 - 1, 2]
     driver.run_until_idle()
     driver.check_empty()
+
+
+class Unhashable(int):
+    """A token that makes the core fail with an error that it does not declare."""
+
+    def __hash__(self) -> int:
+        raise ZeroDivisionError("no hash")
+
+
+def test_a_fault_while_results_are_processed_fails_the_requests_of_that_worker_group_alone() -> (
+    None
+):
+    """Half of the result has been processed: none of its requests may go on, or stay open."""
+    driver = make_driver(pipeline_depth=1)
+    core = driver.core
+    faulty = [driver.submit(prompt=[1, 2], max_tokens=9) for _ in range(3)]
+    driver.schedule("g0")
+    result = driver.links["g0"].results.popleft()
+    result.token_ids[1] = Unhashable(result.token_ids[1])
+    driver.add_worker_group(make_capacity("g1"))
+    sound = driver.submit(prompt=[1, 2], max_tokens=4)
+    driver.schedule("g1")
+    with pytest.raises(ZeroDivisionError):
+        core.update("g0", result, driver.now)
+    core.fail_worker_group("g0", "ZeroDivisionError: no hash", driver.now)
+    core.fail_worker_group("g0", "again", driver.now)
+    core.check()
+    del driver.links["g0"]
+    driver.add_worker_group(make_capacity("g0"))
+    later = driver.submit(prompt=[1, 2], max_tokens=4)
+    driver.run_until_idle()
+    assert [record.error and record.error.reason for record in faulty] == ["SCHEDULER_FAULT"] * 3
+    assert "ZeroDivisionError: no hash" in str(faulty[0].error)
+    assert sound.finished is not None
+    assert later.finished is not None
+    driver.check_empty()

@@ -4,7 +4,13 @@ import asyncio
 
 import pytest
 
-from scheduler_service.core import SchedulerConfig, SchedulerCore, StepResult
+from scheduler_service.core import (
+    EngineOutputs,
+    ResultMismatch,
+    SchedulerConfig,
+    SchedulerCore,
+    StepResult,
+)
 from scheduler_service.core.request import Request
 from scheduler_service.core.step_plan import StepPlan
 from scheduler_service.core_service.driver import CoreDriver
@@ -107,4 +113,59 @@ async def test_a_span_that_cannot_be_exported_disturbs_no_caller() -> None:
     driver.follow_up()
     await asyncio.sleep(0)
     assert [str(problem) for problem in problems] == ["no exporter"]
+    driver.close()
+
+
+class Unplannable(SchedulerCore):
+    """Plans for group `bad` fail by an error that the core does not declare, half way."""
+
+    def schedule(self, worker_group_id: str, now: float) -> StepPlan | None:
+        plan = super().schedule(worker_group_id, now)
+        if worker_group_id == "bad":
+            raise KeyError(17)
+        return plan
+
+
+class Received:
+    """Keeps the errors of requests by their handles."""
+
+    def __init__(self) -> None:
+        self.errors: dict[int, Exception] = {}
+
+    def deliver(self, outbox: EngineOutputs) -> None:
+        self.errors |= dict(outbox.requests_failed)
+
+
+async def test_an_undeclared_error_ends_the_requests_of_its_group_and_wakes_the_others() -> None:
+    driver = CoreDriver(Unplannable(SchedulerConfig()), clock=lambda: 0.0)
+    mailbox = Received()
+    driver.add_frontend("f0", mailbox)
+    driver.add_worker_group(make_capacity("bad"))
+    other = driver.add_worker_group(make_capacity("good", model="n"))
+    driver.core.submit(make_request(handle=1, request_id="r1"), 0.0)
+    driver.core.submit(make_request(handle=2, request_id="r2", model="n"), 0.0)
+    driver.follow_up()
+    other.clear()
+    with pytest.raises(KeyError), driver.contained("bad"):
+        driver.core.schedule("bad", 0.0)
+    driver.core.check()
+    assert other.is_set()
+    assert driver.is_drained("bad"), "it is gone"
+    assert {handle: str(error) for handle, error in mailbox.errors.items()} == {
+        1: "the scheduler failed with KeyError: 17 while it worked on this request; it may be "
+        "tried again, and the core's log says more"
+    }
+    driver.close()
+
+
+async def test_a_result_that_does_not_match_is_no_fault_and_ends_no_request() -> None:
+    driver = CoreDriver(SchedulerCore(SchedulerConfig()), clock=lambda: 0.0)
+    mailbox = Received()
+    driver.add_frontend("f0", mailbox)
+    driver.add_worker_group(make_capacity("g"))
+    driver.core.submit(make_request(), 0.0)
+    with pytest.raises(ResultMismatch), driver.contained("g"):
+        driver.core.update("g", StepResult(step_id=7, token_ids=[]), 0.0)
+    assert not mailbox.errors
+    assert driver.core.num_requests() == 1
     driver.close()
