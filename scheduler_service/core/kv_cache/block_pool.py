@@ -339,6 +339,11 @@ class BlockPool:
                     self._free.append(member)
             self.cached.discard(block)
 
+    def forget_contents(self, block: int, contents: Contents) -> None:
+        """Remove the contents of a block if it still has these, not equal ones."""
+        if self.cached.contents_of(block) is contents:
+            self.forget(block)
+
     def _evict(self) -> int:
         """Free an entry; returns the first of its blocks."""
         entry, contents = self.cached.evict()

@@ -6,49 +6,26 @@ that a method returns are in the plan's format: pairs of blocks, unless stated o
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from math import lcm
-from typing import Generic, TypeVar
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.block_demand import BlockDemand
-from scheduler_service.core.kv_cache.block_pool import BlockMap, BlockPool, Contents, map_blocks
-from scheduler_service.core.kv_cache.block_table import (
-    BlockUpdate,
-    Moves,
-    Retained,
-    SavedState,
-    SequenceTables,
-    Table,
-)
+from scheduler_service.core.kv_cache.block_pool import BlockMap, Contents, map_blocks
+from scheduler_service.core.kv_cache.block_table import BlockUpdate, Moves, SequenceTables, Table
+from scheduler_service.core.kv_cache.device_tables import DeviceTables
 from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
-from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit, no_hit
+from scheduler_service.core.kv_cache.prefix_hit import GroupHit, JointStart, PrefixHit, S, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_tokens
-from scheduler_service.core.kv_cache.saved_states import ROLLING_TOKENS, SavedStates
-from scheduler_service.core.step_plan import BlockTable
-
-S = TypeVar("S", bound=CacheableSequence)
+from scheduler_service.core.kv_cache.released_blocks import ReleasedBlocks
+from scheduler_service.core.kv_cache.saved_states import SavedStates
 
 OFFERED_TOKENS = 64
 """Decoded tokens that are offered to the prefix cache together. The last ones are offered when
 their sequence ends or is preempted."""
 
 
-@dataclass(frozen=True, slots=True)
-class JointStart(Generic[S]):
-    """Where the first tokens of one of several sequences come from that are admitted together."""
-
-    seq: S
-    hit: PrefixHit
-    source: S | None
-    """The sequence before it that shares more of its tokens with it than are found, if any."""
-    num_tokens: int
-    """Tokens that are found or shared, and need not be computed for it."""
-
-
-class KVCacheManager:
+class KVCacheManager(DeviceTables):
     """Which tokens of which sequences are in the memory of one worker group, and the room there:
     block tables by sequence and cache group, over one pool of device blocks and one of host blocks.
 
@@ -59,9 +36,7 @@ class KVCacheManager:
     allocates those of a prompt chunk by chunk, out of what is reserved when the sequence is
     admitted.
 
-    States are written in place. Forks share one until the next row of each: all but the last get a
-    copy, for which blocks are reserved, in the plan after their parent's last prompt tokens. What
-    others may find of states are copies, too (`saved_states.py`).
+    What others may find of states are copies (`saved_states.py`).
 
     A freed block may be handed out at once, even while a step that uses it is in flight: the
     worker executes plans in order, so the new owner writes to it in a later step, or in the same
@@ -73,18 +48,15 @@ class KVCacheManager:
 
     Invariant: a block's reference count is the number of tables that contain it, each at most once,
     plus one while the plan under construction copies it to a sequence that has found a part of it.
-    A sequence has tables on the device or on the host, or none. What is reserved is free.
+    A sequence has tables on the device or on the host, or none.
     """
 
     def __init__(self, config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:
         groups = capacity.cache_groups
-        self.groups = groups
-        self.num_tokens = capacity.num_cache_tokens
-        """Tokens of the longest sequence that fits in an empty cache."""
         self.tokens_per_unit = key_tokens(group.block_tokens for group in groups)
         """Tokens that are found together."""
         self.host = HostCache(capacity.num_cpu_blocks)
-        self.device = BlockPool(capacity.num_gpu_blocks, self.host.keep)
+        super().__init__(capacity, config.watermark, self.host.keep)
         self._copy_ahead = CopyAhead(self.device, self.host)
         prefixes = self._prefixes = PrefixCache(
             groups,
@@ -94,71 +66,18 @@ class KVCacheManager:
             enabled=config.enable_prefix_caching,
             seed=config.key_seed,
         )
-        self._caches_prefixes = config.enable_prefix_caching
-        self._states = SavedStates(
-            groups,
-            self.device,
-            prefixes,
-            unit=self.tokens_per_unit,
-            enabled=config.enable_prefix_caching,
-        )
+        self._states = SavedStates(groups, self.device, prefixes)
         self._saves_at_boundaries = config.enable_chunked_prefill and self._states.enabled
-        self._no_hit = no_hit(len(groups))
-        self._demand = BlockDemand(groups, capacity.max_chunk_tokens)
-        self._spans = [number for number, group in enumerate(groups) if group.span]
-        self._state_groups = [number for number, group in enumerate(groups) if group.is_state]
-        self._block_tokens = {n: g.block_tokens for n, g in enumerate(groups) if g.has_tokens}
-        """By group that holds tokens."""
-        reach = {*self._block_tokens.values(), *([ROLLING_TOKENS] if self._state_groups else ())}
-        self._smallest, *self._other_tokens = sorted(reach)
-        self._watermark_blocks = int(config.watermark * capacity.num_gpu_blocks)
-        if len(groups) > 1:  # a sequence may need one of each to write a token
-            self._watermark_blocks = max(self._watermark_blocks, len(groups))
-        self._tables: dict[int, SequenceTables] = {}
-        """Of the sequences on the device, by id."""
-        self._num_reserved = 0
-        """Free device blocks that are reserved for prompts and for the states of forks."""
-        self._state_copies: dict[int, int] = {}
-        """By first block of a state that sequences share: copies for which blocks are reserved."""
+        self._released = ReleasedBlocks(groups, self.device, prefixes)
+        self._has_spans = any(group.span for group in groups)
         self._copies: list[int] = []
         """What the plan under construction copies between states."""
-        self._copied_states: set[int] = set()
-        """First blocks of the states that it writes by copying."""
         self._num_plans = 0
         """The number of the last plan that was completed."""
         self._pinned: list[int] = []
         """References that end with the plan: blocks that it copies to those that found them."""
 
     # Capacity.
-
-    @property
-    def has_states(self) -> bool:
-        """Whether the model keeps states, which a row changes for good."""
-        return bool(self._state_groups)
-
-    @property
-    def _num_available(self) -> int:
-        """Number of free device blocks that are not reserved."""
-        return self.device.num_free_blocks - self._num_reserved
-
-    @property
-    def is_full(self) -> bool:
-        """Whether a sequence may find no memory for its next token."""
-        num_needed = self._demand.per_token + self._demand.per_fork
-        return not self.device.has_free_blocks(num_needed + self._num_reserved)
-
-    @property
-    def num_free_tokens(self) -> int:
-        """Tokens of one sequence that would fit on the device; what is only cached there counts as
-        free."""
-        return max(0, self._num_available) * self.num_tokens // self.device.num_blocks
-
-    def round_up(self, num_tokens: int) -> int:
-        """The length up to which a sequence can grow in what holds its `num_tokens` tokens."""
-        end = -(-num_tokens // self._smallest) * self._smallest
-        for tokens in self._other_tokens:
-            end = min(end, -(-num_tokens // tokens) * tokens)
-        return end
 
     def shortage(
         self,
@@ -176,31 +95,6 @@ class KVCacheManager:
         num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used, num_forks=num_forks))
         num_short = self._num_short(num_new, num_promised)
         return num_short / max(1, self.device.num_blocks - self.device.num_free_blocks)
-
-    def memory_freed(self, sequences: Iterable[CacheableSequence], group: int | None = None) -> int:
-        """The memory that comes free with these sequences, for `can_admit`: blocks that only they
-        use, those of one group or all."""
-        tables = [held for seq in sequences if (held := self._tables.get(seq.seq_id))]
-        counts = Counter(
-            block
-            for held in tables
-            for block in (held.blocks() if group is None else held.tables[group].blocks)
-        )
-        return sum(self.device.num_references(block) == n for block, n in counts.items())
-
-    def _num_short(self, num_new: int, num_promised: int = 0) -> int:
-        """Number of blocks that must be freed before these can be provided in addition to those
-        promised to others; 0 or less if none. Blocks up to the watermark are kept for running
-        sequences, if there are any."""
-        idle = not self._tables and num_promised == 0
-        kept = 0 if idle else self._watermark_blocks + num_promised
-        return num_new + kept - self._num_available
-
-    def _can_provide(self, num_new: int, num_promised: int = 0) -> AllocStatus:
-        if num_new > self.device.num_blocks:
-            return AllocStatus.NEVER
-        enough = self._num_short(num_new, num_promised) <= 0
-        return AllocStatus.OK if enough else AllocStatus.LATER
 
     # Prefixes.
 
@@ -231,7 +125,7 @@ class KVCacheManager:
         are in. If another block has the same contents, they still find that one. A sequence that
         has yet to fork has computed none."""
         held, end = self._tables.get(seq.seq_id), num_tokens // self.tokens_per_unit
-        if held is None or not self._caches_prefixes or end <= held.num_offered:
+        if held is None or not self._prefixes.is_enabled or end <= held.num_offered:
             return
         keys = self._prefixes.keys(seq, end)
         for number, tokens in self._block_tokens.items():
@@ -245,17 +139,9 @@ class KVCacheManager:
                 self.device.cached.add(block, contents)
         held.num_offered = end
         if held.unconfirmed:
-            self._confirm(held)
+            self._released.confirm(held, end * self.tokens_per_unit)
         if held.saved:
             self._states.confirm(seq, held)
-
-    def _confirm(self, held: SequenceTables) -> None:
-        """Let released blocks be found whose contents were in flight."""
-        num_tokens = held.num_offered * self.tokens_per_unit
-        for retained in held.unconfirmed:
-            if retained.end <= num_tokens:
-                self.device.cached.confirm(retained.block, retained.cached, retained.contents)
-        held.unconfirmed = [r for r in held.unconfirmed if r.end > num_tokens]
 
     def offer_decoded(self, seq: CacheableSequence, num_tokens: int) -> None:
         """Like `offer`, for a sequence that decodes: only if there are many more tokens. Its state
@@ -330,7 +216,7 @@ class KVCacheManager:
             shared = [(n, s.seq) for n, s in commons if not self.has_states or n > s.num_tokens]
             num_tokens, source = max(shared, key=lambda pair: pair[0], default=(0, None))
             if num_tokens > hit.num_tokens:
-                starts.append(JointStart(seq, self._no_hit, source, num_tokens))
+                starts.append(JointStart(seq, no_hit(len(self.groups)), source, num_tokens))
             else:
                 starts.append(JointStart(seq, hit, None, hit.num_tokens))
         return starts
@@ -347,11 +233,9 @@ class KVCacheManager:
             hit = start.hit
             if start.source is not None:
                 hit = self._demand.hit_of(start.num_tokens)
-            num_upfront = _num_upfront(start.seq, starts)
-            numbers = self._demand.after(
-                start.seq.length, hit, lambda _: True, num_upfront=num_upfront
-            )
-            num_blocks += sum(numbers)
+            upfront = _num_upfront(start.seq, starts)
+            length = start.seq.length
+            num_blocks += sum(self._demand.after(length, hit, lambda _: True, num_upfront=upfront))
         return self._can_provide(num_blocks)
 
     def admit_jointly(self, starts: Sequence[JointStart[S]]) -> None:
@@ -445,30 +329,12 @@ class KVCacheManager:
         them."""
         held = self._tables[seq.seq_id]
         updates: list[BlockUpdate] | None = []
-        if self._spans:
+        if self._has_spans:
             self._slide(seq, held, start)
             updates = self._extend(held, end)
         if self._state_groups and start and updates is not None:
             self._pass_on_state(seq, held, start)
         return updates
-
-    def _extend(self, held: SequenceTables, end: int) -> list[BlockUpdate] | None:
-        """Allocate blocks for a prompt's tokens up to `end`, out of what is reserved."""
-        missing = {
-            number: max(0, -(-end // tokens) - held.tables[number].end)
-            for number, tokens in self._block_tokens.items()
-        }
-        num_missing = sum(missing.values())
-        num_reserved = min(num_missing, held.num_reserved)
-        if num_missing - num_reserved > self._num_available:
-            return None
-        held.num_reserved -= num_reserved
-        self._num_reserved -= num_reserved
-        return [
-            BlockUpdate(number, table.append(self.device.allocate_one()), table.blocks[-1], None)
-            for number, table in enumerate(held.tables)
-            for _ in range(missing.get(number, 0))
-        ]
 
     def chunk_end(self, seq: CacheableSequence, start: int, end: int) -> int:
         """Where the chunk of a prompt must end that begins at `start` and may have tokens up to
@@ -487,182 +353,31 @@ class KVCacheManager:
         for at, seq_id in held.branches:
             if at == position and (other := self._tables.get(seq_id)) is not None:
                 for number in self._state_groups:
-                    self._copy_state(held.tables[number].blocks, other.tables[number].blocks)
+                    targets = other.tables[number].blocks
+                    self._copied_states.add(targets[0])
+                    pairs = zip(held.tables[number].blocks, targets, strict=True)
+                    self._copies += (block for pair in pairs for block in pair)
         if self._prefixes.next_boundary(seq, position - 1) == position:
             self._states.save(seq, held, position)
 
-    def _copy_state(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self._copied_states.add(targets[0])
-        self._copies += (b for pair in zip(sources, targets, strict=True) for b in pair)
-
-    def end_prompt(self, seq: CacheableSequence) -> None:
-        """Give up what is reserved for a sequence, except for the states of its forks: the rest of
-        its prompt is planned."""
-        held = self._tables[seq.seq_id]
-        self._num_reserved -= held.num_reserved
-        held.num_reserved, held.is_prompt = 0, False
-        if held.num_forks and self.has_states:
-            self._state_copies[held.tables[self._state_groups[0]].blocks[0]] = held.num_forks
-        held.num_forks = 0
-
-    # Windows and chunks.
-
     def release_unread(self, seq: CacheableSequence) -> None:
         """Release what no row to come of a decoding sequence will read."""
-        if self._spans:
+        if self._has_spans:
             self._slide(seq, self._tables[seq.seq_id], seq.next_position)
 
     def _slide(self, seq: CacheableSequence, held: SequenceTables, position: int) -> None:
-        """Release the blocks that no row at `position` or after it reads. Those that are needed at
-        a boundary stay cached as long as the sequence's other blocks."""
-        for number in self._spans:
-            table, tokens = held.tables[number], self._block_tokens[number]
-            first = self.groups[number].first_needed(position) // tokens
-            if first <= table.first:
-                continue
-            for index, block in enumerate(table.blocks[: first - table.first], table.first):
-                cached = self.device.cached.contents_of(block)
-                contents = self._prefixes.retained(seq, number, index, cached)
-                self._let_go(held, block, (index + 1) * tokens, contents)
-            del table.blocks[: first - table.first]
-            table.first = first
-
-    def _let_go(
-        self, held: SequenceTables, block: int, end: int, contents: Contents | None
-    ) -> None:
-        """Release a block of a sequence that continues."""
-        if contents is not None:
-            is_cached = self.device.cached.contents_of(block) is contents
-            cached = self.device.cached.hold(block, contents)
-            retained = Retained(end, block, contents, cached)
-            held.retained.append(retained)
-            if not is_cached:
-                held.unconfirmed.append(retained)
-        num_freed = self.device.release([block], is_expendable=contents is None)
+        num_freed = self._released.slide(seq, held, position)
         if held.is_prompt:
             held.num_reserved += num_freed
             self._num_reserved += num_freed
-
-    # Running sequences.
-
-    def holds(self, seq: CacheableSequence) -> bool:
-        """Whether the sequence has memory on the device."""
-        return seq.seq_id in self._tables
-
-    def tables(self, seq: CacheableSequence) -> list[BlockTable]:
-        """The sequence's block tables on the device, for the plan."""
-        return [
-            BlockTable(group=group, first_index=table.first, block_ids=list(table.blocks))
-            for group, table in enumerate(self._tables[seq.seq_id].tables)
-        ]
-
-    def can_reserve(self, seq: CacheableSequence, length: int, num_others: int = 0) -> bool:
-        """Whether the sequence's token number `length` can be made writable, so that `num_others`
-        sequences can grow nevertheless."""
-        tables = self._tables[seq.seq_id].tables
-        num_needed = sum(
-            tables[number].needs_block((length - 1) // tokens, self.device)
-            for number, tokens in self._block_tokens.items()
-        )
-        if self._state_groups and self._shares_state(tables):
-            head = tables[self._state_groups[0]].blocks[0]
-            num_needed += self._demand.per_fork * (not self._state_copies.get(head))
-        num_kept = num_others * self._demand.per_token
-        return not num_needed or self._num_available >= num_needed + num_kept
-
-    def reserve(self, seq: CacheableSequence, length: int) -> list[BlockUpdate]:
-        """Make the sequence's token number `length` writable, by new blocks at the ends of its
-        tables, or copies of shared last blocks and states; returns the changes of its tables."""
-        updates = []
-        tables = self._tables[seq.seq_id].tables
-        for number, tokens in self._block_tokens.items():
-            table, index = tables[number], (length - 1) // tokens
-            offset, shared = index - table.first, None
-            if offset == len(table.blocks):
-                table.append(block := self.device.allocate_one())
-            elif self.device.is_shared(table.blocks[offset]):
-                block = self.device.allocate_one()
-                shared, table.blocks[offset] = table.blocks[offset], block
-                self.device.release([shared])
-            else:
-                continue
-            updates.append(BlockUpdate(number, index, block, shared))
-        if self._state_groups and self._shares_state(tables):
-            updates += self._unshare_state(tables)
-        return updates
-
-    def _shares_state(self, tables: Sequence[Table]) -> bool:
-        return self.device.is_shared(tables[self._state_groups[0]].blocks[0])
-
-    def _unshare_state(self, tables: Sequence[Table]) -> list[BlockUpdate]:
-        """Give a sequence a copy of the state that it shares."""
-        head = tables[self._state_groups[0]].blocks[0]
-        if self._state_copies.get(head):
-            self._state_copies[head] -= 1
-            self._num_reserved -= self._demand.per_fork
-        updates = []
-        for number in self._state_groups:
-            shared = tables[number].blocks
-            tables[number].blocks = self.device.allocate(len(shared))
-            pairs = enumerate(zip(tables[number].blocks, shared, strict=True))
-            updates += [BlockUpdate(number, index, *pair) for index, pair in pairs]
-            self._copied_states.add(tables[number].blocks[0])
-            self.device.release(shared)
-        return updates
-
-    def _settle_state_copies(self) -> None:
-        """Give up what is reserved for copies of states that no longer have as many owners."""
-        for head, count in list(self._state_copies.items()):
-            num_needed = max(0, min(count, self.device.num_references(head) - 1))
-            self._num_reserved -= (count - num_needed) * self._demand.per_fork
-            self._state_copies[head] = num_needed
-            if not num_needed:
-                del self._state_copies[head]
-
-    def can_reserve_all(self, sequences: Iterable[CacheableSequence]) -> bool:
-        """Whether all these sequences can write their last tokens."""
-        num_blocks = 0
-        sharers: Counter[int] = Counter()
-        for seq in sequences:
-            tables = self._tables[seq.seq_id].tables
-            for number in self._state_groups:
-                sharers.update(tables[number].blocks)
-            for number, tokens in self._block_tokens.items():
-                table = tables[number]
-                offset = (seq.length - 1) // tokens - table.first
-                if offset == len(table.blocks):
-                    num_blocks += 1
-                else:
-                    sharers[table.blocks[offset]] += 1
-        for block, count in sharers.items():
-            # Each but the last to reserve copies the block, unless other sequences share it, too.
-            num_blocks += min(count, self.device.num_references(block) - 1)
-        return num_blocks <= self._num_available
-
-    def trim(self, seq: CacheableSequence, num_tokens: int) -> bool:
-        """Release what was reserved after the sequence's first `num_tokens` tokens, for drafts;
-        returns whether there was any."""
-        has_more = False
-        for number, tokens in self._block_tokens.items():
-            table = self._tables[seq.seq_id].tables[number]
-            num_blocks = -(-num_tokens // tokens) - table.first
-            has_more |= len(table.blocks) > num_blocks
-            self.device.release(table.blocks[num_blocks:])
-            del table.blocks[num_blocks:]
-        return has_more
-
-    def fork(self, parent: CacheableSequence, child: CacheableSequence) -> None:
-        """Make a new sequence share the memory of another one; the first to write copies."""
-        assert child.seq_id not in self._tables
-        held = self._tables[child.seq_id] = self._tables[parent.seq_id].fork()
-        self.device.share(held.blocks())
 
     def free(self, seq: CacheableSequence) -> None:
         """Release a sequence's memory. Offered tokens can be found until it is reused, the least
         recently used first, and a sequence's last block before its first."""
         if self._state_groups:
             self._states.end(seq, self._tables[seq.seq_id], self._num_plans)
-        self._release(self._remove(seq))
+        self._released.release(self._remove(seq))
+        self._settle_state_copies()
 
     def _remove(self, seq: CacheableSequence) -> SequenceTables:
         """Remove and return a sequence's tables, with the references of their blocks."""
@@ -672,37 +387,8 @@ class KVCacheManager:
         self.end_prompt(seq)
         self._prefixes.forget(seq)
         del self._tables[seq.seq_id]
-        for state in held.saved:
-            if not state.is_found:
-                self._forget_state(state)
-        for retained in held.unconfirmed:
-            if self.device.cached.contents_of(retained.block) is retained.contents:
-                self.device.forget(retained.block)
+        self._released.forget_unconfirmed(held)
         return held
-
-    def _release(self, held: SequenceTables) -> None:
-        """Release all blocks by the ends of their tokens, and renew the retained ones."""
-        if len(self.groups) == 1 and not (held.retained or self.has_states):
-            self.device.release(held.blocks())
-            return
-        placed: list[tuple[int, int, Contents | None]]
-        placed = [(r.end, r.block, r.contents) for r in held.retained]
-        placed += [(s.position, s.block, s.contents) for s in held.saved if s.is_found]
-        for number, table in enumerate(held.tables):
-            tokens = self._block_tokens.get(number, 0)
-            for index, block in enumerate(table.blocks, table.first + 1):
-                placed.append((index * tokens, block, None))
-        for _, block, contents in sorted(placed, key=lambda entry: entry[:2], reverse=True):
-            found = self.device.cached.contents_of(block)
-            if contents is None:
-                self.device.release([block])
-            elif found is not None and found.units[0] == contents.units[0]:
-                self.device.cached.touch(block)
-        self._settle_state_copies()
-
-    def _forget_state(self, state: SavedState) -> None:
-        if self.device.cached.contents_of(state.block) is state.contents:
-            self.device.forget(state.block)
 
     # Swapping: a block that several of the sequences share is moved once.
 
@@ -715,7 +401,7 @@ class KVCacheManager:
         """Tokens that must be computed again if these sequences are freed: with the prefix cache,
         those that no other sequence has, each once."""
         growing = [number for number, group in enumerate(self.groups) if group.is_growing]
-        if not self._caches_prefixes or not growing:
+        if not self._prefixes.is_enabled or not growing:
             return sum(seq.length for seq in sequences)
         return self.memory_freed(sequences, growing[0]) * self._block_tokens[growing[0]]
 
@@ -734,7 +420,8 @@ class KVCacheManager:
         tables = {seq.seq_id: self._remove(seq) for seq in sequences}
         targets = self.host.put(tables, contents)
         for held in tables.values():
-            self._release(held)
+            self._released.release(held)
+        self._settle_state_copies()
         return [block for pair in targets.items() for block in pair]
 
     def can_swap_in(self, sequences: Sequence[CacheableSequence]) -> bool:
@@ -797,10 +484,6 @@ class KVCacheManager:
         request)."""
         device_map = map_blocks(self.device, self._tables, owners)
         return device_map, map_blocks(self.host.pool, self.host.tables, owners)
-
-    def device_blocks(self, seq: CacheableSequence) -> list[int]:
-        """A sequence's blocks on the device, in order."""
-        return list(self._tables[seq.seq_id].blocks())
 
     def host_blocks(self, seq: CacheableSequence) -> list[int]:
         """A swapped-out sequence's blocks on the host, in order."""

@@ -154,10 +154,10 @@ class PrefixCache:
     ) -> None:
         """`unit`: tokens of a unit of keys; `enabled`: if False, nothing is found, and every
         sequence is computed in full; `seed`: of keys."""
-        self._enabled = enabled
+        self.is_enabled = enabled
         self._groups = groups
         self._device, self._host = device, host
-        self._unit = unit
+        self.unit = unit
         self._seed = seed
         self._states = [number for number, group in enumerate(groups) if group.is_state]
         self._unconfirmed: dict[CacheableSequence, None] = {}
@@ -173,19 +173,19 @@ class PrefixCache:
         together, of a multiple of `multiple` tokens."""
         limit = self._max_reusable_tokens(seq)
         pools = [self._device, self._host] if on_host else [self._device]
-        keys = self.keys(seq, limit // self._unit)
-        if len(keys) > limit // self._unit:
-            keys = keys[: limit // self._unit]
+        keys = self.keys(seq, limit // self.unit)
+        if len(keys) > limit // self.unit:
+            keys = keys[: limit // self.unit]
         if self._states:
             return self._find_state(seq, limit, keys, pools, multiple)
         matches = self._matches(keys, pools)
-        return self._hit(matches, _common_end(matches, len(keys) * self._unit, multiple))
+        return self._hit(matches, _common_end(matches, len(keys) * self.unit, multiple))
 
     def _matches(
         self, keys: Sequence[BlockKey], pools: Sequence[CachedBlocks]
     ) -> dict[int, _GroupMatch]:
         groups = ((n, group) for n, group in enumerate(self._groups) if group.has_tokens)
-        return {n: _GroupMatch(n, group, pools, keys, self._unit) for n, group in groups}
+        return {n: _GroupMatch(n, group, pools, keys, self.unit) for n, group in groups}
 
     def _hit(
         self,
@@ -217,12 +217,12 @@ class PrefixCache:
             if not all(states.values()):
                 continue
             matches = aligned
-            if end % self._unit:
-                matches = self._matches([*keys[: end // self._unit], key], pools)
+            if end % self.unit:
+                matches = self._matches([*keys[: end // self.unit], key], pools)
             common = _common_end(matches, end)
             if common == end:
                 return self._hit(matches, end, states)
-            most = common + self._unit - 1  # a tail may follow
+            most = common + self.unit - 1  # a tail may follow
         return self._hit({}, 0)
 
     def _state_ends(
@@ -237,7 +237,7 @@ class PrefixCache:
         group = self._states[0]
         pools = [cached for cached in pools if cached.has_any(group)]
         for number in range(len(keys), -1, -1) if pools else ():
-            start = number * self._unit
+            start = number * self.unit
             parent = keys[number - 1] if number else self.root(seq)
             lengths = {length for cached in pools for length in cached.tails(group, parent)}
             for length in sorted(lengths, reverse=True):
@@ -248,17 +248,17 @@ class PrefixCache:
 
     def key(self, seq: CacheableSequence, num_tokens: int) -> BlockKey:
         """The key of all of a sequence's first tokens, whose values are known."""
-        number, length = divmod(num_tokens, self._unit)
+        number, length = divmod(num_tokens, self.unit)
         parent = self.keys(seq, number)[number - 1] if number else self.root(seq)
         if not length:
             return parent
-        start = number * self._unit
+        start = number * self.unit
         tokens = seq.known_tokens(start, num_tokens)
         return tail_key(parent, tokens, self._seed, context=seq.context, start=start)
 
     def tail(self, seq: CacheableSequence, num_tokens: int) -> Tail | None:
         """The last of a sequence's first tokens, which are fewer than a unit, if any."""
-        number, length = divmod(num_tokens, self._unit)
+        number, length = divmod(num_tokens, self.unit)
         if not length:
             return None
         return Tail(self.keys(seq, number)[number - 1] if number else self.root(seq), length)
@@ -276,31 +276,31 @@ class PrefixCache:
         """Whether most of the tokens that a waiting sequence would compute after its first
         `num_found` ones are being computed for another one, and will be found soon: they are not
         among its `num_offered` units. Others then keep what the sequence reads."""
-        num_units = self._max_reusable_tokens(seq) // self._unit
-        first = num_found // self._unit
+        num_units = self._max_reusable_tokens(seq) // self.unit
+        first = num_found // self.unit
         if num_units <= first:
             return False
         keys = self.keys(seq, num_units)
         most_shared, leader = first, None
         for other in self._unconfirmed:
             if other.is_prefilling:
-                others = other.prefix_keys[self._unit]
+                others = other.prefix_keys[self.unit]
                 end, most = first, min(num_units, len(others))
                 while end < most and keys[end] == others[end]:
                     end += 1
                 if end > most_shared and end > num_offered(other):
                     most_shared, leader = end, other
         num_missing = seq.num_known - num_found
-        if leader is None or 2 * (most_shared - first) * self._unit <= num_missing:
+        if leader is None or 2 * (most_shared - first) * self.unit <= num_missing:
             return False
-        self.add_boundary(leader, most_shared * self._unit)
+        self.add_boundary(leader, most_shared * self.unit)
         return True
 
     def expect(self, seq: CacheableSequence) -> None:
         """Record that a sequence is admitted: its first tokens will be computed."""
         self._unconfirmed = {other: None for other in self._unconfirmed if other.is_prefilling}
         self._unconfirmed[seq] = None
-        self.add_boundary(seq, (seq.num_prompt_tokens - 1) // self._unit * self._unit)
+        self.add_boundary(seq, (seq.num_prompt_tokens - 1) // self.unit * self.unit)
 
     def forget(self, seq: CacheableSequence) -> None:
         """Record that a sequence has lost its memory."""
@@ -339,14 +339,14 @@ class PrefixCache:
                 return None
         if cached is not None and cached.is_full:
             return cached
-        if not self._enabled or end > seq.num_known:
+        if not self.is_enabled or end > seq.num_known:
             return None
-        units = self.keys(seq, end // self._unit)[start // self._unit : end // self._unit]
+        units = self.keys(seq, end // self.unit)[start // self.unit : end // self.unit]
         return Contents(number, tuple(units), is_full=True)
 
     def keys(self, seq: CacheableSequence, num_units: int) -> list[BlockKey]:
         """Keys of at least `num_units` units, whose tokens are known; each is hashed once."""
-        unit = self._unit
+        unit = self.unit
         keys = seq.prefix_keys[unit]
         if len(keys) < num_units:
             start, context = len(keys) * unit, seq.context
@@ -356,4 +356,4 @@ class PrefixCache:
         return keys
 
     def _max_reusable_tokens(self, seq: CacheableSequence) -> int:
-        return min(seq.num_known - 1, seq.max_reusable_tokens) if self._enabled else 0
+        return min(seq.num_known - 1, seq.max_reusable_tokens) if self.is_enabled else 0

@@ -2,6 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
+
+S = TypeVar("S", bound=CacheableSequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +64,15 @@ class PrefixHit:
 def no_hit(num_groups: int) -> PrefixHit:
     """Nothing is found."""
     return PrefixHit(0, [GroupHit()] * num_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class JointStart(Generic[S]):
+    """Where the first tokens of one of several sequences come from that are admitted together."""
+
+    seq: S
+    hit: PrefixHit
+    source: S | None
+    """The sequence before it that shares more of its tokens with it than are found, if any."""
+    num_tokens: int
+    """Tokens that are found or shared, and need not be computed for it."""

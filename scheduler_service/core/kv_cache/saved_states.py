@@ -28,23 +28,16 @@ class SavedStates:
     """Saves the states of one worker group's sequences."""
 
     def __init__(
-        self,
-        groups: Sequence[CacheGroup],
-        device: BlockPool,
-        prefixes: PrefixCache,
-        *,
-        unit: int,
-        enabled: bool,
+        self, groups: Sequence[CacheGroup], device: BlockPool, prefixes: PrefixCache
     ) -> None:
-        """`unit`: tokens of a unit of keys."""
         self._device = device
         self._prefixes = prefixes
-        self._unit = unit
+        self._unit = prefixes.unit
         self._groups = {n: group.num_blocks for n, group in enumerate(groups) if group.is_state}
         self._others = {n: group.block_tokens for n, group in enumerate(groups) if group.has_tokens}
         num_blocks = sum(self._groups.values())
         self._most = device.num_blocks // MAX_SHARE // num_blocks if num_blocks else 0
-        self.enabled = enabled and self._most > 0
+        self.enabled = prefixes.is_enabled and self._most > 0
         """Whether any state can be saved."""
         self._saved: dict[int, OrderedDict[int, None]] = {n: OrderedDict() for n in self._groups}
         """By group: first blocks of saved states, the oldest first; some have been evicted."""
@@ -101,8 +94,7 @@ class SavedStates:
         rolling = [s for s in held.saved if s.is_rolling and s.group == state.group]
         if len(rolling) > 2:
             held.saved.remove(rolling[0])
-            if self._device.cached.contents_of(rolling[0].block) is rolling[0].contents:
-                self._device.forget(rolling[0].block)
+            self._device.forget_contents(rolling[0].block, rolling[0].contents)
 
     def _make_room(self, number: int) -> bool:
         """Forget the oldest states where there is one too many; False if they are in use."""
@@ -186,5 +178,5 @@ class SavedStates:
         for ended in [ended for ended in self._ended if ended[1] == seq.seq_id]:
             self._ended.remove(ended)
             for block, held, contents in ended[2]:
-                if held is contents and self._device.cached.contents_of(block) is held:
-                    self._device.forget(block)
+                if held is contents:
+                    self._device.forget_contents(block, held)

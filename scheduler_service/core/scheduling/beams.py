@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams, BeamSearch, Path
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.manager import JointStart
+from scheduler_service.core.kv_cache.prefix_hit import JointStart
 from scheduler_service.core.request import Request
 from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.batch import Batch, make_fork

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.manager import JointStart, KVCacheManager
-from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
+from scheduler_service.core.kv_cache.manager import KVCacheManager
+from scheduler_service.core.kv_cache.prefix_hit import JointStart, PrefixHit
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.sequence import Sequence
 

@@ -1,0 +1,87 @@
+"""Blocks that sequences let go: those that no row of a sequence in progress will read, and all of
+one that ends. What others may find stays cached, in the order of its tokens.
+"""
+
+from collections.abc import Sequence
+
+from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
+from scheduler_service.core.kv_cache.block_table import Retained, SequenceTables
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
+from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
+
+
+class ReleasedBlocks:
+    """Releases blocks of one worker group's device."""
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], device: BlockPool, prefixes: PrefixCache
+    ) -> None:
+        self._groups = groups
+        self._device = device
+        self._prefixes = prefixes
+        self._spans = [number for number, group in enumerate(groups) if group.span]
+        self._is_simple = len(groups) == 1 and not groups[0].is_state
+
+    def slide(self, seq: CacheableSequence, held: SequenceTables, position: int) -> int:
+        """Release the blocks that no row at `position` or after it reads. Those that are needed at
+        a boundary stay cached as long as the sequence's other blocks. Returns the number of blocks
+        freed."""
+        num_freed = 0
+        for number in self._spans:
+            table, tokens = held.tables[number], self._groups[number].block_tokens
+            first = self._groups[number].first_needed(position) // tokens
+            if first <= table.first:
+                continue
+            for index, block in enumerate(table.blocks[: first - table.first], table.first):
+                cached = self._device.cached.contents_of(block)
+                contents = self._prefixes.retained(seq, number, index, cached)
+                num_freed += self._let_go(held, block, (index + 1) * tokens, contents)
+            del table.blocks[: first - table.first]
+            table.first = first
+        return num_freed
+
+    def _let_go(self, held: SequenceTables, block: int, end: int, contents: Contents | None) -> int:
+        """Release a block of a sequence that continues."""
+        if contents is not None:
+            is_cached = self._device.cached.contents_of(block) is contents
+            cached = self._device.cached.hold(block, contents)
+            retained = Retained(end, block, contents, cached)
+            held.retained.append(retained)
+            if not is_cached:
+                held.unconfirmed.append(retained)
+        return self._device.release([block], is_expendable=contents is None)
+
+    def confirm(self, held: SequenceTables, num_tokens: int) -> None:
+        """Let released blocks of a sequence's first tokens be found, which were in flight."""
+        for retained in held.unconfirmed:
+            if retained.end <= num_tokens:
+                self._device.cached.confirm(retained.block, retained.cached, retained.contents)
+        held.unconfirmed = [r for r in held.unconfirmed if r.end > num_tokens]
+
+    def release(self, held: SequenceTables) -> None:
+        """Release all blocks by the ends of their tokens, and renew the retained ones."""
+        if self._is_simple and not held.retained:
+            self._device.release(held.blocks())
+            return
+        placed: list[tuple[int, int, Contents | None]]
+        placed = [(r.end, r.block, r.contents) for r in held.retained]
+        placed += [(s.position, s.block, s.contents) for s in held.saved if s.is_found]
+        for number, table in enumerate(held.tables):
+            tokens = self._groups[number].block_tokens
+            for index, block in enumerate(table.blocks, table.first + 1):
+                placed.append((index * tokens, block, None))
+        for _, block, contents in sorted(placed, key=lambda entry: entry[:2], reverse=True):
+            found = self._device.cached.contents_of(block)
+            if contents is None:
+                self._device.release([block])
+            elif found is not None and found.units[0] == contents.units[0]:
+                self._device.cached.touch(block)
+
+    def forget_unconfirmed(self, held: SequenceTables) -> None:
+        """Let nobody find what a sequence that ends has not confirmed."""
+        for retained in held.unconfirmed:
+            self._device.forget_contents(retained.block, retained.contents)
+        for state in held.saved:
+            if not state.is_found:
+                self._device.forget_contents(state.block, state.contents)
