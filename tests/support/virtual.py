@@ -75,7 +75,7 @@ def script(
 
 def make_trace(*scripts: RequestHistory, interventions: Sequence[Entry] = ()) -> Trace:
     """Requests for one worker group that is there from the start."""
-    return Trace(histories=list(scripts), interventions=[join(), *interventions], steps=[])
+    return Trace(histories=list(scripts), interventions=[join(), *interventions], steps={})
 
 
 def record(trace: Trace, config: SchedulerConfig, costs: CostModel = COSTS) -> Recording:
@@ -104,4 +104,4 @@ def serve(
     leaves = entry("remove_worker_group", worker_group_id=group.worker_group_id, now=until)
     interventions = [join(group)] + ([leaves] if until < math.inf else [])
     trace = replace(make_trace(*scripts), interventions=interventions)
-    return simulate(trace, core, {group.worker_group_id: GPU_COSTS}).histories
+    return simulate(trace, core, {group.worker_group_id: GPU_COSTS})

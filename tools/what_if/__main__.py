@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from scheduler_service.command_line import EXIT_BAD_CONFIG, exit_with
 from scheduler_service.replay.cli import replay_exactly
 from scheduler_service.replay.recording_file import BadRecording, RecordingReader
 from tools.what_if.comparison import apply_overrides, compare
-from tools.what_if.report import comparison_table, fit_lines, population_line, tenants_table
+from tools.what_if.report import summary_lines, tables
 from tools.what_if.trace import TraceReader
 
 _ANY_WIDTH = 10_000
@@ -53,18 +52,12 @@ def what_if(
         trace_reader = TraceReader()
         replay_exactly(console, reader, trace_reader.observe)
         comparison = compare(trace_reader.trace(), recorded, others)
-        lines = [*fit_lines(comparison), population_line(comparison)]
-        console.print("\n".join(lines), markup=False)
-        _print_in_full(comparison_table(comparison.rows))
-        if comparison.rows[0].by_tenant:
-            _print_in_full(tenants_table(comparison.rows))
+        console.print("\n".join(summary_lines(comparison)), markup=False)
+        for table in tables(comparison):  # at their own width, even where the terminal is narrower
+            width = Console(width=_ANY_WIDTH).measure(table).maximum
+            Console(width=width, highlight=False).print(table)
     except (BadRecording, OSError, ValueError) as error:
         exit_with(error, EXIT_BAD_CONFIG)
-
-
-def _print_in_full(table: Table) -> None:
-    """Print a table at its own width, even where the terminal is narrower."""
-    Console(width=Console(width=_ANY_WIDTH).measure(table).maximum, highlight=False).print(table)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import NamedTuple
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore
@@ -13,20 +13,20 @@ from tools.what_if.cost_model import Fit, fit_groups
 from tools.what_if.simulation import simulate
 from tools.what_if.trace import RequestHistory, Trace
 
-PERCENTILES = (50, 90, 99)
+RECORDED = "recorded"
+PREDICTED = "recorded, predicted"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Latencies:
+class Latencies(NamedTuple):
     """Latencies of requests that ended well, in seconds."""
 
     num_requests: int
     first_token: list[float]
-    """Seconds from submission, per request."""
+    """From submission, per request."""
     between_tokens: list[float]
     """Per token of a choice beyond its first."""
     end_to_end: list[float]
-    """Seconds from submission, per request."""
+    """From submission, per request."""
     tokens_per_s: float
     """Throughput of these requests, from the first submission to the last end."""
 
@@ -34,8 +34,8 @@ class Latencies:
     def of(cls, histories: Iterable[RequestHistory]) -> "Latencies":
         """The latencies of finished requests."""
         finished = [history for history in histories if history.is_finished]
-        ends = [history.ended for history in finished if history.ended is not None]
-        span = max(ends) - min(history.submitted for history in finished) if finished else 0.0
+        began = min((history.submitted for history in finished), default=0.0)
+        span = max((history.ended for history in finished), default=0.0) - began
         return cls(
             num_requests=len(finished),
             first_token=[
@@ -49,44 +49,40 @@ class Latencies:
                 for choice in history.choices
                 for earlier, later in pairwise(choice.times)
             ],
-            end_to_end=[
-                end - history.submitted for history, end in zip(finished, ends, strict=True)
-            ],
+            end_to_end=[history.ended - history.submitted for history in finished],
             tokens_per_s=sum(history.num_tokens for history in finished) / span if span else 0.0,
         )
 
 
-def percentiles(values: Sequence[float]) -> list[float] | None:
-    """The values at PERCENTILES; None without values."""
-    return np.percentile(values, PERCENTILES).tolist() if values else None
-
-
-RECORDED = "recorded"
-PREDICTED = "recorded, predicted"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """How the trace's requests fared under one configuration."""
+class Run(NamedTuple):
+    """How the compared requests fared under one configuration."""
 
     name: str
-    latencies: Latencies
-    by_tenant: dict[str, Latencies]
-    """Empty if there is only one tenant."""
+    histories: Sequence[RequestHistory]
     num_preemptions: int | None
     """None for the recording itself, for which it is unknown."""
+
+    def latencies(self, tenant: str | None = None) -> Latencies:
+        """Latencies of all requests, or of one tenant's."""
+        return Latencies.of(
+            history for history in self.histories if tenant in (None, history.request.tenant)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """All rows are of the same requests: those that ended well in the recording."""
+    """All runs are of the same requests: those that ended well in the recording."""
 
-    fits: dict[str, Fit]
+    fits: Mapping[str, Fit]
     """Cost models by worker group."""
-    rows: list[Row]
-    num_requests: int
+    runs: Sequence[Run]
     num_assumed: int
     """Requests that are part of the load, but whose end was not recorded."""
+
+    @property
+    def tenants(self) -> list[str]:
+        """The tenants of the requests."""
+        return sorted({history.request.tenant for history in self.runs[0].histories})
 
 
 def compare(
@@ -98,40 +94,15 @@ def compare(
     """
     fits = fit_groups(trace.steps)
     costs = {group_id: fit.model for group_id, fit in fits.items()}
-    numbers = {history.number for history in trace.histories if history.is_finished}
-    tenants = sorted(
-        {history.request.tenant for history in trace.histories if history.number in numbers}
-    )
-    rows = [_row(RECORDED, trace.histories, numbers, tenants, None)]
+    finished = [history for history in trace.histories if history.is_finished]
+    numbers = {history.number for history in finished}
+    runs = [Run(RECORDED, finished, None)]
     for name, config in {PREDICTED: recorded, **others}.items():
-        went = simulate(trace, SchedulerCore(config), costs)
-        rows.append(_row(name, went.histories, numbers, tenants, went.state.num_preemptions))
-    return Comparison(
-        fits=fits,
-        rows=rows,
-        num_requests=len(numbers),
-        num_assumed=sum(history.is_assumed for history in trace.histories),
-    )
-
-
-def _row(
-    name: str,
-    histories: Iterable[RequestHistory],
-    numbers: set[int],
-    tenants: Sequence[str],
-    num_preemptions: int | None,
-) -> Row:
-    kept = [history for history in histories if history.number in numbers]
-    by_tenant = {
-        tenant: Latencies.of(history for history in kept if history.request.tenant == tenant)
-        for tenant in tenants
-    }
-    return Row(
-        name=name,
-        latencies=Latencies.of(kept),
-        by_tenant=by_tenant if len(tenants) > 1 else {},
-        num_preemptions=num_preemptions,
-    )
+        core = SchedulerCore(config)
+        histories = [h for h in simulate(trace, core, costs) if h.number in numbers]
+        runs.append(Run(name, histories, core.snapshot().num_preemptions))
+    num_assumed = sum(history.is_assumed for history in trace.histories)
+    return Comparison(fits=fits, runs=runs, num_assumed=num_assumed)
 
 
 _CONFIG = TypeAdapter(SchedulerConfig)

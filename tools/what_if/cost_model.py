@@ -10,8 +10,8 @@ least squares fit (Huber 1964), in which delayed steps, for example on a busy ma
 weight.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -46,11 +46,9 @@ class StepSize(NamedTuple):
         return cls(len(plan.seq_ids), num_further, num_moved)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSample:
+class StepSample(NamedTuple):
     """One executed step."""
 
-    group_id: str
     size: StepSize
     seconds: float
 
@@ -68,56 +66,41 @@ class CostModel(NamedTuple):
         return self.base + sum(cost * count for cost, count in zip(self[1:], size, strict=True))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    """A cost model, and how well it fits the steps that it was learned from."""
+class Fit(NamedTuple):
+    """A cost model, and how well it fits the steps that it was learned from; times in seconds."""
 
     model: CostModel
     num_steps: int
     mean_seconds: float
-    """Mean duration of a step, in seconds."""
     mean_error: float
-    """Mean absolute error of a prediction, in seconds."""
+    """Mean absolute error of a prediction."""
 
 
-def fit_groups(samples: Sequence[StepSample]) -> dict[str, Fit]:
+def fit_groups(samples: Mapping[str, Sequence[StepSample]]) -> dict[str, Fit]:
     """A fit per worker group; raises ValueError without any step."""
-    if not samples:
+    everything = list(chain.from_iterable(samples.values()))
+    if not everything:
         raise ValueError("the recording has no executed step to learn costs from")
-    by_group: dict[str, list[StepSample]] = {}
-    for sample in samples:
-        by_group.setdefault(sample.group_id, []).append(sample)
     return {
-        group_id: fit(steps if len(steps) >= MIN_STEPS else samples)
-        for group_id, steps in by_group.items()
+        group_id: fit(steps if len(steps) >= MIN_STEPS else everything)
+        for group_id, steps in samples.items()
     }
 
 
 def fit(samples: Sequence[StepSample]) -> Fit:
-    """The costs that fit these steps best, none of them below zero."""
+    """The costs that fit these steps best. Of least squares without negative costs: the most
+    negative one is set to zero until there is none."""
     sizes = np.array([(1, *sample.size) for sample in samples], dtype=float)
     seconds = np.array([sample.seconds for sample in samples])
-    costs = _costs_above_zero(sizes, seconds)
-    errors = np.abs(sizes @ costs - seconds)
-    return Fit(
-        model=CostModel(*map(float, costs)),
-        num_steps=len(samples),
-        mean_seconds=float(seconds.mean()),
-        mean_error=float(errors.mean()),
-    )
-
-
-def _costs_above_zero(sizes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Least squares without negative costs: repeatedly set the most negative one to zero."""
-    costs = np.zeros(sizes.shape[1])
-    columns = list(range(sizes.shape[1]))
+    costs, columns = np.zeros(sizes.shape[1]), list(range(sizes.shape[1]))
     while columns:
         found = _robust_least_squares(sizes[:, columns], seconds)
         if found.min() >= 0:
             costs[columns] = found
-            return costs
+            break
         del columns[int(found.argmin())]
-    return costs
+    mean_error = float(np.abs(sizes @ costs - seconds).mean())
+    return Fit(CostModel(*costs.tolist()), len(samples), float(seconds.mean()), mean_error)
 
 
 def _robust_least_squares(sizes: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ from functools import partial
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service.core import Request, SchedulerCore, StepPlan, StepResult
 from scheduler_service.core.request import Generation, Pooling
-from scheduler_service.core.scheduler_stats import CoreSnapshot
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.recording import Entry
 from tools.what_if.cost_model import CostModel, StepSize
@@ -95,18 +94,11 @@ def _simulated(history: RequestHistory) -> Request:
     return replace(history.request, work=work)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Simulated:
-    """The outcome of a simulation."""
-
-    histories: list[RequestHistory]
-    """Histories of accepted requests."""
-    state: CoreSnapshot
-    """At the end."""
-
-
-def simulate(trace: Trace, core: SchedulerCore, costs: Mapping[str, CostModel]) -> Simulated:
-    """Run a trace on a new core until nothing is left to do; `costs` by worker group.
+def simulate(
+    trace: Trace, core: SchedulerCore, costs: Mapping[str, CostModel]
+) -> list[RequestHistory]:
+    """Run a trace on a new core until nothing is left to do; `costs` by worker group. Returns the
+    histories of accepted requests.
 
     Raises ValueError if a worker group cannot work with the core's configuration.
     """
@@ -117,7 +109,6 @@ class _Simulation:
     def __init__(self, trace: Trace, core: SchedulerCore, costs: Mapping[str, CostModel]) -> None:
         self._core = core
         self._costs = costs
-        self._any_costs = next(iter(costs.values()))
         self._arrivals = {history.number: history for history in trace.histories}
         self._workers: dict[str, VirtualWorker] = {}
         self._histories = Histories()
@@ -130,11 +121,11 @@ class _Simulation:
         for history in trace.histories:
             self._at(history.submitted, partial(self._submit, history))
 
-    def run(self) -> Simulated:
+    def run(self) -> list[RequestHistory]:
         while self._step():
             self._plan()
             self._histories.read(self._core.pop_outboxes(), self._now)
-        return Simulated(histories=self._histories.all, state=self._core.snapshot())
+        return self._histories.all
 
     def _at(self, time: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (time, next(self._order), do))
@@ -156,20 +147,15 @@ class _Simulation:
     # Events.
 
     def _intervene(self, entry: Entry) -> None:
-        arguments = entry.arguments
-        match entry.do:
-            case "add_worker_group":
-                group_id = arguments["capacity"].worker_group_id
-                costs = self._costs.get(group_id, self._any_costs)
-                self._workers[group_id] = VirtualWorker(costs, self._arrivals)
-            case "remove_worker_group" | "fail_worker_group":
-                self._workers.pop(arguments["worker_group_id"], None)
-            case "cancel":
-                self._histories.cancel(**arguments)
-            case "remove_frontend":
-                self._histories.remove_frontend(**arguments)
+        if entry.do == "add_worker_group":
+            group_id = entry.arguments["capacity"].worker_group_id
+            costs = self._costs.get(group_id) or next(iter(self._costs.values()))
+            self._workers[group_id] = VirtualWorker(costs, self._arrivals)
+        elif entry.do in ("remove_worker_group", "fail_worker_group"):
+            self._workers.pop(entry.arguments["worker_group_id"], None)
+        self._histories.disconnect(entry, self._now)
         with suppress(PagewireError):  # may abort a request that has already ended
-            getattr(self._core, entry.do)(**arguments)
+            getattr(self._core, entry.do)(**entry.arguments)
 
     def _submit(self, arrival: RequestHistory) -> None:
         with suppress(PagewireError):

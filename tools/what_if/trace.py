@@ -3,12 +3,14 @@
 Independent of the recorded scheduler's decisions, so that another one can run it.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from scheduler_service.core import EngineOutputs, Request, StepPlan, StepResult
+from scheduler_service.core import EngineOutputs, Request
 from scheduler_service.replay.recording import Entry
 from tools.what_if.cost_model import StepSample, StepSize
 
@@ -34,7 +36,7 @@ class RequestHistory:
     submitted: float
     """Requests of one message arrived together, and were planned together."""
     choices: list[ChoiceHistory]
-    ended: float | None = None
+    ended: float = math.inf
     """When it ended, in whatever way."""
     is_finished: bool = False
     """Whether it ended well."""
@@ -76,61 +78,55 @@ class Histories:
         self.all: list[RequestHistory] = []
         """Histories in order of arrival."""
         self._live: dict[tuple[str, int], tuple[RequestHistory, ChoiceHistory]] = {}
+        """By frontend and handle."""
 
     def add(self, history: RequestHistory) -> None:
         """Add a request that was accepted."""
         self.all.append(history)
-        for key, choice in zip(_keys(history), history.choices, strict=True):
+        for key, choice in zip(_keys(history.request), history.choices, strict=True):
             self._live[key] = history, choice
 
     def find(self, frontend_id: str, handle: int) -> tuple[RequestHistory, ChoiceHistory] | None:
         """The live request and its choice with a frontend's handle."""
         return self._live.get((frontend_id, handle))
 
-    def cancel(self, frontend_id: str, handle: int, now: float) -> None:
-        """Note that its client disconnected. No effect if unknown."""
-        found = self.find(frontend_id, handle)
-        if found is not None:
-            self._end(found[0], now)
-
-    def remove_frontend(self, frontend_id: str, now: float) -> None:
-        """Note that all of a frontend's clients disconnected."""
-        for history in [
-            history for (name, _), (history, _) in self._live.items() if name == frontend_id
-        ]:
-            self._end(history, now)
+    def disconnect(self, entry: Entry, now: float) -> None:
+        """End the requests whose clients disconnect by an input."""
+        if entry.do == "cancel":
+            self._end([(entry.arguments["frontend_id"], entry.arguments["handle"])], now)
+        elif entry.do == "remove_frontend":
+            frontend_id = entry.arguments["frontend_id"]
+            self._end([key for key in self._live if key[0] == frontend_id], now)
 
     def read(self, outputs: Mapping[str, EngineOutputs], now: float) -> None:
         """Read outputs."""
         for frontend_id, outbox in outputs.items():
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
-                found = self.find(frontend_id, handle)
-                if found is not None:
+                if found := self.find(frontend_id, handle):
                     found[1].tokens.append(token)
                     found[1].times.append(now)
             for finished in outbox.choices_finished:
-                found = self.find(frontend_id, finished.handle)
-                if found is not None:
+                if found := self.find(frontend_id, finished.handle):
                     found[1].has_ended = True
-            for request_finished in outbox.requests_finished:
-                found = self.find(frontend_id, request_finished.handle)
-                if found is not None:
+            ended = [finished.handle for finished in outbox.requests_finished]
+            for handle in ended:
+                if found := self.find(frontend_id, handle):
                     found[0].is_finished = True
-                    self._end(found[0], now)
-            for handle, _ in outbox.requests_failed:
-                self.cancel(frontend_id, handle, now)
+            ended += [handle for handle, _ in outbox.requests_failed]
+            self._end([(frontend_id, handle) for handle in ended], now)
 
-    def _end(self, history: RequestHistory, now: float) -> None:
-        if history.ended is None:
-            history.ended = now
-            for key in _keys(history):
-                self._live.pop(key, None)
+    def _end(self, keys: Iterable[tuple[str, int]], now: float) -> None:
+        """End the live requests among those of these choices."""
+        for key in keys:
+            if found := self._live.get(key):
+                found[0].ended = now
+                for other in _keys(found[0].request):
+                    del self._live[other]
 
 
-def _keys(history: RequestHistory) -> Iterator[tuple[str, int]]:
-    request = history.request
-    for index in range(request.work.num_choices):
-        yield request.frontend_id, request.handle + index
+def _keys(request: Request) -> list[tuple[str, int]]:
+    """The frontend and the handle of each choice."""
+    return [(request.frontend_id, request.handle + i) for i in range(request.work.num_choices)]
 
 
 INTERVENTIONS = (
@@ -152,7 +148,8 @@ class Trace:
     histories: list[RequestHistory]
     """All arrivals, those that were refused included, as recorded."""
     interventions: list[Entry]
-    steps: list[StepSample]
+    steps: Mapping[str, list[StepSample]]
+    """Executed steps by worker group."""
 
 
 class TraceReader:
@@ -167,18 +164,39 @@ class TraceReader:
         self._burst_at: float | None = None
         """Arrival of the first request since the last plan."""
         self._interventions: list[Entry] = []
-        self._clock = _StepClock()
+        self._in_flight = defaultdict[str, deque[tuple[StepSize, float]]](deque)
+        """Steps by worker group, with the time at which each was sent."""
+        self._last_result: dict[str, float] = {}
+        self._steps = defaultdict[str, list[StepSample]](list)
 
     def observe(self, entry: Entry, returned: Any) -> None:
         """Observe one input and what the core returned."""
         self._now = entry.now if entry.now is not None else self._now
         if entry.do in INTERVENTIONS:
             self._interventions.append(entry)
-        watch = getattr(self, f"_on_{entry.do}", None)
-        if watch is not None and entry.raised is None:
-            watch(**entry.arguments | ({"returned": returned} if returned else {}))
-        elif entry.do == "submit":
-            self._on_refusal(entry.arguments["request"])
+        if entry.do == "submit":
+            self._submit(entry.arguments["request"], is_accepted=entry.raised is None)
+        elif entry.raised is None:
+            self._histories.disconnect(entry, self._now)
+            self._observe(entry, returned)
+
+    def _observe(self, entry: Entry, returned: Any) -> None:
+        match entry.do:
+            case "stop_choice":
+                self._stop_choice(**entry.arguments)
+            case "schedule":
+                self._burst_at = None
+                if returned is not None:
+                    step = StepSize.of(returned), self._now
+                    self._in_flight[entry.arguments["worker_group_id"]].append(step)
+            case "update":
+                held_s = entry.arguments["result"].held_us / 1e6
+                self._end_step(entry.arguments["worker_group_id"], self._now - held_s)
+            case "remove_worker_group" | "fail_worker_group":
+                for steps in (self._in_flight, self._last_result):
+                    steps.pop(entry.arguments["worker_group_id"], None)
+            case "pop_outboxes":
+                self._histories.read(returned or {}, self._now)
 
     def trace(self) -> Trace:
         """The observed load."""
@@ -187,42 +205,26 @@ class TraceReader:
         usual = round(median(lengths)) if lengths else 1
         for history in self._arrivals:
             history.assume_ends(max(1, usual))
-        return Trace(
-            histories=self._arrivals,
-            interventions=self._without_shutdown(),
-            steps=self._clock.samples,
-        )
+        # The deployment's shutdown after the last request is not part of the load.
+        last = max((history.ended for history in self._histories.all), default=math.inf)
+        interventions = [entry for entry in self._interventions if (entry.now or 0.0) <= last]
+        return Trace(histories=self._arrivals, interventions=interventions, steps=self._steps)
 
-    def _without_shutdown(self) -> list[Entry]:
-        """Omit the shutdown of the deployment at the end, which is not part of the load."""
-        ends = [history.ended for history in self._histories.all]
-        last = max((end for end in ends if end is not None), default=None)
-        if last is None or None in ends:
-            return self._interventions
-        return [entry for entry in self._interventions if entry.now is None or entry.now <= last]
-
-    def _arrive(self, request: Request) -> RequestHistory:
+    def _submit(self, request: Request, *, is_accepted: bool) -> None:
+        """Add an arrival. Another configuration might accept one that was refused, unless it was
+        accepted here before."""
+        key = request.tenant, request.request_id
+        if not is_accepted and key in self._accepted_ids:
+            return
         if self._burst_at is None:
             self._burst_at = self._now
-        self._arrivals.append(RequestHistory.begin(len(self._arrivals), request, self._burst_at))
-        return self._arrivals[-1]
+        history = RequestHistory.begin(len(self._arrivals), request, self._burst_at)
+        self._arrivals.append(history)
+        if is_accepted:
+            self._accepted_ids.add(key)
+            self._histories.add(history)
 
-    def _on_submit(self, request: Request, now: float) -> None:
-        self._accepted_ids.add((request.tenant, request.request_id))
-        self._histories.add(self._arrive(request))
-
-    def _on_refusal(self, request: Request) -> None:
-        """Another configuration might accept it, unless it was accepted here before."""
-        if (request.tenant, request.request_id) not in self._accepted_ids:
-            self._arrive(request)
-
-    def _on_cancel(self, frontend_id: str, handle: int, now: float) -> None:
-        self._histories.cancel(frontend_id, handle, now)
-
-    def _on_remove_frontend(self, frontend_id: str, now: float) -> None:
-        self._histories.remove_frontend(frontend_id, now)
-
-    def _on_stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
+    def _stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
         found = self._histories.find(frontend_id, handle)
         if found is None or found[1].has_ended:
             return
@@ -232,47 +234,13 @@ class TraceReader:
         del choice.tokens[num_new:], choice.times[num_new:]
         choice.has_ended = True
 
-    def _on_schedule(
-        self, worker_group_id: str, now: float, returned: StepPlan | None = None
-    ) -> None:
-        self._burst_at = None
-        if returned is not None:
-            self._clock.leave(worker_group_id, returned, now)
-
-    def _on_update(self, worker_group_id: str, result: StepResult, now: float) -> None:
-        self._clock.arrive(worker_group_id, now - result.held_us / 1e6)
-
-    def _on_remove_worker_group(self, worker_group_id: str, now: float) -> None:
-        self._clock.lose(worker_group_id)
-
-    def _on_fail_worker_group(self, worker_group_id: str, reason: str, now: float) -> None:
-        self._clock.lose(worker_group_id)
-
-    def _on_pop_outboxes(self, returned: Any = ()) -> None:
-        self._histories.read(returned or {}, self._now)
-
-
-class _StepClock:
-    """Durations of steps, from when their worker could begin to when their result arrived, even if
-    it waited for other workers."""
-
-    def __init__(self) -> None:
-        self.samples: list[StepSample] = []
-        self._in_flight: dict[str, list[tuple[StepSize, float]]] = {}
-        self._last_result: dict[str, float] = {}
-
-    def leave(self, group_id: str, plan: StepPlan, now: float) -> None:
-        self._in_flight.setdefault(group_id, []).append((StepSize.of(plan), now))
-
-    def arrive(self, group_id: str, now: float) -> None:
-        size, sent = self._in_flight[group_id].pop(0)
+    def _end_step(self, group_id: str, now: float) -> None:
+        """Record a step's duration, from when its worker could begin to when its result arrived,
+        even if it waited for other workers."""
+        size, sent = self._in_flight[group_id].popleft()
         began = max(sent, self._last_result.get(group_id, sent))
         ended = self._last_result[group_id] = max(began, now)
-        self.samples.append(StepSample(group_id=group_id, size=size, seconds=ended - began))
-
-    def lose(self, group_id: str) -> None:
-        self._in_flight.pop(group_id, None)
-        self._last_result.pop(group_id, None)
+        self._steps[group_id].append(StepSample(size, ended - began))
 
 
 def num_resumed(request: Request, index: int) -> int:

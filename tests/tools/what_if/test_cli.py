@@ -94,7 +94,7 @@ def test_what_cannot_be_compared_is_said(
 
 def sample(num_rows: int, num_further_tokens: int, seconds: float) -> StepSample:
     size = StepSize(num_rows=num_rows, num_further_tokens=num_further_tokens, num_moved_blocks=0)
-    return StepSample(group_id="g", size=size, seconds=seconds)
+    return StepSample(size, seconds)
 
 
 def test_steps_that_were_held_up_do_not_bend_the_fit() -> None:
