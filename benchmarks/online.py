@@ -29,7 +29,9 @@ from benchmarks.machine import ForeignLoad
 from benchmarks.model_shapes import SHAPES
 from benchmarks.servers import ServedPagewire, ServedVllm, Server, all_of
 from benchmarks.tables import publish, script_parser
-from pagewire_cli.load import Lengths, Limits, LoadRun, Summary, Target, Workload
+from pagewire_cli.load.load_generator import LoadRun, Target
+from pagewire_cli.load.summary import Limits, Summary
+from pagewire_cli.load.workload import Lengths, Workload
 
 WARMUP_REQUESTS = 8
 

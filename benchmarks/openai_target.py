@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import aiohttp
 
-from pagewire_cli.load import Arrival, Received
+from pagewire_cli.load.load_generator import Received
+from pagewire_cli.load.workload import Arrival
 
 _DATA = b"data: "
 _END = b"[DONE]"

@@ -19,7 +19,8 @@ from benchmarks.engines import pagewire, vllm
 from benchmarks.engines.engine import Settings
 from benchmarks.openai_target import OpenAITarget
 from benchmarks.processes import send_signal
-from pagewire_cli.load import Arrival, PagewireTarget, Target
+from pagewire_cli.load.load_generator import PagewireTarget, Target
+from pagewire_cli.load.workload import Arrival
 from pagewire_client import NO_RETRIES, AsyncClient
 from pagewire_client.errors import PagewireError
 from tools.launch import free_port

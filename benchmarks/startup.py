@@ -26,7 +26,7 @@ from benchmarks.processes import exit_on_sigterm, resident_bytes
 from benchmarks.servers import ServedPagewire, ServedVllm, Server
 from benchmarks.tables import publish
 from benchmarks.workloads import WORKLOADS
-from pagewire_cli.load import Arrival
+from pagewire_cli.load.workload import Arrival
 
 SAMPLE_S = 0.1
 OURS = "pagewire"

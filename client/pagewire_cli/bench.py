@@ -16,17 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pagewire_cli import terminal
-from pagewire_cli.load import (
-    Arrival,
-    Lengths,
-    Limits,
-    LoadRun,
-    PagewireTarget,
-    Percentiles,
-    Summary,
-    Workload,
-)
-from pagewire_cli.load.load_generator import OnEnd, RequestRecord
+from pagewire_cli.load.load_generator import LoadRun, OnEnd, PagewireTarget, RequestRecord
+from pagewire_cli.load.summary import Limits, Percentiles, Summary
+from pagewire_cli.load.workload import Arrival, Lengths, Workload
 from pagewire_cli.options import CONNECTION, Connection, group_of, with_options
 from pagewire_client.async_client import AsyncClient
 from pagewire_client.deployment import ModelInfo

@@ -11,35 +11,18 @@ field; type checkers and editors know them. What was not requested, or is not kn
 a message as dictionaries, lists and words, for example for JSON.
 """
 
-from pagewire.columns import unpack
-from pagewire.loading import describe_load
-from pagewire.plain import plain, word
-from pagewire.v1.model_pb2 import ModelInfo
-from pagewire.v1.status_pb2 import (
-    BlockMap,
-    EngineStatus,
-    LatencyHistogram,
-    RequestStatus,
-    WorkerGroupStatus,
-    WorkerLoading,
-    WorkerLoss,
-)
-
-__all__ = [
-    "BlockMap",
-    "EngineStatus",
-    "LatencyHistogram",
-    "ModelInfo",
-    "RequestStatus",
-    "WorkerGroupStatus",
-    "WorkerLoading",
-    "WorkerLoss",
-    "describe_load",
-    "lost_workers",
-    "plain",
-    "unpack",
-    "word",
-]
+from pagewire.columns import unpack as unpack
+from pagewire.loading import describe_load as describe_load
+from pagewire.plain import plain as plain
+from pagewire.plain import word as word
+from pagewire.v1.model_pb2 import ModelInfo as ModelInfo
+from pagewire.v1.status_pb2 import BlockMap as BlockMap
+from pagewire.v1.status_pb2 import EngineStatus as EngineStatus
+from pagewire.v1.status_pb2 import LatencyHistogram as LatencyHistogram
+from pagewire.v1.status_pb2 import RequestStatus as RequestStatus
+from pagewire.v1.status_pb2 import WorkerGroupStatus as WorkerGroupStatus
+from pagewire.v1.status_pb2 import WorkerLoading as WorkerLoading
+from pagewire.v1.status_pb2 import WorkerLoss as WorkerLoss
 
 LOSSES_SHOWN_S = 300.0
 """How long a lost worker is listed, as on the dashboard."""

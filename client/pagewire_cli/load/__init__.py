@@ -8,28 +8,3 @@
 
 Contains neither servers nor printing: the generator loads any server that has a `Target`.
 """
-
-from pagewire_cli.load.load_generator import (
-    LoadRun,
-    PagewireTarget,
-    Received,
-    RequestRecord,
-    Target,
-)
-from pagewire_cli.load.summary import Limits, Percentiles, Summary, percentile
-from pagewire_cli.load.workload import Arrival, Lengths, Workload
-
-__all__ = [
-    "Arrival",
-    "Lengths",
-    "Limits",
-    "LoadRun",
-    "PagewireTarget",
-    "Percentiles",
-    "Received",
-    "RequestRecord",
-    "Summary",
-    "Target",
-    "Workload",
-    "percentile",
-]

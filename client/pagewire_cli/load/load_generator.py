@@ -120,8 +120,6 @@ class LoadRun:
     ) -> None:
         """`concurrency`: the most requests sent and unfinished; None for any number. `on_end` is
         called with every request that has ended."""
-        if concurrency is not None and concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, not {concurrency}")
         self.records: list[RequestRecord] = []
         """Records of all requests started, in that order."""
         self.max_in_flight = 0

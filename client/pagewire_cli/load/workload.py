@@ -62,12 +62,6 @@ class Workload:
     """Length of the prefix that all prompts share, in addition to `input_tokens`."""
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise ValueError(f"num_requests must be at least 1, not {self.num_requests}")
-        if not self.rate > 0:
-            raise ValueError(f"rate must be above 0, not {self.rate:g}")
-        if self.prefix_tokens < 0:
-            raise ValueError(f"prefix_tokens must not be negative, not {self.prefix_tokens}")
         if self.vocab_size <= FIRST_TOKEN_ID:
             raise ValueError(f"vocab_size must be above {FIRST_TOKEN_ID}, not {self.vocab_size}")
 

@@ -8,18 +8,9 @@ from statistics import fmean
 
 import pytest
 
-from pagewire_cli.load import (
-    Arrival,
-    Lengths,
-    Limits,
-    LoadRun,
-    Percentiles,
-    Received,
-    RequestRecord,
-    Summary,
-    Workload,
-    percentile,
-)
+from pagewire_cli.load.load_generator import LoadRun, Received, RequestRecord
+from pagewire_cli.load.summary import Limits, Percentiles, Summary
+from pagewire_cli.load.workload import Arrival, Lengths, Workload
 
 
 def workload(**changes: object) -> Workload:
@@ -77,19 +68,9 @@ def test_prompts_share_their_prefix_and_no_more() -> None:
     assert workload(prefix_tokens=8).max_total_tokens == 8 + 9 + 5
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_requests": 0}, "num_requests must be at least 1"),
-        ({"rate": 0.0}, "rate must be above 0"),
-        ({"rate": math.nan}, "rate must be above 0"),
-        ({"prefix_tokens": -1}, "prefix_tokens must not be negative"),
-        ({"vocab_size": 10}, "vocab_size must be above"),
-    ],
-)
-def test_a_wrong_workload_is_refused_by_field(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        workload(**changes)
+def test_a_vocabulary_without_ordinary_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size must be above 10, not 10"):
+        workload(vocab_size=10)
 
 
 def test_lengths_are_a_number_or_a_range() -> None:
@@ -105,14 +86,9 @@ def test_no_other_text_is_lengths(text: str) -> None:
 
 
 def test_percentiles_lie_between_their_neighbours() -> None:
-    values = [40.0, 10.0, 30.0, 20.0]
-    assert percentile(values, 0) == 10.0
-    assert percentile(values, 50) == 25.0
-    assert percentile(values, 90) == pytest.approx(37.0)
-    assert percentile(values, 100) == 40.0
-    assert percentile([5.0], 99) == 5.0
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 50)
+    found = Percentiles.of([0.04, 0.01, 0.03, 0.02])
+    assert found == Percentiles(mean=25.0, p50=25.0, p90=37.0, p99=39.7)
+    assert Percentiles.of([0.005]) == Percentiles(mean=5.0, p50=5.0, p90=5.0, p99=5.0)
 
 
 def test_percentiles_are_in_milliseconds() -> None:
@@ -149,8 +125,6 @@ def test_goodput_counts_what_keeps_both_limits() -> None:
     assert not limits.are_kept(record(1.1, 1.2))
     assert not limits.are_kept(record(0.5, 1.1))
     assert not limits.are_kept(record(0.5, 0.6, error="gone"))
-    with pytest.raises(ValueError, match="first_token_s must be above 0"):
-        Limits(first_token_s=0)
 
 
 class ScriptedTarget:
@@ -228,8 +202,6 @@ async def test_a_limit_on_concurrency_is_kept_and_its_wait_not_counted() -> None
     assert target.max_open == run.max_in_flight == 2
     assert [record.started_s for record in run.records[:2]] == [0.0, 0.0]
     assert run.records[-1].started_s > 0.0, "all were due at once, but it had to wait"
-    with pytest.raises(ValueError, match="concurrency must be at least 1"):
-        LoadRun(target, [], concurrency=0)
 
 
 async def test_a_run_that_is_cancelled_keeps_what_it_saw() -> None:
