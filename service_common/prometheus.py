@@ -20,16 +20,13 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -81,9 +78,9 @@ class Kind(StrEnum):
 class Metric:
     """A metric's description; it has a sample for each combination of its labels' values."""
 
+    kind: Kind
     name: str
     """The name in queries; that of a counter ends with `_total`."""
-    kind: Kind
     help: str
     labels: tuple[str, ...] = ()
 
@@ -107,19 +104,12 @@ class Metric:
         return family
 
 
-def counter(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Metric:
-    """A number that only grows; its name ends with `_total`."""
-    return Metric(name, Kind.COUNTER, help_text, labels)
-
-
-def gauge(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Metric:
-    """A number that grows and falls."""
-    return Metric(name, Kind.GAUGE, help_text, labels)
-
-
-def histogram(name: str, help_text: str, labels: tuple[str, ...] = ()) -> Metric:
-    """The distribution of a quantity."""
-    return Metric(name, Kind.HISTOGRAM, help_text, labels)
+counter = partial(Metric, Kind.COUNTER)
+"""A number that only grows; its name ends with `_total`."""
+gauge = partial(Metric, Kind.GAUGE)
+"""A number that grows and falls."""
+histogram = partial(Metric, Kind.HISTOGRAM)
+"""The distribution of a quantity."""
 
 
 def families(

@@ -109,7 +109,6 @@ TOKEN_GAP = histogram(
     MODEL,
 )
 
-# Each is observed once per request, when the request has completed.
 TIME_PER_OUTPUT_TOKEN = histogram(
     "vllm:request_time_per_output_token_seconds",
     "Seconds per output token, from a request's first token to its last.",
@@ -146,7 +145,9 @@ LENGTHS = {
 }
 CHOICES_OF_REQUEST = histogram("vllm:request_params_n", "Number of choices of a request.", MODEL)
 
-PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
+OF_MODELS: Mapping[Metric, tuple[float, ...]] = {
+    FIRST_TOKEN: FIRST_TOKEN_BOUNDS,
+    TOKEN_GAP: TOKEN_BOUNDS,
     END_TO_END: REQUEST_BOUNDS,
     QUEUE: REQUEST_BOUNDS,
     PREFILL: REQUEST_BOUNDS,
@@ -156,7 +157,8 @@ PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
     **dict.fromkeys(LENGTHS.values(), LENGTH_BOUNDS),
     CHOICES_OF_REQUEST: CHOICES_BOUNDS,
 }
-"""Histograms observed once per request, with their buckets."""
+"""Histograms by model, with their buckets; all but the first two are observed once per request,
+when it has completed."""
 
 REQUEST_PARTS = histogram(
     "pagewire_request_part_seconds",
@@ -166,18 +168,8 @@ REQUEST_PARTS = histogram(
 )
 
 ALL = (
-    OPEN_REQUESTS,
-    ATTACHED,
-    CORE_LOSSES,
-    REQUESTS,
-    TENANT_TOKENS,
-    TENANT_FIRST_TOKEN,
-    *COUNTED.values(),
-    FINISHED,
-    FIRST_TOKEN,
-    TOKEN_GAP,
-    *PER_REQUEST,
-    REQUEST_PARTS,
+    *(OPEN_REQUESTS, ATTACHED, CORE_LOSSES, REQUESTS, TENANT_TOKENS, TENANT_FIRST_TOKEN),
+    *(*COUNTED.values(), FINISHED, *OF_MODELS, REQUEST_PARTS),
 )
 """All metrics, in the order in which they are exported."""
 
@@ -205,9 +197,8 @@ class ModelCounts:
         self.num_generated_tokens: int = 0
         self.num_worker_losses: int = 0
         self.finishes: Counter[str] = Counter()
-        self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
-        self.token_gap = Histogram(TOKEN_BOUNDS)
-        self.per_request = {family: Histogram(bounds) for family, bounds in PER_REQUEST.items()}
+        self.histograms = {metric: Histogram(bounds) for metric, bounds in OF_MODELS.items()}
+        self.first_token, self.token_gap = self.histograms[FIRST_TOKEN], self.histograms[TOKEN_GAP]
         self.parts = {part: Histogram(REQUEST_BOUNDS) for part in PARTS}
 
     def count_finished(
@@ -226,30 +217,26 @@ class ModelCounts:
         self.finishes.update(FINISH_LABELS[reason] for reason in finishes)
         for part, durations in self.parts.items():
             durations.observe(getattr(timings, f"{part}_us") / 1e6)
-        self._observe_times(stopwatch, timings.queue_us / 1e6)
-        seen = self.per_request
-        lengths = {
-            "prompt_tokens": usage.prompt_tokens,
-            "prefill_kv_computed_tokens": usage.prompt_tokens - usage.cached_tokens,
-            "generation_tokens": usage.completion_tokens,
-            "max_num_generation_tokens": longest,
-            "params_max_tokens": max_tokens,
+        queue_s = timings.queue_us / 1e6
+        prefill_s = max(0.0, stopwatch.first_token_s - stopwatch.tokenize_s - queue_s)
+        values = {
+            END_TO_END: stopwatch.first_token_s + stopwatch.decode_s,
+            QUEUE: queue_s,
+            PREFILL: prefill_s,
+            DECODE: stopwatch.decode_s,
+            INFERENCE: prefill_s + stopwatch.decode_s,
+            LENGTHS["prompt_tokens"]: usage.prompt_tokens,
+            LENGTHS["prefill_kv_computed_tokens"]: usage.prompt_tokens - usage.cached_tokens,
+            LENGTHS["generation_tokens"]: usage.completion_tokens,
+            LENGTHS["max_num_generation_tokens"]: longest,
+            LENGTHS["params_max_tokens"]: max_tokens,
+            CHOICES_OF_REQUEST: len(finishes),
         }
-        for name, length in lengths.items():
-            seen[LENGTHS[name]].observe(length)
-        seen[CHOICES_OF_REQUEST].observe(len(finishes))
         num_gaps = usage.completion_tokens / max(1, len(finishes)) - 1
         if num_gaps > 0:
-            seen[TIME_PER_OUTPUT_TOKEN].observe(stopwatch.decode_s / num_gaps)
-
-    def _observe_times(self, stopwatch: Stopwatch, queue_s: float) -> None:
-        seen = self.per_request
-        seen[END_TO_END].observe(stopwatch.first_token_s + stopwatch.decode_s)
-        seen[QUEUE].observe(queue_s)
-        prefill_s = max(0.0, stopwatch.first_token_s - stopwatch.tokenize_s - queue_s)
-        seen[PREFILL].observe(prefill_s)
-        seen[DECODE].observe(stopwatch.decode_s)
-        seen[INFERENCE].observe(prefill_s + stopwatch.decode_s)
+            values[TIME_PER_OUTPUT_TOKEN] = stopwatch.decode_s / num_gaps
+        for metric, value in values.items():
+            self.histograms[metric].observe(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,14 +331,10 @@ class FrontendMetrics:
                 for reason in FINISH_REASONS
             }
         )
-        yield from self._latencies()
-
-    def _latencies(self) -> Iterator[Family]:
-        models = [((name,), counts) for name, counts in self._models.items()]
-        yield FIRST_TOKEN.histograms((label, counts.first_token) for label, counts in models)
-        yield TOKEN_GAP.histograms((label, counts.token_gap) for label, counts in models)
-        for family in PER_REQUEST:
-            yield family.histograms((label, counts.per_request[family]) for label, counts in models)
+        for metric in OF_MODELS:
+            yield metric.histograms(
+                ((name,), counts.histograms[metric]) for name, counts in self._models.items()
+            )
         yield REQUEST_PARTS.histograms(
             ((name, part), durations)
             for name, counts in self._models.items()

@@ -13,7 +13,7 @@ from service_common.metrics_server import metrics_address
 from service_common.prometheus import Kind, LoopCollector, Metric, make_registry, published
 from tests.support.scrapes import Scrape, scrape_at
 
-LEVEL = Metric("level", Kind.GAUGE, "How high.")
+LEVEL = Metric(Kind.GAUGE, "level", "How high.")
 
 
 async def test_numbers_are_read_on_the_loops_thread_whoever_asks() -> None:

@@ -39,7 +39,7 @@ def test_a_histogram_reads_as_the_client_librarys_own(values: list[tuple[float, 
         theirs_sum += value * count
         for _ in range(count):
             child.observe(value)
-    family = Metric("h", Kind.HISTOGRAM, "What.", ("m",)).histograms([(("x",), ours)])
+    family = Metric(Kind.HISTOGRAM, "h", "What.", ("m",)).histograms([(("x",), ours)])
     lines = text_of(theirs).splitlines()
     counts = [line for line in lines if "_sum" not in line and "_created" not in line]
     assert [line for line in text_of(Told(family)).splitlines() if "_sum" not in line] == counts
