@@ -207,15 +207,21 @@ def param_of(field: str) -> str:
 def handle_errors(app: FastAPI) -> None:
     """Answer the errors of all endpoints in this shape."""
 
-    async def on_pagewire_error(_: Request, error: Exception) -> JSONResponse:
+    @app.exception_handler(PagewireError)
+    @app.exception_handler(Exception)
+    async def on_error(_: Request, error: Exception) -> JSONResponse:
         return error_response(error)
 
-    async def on_invalid(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         return _invalid(error)
 
-    async def on_http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(InvalidBody)
+    async def on_unreadable(_: Request, error: InvalidBody) -> JSONResponse:
+        return _unreadable(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code == 404:
             similar = get_close_matches(request.url.path, app.openapi()["paths"], 1, 0.8)
@@ -227,16 +233,6 @@ def handle_errors(app: FastAPI) -> None:
         reason = "not_implemented" if error.status_code == 501 else None
         body = _body(error.status_code, message, None, reason)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
-
-    async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, InvalidBody)
-        return _unreadable(error)
-
-    app.add_exception_handler(InvalidBody, on_invalid_body)
-    app.add_exception_handler(PagewireError, on_pagewire_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_pagewire_error)
 
 
 def _invalid(error: RequestValidationError) -> JSONResponse:

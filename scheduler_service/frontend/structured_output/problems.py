@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -30,57 +30,38 @@ _ANNOTATIONS = frozenset(
 )
 """Keywords that do not affect what matches."""
 
-_IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_IN_PLACE = ("items", "additionalItems", "additionalProperties")
-"""Keywords that contain schemas."""
+_WITH_SCHEMAS = frozenset(
+    ("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "additionalProperties")
+)
+"""Keywords whose values are schemas, or lists of them."""
 
 
-class Place(NamedTuple):
-    """A schema within a schema."""
-
-    pointer: str
-    """JSON pointer; empty for the whole."""
-
-    schema: Any
-
-
-def places(schema: Any) -> Iterator[Place]:
-    """The schema and all schemas in it, outer ones first."""
-    waiting = [Place("", schema)]
-    while waiting:
-        place = waiting.pop()
-        yield place
-        if isinstance(place.schema, dict):
-            waiting.extend(reversed(list(_inner(place))))
+def places(value: Any, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schema and all schemas in it that are objects, outer ones first, after their JSON
+    pointers; that of the whole is empty."""
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from places(inner, f"{pointer}/{index}")
+    if not isinstance(value, dict):
+        return
+    yield pointer, value
+    for keyword, inner in value.items():
+        if keyword in lark.SCHEMAS_BY_NAME and isinstance(inner, dict):
+            for name, named in inner.items():
+                yield from places(named, f"{pointer}/{keyword}/{_encode(name)}")
+        elif keyword in _WITH_SCHEMAS:
+            yield from places(inner, f"{pointer}/{keyword}")
 
 
 def unsupported_keyword(schema: Any) -> tuple[str, str] | None:
     """The first keyword that is not supported, and the pointer to its schema."""
-    for place in places(schema):
-        for keyword in place.schema if isinstance(place.schema, dict) else ():
-            if keyword not in _SUPPORTED | _ANNOTATIONS and not _is_extension(keyword):
-                return keyword, place.pointer
+    for pointer, inner in places(schema):
+        for keyword in inner:
+            # Names are reserved for extensions, of which the compiler reads one.
+            is_extension = keyword.startswith("x-") and keyword != "x-guidance"
+            if keyword not in _SUPPORTED | _ANNOTATIONS and not is_extension:
+                return keyword, pointer
     return None
-
-
-def _is_extension(keyword: str) -> bool:
-    """Names that are reserved for extensions, except for the one that the compiler reads."""
-    return keyword.startswith("x-") and keyword != "x-guidance"
-
-
-def _inner(place: Place) -> Iterator[Place]:
-    pointer, schema = place
-    for keyword in lark.SCHEMAS_BY_NAME:
-        if isinstance(named := schema.get(keyword), dict):
-            for name, inner in named.items():
-                yield Place(f"{pointer}/{keyword}/{_encode(name)}", inner)
-    for keyword in (*_IN_LISTS, *_IN_PLACE):
-        inner = schema.get(keyword)
-        if isinstance(inner, list):  # `items` was a list once
-            for index, part in enumerate(inner):
-                yield Place(f"{pointer}/{keyword}/{index}", part)
-        elif isinstance(inner, dict):
-            yield Place(f"{pointer}/{keyword}", inner)
 
 
 def _encode(name: str) -> str:
@@ -204,16 +185,11 @@ _REASONS = {
 """What to say in place of the compiler's messages."""
 
 
-def _num_optional_properties(schema: Any) -> int:
+def _num_optional_properties(schema: dict[str, Any]) -> int:
     """Properties that an object may leave out: the parser has to consider all of them at once."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(properties, dict):
-        return 0
-    required = schema.get("required")
-    names = (
-        [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-    )
-    return len(properties.keys() - set(names))
+    properties, required = schema.get("properties"), schema.get("required")
+    names = [name for name in required if isinstance(name, str)] if type(required) is list else []
+    return len(properties.keys() - set(names)) if isinstance(properties, dict) else 0
 
 
 def _schema_reason(message: str) -> str:
@@ -227,7 +203,7 @@ def _innermost_with(reason: str, schema: Any) -> str | None:
     """The pointer to the innermost schema that has this problem without its context."""
     inner_first = list(places(schema))[MAX_COMPILED_SCHEMAS::-1]
     for pointer, inner in inner_first:
-        message = _compile(lark.schema_to_lark(inner)) if isinstance(inner, dict) else None
+        message = _compile(lark.schema_to_lark(inner))
         if message is not None and _schema_reason(message) == reason:
             return pointer
     return None
@@ -236,8 +212,6 @@ def _innermost_with(reason: str, schema: Any) -> str | None:
 def _find_in_patterns(schema: Any) -> str | None:
     """The first invalid pattern of a schema, with its problem."""
     for pointer, inner in places(schema):
-        if not isinstance(inner, dict):
-            continue
         named = inner.get("patternProperties")
         patterns = list(named) if isinstance(named, dict) else []
         patterns += [inner["pattern"]] if isinstance(inner.get("pattern"), str) else []
