@@ -6,10 +6,11 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import grpc
-from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import inference_service_pb2, scheduler_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -59,53 +60,28 @@ FLUSH_S = 2.0
 """Time for calls to write their final status after their requests have been ended."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Frontend:
     """All parts of one frontend. Call `start`, then `stop`; `serve` does both around a signal."""
 
-    def __init__(self, config: FrontendConfig) -> None:
-        self.authentication = authentication_of(config)
-        self._has_tls, self._knows_callers = config.tls is not None, config.knows_callers
-        self._core = CoreConnection(Cluster(config.cluster), config.core)
-        self.models = ModelDirectory(lambda name: _fetch_assets(self._core, name))
-        self.metrics = FrontendMetrics()
-        frontend_id = _frontend_id()
-        self._tracing = make_tracing("frontend", VERSION, config.otlp_endpoint, frontend_id)
-        self.core_client = CoreClient(self._core, frontend_id, self.models.update)
-        self._checker = ConstraintChecker()
-        self.requests = RequestManager(
-            self.core_client,
-            self.models,
-            self._checker,
-            max_concurrent_requests=config.max_concurrent_requests,
-            tenant_share=config.tenant_share,
-            default_timeout_s=config.default_timeout_s,
-            metrics=self.metrics,
-            tracing=self._tracing,
-        )
-        self.registry = make_registry(LoopCollector(self._collect))
-        """The registry that Prometheus scrapes."""
-        self.runner = _runner_of(config, self.authentication)
-        self.http = _http_server_of(config)
-        self._http_services = HttpServices(
-            requests=self.requests,
-            models=self.models,
-            core=self._core,
-            authentication=self.authentication,
-            registry=self.registry,
-            allowed_hosts=config.allowed_hosts,
-            sse_keep_alive_s=config.sse_keep_alive_s,
-        )
-        servicer = InferenceServicer(self.requests, self.models, self._core, self.authentication)
-        add_InferenceServiceServicer_to_server(servicer, self.runner.server)
+    config: FrontendConfig
+    core: CoreConnection
+    core_client: CoreClient
+    models: ModelDirectory
+    requests: RequestManager
+    runner: ServiceRunner
+    http: HttpServer | None
+    http_services: HttpServices
+
+    def __post_init__(self) -> None:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Listen, and connect to the core. Raises CannotListen."""
         if self.http is not None:
             self.http.bind()
-            warn_if_exposed(
-                self.http.address, has_tls=self._has_tls, knows_callers=self._knows_callers
-            )
+            has_tls, knows_callers = self.config.tls is not None, self.config.knows_callers
+            warn_if_exposed(self.http.address, has_tls=has_tls, knows_callers=knows_callers)
         await self.runner.start()
         self._tasks = [
             asyncio.create_task(self.core_client.run()),
@@ -116,53 +92,87 @@ class Frontend:
         """Stop listening for HTTP, let open requests finish within the grace period, then end the
         rest as UNAVAILABLE. gRPC goes on listening, because its refusals say to clients that it is
         worth waiting or calling elsewhere."""
-        await self.requests.drain(self.runner.grace_period_s, self._leave_http())
+        http_has_left = asyncio.sleep(0) if self.http is None else self.http.leave()
+        await self.requests.drain(self.runner.grace_period_s, http_has_left)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(self.runner.stop(FLUSH_S), self._stop_http())
+        listeners = (self.runner, self.http)
+        await asyncio.gather(*(server.stop(FLUSH_S) for server in listeners if server is not None))
         await self.models.close()
-        await self._checker.close()
-        await self._core.close()
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
+        await self.requests.checker.close()
+        await self.core.close()
+        if self.requests.tracing is not None:
+            await asyncio.to_thread(self.requests.tracing.close)
 
     async def failed(self) -> None:
         """Wait until a background task fails, and raise its error: the frontend cannot serve
         without it."""
         await until_failure(self._tasks)
 
-    def _collect(self) -> Iterator[Family]:
-        return self.metrics.collect(
-            num_open=len(self.requests),
-            is_attached=self.core_client.is_attached,
-            num_core_losses=self.core_client.num_core_losses,
-        )
-
-    async def _leave_http(self) -> None:
-        """Stop listening for HTTP, and wait until no more requests can come."""
-        if self.http is not None:
-            await self.http.leave()
-
-    async def _stop_http(self) -> None:
-        if self.http is not None:
-            await self.http.stop(FLUSH_S)
-
     async def _report_health(self) -> None:
         """Report SERVING while a model can be served; start HTTP."""
         if self.http is not None:
-            await self.http.start(self._http_services)
+            await self.http.start(self.http_services)
         while True:
             changed = self.models.changed
             await self.runner.set_serving(self.models.is_serving)
             await changed.wait()
 
 
+def build(config: FrontendConfig) -> Frontend:
+    """A frontend and its parts. Call this on the event loop."""
+    authentication = authentication_of(config)
+    core = CoreConnection(Cluster(config.cluster), config.core)
+    models = ModelDirectory(partial(_fetch_assets, core))
+    frontend_id = _frontend_id()
+    core_client = CoreClient(core, frontend_id, models.update)
+    metrics = FrontendMetrics()
+    requests = RequestManager(
+        core_client,
+        models,
+        ConstraintChecker(),
+        max_concurrent_requests=config.max_concurrent_requests,
+        tenant_share=config.tenant_share,
+        default_timeout_s=config.default_timeout_s,
+        metrics=metrics,
+        tracing=make_tracing("frontend", VERSION, config.otlp_endpoint, frontend_id),
+    )
+    collector = LoopCollector(
+        lambda: metrics.collect(
+            num_open=len(requests),
+            is_attached=core_client.is_attached,
+            num_core_losses=core_client.num_core_losses,
+        )
+    )
+    runner = _runner_of(config, authentication)
+    servicer = InferenceServicer(requests, models, core, authentication)
+    add_InferenceServiceServicer_to_server(servicer, runner.server)
+    return Frontend(
+        config=config,
+        core=core,
+        core_client=core_client,
+        models=models,
+        requests=requests,
+        runner=runner,
+        http=_http_server_of(config),
+        http_services=HttpServices(
+            requests=requests,
+            models=models,
+            core=core,
+            authentication=authentication,
+            registry=make_registry(collector),
+            allowed_hosts=config.allowed_hosts,
+            sse_keep_alive_s=config.sse_keep_alive_s,
+        ),
+    )
+
+
 async def serve(config: FrontendConfig) -> None:
     """Run a frontend until SIGTERM or SIGINT. Raises CannotListen, or a background task's error."""
     logging.getLogger(HTTP_LOGGER).addFilter(WarningThrottle())
-    frontend = Frontend(config)
-    async with published(frontend.registry, config.metrics):
+    frontend = build(config)
+    async with published(frontend.http_services.registry, config.metrics):
         await frontend.start()
         gc.freeze()
         gc.set_threshold(GARBAGE_THRESHOLD)

@@ -25,7 +25,7 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import CoreService, make_core_service
 from scheduler_service.frontend.config import FrontendConfig
-from scheduler_service.frontend.server import Frontend
+from scheduler_service.frontend.server import Frontend, build
 from service_common.cluster import MEMBER_NAME, Cluster, ClusterConfig
 from tests.support.certificates import Authority, Issued
 from tests.support.frontends import client_of, error_of, eventually, generate_request, read_all
@@ -78,7 +78,7 @@ async def running_worker(core: str | None, **credentials: Any) -> AsyncIterator[
 def make_frontend(core: str, credentials: Any) -> Frontend:
     cluster = ClusterConfig(**credentials)
     config = FrontendConfig(core=core, listen="127.0.0.1:0", grace_period_s=0, cluster=cluster)
-    return Frontend(config)
+    return build(config)
 
 
 @asynccontextmanager
@@ -269,14 +269,14 @@ async def test_members_do_not_talk_to_who_is_none(authority: Authority, tmp_path
         ):
             frontend = make_frontend(core.address, files(authority.cert, member))
             try:
-                call = frontend._core.stub.GetStatus(
+                call = frontend.core.stub.GetStatus(
                     scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
                 )
                 error = await error_of(call)
                 assert error.code() == grpc.StatusCode.UNAVAILABLE
                 assert list(core.registry) == []
             finally:
-                await frontend._core.close()
+                await frontend.core.close()
 
 
 async def test_new_certificates_on_disk_are_used_without_a_restart(
@@ -302,8 +302,8 @@ async def test_new_certificates_on_disk_are_used_without_a_restart(
             )
         for stream in list(core.frontends._streams.values()):
             stream.close(RuntimeError("the test ends the stream"))
-        former = frontend._core._channel
-        await eventually(lambda: frontend._core._channel is not former)
+        former = frontend.core._channel
+        await eventually(lambda: frontend.core._channel is not former)
         await generates(frontend)
         async with grpc.aio.secure_channel(
             str(worker.address),
