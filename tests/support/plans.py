@@ -38,6 +38,7 @@ def moving_plan(
         num_tokens=nothing,
         output=nothing,
         lookahead=nothing,
+        num_recomputed=nothing,
     )
 
 
