@@ -300,9 +300,6 @@ class StepPlan:
     lookahead: Int32Array
     """[num_rows]: the most drafts of each row."""
 
-    num_recomputed: Int32Array
-    """[num_rows]: tokens of each row that were computed before and lost."""
-
     appended_tokens: Int32Array
     """[n, 2]: sequence id, token."""
 

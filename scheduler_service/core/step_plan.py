@@ -79,8 +79,6 @@ class StepPlan:
     """What each row brings, a `RowOutput`; None: a token in every row."""
     lookahead: list[int] | None = None
     """The most drafts per row; None: 0 in every row."""
-    num_recomputed: list[int] | None = None
-    """Tokens per row that were computed before and lost; None: 0 in every row."""
     appended_tokens: list[int] = field(default_factory=list)
     max_results: int = 1
     """Maximum number of steps, including this one, whose results may be sent together."""

@@ -89,7 +89,6 @@ PLAN = {
     "num_tokens": st.none() | ids,
     "output": st.none() | st.lists(st.integers(0, 3), max_size=20),
     "lookahead": st.none() | st.lists(st.integers(0, 255), max_size=20),
-    "num_recomputed": st.none() | ids,
     "appended_tokens": pairs,
     "max_results": st.integers(1, 64),
 }

@@ -38,7 +38,6 @@ def moving_plan(
         num_tokens=nothing,
         output=nothing,
         lookahead=nothing,
-        num_recomputed=nothing,
     )
 
 

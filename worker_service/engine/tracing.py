@@ -37,7 +37,6 @@ class _RequestSpan:
     totals: Totals = field(default_factory=dict)
     """The meter's counters when the span began."""
     num_prefill_tokens: int = 0
-    num_recomputed_tokens: int = 0
 
 
 class StreamTraces:
@@ -147,7 +146,6 @@ class StreamTraces:
             if not request.num_prefill_tokens:
                 self._tracing.add_event(request.span, "started", timings.started_us / 1e6)
             request.num_prefill_tokens += int(plan.num_tokens[rows].sum())
-            request.num_recomputed_tokens += int(plan.num_recomputed[rows].sum())
             if plan.output[rows].any():
                 self._tracing.add_event(request.span, "first token", timings.finished_us / 1e6)
                 del self._prefilling[request.traceparent]
@@ -167,8 +165,7 @@ class StreamTraces:
             return
         for name, total in self._totals().items():
             span.set_attribute(f"pagewire.{name}", total - request.totals[name])
-        for name in ("num_prefill_tokens", "num_recomputed_tokens"):
-            span.set_attribute(f"pagewire.{name}", getattr(request, name))
+        span.set_attribute("pagewire.num_prefill_tokens", request.num_prefill_tokens)
         span.set_attribute("pagewire.end", reason)
         self._tracing.end(span, self._last_finished_us / 1e6)
 

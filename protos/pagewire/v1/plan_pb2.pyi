@@ -91,7 +91,6 @@ class StepPlan(_message.Message):
     APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_RESULTS_FIELD_NUMBER: _builtins.int
     LOOKAHEAD_FIELD_NUMBER: _builtins.int
-    NUM_RECOMPUTED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The stream's fencing number, the same in all its plans. A worker that has seen a
     greater epoch ends the stream with ABORTED.
@@ -156,10 +155,6 @@ class StepPlan(_message.Message):
     blocks for all drafts allowed; what refused ones leave there is never read. A worker
     may always add fewer drafts, or none.
     """
-    num_recomputed: _builtins.bytes
-    """Per row: tokens computed for the sequence before, and lost since by a preemption or with
-    a worker. int32 column, for the worker's traces. Empty: 0 in every row.
-    """
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that the worker does not know (or has been instructed to forget), in
@@ -183,11 +178,10 @@ class StepPlan(_message.Message):
         appended_tokens: _builtins.bytes = ...,
         max_results: _builtins.int = ...,
         lookahead: _builtins.bytes = ...,
-        num_recomputed: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_recomputed", b"num_recomputed", "num_tokens", b"num_tokens", "output", b"output", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "output", b"output", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -163,10 +163,6 @@ class Batch:
         if self._prefill_tokens:
             num_decodes = len(self.rows) - len(self._prefill_tokens)
             plan.num_tokens = [1] * num_decodes + self._prefill_tokens
-            chunks = zip(self.rows[num_decodes:], self._prefill_tokens, strict=True)
-            lost = [num_tokens if seq.output_token_ids else 0 for seq, num_tokens in chunks]
-            if any(lost):
-                plan.num_recomputed = [0] * num_decodes + lost
         if self._other_outputs:
             plan.output = [int(RowOutput.TOKEN)] * len(self.rows)
             for row, output in self._other_outputs.items():

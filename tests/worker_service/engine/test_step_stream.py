@@ -74,7 +74,6 @@ def empty_plan(step_id: int, max_results: int = 0) -> StepPlan:
         num_tokens=nothing,
         output=np.zeros(0, np.int32),
         lookahead=nothing,
-        num_recomputed=nothing,
         appended_tokens=pairs,
         max_results=max_results,
     )

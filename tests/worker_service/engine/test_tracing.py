@@ -57,7 +57,6 @@ class Worker:
         new: tuple[Any, ...] = (),
         forget: tuple[int, ...] = (),
         tokens: int = 1,
-        recomputed: int = 0,
         sample: bool = True,
         errors: dict[int, RowErrorReason] | None = None,
     ) -> None:
@@ -77,7 +76,6 @@ class Worker:
             num_tokens=np.full(size, tokens, np.int32),
             output=np.full(size, int(sample), np.int32),
             lookahead=np.zeros(size, np.int32),
-            num_recomputed=np.full(size, recomputed, np.int32),
             appended_tokens=pairs,
             received_us=self.now_us,
         )
@@ -114,7 +112,7 @@ def test_a_stay_lasts_from_its_plan_to_the_last_step_before_it_is_forgotten(
 ) -> None:
     worker.step(9)
     worker.step(1, 9, new=(new(1, RECORDED, cached=16),), tokens=8, sample=False)
-    worker.step(1, 9, tokens=4, recomputed=3)
+    worker.step(1, 9, tokens=4)
     worker.step(1, 9)
     worker.step(9, forget=(1,))
     (span,) = worker.spans()
@@ -130,7 +128,6 @@ def test_a_stay_lasts_from_its_plan_to_the_last_step_before_it_is_forgotten(
         "pagewire.first_step_id": 2,
         "pagewire.num_cached_tokens": 16,
         "pagewire.num_prefill_tokens": 12,
-        "pagewire.num_recomputed_tokens": 3,
         "pagewire.num_steps": 3,
         "pagewire.cache_ops_us": 0,
         "pagewire.forward_us": 180,
