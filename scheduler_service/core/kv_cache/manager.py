@@ -5,7 +5,7 @@ that a method returns are in the plan's format: pairs of blocks, unless stated o
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import lcm
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
@@ -190,7 +190,10 @@ class KVCacheManager(DeviceTables):
         `num_forks` others; returns the `swap_in` and `copy` of its tokens that were found.
         Followers that share more of its tokens will wait for them."""
         self._prefixes.expect(seq)
-        moves = self._allocate(seq, hit)
+        moves = Moves()
+        numbers = self._demand.after(seq.length, hit, self.device.is_used, num_forks=num_forks)
+        taken = self._pin([hit], self._num_available - sum(numbers))
+        self._allocate(seq, hit, taken, moves)
         self._tables[seq.seq_id].num_forks = num_forks
         self._num_reserved += num_forks * self._demand.per_fork
         if hit.num_moves:  # what is fetched is offered again where it arrives
@@ -227,6 +230,10 @@ class KVCacheManager(DeviceTables):
         """Whether all these sequences can be admitted. There will be up to `num_sequences`."""
         if num_sequences * self._demand.per_fork > self.device.num_blocks:
             return AllocStatus.NEVER
+        return self._can_provide(self._num_new_jointly(starts))
+
+    def _num_new_jointly(self, starts: Sequence[JointStart[S]]) -> int:
+        """Number of blocks that must be free to admit all these sequences."""
         shared = {block for start in starts for block in start.hit.shared}
         num_blocks = sum(not self.device.is_used(block) for block in shared)
         for start in starts:
@@ -236,22 +243,26 @@ class KVCacheManager(DeviceTables):
             upfront = _num_upfront(start.seq, starts)
             length = start.seq.length
             num_blocks += sum(self._demand.after(length, hit, lambda _: True, num_upfront=upfront))
-        return self._can_provide(num_blocks)
+        return num_blocks
 
-    def admit_jointly(self, starts: Sequence[JointStart[S]]) -> None:
+    def admit_jointly(self, starts: Sequence[JointStart[S]]) -> Moves:
         """Allocate memory for all these sequences, without reusing for one what was found for
-        another."""
+        another; returns the `copy` of states that were found."""
+        moves = Moves()
+        num_spare = self._num_available - self._num_new_jointly(starts)
         found = list({block for start in starts for block in start.hit.shared})
         self.device.share(found)
+        taken = self._pin([start.hit for start in starts], num_spare)
         for start in starts:
             hit = start.hit
             if start.source is not None:
                 hit = self._hit_in(start.source, start.num_tokens)
-            self._allocate(start.seq, hit, _num_upfront(start.seq, starts))
+            self._allocate(start.seq, hit, taken, moves, _num_upfront(start.seq, starts))
             if start.source is not None and self._state_groups:
                 branch = start.num_tokens, start.seq.seq_id
                 self._tables[start.source.seq_id].branches.append(branch)
         self.device.release(found)
+        return moves
 
     def _hit_in(self, seq: CacheableSequence, num_tokens: int) -> PrefixHit:
         """The first tokens of a sequence, which fill blocks in every group, to share them with
@@ -262,21 +273,25 @@ class KVCacheManager(DeviceTables):
             hits.append(GroupHit(hit.first, table.blocks[first : first + len(hit.blocks)]))
         return PrefixHit(num_tokens, hits)
 
-    def _allocate(self, seq: CacheableSequence, hit: PrefixHit, num_upfront: int = 0) -> Moves:
+    def _allocate(
+        self,
+        seq: CacheableSequence,
+        hit: PrefixHit,
+        taken: set[int],
+        moves: Moves,
+        num_upfront: int = 0,
+    ) -> None:
         """Allocate blocks for a sequence, the first tokens of which were found; those of windows
         and chunks are only reserved, but for the first `num_upfront` tokens. What was found on the
-        host is swapped in."""
+        host is swapped in. `taken`: see `_pin`."""
         assert seq.seq_id not in self._tables
         pool = self.device
         numbers = self._demand.after(seq.length, hit, pool.is_used, num_upfront=num_upfront)
-        num_spare = self._num_available - sum(numbers)
         used = set(filter(pool.is_used, hit.shared))
         self.host.fetch(hit.host_blocks)
         pool.share(hit.shared)  # before others are evicted
-        taken = self._pin(hit, num_spare)
         held = SequenceTables([], num_offered=hit.num_tokens // self.tokens_per_unit)
         held.is_prompt = True
-        moves = Moves()
         for group, found, number in zip(self.groups, hit.groups, numbers, strict=True):
             table = Table(found.first, self._begin(found, taken, moves))
             held.tables.append(table)
@@ -290,13 +305,13 @@ class KVCacheManager(DeviceTables):
                 held.num_reserved += max(0, number - num_held)
         self._tables[seq.seq_id] = held
         self._num_reserved += held.num_reserved
-        return moves
 
-    def _pin(self, hit: PrefixHit, num_spare: int) -> set[int]:
+    def _pin(self, hits: Iterable[PrefixHit], num_spare: int) -> set[int]:
         """Keep what the plan under construction copies. If memory is short, blocks that nobody uses
-        are not copied: returns those that lose their contents to the sequence that found them."""
+        are not copied: returns those that lose their contents to the first sequence that found
+        them."""
         taken: set[int] = set()
-        for copied in filter(None, (group.copied for group in hit.groups)):
+        for copied in filter(None, (group.copied for hit in hits for group in hit.groups)):
             num_unused = sum(not self.device.is_used(block) for block in copied)
             self.device.share(copied)
             if num_spare < num_unused == len(copied):
@@ -307,11 +322,14 @@ class KVCacheManager(DeviceTables):
                 self._pinned += copied
         return taken
 
-    def _begin(self, found: GroupHit, taken: Collection[int], moves: Moves) -> list[int]:
+    def _begin(self, found: GroupHit, taken: set[int], moves: Moves) -> list[int]:
         """The first blocks of a table: found ones, or new ones to which they are moved."""
         blocks = [*found.blocks]
         for offset, block in enumerate(found.blocks):
-            if block >= 0 and (offset < len(found.full) or block in taken):
+            if block in taken:
+                taken.remove(block)
+                continue
+            if block >= 0 and offset < len(found.full):
                 continue
             blocks[offset] = self.device.allocate_one()
             if block >= 0:

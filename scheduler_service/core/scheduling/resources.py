@@ -82,9 +82,9 @@ class Memory:
     def acquire(self, entrants: Entrants, batch: Batch) -> None:
         """Memory for all known tokens; what is on the host is swapped in."""
         if isinstance(entrants.start, list):
-            self._cache.admit_jointly(entrants.start)
-            return
-        moves = self._cache.admit(*entrants.start, num_forks=len(entrants.sequences) - 1)
+            moves = self._cache.admit_jointly(entrants.start)
+        else:
+            moves = self._cache.admit(*entrants.start, num_forks=len(entrants.sequences) - 1)
         batch.swap_in += moves.swap_in
         batch.copy += moves.copy
 

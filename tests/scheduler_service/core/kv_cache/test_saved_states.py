@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler_service.core import PolicyName, SchedulerConfig, StepPlan
+from scheduler_service.core import BeamParams, EarlyStopping, PolicyName, SchedulerConfig, StepPlan
 from scheduler_service.core.config import CacheGroup, CacheLifetime, PreemptionMode
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from tests.support.blocks import KnownSequence, make_manager
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.symbolic_worker import Sampling
 
@@ -205,3 +207,41 @@ def test_a_prompt_that_is_cut_at_a_boundary_has_one_row_in_a_step() -> None:
     life.driver.run_until_idle()
     assert urgent.finished is not None
     assert all(len(plan.seq_ids) == len(set(plan.seq_ids)) for plan in life.plans)
+
+
+def test_a_beam_search_continues_from_a_copy_of_the_state_that_it_finds() -> None:
+    life = Life()
+    life.ask(PROMPT)
+    beams = BeamParams(width=2, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)
+    life.ask(PROMPT, max_tokens=4, beam_search=beams)
+    assert life.num_found == 36
+    assert len(life.plans[0].copy) == 2 * STATE.num_blocks
+
+
+@pytest.mark.parametrize(("num_spare", "num_copied"), [(0, 0), (1, 1), (2, 2)])
+def test_states_that_beams_find_are_kept_until_they_are_copied_or_used_in_place(
+    num_spare: int, num_copied: int
+) -> None:
+    state = CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=1)
+    cache = make_manager(8 + num_spare, 0, state)
+    beams = [KnownSequence(number, [number] * 21) for number in (1, 2)]
+    states = []
+    for beam in beams:
+        earlier = KnownSequence(beam.seq_id + 2, beam.tokens[:17], next_position=16)
+        cache.admit(earlier, cache.match_prefix(earlier))
+        cache.end_prompt(earlier)
+        states += cache.device_blocks(earlier)
+        cache.free(earlier)
+    others = [KnownSequence(number, [number]) for number in range(5, 11)]
+    for other in others:
+        assert cache.can_admit(1, cache.match_prefix(other)) is AllocStatus.OK
+        cache.admit(other, cache.match_prefix(other))
+    starts = cache.start_jointly(beams, lambda seq, other: 0)
+    assert [start.num_tokens for start in starts] == [16, 16]
+    assert cache.can_admit_jointly(starts) is AllocStatus.OK
+    copy = cache.admit_jointly(starts).copy
+    assert copy[::2] == states[:num_copied]
+    in_place = [cache.device_blocks(beam)[0] for beam in beams[num_copied:]]
+    assert in_place == states[num_copied:]
+    cache.end_plan(1, has_rows=True)
+    cache.check([*others, *beams])
