@@ -15,14 +15,7 @@ import grpc
 from pagewire.v1 import inference_service_pb2, scheduler_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from scheduler_service.errors import Unavailable
-from scheduler_service.frontend.auth import (
-    PRINCIPAL,
-    ApiKeys,
-    Authentication,
-    NoAuthentication,
-    read_keys,
-    shared_keys,
-)
+from scheduler_service.frontend import auth
 from scheduler_service.frontend.config import FrontendConfig, public_server_options
 from scheduler_service.frontend.core_client import CoreClient, CoreConnection
 from scheduler_service.frontend.http.middleware import HttpServices
@@ -182,10 +175,10 @@ async def serve(config: FrontendConfig) -> None:
             await frontend.stop()
 
 
-def _runner_of(config: FrontendConfig, authentication: Authentication) -> ServiceRunner:
+def _runner_of(config: FrontendConfig, authentication: auth.Authentication) -> ServiceRunner:
     """The gRPC server and its signals."""
     guard = CallGuard(
-        check_caller=lambda metadata: PRINCIPAL.set(
+        check_caller=lambda metadata: auth.PRINCIPAL.set(
             authentication.authenticate(authorization(metadata))
         ),
         open_services=(HEALTH, REFLECTION),
@@ -214,15 +207,15 @@ def _http_server_of(config: FrontendConfig) -> HttpServer | None:
     )
 
 
-def authentication_of(config: FrontendConfig) -> Authentication:
+def authentication_of(config: FrontendConfig) -> auth.Authentication:
     """Authentication by API keys, if there are any."""
     if config.api_keys is not None:
         path = config.api_keys
-        return ApiKeys(WatchedFiles([path], lambda: read_keys(path)).get)
+        return auth.ApiKeys(WatchedFiles([path], lambda: auth.read_keys(path)).get)
     if config.api_key:
-        keys = shared_keys(config.api_key)
-        return ApiKeys(lambda: keys)
-    return NoAuthentication()
+        keys = auth.shared_keys(config.api_key)
+        return auth.ApiKeys(lambda: keys)
+    return auth.NoAuthentication()
 
 
 async def _fetch_assets(core: CoreConnection, name: str) -> Mapping[str, bytes]:

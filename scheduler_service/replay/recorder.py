@@ -7,14 +7,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan
-from scheduler_service.replay.recording import (
-    INPUTS,
-    LINES,
-    PARAMETERS,
-    Header,
-    Outcomes,
-    to_json,
-)
+from scheduler_service.replay import recording
 from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -49,7 +42,7 @@ class RecordingCore(SchedulerCore):
         """`with_plans`: record whole plans, not only their hashes."""
         super().__init__(config)
         self._with_plans = with_plans
-        self._outcomes = Outcomes()
+        self._outcomes = recording.Outcomes()
         self._lines = lines
         self._is_in_call = False
         """Whether a recorded call is in progress; calls from within the core are not inputs."""
@@ -73,25 +66,25 @@ class RecordingCore(SchedulerCore):
     def _line(
         self, method: str, arguments: dict[str, Any], returned: Any, error: Exception | None
     ) -> str:
-        line = LINES[method](
+        line = recording.LINES[method](
             do=method,
             **arguments,
             raised=None if error is None else self._outcomes.of_error(error),
             chain=self._outcomes.chain_with(returned),
             plan=returned if self._with_plans and isinstance(returned, StepPlan) else None,
         )
-        return to_json(line).decode()
+        return recording.to_json(line).decode()
 
 
-def _header(config: SchedulerConfig) -> Header:
+def _header(config: SchedulerConfig) -> recording.Header:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Header(software_version=VERSION, recorded_at=now, config=config)
+    return recording.Header(software_version=VERSION, recorded_at=now, config=config)
 
 
 def _recorded(method: str) -> Callable[..., Any]:
     """The core's method, with its calls recorded."""
     inner = getattr(SchedulerCore, method)
-    names = tuple(PARAMETERS[method])
+    names = tuple(recording.PARAMETERS[method])
 
     @wraps(inner)
     def call(core: RecordingCore, *args: Any, **kwargs: Any) -> Any:
@@ -114,5 +107,5 @@ def _recorded(method: str) -> Callable[..., Any]:
     return call
 
 
-for _method in INPUTS:
+for _method in recording.INPUTS:
     setattr(RecordingCore, _method, _recorded(_method))

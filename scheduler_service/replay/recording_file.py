@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from scheduler_service.errors import CannotRecord
-from scheduler_service.replay.recording import (
-    DecodeSampling,
-    Entry,
-    Header,
-    Unreadable,
-    decode_entry,
-    decode_header,
-    decode_sampling,
-)
+from scheduler_service.replay import recording
 
 logger = logging.getLogger(__name__)
 
@@ -134,27 +126,29 @@ class BadRecording(Exception):
 class RecordingReader:
     """A recording's header, and its entries, read on demand."""
 
-    def __init__(self, path: Path, decode_sampling: DecodeSampling = decode_sampling) -> None:
+    def __init__(
+        self, path: Path, decode_sampling: recording.DecodeSampling = recording.decode_sampling
+    ) -> None:
         """Read the header; raises BadRecording and OSError."""
         self.path = path
         self.is_truncated = False
         """Whether the file ends within a line, as when the core was killed; known at the end."""
-        self._decode_sampling = decode_sampling
+        self._decode_sampling = recording.decode_sampling
         with _open(path) as file:
             lines = self._lines(file)
             first = next(lines, None)
             if first is None:
                 raise BadRecording(path, 1, "expected a header, the file ends before it")
             with self._naming_line(1):
-                self.header: Header = decode_header(first)
+                self.header: recording.Header = recording.decode_header(first)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[recording.Entry]:
         """All inputs, from the first; raises BadRecording at an invalid line."""
         with _open(self.path) as file:
             for number, text in enumerate(self._lines(file), start=1):
                 if number > 1:
                     with self._naming_line(number):
-                        entry = decode_entry(number, text, self._decode_sampling)
+                        entry = recording.decode_entry(number, text, self._decode_sampling)
                     yield entry
 
     def _lines(self, file: gzip.GzipFile | BinaryIO) -> Iterator[bytes]:
@@ -179,7 +173,7 @@ class RecordingReader:
     def _naming_line(self, number: int) -> Iterator[None]:
         try:
             yield
-        except Unreadable as error:
+        except recording.Unreadable as error:
             raise BadRecording(self.path, number, error) from error
 
 

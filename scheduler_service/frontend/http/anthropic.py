@@ -17,6 +17,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, Services, Shape
+from scheduler_service.frontend.http.openai import serving
 from scheduler_service.frontend.http.openai.parts import (
     Kind,
     PartsBuilder,
@@ -36,12 +37,6 @@ from scheduler_service.frontend.http.openai.sampling import (
     Strict,
     Text,
     proto_range,
-)
-from scheduler_service.frontend.http.openai.serving import (
-    Call,
-    Generation,
-    describe_answer,
-    generation_endpoint,
 )
 from scheduler_service.frontend.http.openai.serving_chat import generate_request
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
@@ -404,23 +399,23 @@ router = APIRouter(tags=["Anthropic"])
 _ERRORS = {code: row | {"model": MessagesError} for code, row in ERROR_RESPONSES.items()}
 
 
-@generation_endpoint(
+@serving.generation_endpoint(
     router,
     "/v1/messages",
     MessagesRequest,
     summary="Answer a conversation, by Anthropic's interface",
     answer=_ERRORS
-    | describe_answer(
+    | serving.describe_answer(
         MessagesAnswer,
         "The answer, or with `stream` its events",
         "Server-sent events, from `message_start` to `message_stop`.",
     ),
 )
-def answer_messages(body: MessagesRequest, call: Call) -> Generation:
+def answer_messages(body: MessagesRequest, call: serving.Call) -> serving.Generation:
     """A conversation, by the model's chat template."""
     chat = chat_request(body)
     builder = MessagesBuilder(chat, call.request_id)
-    return Generation([generate_request(chat)], builder, "output_config.format")
+    return serving.Generation([generate_request(chat)], builder, "output_config.format")
 
 
 Counted = Annotated[CountTokensRequest, Depends(json_body(CountTokensRequest))]

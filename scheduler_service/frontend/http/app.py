@@ -12,27 +12,23 @@ from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.middleware import OPEN_PATHS, Admission, HttpServices
 from scheduler_service.frontend.http.openai import (
     models,
+    protocol,
     serving_chat,
     serving_completion,
     serving_responses,
 )
-from scheduler_service.frontend.http.openai.protocol import (
-    ChatCompletionChunk,
-    ChatRequest,
-    CompletionRequest,
-)
 from service_common.version import VERSION
 
 SCHEMAS: Sequence[type[Any]] = (
-    ChatRequest,
-    CompletionRequest,
+    protocol.ChatRequest,
+    protocol.CompletionRequest,
     serving_responses.ResponsesRequest,
     anthropic.MessagesRequest,
     anthropic.CountTokensRequest,
     tokenize.TokenizeText,
     tokenize.TokenizeChat,
     tokenize.DetokenizeBody,
-    ChatCompletionChunk,
+    protocol.ChatCompletionChunk,
 )
 """Bodies that FastAPI does not know, because it neither parses requests nor writes streams."""
 

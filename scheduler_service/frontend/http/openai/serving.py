@@ -26,19 +26,7 @@ from scheduler_service.frontend.http.middleware import (
     caller_of,
     services_of,
 )
-from scheduler_service.frontend.http.openai.protocol import (
-    AnswerHead,
-    ChatLogprobsBody,
-    ChatRequest,
-    CompletionTokensDetails,
-    LegacyLogprobsBody,
-    PromptFields,
-    PromptLogprobsBody,
-    TokenLogprobBody,
-    TopLogprob,
-    UsageBody,
-    UsageFields,
-)
+from scheduler_service.frontend.http.openai import protocol
 from scheduler_service.frontend.http.openai.sampling import SamplingFields
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.input.processor import draw_request_id
@@ -255,9 +243,9 @@ class Envelope:
         self._returns_timings = bool(request.return_timings)
         self._timings: dict[int, inference_pb.Timings] = {}
         self._has_output = has_output
-        self._is_chat = isinstance(request, ChatRequest)
+        self._is_chat = isinstance(request, protocol.ChatRequest)
         self._usages: dict[int, inference_pb.Usage] = {}
-        self.head: AnswerHead = {
+        self.head: protocol.AnswerHead = {
             "id": answer_id,
             "created": int(time.time()),
             "model": request.model or "",
@@ -283,7 +271,7 @@ class Envelope:
         if not self._has_output:
             usage.completion_tokens = 0
 
-    def usage(self) -> UsageBody:
+    def usage(self) -> protocol.UsageBody:
         """The usage so far."""
         prompt, cached, completion, reasoning = (
             sum(getattr(usage, name) for usage in self._usages.values())
@@ -293,11 +281,13 @@ class Envelope:
             sum(getattr(timings, name) for timings in self._timings.values())
             for name in ("num_drafts", "num_accepted_drafts")
         )
-        details: CompletionTokensDetails = {"reasoning_tokens": reasoning} if self._is_chat else {}
+        details: protocol.CompletionTokensDetails = (
+            {"reasoning_tokens": reasoning} if self._is_chat else {}
+        )
         if drafts:
             details["accepted_prediction_tokens"] = accepted
             details["rejected_prediction_tokens"] = drafts - accepted
-        body: UsageBody = {
+        body: protocol.UsageBody = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
@@ -307,14 +297,14 @@ class Envelope:
             body["completion_tokens_details"] = details
         return body
 
-    def final_fields(self) -> UsageFields:
+    def final_fields(self) -> protocol.UsageFields:
         """The usage, and the timings if they were requested."""
-        fields: UsageFields = {"usage": self.usage()}
+        fields: protocol.UsageFields = {"usage": self.usage()}
         if self._returns_timings:
             fields["timings"] = [plain(timings) for _, timings in sorted(self._timings.items())]
         return fields
 
-    def end_fields(self) -> UsageFields | None:
+    def end_fields(self) -> protocol.UsageFields | None:
         """The usage and timings for a stream's last chunk, as far as they were requested; None if
         neither was."""
         fields = self.final_fields()
@@ -322,7 +312,7 @@ class Envelope:
             del fields["usage"]
         return fields or None
 
-    def chunk_usage(self) -> UsageFields:
+    def chunk_usage(self) -> protocol.UsageFields:
         """The usage in a chunk that has choices."""
         if not self._includes_usage:
             return {}
@@ -347,7 +337,7 @@ class ChoicesBuilder(ResponseBuilder):
 
     def __init__(self, envelope: Envelope) -> None:
         self.envelope = envelope
-        self.prompt_fields: PromptFields = {}
+        self.prompt_fields: protocol.PromptFields = {}
         """Fields about the prompt; in a stream, the next chunk has them."""
         self._choices: dict[int, Any] = {}
 
@@ -454,9 +444,9 @@ class LegacyLogprobs:
         self._as_ids = as_ids
         self._offset = 0
 
-    def write(self, positions: Iterable[inference_pb.TokenLogprobs]) -> LegacyLogprobsBody:
+    def write(self, positions: Iterable[inference_pb.TokenLogprobs]) -> protocol.LegacyLogprobsBody:
         """The lists for the next positions; offsets count from the choice's first token."""
-        lists: LegacyLogprobsBody = {
+        lists: protocol.LegacyLogprobsBody = {
             "text_offset": [],
             "token_logprobs": [],
             "tokens": [],
@@ -483,9 +473,9 @@ class LegacyLogprobs:
 
 def chat_logprobs(
     positions: Iterable[inference_pb.TokenLogprobs], *, as_ids: bool
-) -> ChatLogprobsBody:
+) -> protocol.ChatLogprobsBody:
     """`logprobs` of /v1/chat/completions."""
-    content: list[TokenLogprobBody] = [
+    content: list[protocol.TokenLogprobBody] = [
         {
             **_chat_token(position.token, as_ids),
             "top_logprobs": [_chat_token(token, as_ids) for token in position.top],
@@ -495,7 +485,7 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token: inference_pb.TokenLogprob, as_id: bool) -> TopLogprob:
+def _chat_token(token: inference_pb.TokenLogprob, as_id: bool) -> protocol.TopLogprob:
     """`bytes` are those of the text; None where the token is part of a character."""
     is_whole = "\ufffd" not in token.text
     return {
@@ -507,7 +497,7 @@ def _chat_token(token: inference_pb.TokenLogprob, as_id: bool) -> TopLogprob:
 
 def prompt_logprobs(
     positions: Sequence[inference_pb.TokenLogprobs],
-) -> PromptLogprobsBody:
+) -> protocol.PromptLogprobsBody:
     """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; None for the first."""
     return [
         {

@@ -10,47 +10,24 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.openai.protocol import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatMessageBody,
-    ChatPrompt,
-    ChatRequest,
-    ChoiceFields,
-    ChunkChoice,
-    Delta,
-    FinishReason,
-    NamedToolChoice,
-    ToolBody,
-    ToolCallDelta,
-)
+from scheduler_service.frontend.http.openai import protocol, serving
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
-from scheduler_service.frontend.http.openai.serving import (
-    Call,
-    ChoicesBuilder,
-    Envelope,
-    Generation,
-    chat_logprobs,
-    generation_endpoint,
-    joined,
-    make_request,
-    prompt_logprobs,
-    stop_reason,
-    streamed_or_whole,
-)
 from scheduler_service.frontend.metrics import FINISH_LABELS
 
 
-def _parts(delta: inference_pb.ChoiceDelta) -> list[Delta]:
+def _parts(delta: inference_pb.ChoiceDelta) -> list[protocol.Delta]:
     """The parts of a message's new output, each for a chunk of its own: some clients read only one
     of the fields of a chunk."""
-    parts: list[Delta] = []
+    parts: list[protocol.Delta] = []
     if reasoning := delta.reasoning:
         parts.append({"reasoning_content": reasoning, "reasoning": reasoning})
     if text := delta.text:
         parts.append({"content": text})
     for call in delta.tool_calls:
-        part: ToolCallDelta = {"index": call.index, "function": {"arguments": call.arguments}}
+        part: protocol.ToolCallDelta = {
+            "index": call.index,
+            "function": {"arguments": call.arguments},
+        }
         if call.id:
             part |= {"id": call.id, "type": "function"}
             part["function"]["name"] = call.name
@@ -58,7 +35,7 @@ def _parts(delta: inference_pb.ChoiceDelta) -> list[Delta]:
     return parts
 
 
-def _append(message: Any, delta: Delta) -> None:
+def _append(message: Any, delta: protocol.Delta) -> None:
     """Append a part of a message to the whole one."""
     for part in delta.get("tool_calls", ()):
         calls = message.setdefault("tool_calls", [])
@@ -73,13 +50,13 @@ def _append(message: Any, delta: Delta) -> None:
         message["content"] = message["content"] or None
 
 
-class ChatResponseBuilder(ChoicesBuilder):
+class ChatResponseBuilder(serving.ChoicesBuilder):
     """Answers to a conversation."""
 
     objects = ("chat.completion.chunk", "chat.completion")
 
-    def __init__(self, request: ChatRequest, request_id: str) -> None:
-        super().__init__(Envelope(request, f"chatcmpl-{request_id}"))
+    def __init__(self, request: protocol.ChatRequest, request_id: str) -> None:
+        super().__init__(serving.Envelope(request, f"chatcmpl-{request_id}"))
         self._request = request
         self._calling: set[int] = set()
         """Choices that have called a function."""
@@ -93,13 +70,17 @@ class ChatResponseBuilder(ChoicesBuilder):
             choice |= self._of_tokens((), ())
         _append(choice["message"], piece["delta"])
         for name in piece.keys() - {"index", "delta"}:
-            choice[name] = joined(choice[name], piece[name])
+            choice[name] = serving.joined(choice[name], piece[name])
         return choice
 
-    def pieces(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[ChunkChoice]:
+    def pieces(
+        self, index: int, response: inference_pb.GenerateResponse
+    ) -> Iterable[protocol.ChunkChoice]:
         """The roles first, then the new part of each choice."""
         if response.prompt_logprobs:
-            self.prompt_fields["prompt_logprobs"] = prompt_logprobs(response.prompt_logprobs)
+            self.prompt_fields["prompt_logprobs"] = serving.prompt_logprobs(
+                response.prompt_logprobs
+            )
         if response.HasField("started"):
             if self._request.return_token_ids:
                 self.prompt_fields["prompt_token_ids"] = list(response.started.prompt_token_ids)
@@ -115,41 +96,43 @@ class ChatResponseBuilder(ChoicesBuilder):
             for part in parts[-1:]:  # the last one has the tokens and the end
                 yield _piece(delta.index, part, fields)
 
-    def _fields(self, delta: inference_pb.ChoiceDelta) -> ChoiceFields:
+    def _fields(self, delta: inference_pb.ChoiceDelta) -> protocol.ChoiceFields:
         """The fields of a choice besides its message, as far as there is anything new."""
-        fields: ChoiceFields = {}
+        fields: protocol.ChoiceFields = {}
         if delta.token_ids:
             fields = self._of_tokens(delta.logprobs, delta.token_ids)
         if delta.finish_reason:
             fields["finish_reason"] = self._finish_reason(delta)
-            fields["stop_reason"] = stop_reason(delta)
+            fields["stop_reason"] = serving.stop_reason(delta)
         return fields
 
     def _of_tokens(
         self, logprobs: Iterable[inference_pb.TokenLogprobs], token_ids: Iterable[int]
-    ) -> ChoiceFields:
+    ) -> protocol.ChoiceFields:
         """The requested fields of output tokens besides their text."""
-        fields: ChoiceFields = {}
+        fields: protocol.ChoiceFields = {}
         if self._request.logprobs:
             as_ids = bool(self._request.return_tokens_as_token_ids)
-            fields["logprobs"] = chat_logprobs(logprobs, as_ids=as_ids)
+            fields["logprobs"] = serving.chat_logprobs(logprobs, as_ids=as_ids)
         if self._request.return_token_ids:
             fields["token_ids"] = list(token_ids)
         return fields
 
-    def _finish_reason(self, delta: inference_pb.ChoiceDelta) -> FinishReason | None:
-        reason: FinishReason | None = FINISH_LABELS.get(delta.finish_reason)
-        is_named = isinstance(self._request.tool_choice, NamedToolChoice)
+    def _finish_reason(self, delta: inference_pb.ChoiceDelta) -> protocol.FinishReason | None:
+        reason: protocol.FinishReason | None = FINISH_LABELS.get(delta.finish_reason)
+        is_named = isinstance(self._request.tool_choice, protocol.NamedToolChoice)
         if reason == "stop" and delta.index in self._calling and not is_named:
             return "tool_calls"
         return reason
 
 
-def _piece(index: int, delta: Delta, fields: ChoiceFields) -> ChunkChoice:
+def _piece(
+    index: int, delta: protocol.Delta, fields: protocol.ChoiceFields
+) -> protocol.ChunkChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
 
 
-def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
+def chat_of(body: protocol.ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
     """The conversation, with or without its tools. Raises InvalidArgument."""
     for index, message in enumerate(body.messages):
         if message.content is None and message.role != "assistant":
@@ -170,7 +153,7 @@ def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
     )
 
 
-def _message(body: ChatMessageBody) -> inference_pb.ChatMessage:
+def _message(body: protocol.ChatMessageBody) -> inference_pb.ChatMessage:
     return inference_pb.ChatMessage(
         role="system" if body.role == "developer" else body.role,
         content=body.content if isinstance(body.content, str) else "",
@@ -192,7 +175,7 @@ def _message(body: ChatMessageBody) -> inference_pb.ChatMessage:
     )
 
 
-def _tool(body: ToolBody) -> inference_pb.Tool:
+def _tool(body: protocol.ToolBody) -> inference_pb.Tool:
     parameters = body.function.parameters
     return inference_pb.Tool(
         name=body.function.name,
@@ -205,25 +188,26 @@ def _tool(body: ToolBody) -> inference_pb.Tool:
 router = APIRouter(tags=["OpenAI"])
 
 
-@generation_endpoint(
+@serving.generation_endpoint(
     router,
     "/v1/chat/completions",
-    ChatRequest,
+    protocol.ChatRequest,
     summary="Answer a conversation",
-    answer=ERROR_RESPONSES | streamed_or_whole(ChatCompletion, ChatCompletionChunk),
+    answer=ERROR_RESPONSES
+    | serving.streamed_or_whole(protocol.ChatCompletion, protocol.ChatCompletionChunk),
 )
-def answer_chat(body: ChatRequest, call: Call) -> Generation:
+def answer_chat(body: protocol.ChatRequest, call: serving.Call) -> serving.Generation:
     """A conversation, by the model's chat template."""
     builder = ChatResponseBuilder(body, call.request_id)
-    return Generation([generate_request(body)], builder, constraint_field(body))
+    return serving.Generation([generate_request(body)], builder, constraint_field(body))
 
 
-def generate_request(body: ChatRequest) -> inference_pb.GenerateRequest:
+def generate_request(body: protocol.ChatRequest) -> inference_pb.GenerateRequest:
     """The request that a gRPC client would send. Raises InvalidArgument."""
-    request = make_request(body, chat_params(body))
+    request = serving.make_request(body, chat_params(body))
     chat, choice = request.chat, body.tool_choice
     chat.CopyFrom(chat_of(body, with_tools=choice != "none"))
-    if isinstance(choice, NamedToolChoice):
+    if isinstance(choice, protocol.NamedToolChoice):
         chat.tool_choice.name = choice.function.name
     elif choice == "required":
         chat.tool_choice.required = True
@@ -233,7 +217,7 @@ def generate_request(body: ChatRequest) -> inference_pb.GenerateRequest:
     return request
 
 
-def chat_params(body: ChatRequest) -> sampling_pb2.SamplingParams:
+def chat_params(body: protocol.ChatRequest) -> sampling_pb2.SamplingParams:
     """The sampling parameters. Raises InvalidArgument."""
     params = sampling_params(body)
     max_tokens = body.max_completion_tokens or body.max_tokens

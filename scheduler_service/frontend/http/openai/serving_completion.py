@@ -12,26 +12,8 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.openai.protocol import (
-    MAX_PROMPTS,
-    Completion,
-    CompletionChoice,
-    CompletionRequest,
-)
+from scheduler_service.frontend.http.openai import protocol, serving
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
-from scheduler_service.frontend.http.openai.serving import (
-    Call,
-    ChoicesBuilder,
-    Envelope,
-    Generation,
-    LegacyLogprobs,
-    generation_endpoint,
-    joined,
-    make_request,
-    prompt_logprobs,
-    stop_reason,
-    streamed_or_whole,
-)
 from scheduler_service.frontend.metrics import FINISH_LABELS
 
 
@@ -44,35 +26,39 @@ class _Prompt:
     is_sent: bool = False
 
 
-class CompletionResponseBuilder(ChoicesBuilder):
+class CompletionResponseBuilder(serving.ChoicesBuilder):
     """Text completions. Choice i of prompt p has the index p * n + i."""
 
     objects = ("text_completion", "text_completion")
 
     def __init__(
         self,
-        request: CompletionRequest,
+        request: protocol.CompletionRequest,
         request_id: str,
         num_prompts: int,
         prompt_text: Callable[[int, inference_pb.Started], str],
     ) -> None:
         """`prompt_text` returns a prompt's text by its index, for `echo`."""
         self._has_output = request.max_tokens != 0
-        super().__init__(Envelope(request, f"cmpl-{request_id}", has_output=self._has_output))
+        super().__init__(
+            serving.Envelope(request, f"cmpl-{request_id}", has_output=self._has_output)
+        )
         self._request = request
         self._n = request.n or 1
         self._prompt_text = prompt_text
         self._prompts = [_Prompt() for _ in range(num_prompts)]
         as_ids = bool(request.return_tokens_as_token_ids)
-        self._logprobs = defaultdict[int, LegacyLogprobs](lambda: LegacyLogprobs(as_ids=as_ids))
+        self._logprobs = defaultdict[int, serving.LegacyLogprobs](
+            lambda: serving.LegacyLogprobs(as_ids=as_ids)
+        )
 
     def append(self, choice: Any, piece: Any) -> Any:
         """Append the fields of a piece."""
-        return piece if choice is None else joined({**choice, "index": None}, piece)
+        return piece if choice is None else serving.joined({**choice, "index": None}, piece)
 
     def pieces(
         self, index: int, response: inference_pb.GenerateResponse
-    ) -> Iterable[CompletionChoice]:
+    ) -> Iterable[protocol.CompletionChoice]:
         """One piece per choice that has something new."""
         prompt = self._prompts[index]
         if response.HasField("started"):
@@ -83,7 +69,7 @@ class CompletionResponseBuilder(ChoicesBuilder):
         for delta in response.choices:
             yield self._output_piece(index * self._n + delta.index, delta)
 
-    def _prompt_pieces(self, index: int, prompt: _Prompt) -> Iterable[CompletionChoice]:
+    def _prompt_pieces(self, index: int, prompt: _Prompt) -> Iterable[protocol.CompletionChoice]:
         """The requested fields of the prompt, once all of them are known."""
         request = self._request
         has_logprobs = request.prompt_logprobs is not None
@@ -97,14 +83,16 @@ class CompletionResponseBuilder(ChoicesBuilder):
         for choice in range(index * self._n, (index + 1) * self._n):
             piece = self._piece(choice, text)
             if has_logprobs:
-                piece["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+                piece["prompt_logprobs"] = serving.prompt_logprobs(prompt.logprobs)
             if request.return_token_ids:
                 piece["prompt_token_ids"] = list(prompt.started.prompt_token_ids)
             if echoes_logprobs:
                 piece["logprobs"] = self._logprobs[choice].write(prompt.logprobs)
             yield piece
 
-    def _output_piece(self, index: int, delta: inference_pb.ChoiceDelta) -> CompletionChoice:
+    def _output_piece(
+        self, index: int, delta: inference_pb.ChoiceDelta
+    ) -> protocol.CompletionChoice:
         if not self._has_output:  # the one token that was generated is dropped
             piece = self._piece(index)
             piece["finish_reason"] = "length" if delta.finish_reason else None
@@ -112,17 +100,17 @@ class CompletionResponseBuilder(ChoicesBuilder):
         piece = self._piece(index)
         piece["text"] = delta.text
         piece["finish_reason"] = FINISH_LABELS.get(delta.finish_reason)
-        piece["stop_reason"] = stop_reason(delta)
+        piece["stop_reason"] = serving.stop_reason(delta)
         if self._request.logprobs is not None:
             piece["logprobs"] = self._logprobs[index].write(delta.logprobs)
         if self._request.return_token_ids:
             piece["token_ids"] = list(delta.token_ids)
         return piece
 
-    def _piece(self, index: int, text: str = "") -> CompletionChoice:
+    def _piece(self, index: int, text: str = "") -> protocol.CompletionChoice:
         """A piece with every key that the request's answers have; None means that nothing is
         new."""
-        piece: CompletionChoice = {
+        piece: protocol.CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": None,
@@ -145,27 +133,27 @@ MAX_CHOICES = 16_384
 router = APIRouter(tags=["OpenAI"])
 
 
-@generation_endpoint(
+@serving.generation_endpoint(
     router,
     "/v1/completions",
-    CompletionRequest,
+    protocol.CompletionRequest,
     summary="Continue prompts",
-    answer=ERROR_RESPONSES | streamed_or_whole(Completion),
+    answer=ERROR_RESPONSES | serving.streamed_or_whole(protocol.Completion),
 )
-def answer_prompts(body: CompletionRequest, call: Call) -> Generation:
+def answer_prompts(body: protocol.CompletionRequest, call: serving.Call) -> serving.Generation:
     """Texts or token ids as they are, one or several. With `echo` and `logprobs` the answer has
     the log probabilities of the prompts, as evaluation harnesses need them."""
     prompts = _prompts(body)
     text = _PromptText(body, prompts, call)
     builder = CompletionResponseBuilder(body, call.request_id, len(prompts), text)
-    return Generation(generate_requests(body, prompts), builder, constraint_field(body))
+    return serving.Generation(generate_requests(body, prompts), builder, constraint_field(body))
 
 
 def generate_requests(
-    body: CompletionRequest, prompts: Sequence[PromptValue]
+    body: protocol.CompletionRequest, prompts: Sequence[PromptValue]
 ) -> list[inference_pb.GenerateRequest]:
     """The requests that a gRPC client would send, one per prompt. Raises InvalidArgument."""
-    common = make_request(body, completion_params(body))
+    common = serving.make_request(body, completion_params(body))
     _check_room(len(prompts), common)
     requests = []
     for prompt in prompts:
@@ -186,7 +174,7 @@ def _check_room(num_prompts: int, common: inference_pb.GenerateRequest) -> None:
     body could take up much memory. Raises InvalidArgument."""
     params, size = common.sampling_params, max(1, common.ByteSize())
     num_choices = max(1, params.n, params.best_of, params.beam_search.width)
-    most = min(MAX_PROMPTS, MAX_CHOICES // num_choices, MAX_PUBLIC_MESSAGE_BYTES // size)
+    most = min(protocol.MAX_PROMPTS, MAX_CHOICES // num_choices, MAX_PUBLIC_MESSAGE_BYTES // size)
     if num_prompts > max(1, most):
         raise InvalidArgument(
             "prompt",
@@ -195,7 +183,7 @@ def _check_room(num_prompts: int, common: inference_pb.GenerateRequest) -> None:
         )
 
 
-def completion_params(body: CompletionRequest) -> sampling_pb2.SamplingParams:
+def completion_params(body: protocol.CompletionRequest) -> sampling_pb2.SamplingParams:
     """The sampling parameters. A call for nothing but the prompt's log probabilities generates one
     token, the least that the core allows, which is dropped. Raises InvalidArgument."""
     params = sampling_params(body)
@@ -214,7 +202,7 @@ def completion_params(body: CompletionRequest) -> sampling_pb2.SamplingParams:
     return params
 
 
-def _prompts(body: CompletionRequest) -> list[PromptValue]:
+def _prompts(body: protocol.CompletionRequest) -> list[PromptValue]:
     """The prompts as a list, even if there is only one."""
     prompt: Any = body.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
@@ -227,9 +215,9 @@ class _PromptText:
     """A prompt as the client wrote it, or, if it may be truncated, the text of the tokens that were
     kept."""
 
-    body: CompletionRequest
+    body: protocol.CompletionRequest
     prompts: Sequence[PromptValue]
-    call: Call
+    call: serving.Call
 
     def __call__(self, index: int, started: inference_pb.Started) -> str:
         prompt = self.prompts[index]

@@ -14,21 +14,7 @@ from typing_extensions import TypedDict
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.openai.parts import (
-    Kind,
-    PartsBuilder,
-    chat_request_of,
-    chat_tools,
-    named_choice,
-    required,
-)
-from scheduler_service.frontend.http.openai.protocol import (
-    MAX_MESSAGES,
-    ChatRequest,
-    FunctionBody,
-    PromptTokensDetails,
-    ReasoningEffort,
-)
+from scheduler_service.frontend.http.openai import parts, protocol, serving
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
     CacheSalt,
@@ -37,12 +23,6 @@ from scheduler_service.frontend.http.openai.sampling import (
     Strict,
     Text,
     proto_range,
-)
-from scheduler_service.frontend.http.openai.serving import (
-    Call,
-    Generation,
-    describe_answer,
-    generation_endpoint,
 )
 from scheduler_service.frontend.http.openai.serving_chat import generate_request
 from scheduler_service.frontend.models import message_forms
@@ -74,7 +54,7 @@ class Item(Strict):
     summary: ListOf[Part] | None = Field(None, description="Of a thought without content.")
 
 
-class Tool(FunctionBody):
+class Tool(protocol.FunctionBody):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -109,7 +89,7 @@ class TextOptions(Strict):
 class Reasoning(Strict):
     """How the model thinks."""
 
-    effort: ReasoningEffort | None = Field(
+    effort: protocol.ReasoningEffort | None = Field(
         None, description="The template's variable `reasoning_effort`."
     )
 
@@ -118,7 +98,7 @@ class ResponsesRequest(Strict):
     """A conversation to answer."""
 
     model: str | None = Field(None, description="May be absent when one model is served.")
-    input: Text | Annotated[ListOf[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: Text | Annotated[ListOf[Item], Field(min_length=1, max_length=protocol.MAX_MESSAGES)]
     instructions: str | None = Field(None, description="A system message before the input.")
     tools: ListOf[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -137,7 +117,7 @@ class ResponsesUsage(TypedDict):
     """Counts of tokens."""
 
     input_tokens: int
-    input_tokens_details: PromptTokensDetails
+    input_tokens_details: protocol.PromptTokensDetails
     output_tokens: int
     output_tokens_details: dict[str, int]
     total_tokens: int
@@ -177,7 +157,7 @@ _SAME_IN_CHAT = (
 )
 
 
-def chat_request(body: ResponsesRequest) -> ChatRequest:
+def chat_request(body: ResponsesRequest) -> protocol.ChatRequest:
     """The equivalent chat completion. Raises InvalidArgument."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
@@ -190,14 +170,14 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     fields = {name: getattr(body, name) for name in _SAME_IN_CHAT}
     fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
     if body.tools:
-        fields["tools"] = chat_tools(body.tools)
+        fields["tools"] = parts.chat_tools(body.tools)
     if isinstance(body.tool_choice, NamedTool):
-        fields["tool_choice"] = named_choice(body.tool_choice.name, body.tools or ())
+        fields["tool_choice"] = parts.named_choice(body.tool_choice.name, body.tools or ())
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         fields["response_format"] = _response_format(body.text.format)
-    return chat_request_of(fields)
+    return parts.chat_request_of(fields)
 
 
 def _response_format(wanted: Format) -> dict[str, Any]:
@@ -214,10 +194,12 @@ def _add_item(messages: list[dict[str, Any]], item: Item, where: str) -> None:
     assistant."""
     if item.type == "message":
         _add_message(
-            messages, required(item, "role", where), _content(required(item, "content", where))
+            messages,
+            parts.required(item, "role", where),
+            _content(parts.required(item, "content", where)),
         )
     elif item.type == "function_call_output":
-        output, call_id = (required(item, field, where) for field in ("output", "call_id"))
+        output, call_id = (parts.required(item, field, where) for field in ("output", "call_id"))
         messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(output)})
     elif item.type == "reasoning":
         message = _assistant_message(messages, may_have_content=False)
@@ -225,7 +207,7 @@ def _add_item(messages: list[dict[str, Any]], item: Item, where: str) -> None:
         message["reasoning_content"] = PART_SEPARATOR.join(filter(None, thoughts)) or None
     else:
         names = ("name", "arguments", "call_id")
-        name, arguments, call_id = (required(item, field, where) for field in names)
+        name, arguments, call_id = (parts.required(item, field, where) for field in names)
         call = {"id": call_id, "function": {"name": name, "arguments": arguments}}
         message = _assistant_message(messages, may_have_content=True)
         message.setdefault("tool_calls", []).append(call)
@@ -274,7 +256,7 @@ class _ItemForm:
     event_fields: dict[str, Any] = field(default_factory=dict)
 
 
-_FORMS: dict[Kind, _ItemForm] = {
+_FORMS: dict[parts.Kind, _ItemForm] = {
     "text": _ItemForm(
         "message",
         "msg",
@@ -288,10 +270,10 @@ _FORMS: dict[Kind, _ItemForm] = {
 }
 
 
-class ResponsesBuilder(PartsBuilder):
+class ResponsesBuilder(parts.PartsBuilder):
     """The answer as items."""
 
-    def __init__(self, body: ResponsesRequest, chat: ChatRequest, request_id: str) -> None:
+    def __init__(self, body: ResponsesRequest, chat: protocol.ChatRequest, request_id: str) -> None:
         super().__init__(chat, f"resp_{request_id}")
         self._body = body
         self._is_cut = False
@@ -364,7 +346,7 @@ class ResponsesBuilder(PartsBuilder):
     # PartsBuilder.
 
     def begin_part(
-        self, kind: Kind, call: inference_pb.ToolCallDelta | None
+        self, kind: parts.Kind, call: inference_pb.ToolCallDelta | None
     ) -> Iterator[dict[str, Any]]:
         """Append an item, and its part if it has a text."""
         form = _FORMS[kind]
@@ -379,7 +361,7 @@ class ResponsesBuilder(PartsBuilder):
             item["content"] = [part]
             yield self._item_event("response.content_part.added", content_index=0, part=dict(part))
 
-    def grow_part(self, kind: Kind, text: str) -> dict[str, Any]:
+    def grow_part(self, kind: parts.Kind, text: str) -> dict[str, Any]:
         """Append to the last item."""
         form, item = _FORMS[kind], self.parts[-1]
         if not form.part:
@@ -390,7 +372,7 @@ class ResponsesBuilder(PartsBuilder):
             f"response.{form.part}.delta", content_index=0, delta=text, **form.event_fields
         )
 
-    def end_part(self, kind: Kind) -> Iterator[dict[str, Any]]:
+    def end_part(self, kind: parts.Kind) -> Iterator[dict[str, Any]]:
         """Complete the last item."""
         form, item = _FORMS[kind], self.parts[-1]
         item["status"] = "incomplete" if self._is_cut else "completed"
@@ -422,20 +404,20 @@ class ResponsesBuilder(PartsBuilder):
 router = APIRouter(tags=["OpenAI"])
 
 
-@generation_endpoint(
+@serving.generation_endpoint(
     router,
     "/v1/responses",
     ResponsesRequest,
     summary="Answer a conversation, given as items",
     answer=ERROR_RESPONSES
-    | describe_answer(
+    | serving.describe_answer(
         ResponsesAnswer,
         "The response, or with `stream` its events",
         "Server-sent events, from `response.created` to `response.completed`.",
     ),
 )
-def answer_items(body: ResponsesRequest, call: Call) -> Generation:
+def answer_items(body: ResponsesRequest, call: serving.Call) -> serving.Generation:
     """A conversation, by the model's chat template."""
     chat = chat_request(body)
     builder = ResponsesBuilder(body, chat, call.request_id)
-    return Generation([generate_request(chat)], builder, "text.format")
+    return serving.Generation([generate_request(chat)], builder, "text.format")
