@@ -148,9 +148,7 @@ def take_turn(engine: Engine, jobs: list[Job], vocab_size: int, num_tokens: int)
     engine.pause()
     check(engine.name, jobs, outputs, vocab_size)
     return Run(
-        tokens_per_s=num_tokens / outputs.seconds,
-        seconds=outputs.seconds,
-        foreign_cores=foreign,
+        tokens_per_s=num_tokens / outputs.seconds, seconds=outputs.seconds, foreign_cores=foreign
     )
 
 

@@ -101,11 +101,7 @@ def save(
 ) -> None:
     """Write figures to `folder` as NAME.json, with the machine and its `ForeignLoad`; print the
     path."""
-    content = {
-        "machine": describe(),
-        "foreign_cores": foreign_cores,
-        **figures,
-    }
+    content = {"machine": describe(), "foreign_cores": foreign_cores, **figures}
     folder.mkdir(exist_ok=True, parents=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n")

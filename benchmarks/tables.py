@@ -45,11 +45,7 @@ def publish(
 
 
 def print_table(
-    rows: Rows,
-    title: str,
-    columns: Columns | None = None,
-    *,
-    cell: Callable[[object], str] = str,
+    rows: Rows, title: str, columns: Columns | None = None, *, cell: Callable[[object], str] = str
 ) -> None:
     """Print a table of results.
 

@@ -86,10 +86,7 @@ _ALL = (
     Workload(name="prefix", num_requests=32, lengths=_fixed(32, 32), shared=512),
     # nano-vllm's own.
     Workload(
-        name="nano-vllm",
-        num_requests=256,
-        lengths=_between((100, 1024), (100, 1024)),
-        scales=False,
+        name="nano-vllm", num_requests=256, lengths=_between((100, 1024), (100, 1024)), scales=False
     ),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}

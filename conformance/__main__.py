@@ -19,8 +19,7 @@ EXIT_WRONG_OPTION = 2
 
 def main(
     address: Annotated[
-        str | None,
-        typer.Argument(help="Where the worker listens: HOST:PORT or unix:PATH."),
+        str | None, typer.Argument(help="Where the worker listens: HOST:PORT or unix:PATH.")
     ] = None,
     core_listen: Annotated[
         str | None,

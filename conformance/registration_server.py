@@ -57,9 +57,7 @@ class RegistrationServer:
         self._server.start()
 
     def _register_worker(
-        self,
-        request_iterator: Iterator[pb.RegisterWorkerRequest],
-        context: grpc.ServicerContext,
+        self, request_iterator: Iterator[pb.RegisterWorkerRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.RegisterWorkerResponse]:
         """Accept a worker, and send it directives until its stream ends. Of a stream that reports
         how a worker loads its model, nothing is kept."""

@@ -10,13 +10,7 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from conformance.assertions import Failed, Skipped, expect, expect_true, fail
-from conformance.cache_groups import (
-    NO_BLOCK,
-    first_visible,
-    has_tokens,
-    main_group,
-    num_blocks,
-)
+from conformance.cache_groups import NO_BLOCK, first_visible, has_tokens, main_group, num_blocks
 from conformance.generation import Sampled, sampled
 from conformance.sequence import TOKEN, VECTOR, Row, Sequence
 from pagewire import columns

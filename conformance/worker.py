@@ -168,10 +168,7 @@ class Worker:
     def stream(self, epoch: int) -> StepStream:
         """A step stream of an epoch, without new caches."""
         return StepStream(
-            self.stub,
-            self.cache_request(epoch),
-            groups=self.groups,
-            timeout_s=self.timeout_s,
+            self.stub, self.cache_request(epoch), groups=self.groups, timeout_s=self.timeout_s
         )
 
     def open(self) -> StepStream:

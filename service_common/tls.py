@@ -66,9 +66,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     warn_if_shared(files.key)
     watched = WatchedFiles(files.paths, lambda: _configuration(files))
     return grpc.dynamic_ssl_server_credentials(
-        watched.get(),
-        watched.get,
-        require_client_authentication=files.ca is not None,
+        watched.get(), watched.get, require_client_authentication=files.ca is not None
     )
 
 

@@ -8,28 +8,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.engines import (
-    in_process,
-    llama_cpp,
-    nano_vllm,
-    pagewire,
-    transformers_static,
-    vllm,
-)
+from benchmarks.engines import in_process, llama_cpp, nano_vllm, pagewire, transformers_static, vllm
 from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Engine, Settings
 
 logger = logging.getLogger(__name__)
 
 OURS = (pagewire.NAME, in_process.NAME)
-NAMES = (
-    *OURS,
-    pagewire.DENSE,
-    vllm.NAME,
-    llama_cpp.NAME,
-    nano_vllm.NAME,
-    transformers_static.NAME,
-)
+NAMES = (*OURS, pagewire.DENSE, vllm.NAME, llama_cpp.NAME, nano_vllm.NAME, transformers_static.NAME)
 DEFAULT_NAMES = tuple(name for name in NAMES if name != pagewire.DENSE)
 
 

@@ -67,10 +67,7 @@ class InProcess:
         )
         runner = RunnerConfig(**settings.get("runner", {}))
         executor = TorchExecutor(
-            cache,
-            Profiler(Path()),
-            lambda: load_model(_model_config(settings)),
-            runner=runner,
+            cache, Profiler(Path()), lambda: load_model(_model_config(settings)), runner=runner
         )
         facts = executor.load()
         self.executor = executor
@@ -116,11 +113,7 @@ class InProcess:
         return list(outputs.values())
 
     def submit(
-        self,
-        prompt: list[int],
-        num_tokens: int,
-        sampling: SamplerParams = GREEDY,
-        **fields: Any,
+        self, prompt: list[int], num_tokens: int, sampling: SamplerParams = GREEDY, **fields: Any
     ) -> int:
         """Queue a request. Returns its key in the outputs of `advance`."""
         self._num_requests += 1

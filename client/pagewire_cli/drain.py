@@ -25,8 +25,7 @@ def drain(
     group: Annotated[str, typer.Argument(help="Id of the worker group, as in `pagewire status`.")],
     wait: Annotated[bool, typer.Option("--wait", help="Return when the group is gone.")] = False,
     timeout: Annotated[
-        float | None,
-        typer.Option(help="With --wait, seconds to wait; no limit by default."),
+        float | None, typer.Option(help="With --wait, seconds to wait; no limit by default.")
     ] = None,
 ) -> None:
     """Take a worker group out of service: its requests move to other groups, then its workers stop.

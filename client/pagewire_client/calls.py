@@ -27,12 +27,7 @@ T = TypeVar("T")
 class Caller:
     """Makes calls on whichever frontend answers."""
 
-    def __init__(
-        self,
-        connections: Connections,
-        policy: RetryPolicy,
-        max_connections: int,
-    ) -> None:
+    def __init__(self, connections: Connections, policy: RetryPolicy, max_connections: int) -> None:
         self.connections = connections
         self.policy = policy
         self.open_requests = OpenRequests(max_connections)

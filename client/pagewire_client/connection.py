@@ -17,13 +17,7 @@ import grpc
 
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client.errors import PagewireError
-from pagewire_client.synchronization import (
-    Event,
-    TaskEvent,
-    ThreadEvent,
-    ThreadQueue,
-    iterate,
-)
+from pagewire_client.synchronization import Event, TaskEvent, ThreadEvent, ThreadQueue, iterate
 
 logger = logging.getLogger(__name__)
 

@@ -130,11 +130,7 @@ _TRANSPORT_BREAKS = {
 }
 
 
-_NO_ANSWER = (
-    "failed to connect to all addresses",
-    "DNS resolution failed",
-    "errors resolving",
-)
+_NO_ANSWER = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 """The beginnings of gRPC's messages for failed connections."""
 _TIMEOUT_PASSED = "the timeout passed before the answer was complete"
 

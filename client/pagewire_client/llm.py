@@ -155,11 +155,7 @@ class LLM:
         return self._client.stream(prompt, sampling_params, **options)
 
     def score(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        context: Text | None = None,
-        use_tqdm: bool = True,
+        self, texts: Text | Sequence[Text], *, context: Text | None = None, use_tqdm: bool = True
     ) -> list[Score]:
         """The log probability of each text, or list of token ids, after `context` if it is given,
         as `Client.score` returns it."""

@@ -56,12 +56,7 @@ def more_tokens_than_the_sequence_has_are_refused(worker: Worker, stream: StepSt
     stream.send(sequence.row(len(sequence.tokens) + 1))
 
 
-@refusal_case(
-    "plan",
-    "A row that brings anything",
-    "output",
-    "num_tokens",
-)
+@refusal_case("plan", "A row that brings anything", "output", "num_tokens")
 def sampling_before_the_last_token_is_refused(worker: Worker, stream: StepStream) -> None:
     sequence = stream.new(worker.prompt(1))
     stream.send(sequence.row(len(sequence.tokens) - 1))

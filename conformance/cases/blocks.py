@@ -72,12 +72,7 @@ def an_update_of_an_unknown_sequence_is_refused(worker: Worker, stream: StepStre
     stream.send_changed(block_updates=[known.seq_id + 7, 0, 0, known.blocks[-1] + 1])
 
 
-@refusal_case(
-    "plan",
-    ENTRIES,
-    "num_tokens",
-    "seq_ids",
-)
+@refusal_case("plan", ENTRIES, "num_tokens", "seq_ids")
 def a_row_that_lacks_blocks_is_refused(worker: Worker, stream: StepStream) -> None:
     sequence = stream.new(worker.prompt(1))
     plan = stream.plan(sequence)

@@ -9,9 +9,7 @@ from conformance.worker import Worker
 
 
 @refusal_case(
-    "worker_service",
-    "A step stream that is open ends with ABORTED.",
-    code=grpc.StatusCode.ABORTED,
+    "worker_service", "A step stream that is open ends with ABORTED.", code=grpc.StatusCode.ABORTED
 )
 def new_caches_end_the_stream_of_the_older_epoch(worker: Worker, stream: StepStream) -> None:
     stream.prefilled(worker.prompt(1))

@@ -37,10 +37,7 @@ def pooled(
 
 
 def vector_of(
-    worker: Worker,
-    tokens: list[int],
-    type: sampling_pb2.PoolingType.ValueType,
-    **fields: object,
+    worker: Worker, tokens: list[int], type: sampling_pb2.PoolingType.ValueType, **fields: object
 ) -> list[float]:
     """The vector of some tokens, computed in one row of a batch of its own."""
     with worker.open() as stream:

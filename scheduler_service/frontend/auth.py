@@ -194,9 +194,7 @@ def _key(where: str, entry: Mapping[str, Any]) -> ApiKey:
         raise ValueError(f"{where}: operator: expected true or false")
     return ApiKey(
         tenant=Principal(
-            name=name,
-            models=None if models is None else frozenset(models),
-            is_operator=is_operator,
+            name=name, models=None if models is None else frozenset(models), is_operator=is_operator
         ),
         expires=_expiry(where, entry.get("expires")),
     )

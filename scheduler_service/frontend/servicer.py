@@ -88,9 +88,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         # The key may be revoked while the stream is open, so each request is authenticated.
         credentials = authorization(context.invocation_metadata())
         await RequestMultiplexer(
-            self.requests,
-            _deadline(context),
-            lambda: self.authentication.authenticate(credentials),
+            self.requests, _deadline(context), lambda: self.authentication.authenticate(credentials)
         ).run(read, context.write)
 
     @_rpc
@@ -150,8 +148,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         tenant.check_operator()
         validation.check_limits(request)
         watch = scheduler_pb.SchedulerServiceWatchStatusRequest(
-            detail=request.detail,
-            interval_ms=validation.value_or(request, "interval_ms", None),
+            detail=request.detail, interval_ms=validation.value_or(request, "interval_ms", None)
         )
         call = self.core.stub.WatchStatus(watch)
         try:

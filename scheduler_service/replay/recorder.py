@@ -32,13 +32,7 @@ class Lines(Protocol):
 class RecordingCore(SchedulerCore):
     """A core that records the calls of INPUTS and their outcomes."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        lines: Lines,
-        *,
-        with_plans: bool = False,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, lines: Lines, *, with_plans: bool = False) -> None:
         """`with_plans`: record whole plans, not only their hashes."""
         super().__init__(config)
         self._with_plans = with_plans

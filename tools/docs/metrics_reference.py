@@ -17,11 +17,7 @@ A metric with the same meaning as one of vLLM's has the same name, `vllm:…`; a
 `pagewire_`. Each process also exports its CPU time, memory and open files as `process_…`.
 """
 
-SERVICES = (
-    ("Frontend", frontend.ALL),
-    ("Scheduler core", core.ALL),
-    ("Worker", worker.ALL),
-)
+SERVICES = (("Frontend", frontend.ALL), ("Scheduler core", core.ALL), ("Worker", worker.ALL))
 
 
 def render() -> str:

@@ -57,10 +57,7 @@ class VirtualWorker:
         self._free_at = max(now, self._free_at) + seconds
         busy_us = round(seconds * 1e6)
         return self._free_at, StepResult(
-            step_id=plan.step_id,
-            token_ids=self._sample(plan),
-            forward_us=busy_us,
-            busy_us=busy_us,
+            step_id=plan.step_id, token_ids=self._sample(plan), forward_us=busy_us, busy_us=busy_us
         )
 
     def _sample(self, plan: StepPlan) -> list[int]:

@@ -58,10 +58,7 @@ def environment() -> dict[str, str]:
     """
     roots = {_root(package): None for package in _PACKAGES}
     path = [root for root in roots if root] + [os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONUNBUFFERED": "1",
-    }
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
 
 
 def _root(package: str) -> str | None:

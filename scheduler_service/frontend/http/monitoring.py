@@ -29,10 +29,7 @@ router = APIRouter(tags=["Operation"])
 @router.head("/health", include_in_schema=False)
 @router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
 @router.get(
-    "/health",
-    summary="Whether a model can be served",
-    responses=NOT_NOW,
-    response_model=Health,
+    "/health", summary="Whether a model can be served", responses=NOT_NOW, response_model=Health
 )
 async def health(services: Services) -> Response:
     """200 when a model can be served; 503 before, and while shutting down."""

@@ -217,8 +217,7 @@ def check_against_model(request: inference_pb.GenerateRequest, info: model_pb2.M
             raise InvalidArgument(path, expected)
     if params.HasField("structured_output") and not info.structured_output:
         raise UnsupportedByModel(
-            "the model's workers do not support structured output",
-            reason="NO_STRUCTURED_OUTPUT",
+            "the model's workers do not support structured output", reason="NO_STRUCTURED_OUTPUT"
         )
     for index, choice in enumerate(request.resume):
         check_token_ids(f"resume[{index}].token_ids", choice.token_ids, info.vocab_size)

@@ -12,11 +12,7 @@ from scheduler_service.frontend.chat_formats.formats import ChatFormat
 from scheduler_service.frontend.chat_formats.parser import FormatParser
 from scheduler_service.frontend.structured_output.schemas import closed, moved
 
-_NO_PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

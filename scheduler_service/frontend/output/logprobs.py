@@ -15,10 +15,7 @@ def token_logprobs(
 ) -> inference_pb.TokenLogprobs:
     """One output token's log probabilities."""
     return _position(
-        from_column(entry.token_ids, "token_ids"),
-        _floats(entry.logprobs),
-        entry.rank,
-        token_text,
+        from_column(entry.token_ids, "token_ids"), _floats(entry.logprobs), entry.rank, token_text
     )
 
 

@@ -31,11 +31,7 @@ class RequestStream:
     """
 
     def __init__(
-        self,
-        request_id: str,
-        deadline: float | None,
-        on_update: Callable[[], object],
-        tenant: str,
+        self, request_id: str, deadline: float | None, on_update: Callable[[], object], tenant: str
     ) -> None:
         """`deadline` is on the monotonic clock; `on_update` is called when there may be something
         new to `take`, or an error."""

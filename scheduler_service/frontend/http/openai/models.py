@@ -38,10 +38,7 @@ router = APIRouter(tags=["OpenAI"])
 
 
 @router.get(
-    "/v1/models",
-    summary="List models",
-    responses=ERROR_RESPONSES,
-    response_model=ModelList,
+    "/v1/models", summary="List models", responses=ERROR_RESPONSES, response_model=ModelList
 )
 async def list_models(services: Services, caller: Caller) -> dict[str, Any]:
     """The models that are served now."""
@@ -49,10 +46,7 @@ async def list_models(services: Services, caller: Caller) -> dict[str, Any]:
 
 
 @router.get(
-    "/v1/models/{name:path}",
-    summary="One model",
-    responses=ERROR_RESPONSES,
-    response_model=Model,
+    "/v1/models/{name:path}", summary="One model", responses=ERROR_RESPONSES, response_model=Model
 )
 async def get_model(name: str, services: Services, caller: Caller) -> dict[str, Any]:
     """One model by its name, which may contain slashes."""

@@ -495,9 +495,7 @@ def _chat_token(token: inference_pb.TokenLogprob, as_id: bool) -> protocol.TopLo
     }
 
 
-def prompt_logprobs(
-    positions: Sequence[inference_pb.TokenLogprobs],
-) -> protocol.PromptLogprobsBody:
+def prompt_logprobs(positions: Sequence[inference_pb.TokenLogprobs]) -> protocol.PromptLogprobsBody:
     """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; None for the first."""
     return [
         {
