@@ -199,26 +199,3 @@ class LogThrottle:
     def end(self) -> None:
         """Record a success: the next failure is logged."""
         self._logged, self._is_first = None, False
-
-
-class WarningThrottle(logging.Filter):
-    """Lets one of a logger's identical warnings by every `INTERVAL_S`, with the number of those
-    left out: for warnings that any malformed request causes."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._throttle = LogThrottle(clock)
-        self._num_left_out = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write a record."""
-        if record.levelno != logging.WARNING:
-            return True
-        message = record.getMessage()
-        if not self._throttle.should_log(message):
-            self._num_left_out += 1
-            return False
-        if self._num_left_out:
-            record.msg, record.args = "%s num_left_out=%d", (message, self._num_left_out)
-            self._num_left_out = 0
-        return True

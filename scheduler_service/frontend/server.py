@@ -31,7 +31,6 @@ from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
 from service_common.grpc_server import warn_if_exposed
 from service_common.interceptors import HEALTH, REFLECTION, CallGuard
-from service_common.logging_config import WarningThrottle
 from service_common.metadata import authorization
 from service_common.prometheus import LoopCollector, make_registry, published
 from service_common.tls import server_credentials
@@ -47,8 +46,6 @@ ASSETS_TIMEOUT_S = 60.0
 GARBAGE_THRESHOLD = 10_000
 """Objects after which garbage is collected, instead of 700: each collection looks at all open
 requests again, which are not garbage."""
-HTTP_LOGGER = "uvicorn.error"
-"""Writes a warning for each malformed HTTP request."""
 FLUSH_S = 2.0
 """Time for calls to write their final status after their requests have been ended."""
 
@@ -163,7 +160,6 @@ def build(config: FrontendConfig) -> Frontend:
 
 async def serve(config: FrontendConfig) -> None:
     """Run a frontend until SIGTERM or SIGINT. Raises CannotListen, or a background task's error."""
-    logging.getLogger(HTTP_LOGGER).addFilter(WarningThrottle())
     frontend = build(config)
     async with published(frontend.http_services.registry, config.metrics):
         await frontend.start()

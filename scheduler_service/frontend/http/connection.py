@@ -3,6 +3,7 @@ lacks: offers to upgrade are ignored, HTTP/1.0 is spoken, half-closed connection
 a shutdown is announced."""
 
 import asyncio
+import logging
 import socket
 from email.utils import formatdate
 from typing import Any
@@ -14,6 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
 """Request line and headers together, also of a request that is sent while the previous one is
@@ -182,8 +185,8 @@ class Connection(HttpToolsProtocol):
                 except httptools.HttpParserUpgrade as offer:
                     rest = memoryview(rest)[offer.args[0] :]
                     self._parse_without_offer()
-        except httptools.HttpParserError:
-            self.logger.warning("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            logger.debug("request malformed reason=%s", type(error).__name__)
             self.send_400_response("Invalid HTTP request received.")
 
     def _parse_without_offer(self) -> None:

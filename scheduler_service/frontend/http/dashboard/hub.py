@@ -1,16 +1,15 @@
 """The dashboard's endpoints: its files, and one stream of views for all browsers."""
 
 import asyncio
-import hashlib
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from importlib import resources
-from typing import Annotated, Any
+from typing import Any
 
 import grpc
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Response
 from fastapi.responses import StreamingResponse
 
 from pagewire.v1 import scheduler_service_pb2 as pb
@@ -30,9 +29,6 @@ MAX_BROWSERS = 256
 SILENCE_S = 5.0
 """A core that sends nothing for this long counts as lost."""
 RETRY_S = 1.0
-LINGER_S = 60.0
-"""How long the watch continues after the last browser has left, so that a reload finds its
-charts."""
 
 
 class Browser:
@@ -47,16 +43,14 @@ class Browser:
 class Hub:
     """Sends the core's status to browsers."""
 
-    def __init__(self, core: CoreConnection, *, linger_s: float = LINGER_S) -> None:
+    def __init__(self, core: CoreConnection) -> None:
         self._core = core
-        self._linger_s = linger_s
         self._browsers: set[Browser] = set()
         self._view = View()
         self._series = Series()
         self._uptime_s = 0.0
         self._lost: str | None = "connecting to the scheduler core"
         self._watching: asyncio.Task[None] | None = None
-        self._lingering: asyncio.TimerHandle | None = None
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """The endless lines for one browser.
@@ -87,9 +81,6 @@ class Hub:
         browser = Browser()
         browser.has_update.set()
         self._browsers.add(browser)
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = None
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         return browser
@@ -97,8 +88,7 @@ class Hub:
     def _leave(self, browser: Browser) -> None:
         self._browsers.discard(browser)
         if not self._browsers:
-            loop = asyncio.get_running_loop()
-            self._lingering = loop.call_later(self._linger_s, self.close)
+            self.close()
 
     async def _take(self, browser: Browser) -> bytes:
         browser.has_update.clear()
@@ -218,8 +208,8 @@ def make_router(services: HttpServices) -> APIRouter:
     hub = Hub(services.core)
 
     @router.api_route("/", methods=["GET", "HEAD"])
-    async def page(if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        return _file("index.html", if_none_match)
+    async def page() -> Response:
+        return _file("index.html")
 
     @router.get("/dashboard/stream")
     async def stream(caller: Caller) -> Response:
@@ -232,8 +222,8 @@ def make_router(services: HttpServices) -> APIRouter:
         )
 
     @router.get("/dashboard/{name}")
-    async def file(name: str, if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        return _file(name, if_none_match) if name in _FILES else Response(status_code=404)
+    async def file(name: str) -> Response:
+        return _file(name) if name in _FILES else Response(status_code=404)
 
     return router
 
@@ -248,10 +238,6 @@ async def _until_draining(hub: Hub, services: HttpServices) -> AsyncIterator[byt
             yield line
 
 
-def _file(name: str, if_none_match: str | None) -> Response:
-    content = _FILES[name]
-    etag = f'"{hashlib.sha256(content).hexdigest()[:24]}"'
-    headers = _HEADERS | {"ETag": etag}
-    if if_none_match == etag:
-        return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
+def _file(name: str) -> Response:
+    kind = _TYPES[name.rpartition(".")[2]]
+    return Response(_FILES[name], headers=_HEADERS, media_type=kind)
