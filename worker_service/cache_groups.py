@@ -36,6 +36,11 @@ class CacheGroup:
         """Whether its blocks hold tokens of the sequence, as opposed to a state or a source."""
         return self.lifetime not in (CacheLifetime.STATE, CacheLifetime.FIXED)
 
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk, which see no other chunk; 0: there are none."""
+        return self.span if self.lifetime is CacheLifetime.CHUNK else 0
+
     def first_visible(self, position: int) -> int:
         """The first position that the token at `position` sees. Blocks whose tokens all precede
         it, for the next token of a sequence to be computed, are released."""

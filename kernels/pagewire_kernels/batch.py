@@ -1,7 +1,7 @@
 """Arguments that kernels share: metadata of a batch, tables of sequences, pairs of blocks."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -49,6 +49,64 @@ class AttentionMetadata:
 
     plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Values that a backend has derived from the batch once for all layers."""
+
+    @classmethod
+    def of_ranges(
+        cls, ranges: Sequence[tuple[int, int]], tables: Tensor, block_size: int, chunk: int = 0
+    ) -> "AttentionMetadata":
+        """Of sequences that compute the positions from a first one up to an end, on the device of
+        their block tables, int32 [num_seqs, max_blocks]. chunk: as for `in_chunks`."""
+        device, lengths = tables.device, [end - first for first, end in ranges]
+        ends = [end for _, end in ranges]
+        positions = torch.cat([torch.arange(*bounds) for bounds in ranges]).to(device)
+        sequences = torch.arange(len(ranges)).repeat_interleave(torch.tensor(lengths)).to(device)
+        blocks = tables[sequences, positions // block_size].long()
+        metadata = cls(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+            context_lens=torch.tensor(ends, dtype=torch.int32, device=device),
+            block_tables=tables,
+            slot_mapping=blocks * block_size + positions % block_size,
+            max_query_len=max(lengths),
+            max_context_len=max(ends),
+        )
+        return metadata.in_chunks(chunk, block_size)
+
+    def in_chunks(self, chunk: int, block_size: int) -> "AttentionMetadata":
+        """The same rows, of which those in positions from a multiple of `chunk` to the next one see
+        only each other: a sequence with rows in several chunks is divided into as many sequences
+        that begin where a chunk does. 0: all rows see each other.
+
+        chunk: a multiple of `block_size`, the tokens per block. The result has sequences for the
+        most chunks that such a batch can have; those that it does not have are at the end, without
+        rows. So shapes depend on shapes alone, and the device is not waited for.
+        """
+        if chunk == 0:
+            return self
+        num_seqs, num_rows = len(self.context_lens), len(self.slot_mapping)
+        num_parts = min(num_rows, 2 * num_seqs + num_rows // chunk)
+        ends, starts = self.context_lens.long(), self.query_start.long()
+        firsts = ends - starts.diff()
+        first_chunks = firsts.div(chunk, rounding_mode="floor")
+        counts = (ends - 1).div(chunk, rounding_mode="floor") - first_chunks + 1
+        stops = counts.cumsum(0)
+        parts = torch.arange(num_parts, device=stops.device)
+        seqs = torch.searchsorted(stops, parts, right=True).clamp(max=num_seqs - 1)
+        chunks = first_chunks[seqs] + parts - (stops - counts)[seqs]
+        begins = (chunks * chunk).maximum(firsts[seqs]).minimum(ends[seqs])
+        chunks = chunks.clamp(min=0)  # of a row that pads a batch, at position -1
+        lengths = (ends[seqs] - chunks * chunk).clamp(min=0, max=chunk)
+        longest = min(chunk, self.max_context_len)
+        columns = torch.arange(-(-longest // block_size), device=stops.device)
+        columns = columns + chunks[:, None] * (chunk // block_size)
+        columns = columns.clamp(max=self.block_tables.shape[1] - 1)
+        return replace(
+            self,
+            query_start=torch.cat([starts[seqs] + begins - firsts[seqs], starts[-1:]]).int(),
+            context_lens=lengths.int(),
+            block_tables=self.block_tables[seqs[:, None], columns],
+            max_query_len=min(chunk, self.max_query_len),
+            max_context_len=longest,
+        )
 
 
 LayerCaches = tuple[Tensor, Tensor]

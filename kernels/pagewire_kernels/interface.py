@@ -102,6 +102,9 @@ class LayerKernels(Protocol):
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
+MAX_GROUP_MULTIPLE = 16
+"""Largest multiple of tokens that blocks of models with several cache groups can have."""
+
 SCALE_BYTES = 4
 """Bytes of the scale, a float32, that follows the codes of each head in an int8 cache."""
 
@@ -125,6 +128,9 @@ class AttentionNeeds:
 
     block_size: int | None = None
     """Tokens per block; None for the backend's default."""
+
+    chunk: int | None = None
+    """Tokens of a chunk, where layers attend to chunks. Their blocks divide it."""
 
     sliding_window: bool = False
     soft_cap: bool = False
@@ -175,6 +181,10 @@ class Abilities:
         if needs.block_size is not None and needs.block_size % self.block_multiple:
             multiple, got = self.block_multiple, needs.block_size
             yield f"takes blocks of a multiple of {multiple} tokens (--block-size), not {got}"
+        multiple = self.block_multiple
+        if needs.chunk and (multiple > MAX_GROUP_MULTIPLE or needs.chunk % multiple):
+            blocks = f"blocks of a multiple of {multiple} tokens"
+            yield f"takes {blocks}, which do not suit chunks of {needs.chunk} tokens"
         for feature, name in _FEATURES.items():
             if getattr(needs, feature) and not getattr(self, feature):
                 yield name

@@ -120,12 +120,13 @@ class _Case:
         """Compute attention of the last `query_lens[i]` rows of each sequence."""
         parts = self._query.split(self._lengths)
         rows = [part[-count:] for part, count in zip(parts, query_lens, strict=True)]
+        ranges = [(end - count, end) for end, count in zip(self._lengths, query_lens, strict=True)]
         needs, heads = self._needs, torch.arange(1.0, _NUM_KV_HEADS * _GROUP + 1, device=device)
         return backend.paged_attention(
             torch.cat(rows).to(device),
             cache[:, 0],
             cache[:, 1],
-            self._metadata(query_lens, device),
+            AttentionMetadata.of_ranges(ranges, self._tables.to(device), self.block_size),
             scale=needs.head_dim**-0.5,
             sliding_window=_WINDOW if needs.sliding_window else None,
             soft_cap=_SOFT_CAP if needs.soft_cap else None,
@@ -133,14 +134,4 @@ class _Case:
             alibi_slopes=2.0**-heads if needs.alibi else None,
             key_scale=self._scale,
             value_scale=self._scale,
-        )
-
-    def _metadata(self, query_lens: list[int], device: torch.device) -> AttentionMetadata:
-        return AttentionMetadata(
-            query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
-            context_lens=torch.tensor(self._lengths, dtype=torch.int32, device=device),
-            block_tables=self._tables.to(device),
-            slot_mapping=torch.full((sum(query_lens),), -1, device=device),
-            max_query_len=max(query_lens),
-            max_context_len=max(self._lengths),
         )

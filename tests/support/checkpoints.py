@@ -135,6 +135,20 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_MOE, "shared_expert_intermediate_size": 56},
     ),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_MOE, "head_dim": 24}),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "head_dim": 24,
+            "attention_chunk_size": 16,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 8,
+            "attn_scale": 0.5,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 96,
+        },
+    ),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
     "granite": (
         "GraniteConfig",

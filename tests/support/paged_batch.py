@@ -1,6 +1,6 @@
 """Random batches over a paged cache, for tests of attention backends."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,30 +66,22 @@ class PagedSequences:
         )
 
     def metadata(
-        self, parts: list[tuple[int, int, int]], *, num_decodes: int = 0
+        self, parts: list[tuple[int, int, int]], *, num_decodes: int = 0, chunk: int = 0
     ) -> AttentionMetadata:
         """The batch of (sequence, first position, end) for each part."""
-        size = self.shape.block_size
-        slots = []
-        for sequence, start, end in parts:
-            positions = torch.arange(start, end)
-            slots.append(self.tables[sequence][positions // size].long() * size + positions % size)
-        lengths = [end - start for _, start, end in parts]
-        return AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).int(),
-            context_lens=torch.tensor([end for _, _, end in parts], dtype=torch.int32),
-            block_tables=self.tables[[sequence for sequence, _, _ in parts]].contiguous(),
-            slot_mapping=torch.cat(slots),
-            max_query_len=max(lengths),
-            max_context_len=max(end for _, _, end in parts),
-            num_decodes=num_decodes,
-        )
+        tables = self.tables[[sequence for sequence, _, _ in parts]].contiguous()
+        ranges = [(start, end) for _, start, end in parts]
+        attention = AttentionMetadata.of_ranges(ranges, tables, self.shape.block_size, chunk)
+        return replace(attention, num_decodes=num_decodes)
 
-    def release(self, parts: list[tuple[int, int, int]], window: int) -> None:
-        """Release the blocks that no row of the batch sees: fill them with NaN, and set their
-        entries in the tables to -1."""
+    def release(
+        self, parts: list[tuple[int, int, int]], window: int | None = None, chunk: int = 1
+    ) -> None:
+        """Release the blocks that no row of the batch sees through a window, or in its chunk: fill
+        them with NaN, and set their entries in the tables to -1."""
         for sequence, start, _ in parts:
-            released = self.tables[sequence][: max(0, start - window + 1) // self.shape.block_size]
+            first = start // chunk * chunk if window is None else max(0, start - window + 1)
+            released = self.tables[sequence][: first // self.shape.block_size]
             blocks = self.cache[released.long()]
             self.cache[released.long()] = unwritten(tuple(blocks.shape), blocks.dtype)
             released.fill_(-1)

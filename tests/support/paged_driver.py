@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata, StepBatch
-from worker_service.cache_groups import CacheGroup, CacheLifetime
+from worker_service.cache_groups import CacheGroup
 from worker_service.models.interface import Model
 
 NAN = 255
@@ -43,7 +43,7 @@ class PagedDriver:
         """Compute tokens of sequences: (sequence, position of the first, tokens). Returns the
         logits of each part's rows, [num_tokens, vocab_size].
 
-        Blocks that no row sees through its window are released first: filled with NaN, and -1 in
+        Blocks that no row sees any more are released first: filled with NaN, and -1 in
         the table.
         """
         groups = list(zip(self.groups, self.tables, strict=True))
@@ -56,9 +56,7 @@ class PagedDriver:
             StepBatch(
                 token_ids=token_ids.to(self._device),
                 positions=torch.cat(positions).to(self._device),
-                attention=tuple(
-                    self._metadata(batch, tables, group.block_tokens) for group, tables in groups
-                ),
+                attention=tuple(self._metadata(batch, tables, group) for group, tables in groups),
                 caches=self._caches,
             )
         )
@@ -66,29 +64,17 @@ class PagedDriver:
         return list(self.model.compute_logits(hidden).cpu().split(lengths))
 
     def _metadata(
-        self, batch: Sequence[tuple[int, int, Sequence[int]]], tables: Tensor, size: int
+        self, batch: Sequence[tuple[int, int, Sequence[int]]], tables: Tensor, group: CacheGroup
     ) -> AttentionMetadata:
-        slots = []
-        for sequence, start, tokens in batch:
-            where = torch.arange(start, start + len(tokens))
-            slots.append(tables[sequence, where // size] * size + where % size)
-        lengths = [len(tokens) for _, _, tokens in batch]
-        context_lens = [start + len(tokens) for _, start, tokens in batch]
-        return AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(self._device),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32).to(self._device),
-            block_tables=tables[[part[0] for part in batch]].int().to(self._device),
-            slot_mapping=torch.cat(slots).to(self._device),
-            max_query_len=max(lengths),
-            max_context_len=max(context_lens),
-        )
+        ranges = [(start, start + len(tokens)) for _, start, tokens in batch]
+        rows = tables[[part[0] for part in batch]].int().to(self._device)
+        return AttentionMetadata.of_ranges(ranges, rows, group.block_tokens, group.chunk)
 
     def _release(self, group: CacheGroup, table: Tensor, position: int) -> None:
         """Release what no row from `position` on sees."""
-        if group.lifetime == CacheLifetime.WINDOW:
-            released = table[: max(0, position - group.span + 1) // group.block_tokens]
-            self.pool[released[released >= 0].to(self._device)] = NAN
-            released.fill_(-1)
+        released = table[: group.first_visible(position) // group.block_tokens]
+        self.pool[released[released >= 0].to(self._device)] = NAN
+        released.fill_(-1)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata, StepBatch
+from worker_service.cache_groups import CacheGroup
 from worker_service.config import CacheConfig
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory
@@ -78,23 +79,17 @@ class SyntheticBatches:
         pool = torch.zeros(1, block_bytes, dtype=torch.uint8, device=device)
         lengths = _spread(num_seqs, num_tokens, model.max_model_len)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        ranges = [(0, length) for length in lengths]
 
-        def metadata(block_tokens: int) -> AttentionMetadata:
-            shape = len(lengths), -(-max(lengths) // block_tokens)
-            return AttentionMetadata(
-                query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
-                context_lens=torch.tensor(lengths).int().to(device),
-                block_tables=torch.zeros(shape, dtype=torch.int32, device=device),
-                slot_mapping=positions % block_tokens,
-                max_query_len=max(lengths),
-                max_context_len=max(lengths),
-            )
+        def metadata(group: CacheGroup) -> AttentionMetadata:
+            shape = len(lengths), -(-max(lengths) // group.block_tokens)
+            tables = torch.zeros(shape, dtype=torch.int32, device=device)
+            return AttentionMetadata.of_ranges(ranges, tables, group.block_tokens, group.chunk)
 
-        groups = spec.groups(self.block_size)
         batch = StepBatch(
             token_ids=torch.zeros_like(positions),
             positions=positions,
-            attention=tuple(metadata(group.block_tokens) for group in groups),
+            attention=tuple(map(metadata, spec.groups(self.block_size))),
             caches=spec.views(pool, self.block_size),
         )
         logits = model.compute_logits(model.forward(batch)[: len(lengths)])

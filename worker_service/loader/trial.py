@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata, StepBatch
+from worker_service.cache_groups import CacheGroup
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import Model
 
@@ -78,8 +79,8 @@ class _Trial:
         self._device = device
         self.lengths = lengths
         spec = model.kv_cache_spec
-        self._block_tokens = [group.block_tokens for group in spec.groups(block_size)]
-        widths = [-(-max(lengths) // tokens) for tokens in self._block_tokens]
+        self._groups = spec.groups(block_size)
+        widths = [-(-max(lengths) // group.block_tokens) for group in self._groups]
         counts = [len(lengths) * width for width in widths]
         self._tables = [
             blocks.view(len(lengths), -1) for blocks in torch.arange(sum(counts)).split(counts)
@@ -95,8 +96,8 @@ class _Trial:
 
     def run(self, parts: list[_Part]) -> Tensor:
         """Compute a batch of parts. Returns hidden states [num_tokens, hidden_size]."""
-        groups = zip(self._tables, self._block_tokens, strict=True)
-        attention = tuple(self._metadata(parts, tables, size) for tables, size in groups)
+        groups = zip(self._tables, self._groups, strict=True)
+        attention = tuple(self._metadata(parts, tables, group) for tables, group in groups)
         positions = torch.cat([torch.arange(part.start, part.end) for part in parts])
         tokens = torch.cat([self._tokens[p.sequence][p.start : p.end] for p in parts])
         hidden = self._model.forward(
@@ -109,19 +110,7 @@ class _Trial:
         )
         return hidden.clone()  # the next run may overwrite it
 
-    def _metadata(self, parts: list[_Part], tables: Tensor, block_tokens: int) -> AttentionMetadata:
-        slots = []
-        for part in parts:
-            where = torch.arange(part.start, part.end)
-            blocks = tables[part.sequence, where // block_tokens]
-            slots.append(blocks * block_tokens + where % block_tokens)
-        lengths = [part.end - part.start for part in parts]
-        sequences = [part.sequence for part in parts]
-        return AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(self._device),
-            context_lens=torch.tensor([part.end for part in parts]).int().to(self._device),
-            block_tables=tables[sequences].int().to(self._device),
-            slot_mapping=torch.cat(slots).to(self._device),
-            max_query_len=max(lengths),
-            max_context_len=max(part.end for part in parts),
-        )
+    def _metadata(self, parts: list[_Part], tables: Tensor, group: CacheGroup) -> AttentionMetadata:
+        ranges = [(part.start, part.end) for part in parts]
+        rows = tables[[part.sequence for part in parts]].int().to(self._device)
+        return AttentionMetadata.of_ranges(ranges, rows, group.block_tokens, group.chunk)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import ceil, floor
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class LayerKV:
     window: int | None = None
     """Tokens that a token sees, itself included; None: all before it."""
 
+    chunk: int | None = None
+    """Tokens of a chunk: those from a multiple of it to the next one see each other alone. None:
+    there are none."""
+
     def num_elements(self, dtype: torch.dtype) -> int:
         """Elements of key and value, with any scales."""
         return 2 * self.num_kv_heads * stored_head_size(self.head_dim, dtype)
@@ -59,7 +64,8 @@ class KVCacheSpec:
 
     releases_windows: bool = False
     """Whether layers with a window are cache groups of their own, so that the scheduler releases
-    what no token sees any more; otherwise all layers are one group, which keeps all tokens."""
+    what no token sees any more; otherwise they are in the group that keeps all tokens. Layers with
+    chunks always are."""
 
     @classmethod
     def uniform(
@@ -73,6 +79,7 @@ class KVCacheSpec:
         """The same layers, followed by those of a draft model or head, which this rank holds
         whole."""
         assert drafts.dtype == self.dtype, "they are loaded with the same options"
+        assert all(layer.chunk is None for layer in drafts.layers), "refused when it was loaded"
         kept = tuple(replace(layer, window=None) for layer in drafts.layers)
         layers, start = (*self.layers, *kept), 0 if self.stage is None else self.stage.start
         return replace(self, layers=layers, stage=range(start, len(layers)), num_drafts=len(kept))
@@ -80,23 +87,21 @@ class KVCacheSpec:
     @cached_property
     def group_of(self) -> tuple[int, ...]:
         """The cache group of each of this rank's layers of the model. Drafts are in the first."""
-        spans, held = self._spans, self._held
+        kinds, held = self._kinds, self._held
         of_model = held[: len(held) - self.num_drafts]
-        return tuple(spans.index(self._span(layer)) for layer in of_model)
+        return tuple(kinds.index(self._kind(layer)) for layer in of_model)
 
     def groups(self, block_size: int) -> tuple[CacheGroup, ...]:
-        """The cache groups: the one that keeps all tokens, if any, and windows, smallest first.
+        """The cache groups: the one that keeps all tokens, if any, then windows and chunks, those
+        of fewest tokens first.
 
-        block_size: tokens per block of the group with most.
+        block_size: tokens per block of the group with most. Blocks of chunks divide them.
         """
-        tokens = _tokens_of_blocks(self._token_bytes(self.layers), block_size)
+        chunks, token_bytes = [kind.chunk for kind in self._kinds], self._token_bytes(self.layers)
+        tokens = _tokens_of_blocks(token_bytes, chunks, block_size)
         return tuple(
-            CacheGroup(
-                lifetime=CacheLifetime.WINDOW if span else CacheLifetime.GROWING,
-                block_tokens=block_tokens,
-                span=span,
-            )
-            for span, block_tokens in zip(self._spans, tokens, strict=True)
+            replace(kind, block_tokens=block_tokens)
+            for kind, block_tokens in zip(self._kinds, tokens, strict=True)
         )
 
     def choose_block_size(self, preferred: int) -> int:
@@ -105,10 +110,11 @@ class KVCacheSpec:
         such one, that which leaves least unused."""
         token_bytes = self._token_bytes(self.layers)
         if len(token_bytes) == 1:
-            return preferred
-        sizes = range(BLOCK_UNIT, MAX_BLOCK_TOKENS + 1, BLOCK_UNIT)
-        fits = {size: _tokens_of_blocks(token_bytes, size) for size in sizes}
+            return self.groups(preferred)[0].block_tokens
+        sizes = [*range(BLOCK_UNIT, MAX_BLOCK_TOKENS + 1, BLOCK_UNIT)]
+        fits = {size: [group.block_tokens for group in self.groups(size)] for size in sizes}
         paddings = {size: _padding(token_bytes, fits[size]) for size in sizes}
+        sizes = [size for size in sizes if max(fits[size]) == size] or sizes
         good = [size for size in sizes if paddings[size] <= MAX_PADDING]
         large = [size for size in good if min(fits[size]) >= preferred]
         if large:
@@ -123,7 +129,7 @@ class KVCacheSpec:
         total = 0
         for group in self.groups(block_size):
             needed = -(-num_tokens // group.block_tokens)
-            if group.lifetime is CacheLifetime.WINDOW:
+            if group.span:
                 seen = group.span - 1 + chunk
                 needed = min(needed, -(-seen // group.block_tokens) + 1)
             total += needed
@@ -155,7 +161,7 @@ class KVCacheSpec:
         groups = self.groups(block_size)
         ends = [0] * len(groups)  # elements of a block that layers before occupy
         for layer in self._held:
-            index = self._spans.index(self._span(layer))
+            index = self._kinds.index(self._kind(layer))
             tokens, start = groups[index].block_tokens, ends[index]
             ends[index] += tokens * layer.num_elements(self.dtype)
             heads = layer.num_kv_heads, stored_head_size(layer.head_dim, self.dtype)
@@ -166,32 +172,56 @@ class KVCacheSpec:
     def _held(self) -> tuple[LayerKV, ...]:
         return self.layers if self.stage is None else tuple(self.layers[i] for i in self.stage)
 
-    @property
-    def _spans(self) -> list[int]:
-        return sorted({self._span(layer) for layer in self.layers})
+    @cached_property
+    def _kinds(self) -> list[CacheGroup]:
+        """The cache groups, without the tokens of their blocks."""
+        return sorted({self._kind(layer) for layer in self.layers}, key=_order)
 
-    def _span(self, layer: LayerKV) -> int:
-        """The window of a layer's group; 0 in the group that keeps all tokens."""
-        return (layer.window or 0) if self.releases_windows else 0
+    def _kind(self, layer: LayerKV) -> CacheGroup:
+        if layer.chunk is not None:
+            return CacheGroup(lifetime=CacheLifetime.CHUNK, span=layer.chunk)
+        if layer.window is not None and self.releases_windows:
+            return CacheGroup(lifetime=CacheLifetime.WINDOW, span=layer.window)
+        return CacheGroup()
 
     def _token_bytes(self, layers: tuple[LayerKV, ...]) -> list[int]:
         """Bytes of a token by group, in these layers."""
         size = self.dtype.itemsize
         return [
-            sum(size * kv.num_elements(self.dtype) for kv in layers if self._span(kv) == span)
-            for span in self._spans
+            sum(size * kv.num_elements(self.dtype) for kv in layers if self._kind(kv) == kind)
+            for kind in self._kinds
         ]
 
 
-def _tokens_of_blocks(token_bytes: list[int], block_size: int) -> tuple[int, ...]:
+def _order(kind: CacheGroup) -> tuple[int, str]:
+    return kind.span, kind.lifetime.value
+
+
+def _tokens_of_blocks(
+    token_bytes: list[int], chunks: list[int], block_size: int
+) -> tuple[int, ...]:
     """Tokens per block by group, of which the one with fewest bytes per token has `block_size`:
-    the combination of roundings to units that leaves least unused."""
+    the combination of roundings to units, and to divisors of chunks, that leaves least unused.
+    chunks: 0 for a group without."""
     unit = BLOCK_UNIT if block_size % BLOCK_UNIT == 0 else 1
-    units = block_size // unit * min(token_bytes)
+    num_bytes = block_size // unit * unit * min(token_bytes)
     choices = [
-        sorted({max(1, units // size) * unit, -(-units // size) * unit}) for size in token_bytes
+        _roundings(num_bytes / size, unit, chunk)
+        for size, chunk in zip(token_bytes, chunks, strict=True)
     ]
     return min(product(*choices), key=lambda tokens: _padding(token_bytes, tokens))
+
+
+def _roundings(tokens: float, unit: int, chunk: int) -> list[int]:
+    """The multiples of `unit` around a number of tokens; of those that divide a chunk, if any do,
+    or else its divisors around that number."""
+    if chunk == 0:
+        return sorted({max(1, floor(tokens / unit)) * unit, ceil(tokens / unit) * unit})
+    unit = unit if chunk % unit == 0 else 1
+    sizes = [size for size in range(unit, chunk + 1, unit) if chunk % size == 0]
+    below = [size for size in sizes if size <= tokens] or sizes[:1]
+    above = [size for size in sizes if size >= tokens] or sizes[-1:]
+    return [below[-1], above[0]]
 
 
 def _padding(token_bytes: list[int], tokens: tuple[int, ...] | list[int]) -> float:

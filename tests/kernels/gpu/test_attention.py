@@ -11,6 +11,7 @@ from pagewire_kernels import reference
 from pagewire_kernels.triton import Launch, TritonBackend, choose_launch, paged_attention, write_kv
 from pagewire_kernels.triton.attention import parts_of
 from pagewire_kernels.triton.attention_kernels import plan_splits
+from tests.support.chunked_attention import attended_in_chunks
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees, on_device
 from tests.support.paged_batch import PagedSequences, Shape
 
@@ -110,6 +111,25 @@ def test_released_blocks_are_not_read(launch: str) -> None:
     before = _attend(sequences, parts, **options)
     sequences.release(parts, 7)
     assert torch.equal(_attend(sequences, parts, **options), before)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_a_token_sees_its_chunk_alone(batch_invariant: bool, num_decodes: int) -> None:
+    """Blocks of earlier chunks are released."""
+    sequences = PagedSequences(Shape(), LENGTHS)
+    _written(sequences)
+    parts = [(0, 32, 33), (1, 0, 1), (2, 20, 60), (3, 0, 9)]
+    sequences.release(parts, chunk=16)
+    metadata = sequences.metadata(parts, num_decodes=num_decodes)
+    output = paged_attention(
+        sequences.rows(sequences.queries, parts).to(DEVICE),
+        *sequences.cache.to(DEVICE)[:, 1].unbind(1),
+        on_device(metadata).in_chunks(16, sequences.shape.block_size),
+        scale=0.3,
+        batch_invariant=batch_invariant,
+    )
+    assert_agrees(output, attended_in_chunks(sequences, parts, 16, scale=0.3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

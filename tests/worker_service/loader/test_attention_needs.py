@@ -19,6 +19,21 @@ def _needs(config: dict[str, Any]) -> AttentionNeeds:
 
 
 @pytest.mark.parametrize(
+    ("config", "chunk"),
+    [
+        ({"model_type": "llama4_text"}, 8192),
+        ({"text_config": {"model_type": "llama4_text", "attention_chunk_size": 48}}, 48),
+        ({"model_type": "llama4_text", "attention_chunk_size": None}, None),
+        ({"model_type": "llama"}, None),
+    ],
+)
+def test_tokens_of_a_chunk_are_those_of_the_configuration(
+    config: dict[str, Any], chunk: int | None
+) -> None:
+    assert _needs(config).chunk == chunk
+
+
+@pytest.mark.parametrize(
     ("config", "features"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, set()),

@@ -97,7 +97,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 THROUGH_TRANSFORMERS = (
     *("gemma", "gemma2", "gemma3", "phi3", "cohere", "gpt_neox"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4"),
 )
 
 
@@ -107,9 +107,11 @@ def _round(model: Any, quantization: str) -> None:
     for name, module in model.named_modules():
         for part in ("gate_up_proj", "down_proj"):
             if isinstance(experts := getattr(module, part, None), nn.Parameter):
-                for expert in experts.data.mT if module.is_transposed else experts.data:
+                is_transposed = getattr(module, "is_transposed", True)
+                for expert in experts.data.mT if is_transposed else experts.data:
                     expert.copy_(quantize(expert, quantization).dequantize())
-        if isinstance(module, (nn.Linear, Conv1D)) and not name.endswith("shared_expert_gate"):
+        is_linear = isinstance(module, (nn.Linear, Conv1D))
+        if is_linear and not name.endswith(("shared_expert_gate", "router")):
             weight = module.weight.data
             weight = weight.t() if isinstance(module, Conv1D) else weight
             weight.copy_(quantize(weight, "int8" if module is head else quantization).dequantize())

@@ -1,5 +1,6 @@
 """Cache groups of models, tokens per block, and where layers lie in a block."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -84,6 +85,45 @@ def test_groups_are_ordered_by_their_windows_after_the_one_that_keeps_all() -> N
         CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=64, span=512),
     )
     assert spec.group_of == (2, 2, 0, 0, 1, 1, 1, 1)
+
+
+def _in_chunks(chunk: int, num_full: int, num_chunked: int) -> KVCacheSpec:
+    layer = LayerKV(num_kv_heads=8, head_dim=128)
+    layers = (layer,) * num_full + (replace(layer, chunk=chunk),) * num_chunked
+    return KVCacheSpec(layers=layers, dtype=torch.bfloat16)
+
+
+def test_layers_with_chunks_are_a_group_although_windows_are_kept() -> None:
+    spec = _in_chunks(8192, num_full=1, num_chunked=3)
+    assert spec.groups(48) == (
+        CacheGroup(lifetime=CacheLifetime.GROWING, block_tokens=48),
+        CacheGroup(lifetime=CacheLifetime.CHUNK, block_tokens=16, span=8192),
+    )
+    assert spec.group_of == (0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("preferred", [16, 64])
+def test_blocks_of_llama_4_are_used_but_for_a_twentieth(preferred: int) -> None:
+    for num_full, num_chunked in ((12, 36), (1, 3), (3, 1)):
+        _assert_blocks_are_used(_in_chunks(8192, num_full, num_chunked), preferred)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 48, 64, 256])
+@pytest.mark.parametrize("chunk", [1, 7, 12, 16, 100, 240, 8192])
+def test_blocks_of_chunks_divide_them(chunk: int, block_size: int) -> None:
+    for num_full, num_chunked in ((0, 2), (1, 1), (1, 3), (3, 1)):
+        spec = _in_chunks(chunk, num_full, num_chunked)
+        for size in (block_size, spec.choose_block_size(block_size)):
+            *_, group = spec.groups(size)
+            assert chunk % group.block_tokens == 0
+            assert chunk % 16 or size % 16 or group.block_tokens % 16 == 0
+
+
+def test_a_sequence_needs_blocks_for_a_chunk_of_the_model_and_one_of_its_prompt() -> None:
+    spec = _in_chunks(64, 0, 2)
+    assert spec.num_blocks(4096, chunk=1, block_size=16) == 4 + 1
+    assert spec.num_blocks(4096, chunk=32, block_size=16) == 6 + 1
+    assert spec.num_blocks(40, chunk=32, block_size=16) == 3
 
 
 def test_the_smallest_blocks_of_a_cpu_have_sixty_four_tokens() -> None:

@@ -50,7 +50,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "MambaForCausalLM": ("MambaConfig", {"hidden_size": 64}, "state space"),
     "JambaForCausalLM": ("JambaConfig", SHAPE, "state space"),
     "Qwen3NextForCausalLM": ("Qwen3NextConfig", SHAPE, "linear attention"),
-    "Llama4ForCausalLM": ("Llama4TextConfig", SHAPE, "chunked attention"),
+    "Llama4ForCausalLM": (
+        "Llama4TextConfig",
+        {**SHAPE, "attention_chunk_size": 0},
+        "attention_chunk_size of at least 1, got 0",
+    ),
+    "OlmoForCausalLM": ("OlmoConfig", {**SHAPE, "attention_chunk_size": 16}, "no layer_types"),
     "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),
     "BartForConditionalGeneration": ("BartConfig", {}, "encoder-decoder"),
     "Qwen2VLForConditionalGeneration": ("Qwen2VLConfig", {}, "multimodal"),

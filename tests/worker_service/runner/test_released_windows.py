@@ -1,4 +1,4 @@
-"""Models with windows, whose blocks the scheduler releases while sequences run."""
+"""Models with windows or chunks, whose blocks the scheduler releases while sequences run."""
 
 from functools import cache
 from typing import Any
@@ -15,15 +15,16 @@ from tests.support.speculation import NUM_DRAFTS, SpeculatingEngine
 from tests.support.transformers_oracle import oracle
 from worker_service.config import CacheConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import load_eagle_head, load_model
+from worker_service.loader import load_draft_model, load_eagle_head, load_model
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.runner.drafting.draft_model import DraftModel
 from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.drafting.eagle_drafter import EagleDrafter
+from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 
-# Windows alone, two lifetimes, two shapes of heads, and sinks.
-FAMILIES = ("mistral", "qwen2_sliding", "gemma4", "gpt_oss")
+# Windows alone, two lifetimes, two shapes of heads, sinks, and chunks.
+FAMILIES = ("mistral", "qwen2_sliding", "gemma4", "gpt_oss", "llama4")
 NUM_TOKENS = 60
 LENGTHS = (3, 17, 30, 41)
 
@@ -58,15 +59,20 @@ class AheadEngine(ReleasingEngine):
 
 
 class DraftingEngine(SpeculatingEngine):
-    """The same with drafts: of the model itself, or of a random head."""
+    """The same with drafts: of the model itself, of another one, of a random head, or from
+    earlier outputs."""
 
     def __init__(self, family: str, kind: str, **options: Any) -> None:
         self._kind = kind
         super().__init__(checkpoint(family), releases_windows=True, **options)
 
-    def load_draft(self) -> Model | EagleHead:
+    def load_draft(self) -> Model | EagleHead | None:
+        if self._kind == "suffix":
+            return None
         if self._kind == "draft":
             return load_model(self.loaded.config).model
+        if self._kind == "other draft":
+            return load_draft_model(str(checkpoint("llama")), self.loaded, CacheConfig())
         name = str(head_for(self.loaded.model.hidden_size, VOCAB_SIZE))  # type: ignore[attr-defined]
         head = load_eagle_head(name, self.loaded, CacheConfig())
         assert head is not None
@@ -76,8 +82,9 @@ class DraftingEngine(SpeculatingEngine):
         cache.device_cache.fill_(NAN)
         if isinstance(self.draft, EagleHead):
             return EagleDrafter(self.draft, cache.draft_caches)
-        assert self.draft is not None
-        return DraftModel(self.draft, cache.draft_caches)
+        if self.draft is not None:
+            return DraftModel(self.draft, cache.draft_caches)
+        return SuffixDrafter()
 
 
 def _prompts() -> list[list[int]]:
@@ -99,6 +106,8 @@ def _expected(family: str) -> list[list[int]]:
             for size, kind in ((16, ReleasingEngine), (4, AheadEngine))
         ),
         ("gpt_oss", 16, AheadEngine),
+        ("llama4", 16, ReleasingEngine),
+        *(("llama4", size, AheadEngine) for size in (4, 16)),
     ],
 )
 def test_tokens_are_those_of_transformers_past_several_windows(
@@ -112,7 +121,7 @@ def test_tokens_are_those_of_transformers_past_several_windows(
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-@pytest.mark.parametrize("family", ["qwen2_sliding", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2_sliding", "gpt_oss", "llama4"])
 def test_preempted_sequences_keep_their_tokens(family: str, mode: PreemptionMode) -> None:
     config = SchedulerConfig(preemption_mode=mode, max_num_batched_tokens=24, watermark=0.0)
     engine = ReleasingEngine(family, num_gpu_blocks=40, num_cpu_blocks=120, config=config)
@@ -142,6 +151,8 @@ DRAFTING = [
     ("gpt_oss", "draft"),
     ("mistral", "eagle"),
     ("qwen2_sliding", "eagle"),
+    ("llama4", "other draft"),
+    ("llama4", "suffix"),
 ]
 
 

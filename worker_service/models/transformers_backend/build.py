@@ -22,10 +22,12 @@ from worker_service.models.interface import ModelContext
 from worker_service.models.layers import RotarySettings
 from worker_service.models.registry import limit_model_len
 from worker_service.models.transformers_backend.model import (
+    CHUNKED,
     NAME,
     AttentionState,
     TransformersModel,
     attach,
+    chunk_size,
 )
 from worker_service.models.transformers_backend.packed import Packing, Read
 
@@ -33,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 _ALIBI_TYPES = ("bloom", "mpt")
-_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", CHUNKED, "attention")
 _LAYER_TYPE_NAMES = {
-    "chunked_attention": "chunked attention",
     "linear_attention": "linear attention or a state space",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
@@ -81,11 +82,14 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
 
 
 def _layer_features(config: Any) -> Iterator[str]:
-    for kind in getattr(config, "layer_types", None) or ():
+    kinds, chunk = getattr(config, "layer_types", None) or (), chunk_size(config)
+    for kind in kinds:
         if kind not in _LAYER_TYPES:
             yield f"it has {_LAYER_TYPE_NAMES.get(kind, f'layers of type {kind}')}"
-    if getattr(config, "attention_chunk_size", None):
-        yield "it has chunked attention"
+    if chunk is not None and not kinds:
+        yield "its attention_chunk_size is set, but no layer_types say where it applies"
+    if CHUNKED in kinds and (chunk is None or chunk < 1):
+        yield f"its chunked layers need an attention_chunk_size of at least 1, got {chunk}"
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -24,7 +24,11 @@ from worker_service.models.transformers_backend.packed import Tables
 NAME = "pagewire"
 """The name under which the attention function is registered."""
 
+CHUNKED = "chunked_attention"
+"""The type of layers in which tokens see only those of their chunk."""
+
 _STATE = "pagewire_state"
+_TEMPERATURE = "pagewire_temperature"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +66,22 @@ def attach(model: nn.Module, state: AttentionState) -> None:
     `transformers` would read positions on the host to prepare a mask.
     """
     AttentionInterface.register(NAME, attention_forward)
+    module: Any
     for module in model.modules():
         setattr(module, _STATE, state)
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            module.attn_temperature_tuning = False  # it counts rows of the batch, not positions
+            setattr(module, _TEMPERATURE, (module.attn_scale, module.floor_scale))
+
+
+def _tuned(module: nn.Module, query: Tensor, positions: Tensor) -> Tensor:
+    """Queries, [1, num_heads, num_tokens, head_dim], scaled by their positions, where a layer of
+    Llama 4 does so (Nakanishi 2025)."""
+    if not hasattr(module, _TEMPERATURE):
+        return query
+    scale, floor = getattr(module, _TEMPERATURE)
+    factors = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
+    return (query * factors[:, None]).to(query.dtype)
 
 
 # Arguments that do not affect the result: keys and queries contain positions already, and the
@@ -126,6 +144,7 @@ def attention_forward(
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     caches, metadata = state.batch.caches[layer], state.batch.attention[state.groups[layer]]
+    query = _tuned(module, query, state.batch.positions)
     backend = state.kernels.attention_of(sliding_window)
     backend.write_kv(
         key[0].transpose(0, 1),
@@ -154,18 +173,23 @@ def cache_spec(
     """
     for feature in _obstacles(config, calls):
         raise UnsupportedModel(f"{architecture} cannot be served: {feature}")
+    kinds = getattr(config, "layer_types", None)
     layers = []
     for call in sorted(calls, key=lambda call: call.layer):
-        window = call.sliding_window
-        hides_some = window is not None and window < max_model_len
-        layers.append(
-            LayerKV(
-                num_kv_heads=call.num_kv_heads,
-                head_dim=call.key_dim,
-                window=window if hides_some else None,
-            )
+        chunk = chunk_size(config) if kinds and kinds[call.layer] == CHUNKED else None
+        window, chunk = (
+            span if span is not None and span < max_model_len else None
+            for span in (call.sliding_window, chunk)
         )
+        size = call.num_kv_heads, call.key_dim
+        layers.append(LayerKV(num_kv_heads=size[0], head_dim=size[1], window=window, chunk=chunk))
     return KVCacheSpec(layers=tuple(layers), dtype=calls[0].dtype)
+
+
+def chunk_size(config: Any) -> int | None:
+    """Tokens of a chunk in layers of type `CHUNKED`."""
+    size: int | None = getattr(config, "attention_chunk_size", None)
+    return size
 
 
 def _obstacles(config: Any, calls: list[AttentionCall]) -> Iterator[str]:
@@ -278,7 +302,7 @@ class TransformersModel:
         self.num_parameters = num_parameters
         attach(causal_lm, state)
         self._state = state
-        self._decoder = causal_lm.base_model
+        self._decoder = getattr(causal_lm, _decoder_name(causal_lm))
         self._head = _head_alone(causal_lm)
         self._ops: AbstractContextManager[Any] = nullcontext()
         if context.device.type == "cpu" or context.needs_fixed_products:
@@ -349,5 +373,11 @@ def _head_alone(causal_lm: Any) -> nn.Module:
     scales and caps that it has."""
     head: nn.Module = copy.copy(causal_lm)
     head._modules = dict(causal_lm._modules)
-    head._modules[causal_lm.base_model_prefix] = _PassThrough()
+    head._modules[_decoder_name(causal_lm)] = _PassThrough()
     return head
+
+
+def _decoder_name(causal_lm: Any) -> str:
+    """The attribute with the decoder. Llama 4's prefix is that of its multimodal model instead."""
+    prefix: str = causal_lm.base_model_prefix
+    return prefix if hasattr(causal_lm, prefix) else "model"

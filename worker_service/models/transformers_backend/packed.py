@@ -13,6 +13,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,12 @@ class PackedExperts(nn.Module):
     depend on the other tokens of these experts.
     """
 
-    def __init__(self, experts: Any) -> None:
+    def __init__(self, experts: Any, *, weights_inputs: bool = False) -> None:
+        """weights_inputs: whether the inputs of experts are weighted, and not their results."""
         super().__init__()
         self._apply_gate = experts._apply_gate  # keeps the module, and what its gate needs, alive
         self._num_experts = len(experts.down_proj)
+        self._weights_inputs = weights_inputs
         self.packed: dict[str, dict[int, PackedWeight]] = {"gate_up_proj": {}, "down_proj": {}}
         """By the name of the library's parameter, then by expert."""
 
@@ -118,27 +121,60 @@ class PackedExperts(nn.Module):
             token, place = torch.where(top_k_index == expert)
             up_bias = self._gate_up_bias[expert] if self._gate_up_bias is not None else None
             down_bias = self._down_bias[expert] if self._down_bias is not None else None
-            inner = self._apply_gate(gate_up[expert].apply(hidden_states[token], up_bias))
+            rows, weights = hidden_states[token], top_k_weights[token, place, None]
+            rows = rows * weights if self._weights_inputs else rows
+            inner = self._apply_gate(gate_up[expert].apply(rows, up_bias))
             result = down[expert].apply(inner, down_bias)
-            weighted = result * top_k_weights[token, place, None]
-            output.index_add_(0, token, weighted.to(output.dtype))
+            result = result if self._weights_inputs else result * weights
+            output.index_add_(0, token, result.to(output.dtype))
         return output
 
 
+class PackedMixture(nn.Module):
+    """Llama 4's mixture: a shared expert, and routed ones whose inputs are weighted. The library
+    computes all experts for all tokens; those that were not chosen add zeros."""
+
+    def __init__(self, mixture: Any) -> None:
+        super().__init__()
+        self.router, self.shared_expert = mixture.router, mixture.shared_expert
+        experts = mixture.experts
+        experts.has_bias, experts._apply_gate = False, partial(_gate, experts.act_fn)
+        self.experts = PackedExperts(experts, weights_inputs=True)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden_states: [..., hidden_size]. Returns [num_tokens, hidden_size], and the logits of
+        the router."""
+        rows = hidden_states.flatten(0, -2)
+        scores, logits = self.router(rows)
+        chosen = logits.topk(self.router.top_k, dim=1).indices
+        output = self.shared_expert(rows)
+        return output.add_(self.experts(rows, chosen, scores.gather(1, chosen))), logits
+
+
+def _gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return up * activation(gate)
+
+
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _is_experts(module)
+    return type(module) is nn.Linear or _is_experts(module) or _is_mixture(module)
 
 
-def _remove_weight(embedding: Any) -> None:
-    weight = _outline(embedding.weight)
+def _is_mixture(module: nn.Module) -> bool:
+    return type(module).__name__ == "Llama4TextMoe"
+
+
+def _remove_weight(embedding: Any, device: str = "meta") -> None:
+    """device: where the embedding is, to which models may copy token ids."""
+    weight = _outline(embedding.weight, device)
     del embedding.weight
     embedding.weight = weight
 
 
-def _outline(weight: Tensor) -> Tensor:
-    """A placeholder with the shape of a weight. It is no parameter, so that `transformers` does not
-    expect it in a checkpoint."""
-    return torch.empty_like(weight.detach(), device="meta")
+def _outline(weight: Tensor, device: str = "meta") -> Tensor:
+    """A placeholder with the shape of a weight: a single NaN. It is no parameter, so that
+    `transformers` does not expect it in a checkpoint."""
+    return torch.full((), torch.nan, dtype=weight.dtype, device=device).expand(weight.shape)
 
 
 def _is_experts(module: nn.Module) -> bool:
@@ -150,9 +186,10 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _replace(model: Any, name: str) -> Any:
-    """Replace a linear layer, or experts, by a packed module, which is returned."""
+    """Replace a linear layer, experts or a mixture by a packed module, which is returned."""
     module = model.get_submodule(name)
-    replacement = PackedLinear(module) if isinstance(module, nn.Linear) else PackedExperts(module)
+    packed: type[nn.Module] = PackedMixture if _is_mixture(module) else PackedExperts
+    replacement = (PackedLinear if isinstance(module, nn.Linear) else packed)(module)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, replacement)
     return replacement
@@ -352,6 +389,7 @@ class Packing:
                     owner.packed = packed
                 else:
                     assert isinstance(packed, PackedTable)
+                    _remove_weight(owner, "cpu")
                     self.tables[owner.weight] = packed
                     for tied in self._shared():
                         model.get_submodule(tied.rpartition(".")[0]).packed = packed
@@ -415,10 +453,14 @@ class Packing:
             module = model.get_submodule(name)
             if isinstance(module, nn.Linear):
                 self._pack_linear(model, name, module.weight, embedding)
-            elif can_pack(module.down_proj.dtype, module.down_proj.device):
-                weights = {part: getattr(module, part).detach() for part in _EXPERT_PARTS}
-                is_transposed = module.is_transposed
-                experts = _replace(model, name)
+                continue
+            is_mixture = _is_mixture(module)
+            experts = module.experts if is_mixture else module
+            if can_pack(experts.down_proj.dtype, experts.down_proj.device):
+                weights = {part: getattr(experts, part).detach() for part in _EXPERT_PARTS}
+                is_transposed = is_mixture or experts.is_transposed
+                replacement = _replace(model, name)
+                experts = replacement.experts if is_mixture else replacement
                 for part, stacked in weights.items():
                     for i, weight in enumerate(stacked.mT if is_transposed else stacked):
                         experts.packed[part][i] = self._pack_dense(f"{name}.{part}", weight)
@@ -429,5 +471,5 @@ class Packing:
         packed = self._pack_dense(f"{name}.weight", weight.detach())
         _replace(model, name).packed = packed
         if embedding.weight is weight and isinstance(packed, PackedTable):
-            _remove_weight(embedding)
+            _remove_weight(embedding, "cpu")
             self.tables[embedding.weight] = packed

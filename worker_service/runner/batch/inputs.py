@@ -108,7 +108,7 @@ def build_batch(
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
             num_decodes=inputs.num_decodes,
-        )
+        ).in_chunks(tables.group.chunk, tables.block_tokens)
         for tables, slot_mapping, width in zip(
             table.tables, inputs.slot_mappings, widths, strict=True
         )

@@ -70,15 +70,15 @@ class DeviceRows:
         None for all.
         """
         self.padding_row = num_rows
-        self.block_tokens = [group.block_tokens for group in groups]
+        self.groups = groups
         self.block_tables = [
             torch.full(
-                (num_rows + 1, -(-max_model_len // size)),
+                (num_rows + 1, -(-max_model_len // group.block_tokens)),
                 NO_BLOCK,
                 dtype=torch.int32,
                 device=device,
             )
-            for size in self.block_tokens
+            for group in groups
         ]
         """By cache group."""
 

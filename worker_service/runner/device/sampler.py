@@ -115,7 +115,7 @@ class DeviceSampler:
         self._block_tables = device_rows.block_tables
         self._tables = device_rows.sampling
         self._kernels = kernels
-        self._block_tokens = device_rows.block_tokens
+        self._groups = device_rows.groups
         self.no_masks = self.bitmask(1, vocab_size)
         """The bitmask of batches without constraints, which no row reads."""
 
@@ -140,27 +140,27 @@ class DeviceSampler:
     ) -> StepBatch:
         """Prepare the inputs of the model. slot_mappings: of each cache group, the first one's in
         `inputs`, too; metadata: other fields of `AttentionMetadata` that the host decides."""
-        groups = zip(slot_mappings, self._block_tables, self._block_tokens, strict=True)
+        groups = zip(slot_mappings, self._block_tables, self._groups, strict=True)
         prepared = [
             self._kernels.prepare(
                 inputs._replace(slot_mapping=slots),
                 self._tables.latest,
                 block_tables,
-                block_tokens,
-                -(-max_context_len // block_tokens),
+                group.block_tokens,
+                -(-max_context_len // group.block_tokens),
             )
-            for slots, block_tables, block_tokens in groups
+            for slots, block_tables, group in groups
         ]
         attention = [
             AttentionMetadata(
                 query_start=query_start,
                 context_lens=inputs.context_lens,
-                block_tables=group.block_tables,
-                slot_mapping=group.slot_mapping,
+                block_tables=of_group.block_tables,
+                slot_mapping=of_group.slot_mapping,
                 max_context_len=max_context_len,
                 **metadata,
-            )
-            for group in prepared
+            ).in_chunks(group.chunk, group.block_tokens)
+            for of_group, group in zip(prepared, self._groups, strict=True)
         ]
         return StepBatch(
             token_ids=prepared[0].token_ids,

@@ -21,8 +21,8 @@ class BlockTables:
     """
 
     def __init__(self, group: CacheGroup, max_model_len: int, num_rows: int) -> None:
+        self.group = group
         self.block_tokens = group.block_tokens
-        self._group = group
         width = -(-max_model_len // group.block_tokens)
         self.blocks = np.full((num_rows, width), NO_BLOCK, np.int32)
         self.firsts = np.zeros(num_rows, np.int64)
@@ -63,7 +63,7 @@ class BlockTables:
 
     def first_needed(self, position: int) -> int:
         """The first entry that tokens from this position on read or write."""
-        return self._group.first_visible(position) // self.block_tokens
+        return self.group.first_visible(position) // self.block_tokens
 
     def holding(self, blocks: Int32Array, row_ids: Int64Array, positions: Int64Array) -> Int32Array:
         """Which of these blocks are in the tables of some sequences and not yet released.
