@@ -9,11 +9,13 @@
 | `model_files.py` | a directory, the hub or the embedded model; assets for frontends; fingerprint |
 | `hub_progress.py` | the progress of a download |
 | `gguf_file.py` | GGUF files: metadata, and tensors one at a time, dense or packed |
+| `gguf_blocks.py` | a table of the types of quantized tensors in GGUF files |
 | `gguf_model.py` | configuration and tensors of a GGUF file under the names of `transformers` |
 | `gguf_tokenizer.py` | tokenizer and chat template of a GGUF file, as files for frontends |
 | `quantized_checkpoint.py` | `quantization_config`, and quantized weights under dense names |
-| `quantized_formats.py` | the tensors that make up a quantized weight, format by format |
+| `quantized_formats.py` | a table of the tensors that make up a quantized weight |
 | `rounded_cache.py` | an on-disk cache of weights quantized by `--quantization` |
+| `tensors.py` | the tensors of a checkpoint, whatever they are stored as |
 | `weights.py` | reading weights, packing them while loading, scales of an fp8 KV cache |
 | `device.py` | device, dtype, threads, and returning freed host memory to the system |
 | `trial.py` | a trial run that checks results and batch invariance |

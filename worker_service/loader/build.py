@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class ModelBuilder:
             return
         sources = self.checkpoint.sources(model)
         roundings = {
-            sources[weight.name]: weight.rounding
+            sources[weight.name].name: weight.rounding
             for weight in model.weight_targets()
             if weight.name in sources and weight.rounding and weight.keep
         }
@@ -128,23 +128,22 @@ class ModelBuilder:
         def reader(roundings: Mapping[str, str]) -> Iterator[Any]:
             source = self._rounded(roundings)
             phase = self.progress.phase("loading weights", source.num_bytes)
-            with phase as advance, source.reader(advance) as read:
-                yield read
+            with phase as advance, source.opened.reporting(advance):
+                yield lambda name: source.tensors[name].read()
 
         files = self.checkpoint.files
-        with ExitStack() as opened:
-            return build_transformers_model(
-                self.model_dir,
-                self.hf_config,
-                max_model_len=config.max_model_len,
-                context=self.context,
-                kernels=self.kernels,
-                dummy_weights=config.load_format == "dummy",
-                trust_remote_code=config.trust_remote_code,
-                tensors=self.checkpoint.tensors(opened),
-                source=files[0] if len(files) == 1 else self.model_dir,
-                reader=reader,
-            )
+        return build_transformers_model(
+            self.model_dir,
+            self.hf_config,
+            max_model_len=config.max_model_len,
+            context=self.context,
+            kernels=self.kernels,
+            dummy_weights=config.load_format == "dummy",
+            trust_remote_code=config.trust_remote_code,
+            tensors=self.checkpoint.tensors,
+            source=files[0] if len(files) == 1 else self.model_dir,
+            reader=reader,
+        )
 
 
 def _with_own_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -116,10 +116,8 @@ def _copy_from_target(copied: list[WeightTarget], target: LoadedModel, model: Na
     schemes = read_schemes(target.model_dir / "config.json", target.hf_config)
     checkpoint = open_checkpoint(target.model_dir, schemes)
     sources = checkpoint.sources(model)
-    with checkpoint.reader() as read:
-        for weight in copied:
-            tensor = read(sources[weight.name])
-            weight.target.copy_(tensor if isinstance(tensor, Tensor) else tensor.dequantize())
+    for weight in copied:
+        weight.target.copy_(sources[weight.name][...])
 
 
 def _layer_config(config: dict[str, Any], model_dir: Path) -> dict[str, Any]:
@@ -157,7 +155,7 @@ def _settings(
             raise InvalidOption(
                 f"{field}: expected {wanted}, as {target.architecture} needs it, got {got}"
             )
-    names = {name.removeprefix("model.") for name in checkpoint.file_of}
+    names = {name.removeprefix("model.") for name in checkpoint.tensors}
     draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
     has_embedding, has_head = "embed_tokens.weight" in names, "lm_head.weight" in names
     if not has_embedding and layer.hidden_size != target.hidden_size:
@@ -198,22 +196,21 @@ def _draft_tokens(checkpoint: Checkpoint, settings: EagleSettings) -> Tensor:
     difference between the two ids."""
     size, vocab_size = settings.draft_vocab_size, settings.layer.vocab_size
     tokens = torch.arange(size)
-    with checkpoint.reader() as read:
-        if "d2t" in checkpoint.file_of:
-            offsets = read("d2t")
-            if not isinstance(offsets, Tensor) or offsets.shape != (size,):
-                raise BadCheckpoint(f"d2t: expected {size} numbers, one per draft_vocab_size")
-            tokens = tokens + offsets.long()
-        elif size != vocab_size:
-            raise BadCheckpoint(
-                f"d2t is missing, but the head drafts only {size} of {vocab_size} tokens"
-            )
-        if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < size:
-            raise BadCheckpoint(f"d2t: expected {size} distinct tokens below {vocab_size}")
-        if "t2d" in checkpoint.file_of:
-            is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
-            is_drafted[tokens] = True
-            mask = read("t2d")
-            if not isinstance(mask, Tensor) or not torch.equal(mask.bool(), is_drafted):
-                raise BadCheckpoint("t2d: expected true exactly for the tokens of d2t")
+    stored = checkpoint.tensors
+    if "d2t" in stored:
+        offsets = stored["d2t"][...]
+        if offsets.shape != (size,):
+            raise BadCheckpoint(f"d2t: expected {size} numbers, one per draft_vocab_size")
+        tokens = tokens + offsets.long()
+    elif size != vocab_size:
+        raise BadCheckpoint(
+            f"d2t is missing, but the head drafts only {size} of {vocab_size} tokens"
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < size:
+        raise BadCheckpoint(f"d2t: expected {size} distinct tokens below {vocab_size}")
+    if "t2d" in stored:
+        is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
+        is_drafted[tokens] = True
+        if not torch.equal(stored["t2d"][...].bool(), is_drafted):
+            raise BadCheckpoint("t2d: expected true exactly for the tokens of d2t")
     return tokens

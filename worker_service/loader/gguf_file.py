@@ -2,18 +2,13 @@
 
 The header is parsed here and not by `gguf.GGUFReader`, which takes seconds for a large vocabulary
 and trusts the lengths in the file.
-
-A quantized tensor is a list of blocks of 32 or 256 numbers, each with its codes and scales. A block
-of 256 numbers (`*_K`, `IQ4_XS`) consists of several parts, whose scales are integers in units of
-the block's own scale. The numbers read from a block are exactly those that
-`gguf.quants.dequantize` multiplies and adds, so both give the same bits.
 """
 
 import logging
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,167 +21,23 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.quantized_weight import (
-    SIGNED_TABLE,
-    UNSIGNED_TABLE,
     QuantizedWeight,
     assemble,
     slices_of_rows,
 )
-from worker_service.array_types import Float32Array
 from worker_service.errors import BadCheckpoint
+from worker_service.loader.gguf_blocks import BLOCK_TYPES, quantized_weight
+from worker_service.loader.tensors import (
+    FLOATS,
+    CheckpointTensor,
+    Index,
+    OpenFiles,
+)
 
 logger = logging.getLogger(__name__)
 
-Bytes = npt.NDArray[np.uint8]
-Numbers = tuple[Float32Array, npt.NDArray[Any] | None]
-"""Scales or offsets of n blocks: one per block [n, 1], and for each part of a block an integer
-multiple of it [n, parts]; None if blocks have one part."""
-
-Parts = tuple[Bytes, Numbers, Numbers | None]
-"""Codes or int8 numbers of n blocks [n, block_size], their scales, and their offsets."""
-
-
-def _spread(field: Bytes, width: int, bits: int) -> Bytes:
-    """Unpack numbers of `bits` bits: uint8 [n, num_bytes] to uint8 [n, num_bytes * 8 / bits].
-
-    Each run of `width` bytes holds one number per byte in its lowest bits, then the next `width`
-    numbers in the bits above these, and so on.
-    """
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    parts = field.reshape(len(field), -1, 1, width) >> shifts
-    return (parts & np.uint8((1 << bits) - 1)).reshape(len(field), -1)
-
-
-def _cut(blocks: Bytes, *sizes: int) -> list[Bytes]:
-    """Split blocks into fields of these sizes in bytes, and the rest."""
-    return np.split(blocks, np.cumsum(sizes), axis=1)
-
-
-def _half(field: Bytes) -> Float32Array:
-    return np.ascontiguousarray(field).view(np.float16).astype(np.float32)
-
-
-def _signed(values: Bytes, zero: int) -> Bytes:
-    return (values.view(np.int8) - np.int8(zero)).view(np.uint8)
-
-
-def _scale_and_codes(blocks: Bytes) -> Parts:  # Q4_0, IQ4_NL
-    scale, codes = _cut(blocks, 2)
-    return _spread(codes, 16, 4), (_half(scale), None), None
-
-
-def _q4_1(blocks: Bytes) -> Parts:
-    scale, least, codes = _cut(blocks, 2, 2)
-    return _spread(codes, 16, 4), (_half(scale), None), (_half(least), None)
-
-
-def _fifth_bits(field: Bytes) -> Bytes:
-    return np.unpackbits(field, axis=1, bitorder="little") << np.uint8(4)
-
-
-def _q5_0(blocks: Bytes) -> Parts:
-    scale, high, low = _cut(blocks, 2, 4)
-    return _signed(_spread(low, 16, 4) | _fifth_bits(high), 16), (_half(scale), None), None
-
-
-def _q5_1(blocks: Bytes) -> Parts:
-    scale, least, high, low = _cut(blocks, 2, 2, 4)
-    codes = _spread(low, 16, 4) | _fifth_bits(high)
-    return codes, (_half(scale), None), (_half(least), None)
-
-
-def _q8_0(blocks: Bytes) -> Parts:
-    scale, values = _cut(blocks, 2)
-    return values, (_half(scale), None), None
-
-
-def _q2_k(blocks: Bytes) -> Parts:
-    parts, codes, scale, least = _cut(blocks, 16, 64, 2)
-    return _spread(codes, 32, 2), (_half(scale), parts & 15), (-_half(least), parts >> 4)
-
-
-def _q3_k(blocks: Bytes) -> Parts:
-    high, low, parts, scale = _cut(blocks, 32, 64, 12)
-    sixths = _spread(parts[:, :8], 8, 4) | _spread(parts[:, 8:], 4, 2) << np.uint8(4)
-    codes = _spread(low, 32, 2) + 4 * _spread(high, 32, 1) + 4  # of SIGNED_TABLE
-    return codes, (_half(scale), _signed(sixths, 32).view(np.int8)), None
-
-
-def _q4_k(blocks: Bytes) -> Parts:
-    scale, least, parts, codes = _cut(blocks, 2, 2, 12)
-    scales, mins = gguf.quants.Q4_K.get_scale_min(np.ascontiguousarray(parts))
-    return _spread(codes, 32, 4), (_half(scale), scales), (-_half(least), mins)
-
-
-def _q5_k(blocks: Bytes) -> Parts:
-    head, high, low = _cut(blocks, 16, 32)
-    _, scales, offsets = _q4_k(np.concatenate([head, low], axis=1))
-    return _spread(low, 32, 4) | _spread(high, 32, 1) << np.uint8(4), scales, offsets
-
-
-def _q6_k(blocks: Bytes) -> Parts:
-    low, high, parts, scale = _cut(blocks, 128, 64, 16)
-    codes = _spread(low, 64, 4) | _spread(high, 32, 2) << np.uint8(4)
-    return _signed(codes, 32), (_half(scale), np.ascontiguousarray(parts).view(np.int8)), None
-
-
-def _iq4_xs(blocks: Bytes) -> Parts:
-    scale, high, low, codes = _cut(blocks, 2, 2, 4)
-    pairs = np.ascontiguousarray(high).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
-    sixths = _spread(low, 1, 4) | (pairs.astype(np.uint8) & np.uint8(3)) << np.uint8(4)
-    return _spread(codes, 16, 4), (_half(scale), _signed(sixths, 32).view(np.int8)), None
-
-
-_FORMATS: dict[str, tuple[Callable[[Bytes], Parts], tuple[int, ...] | None]] = {
-    "Q4_0": (_scale_and_codes, SIGNED_TABLE),
-    "Q4_1": (_q4_1, UNSIGNED_TABLE),
-    "Q5_0": (_q5_0, None),
-    "Q5_1": (_q5_1, None),
-    "Q8_0": (_q8_0, None),
-    "Q2_K": (_q2_k, UNSIGNED_TABLE),
-    "Q3_K": (_q3_k, SIGNED_TABLE),
-    "Q4_K": (_q4_k, UNSIGNED_TABLE),
-    "Q5_K": (_q5_k, None),
-    "Q6_K": (_q6_k, None),
-    "IQ4_NL": (_scale_and_codes, tuple(gguf.quants.IQ4_NL.kvalues)),
-    "IQ4_XS": (_iq4_xs, tuple(gguf.quants.IQ4_NL.kvalues)),
-}
-"""By type: the function that reads its blocks, and what the codes mean
-(`QuantizedWeight.table`)."""
-
-
-def quantized_weight(data: Bytes, kind: str, shape: Sequence[int]) -> QuantizedWeight:
-    """Convert the bytes of a quantized tensor without dequantizing it.
-
-    kind: type of the tensor, a key of `_FORMATS`; shape: [out_features, in_features].
-    """
-    read, table = _FORMATS[kind]
-    _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    codes, scales, offsets = read(data.reshape(-1, block_bytes))
-
-    def tensor(numbers: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers).reshape(shape[0], -1))
-
-    def numbers(found: Numbers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(scales or offsets, their units)"""
-        if found is None or found[1] is None:
-            return found and tensor(found[0]), None
-        return tensor(found[1].astype(np.float32)), tensor(found[0])
-
-    (of_scales, units), (of_offsets, offset_units) = numbers(scales), numbers(offsets)
-    assert of_scales is not None
-    return QuantizedWeight(
-        codes=tensor(codes),
-        scales=of_scales,
-        offsets=of_offsets,
-        units=units,
-        offset_units=offset_units,
-        table=table,
-    )
-
-
-_DENSE_TYPES = ("F32", "F16", "BF16")
-KNOWN_TYPES = (*_DENSE_TYPES, *_FORMATS)
+KNOWN_TYPES = (*FLOATS, *BLOCK_TYPES)
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -203,51 +54,64 @@ _MAX_DIMS = 4
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
+@dataclass(kw_only=True)
+class GgufTensor(CheckpointTensor):
     """Location, type and shape of a tensor in its file."""
 
-    name: str
+    stored_name: str
     """Its name in the file."""
 
-    file: Path
-    shape: tuple[int, ...]
-    """In PyTorch's order: the last dimension is contiguous."""
-
-    type: str
     offset: int
     num_bytes: int
 
-    def read(self) -> Tensor:
-        """Read the tensor; a quantized one is dequantized to float32. Raises BadCheckpoint if the
-        file has become shorter."""
-        data = self._bytes()
-        if self.type in ("F32", "F16"):
-            values = torch.from_numpy(data.view(np.float32 if self.type == "F32" else np.float16))
-        elif self.type == "BF16":
-            values = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+    num_heads: int | None = None
+    """Of a projection whose rows are permuted in the file; None: rows are in order."""
+
+    has_one_added: bool = False
+    """Whether the numbers in the file are those of `transformers` plus 1."""
+
+    def __getitem__(self, index: Index) -> Tensor:
+        values = self.stored_values()
+        if self.has_one_added:
+            values = values.float() - 1.0
+        order = self._order
+        return (values if order is None else values[order])[index]
+
+    def quantized(self) -> QuantizedWeight | None:
+        """Read a weight without dequantizing it; None if it is dense."""
+        if not self.is_quantized:
+            return None
+        weight, order = self._quantized_weight(), self._order
+        return weight if order is None else weight.rows(order)
+
+    @property
+    def _order(self) -> Tensor | None:
+        """For each row of `transformers` its row in the file; None if the order is the same."""
+        if self.num_heads is None:
+            return None
+        return torch.arange(self.shape[0]).reshape(self.num_heads, -1, 2).swapaxes(1, 2).flatten()
+
+    def stored_values(self) -> Tensor:
+        """Read the numbers in the file; those of a quantized tensor are dequantized to float32.
+        Raises BadCheckpoint if the file has become shorter."""
+        if self.type in FLOATS:
+            numbers = torch.from_numpy(self._bytes(0, self.num_bytes)).view(_FLOATS[self.type])
         else:
-            kind = gguf.GGMLQuantizationType[self.type]
-            rows = data.reshape(*self.shape[:-1], -1)
-            with np.errstate(invalid="ignore"):  # infinite scales are reported below
-                values = torch.from_numpy(gguf.quants.dequantize(rows, kind))
-            self._require_finite(values)
-        return values.reshape(self.shape)
+            numbers = self._quantized_weight().dequantize()
+        return numbers.reshape(self.shape)
 
     @property
     def is_quantized(self) -> bool:
         """Whether this is a quantized matrix."""
-        return len(self.shape) == 2 and self.type not in _DENSE_TYPES
+        return len(self.shape) == 2 and self.type not in FLOATS
 
-    def read_quantized(self) -> QuantizedWeight | None:
-        """Read a weight [out_features, in_features] without dequantizing it; None if it is dense.
-        Raises BadCheckpoint if the file has become shorter."""
-        if not self.is_quantized:
-            return None
-        num_rows, in_features = self.shape
+    def _quantized_weight(self) -> QuantizedWeight:
+        in_features = self.shape[-1]
+        num_rows = math.prod(self.shape) // in_features
 
         def read(rows: slice) -> QuantizedWeight:
-            data = self._bytes(rows)
+            first, last = (row * self.num_bytes // num_rows for row in (rows.start, rows.stop))
+            data = self._bytes(first, last - first)
             part = quantized_weight(data, self.type, (rows.stop - rows.start, in_features))
             # The scales of parts of a block are whole numbers in these units.
             own, least = part.units, part.offset_units
@@ -260,21 +124,18 @@ class GgufTensor:
     def _require_finite(self, values: Tensor | None) -> None:
         if values is not None and not values.isfinite().all():
             raise BadCheckpoint(
-                f"{self.file}: {self.name}: expected finite scales of {self.type} blocks, got"
-                f" {values[~values.isfinite()][0]:g}"
+                f"{self.file}: {self.stored_name}: expected finite scales of {self.type} blocks,"
+                f" got {values[~values.isfinite()][0]:g}"
             )
 
-    def _bytes(self, rows: slice | None = None) -> npt.NDArray[np.uint8]:
-        """The bytes of some rows of a matrix; None: of the whole tensor."""
-        start, count = self.offset, self.num_bytes
-        if rows is not None:
-            row_bytes = self.num_bytes // self.shape[0]
-            start, count = start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
+    def _bytes(self, first: int, count: int) -> npt.NDArray[np.uint8]:
+        """Read `count` bytes of the tensor."""
         with self.file.open("rb") as stream:
-            stream.seek(start)
+            stream.seek(self.offset + first)
             data = np.fromfile(stream, np.uint8, count)
         if len(data) < count:
             raise BadCheckpoint(f"{self.file} became shorter while it was read")
+        self.files.count(count)
         return data
 
 
@@ -415,7 +276,7 @@ class _Reader:
         num_dims = self._scalar(4, name)
         if not 1 <= num_dims <= _MAX_DIMS:
             raise self._fault(f"{name}: expected 1 to {_MAX_DIMS} dimensions, got {num_dims}")
-        shape = tuple(self._scalar(10, name) for _ in range(num_dims))[::-1]
+        shape = [self._scalar(10, name) for _ in range(num_dims)][::-1]
         number, offset = self._scalar(4, name), self._scalar(10, name)
         try:
             kind = gguf.GGMLQuantizationType(number)
@@ -429,10 +290,19 @@ class _Reader:
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if not math.prod(shape) or shape[-1] % block:
             raise self._fault(
-                f"{name}: expected rows of a multiple of {block} for {kind.name}, got {list(shape)}"
+                f"{name}: expected rows of a multiple of {block} for {kind.name}, got {shape}"
             )
         num_bytes = math.prod(shape) // block * block_bytes
-        return GgufTensor(name, self._file, shape, kind.name, offset, num_bytes)
+        return GgufTensor(
+            name=name,
+            stored_name=name,
+            file=self._file,
+            files=OpenFiles(),
+            shape=shape,
+            type=kind.name,
+            offset=offset,
+            num_bytes=num_bytes,
+        )
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:

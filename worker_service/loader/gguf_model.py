@@ -2,19 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel, WorkerError
 from worker_service.loader.gguf_file import Gguf, GgufTensor, open_gguf
-from worker_service.loader.quantized_formats import LazyTensor
+from worker_service.loader.tensors import OpenFiles
 
 _CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -132,67 +128,28 @@ _NO_EFFECT = (
 _SAVED = {"F32": "float32", "F16": "float16"}
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTensors:
-    """The tensors of one file under the names of `transformers`, with the methods of
-    `safe_open`."""
-
-    file: Path
-    tensors: Mapping[str, GgufTensor]
-    heads: Mapping[str, int]
-    """Number of heads of the projections whose rows are permuted in GGUF files."""
-
-    norms_have_one_added: bool = False
-
-    def keys(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self.tensors)
-
-    def get_slice(self, name: str) -> LazyTensor:
-        """A tensor that is read when it is indexed."""
-        tensor = self.tensors[name]
-        shape = list(tensor.shape)
-        return LazyTensor(partial(self.get_tensor, name), shape, tensor.is_quantized, tensor.type)
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor, dequantized, with its rows in the order of `transformers`."""
-        values = self.tensors[name].read()
-        if self.norms_have_one_added and name.endswith("norm.weight"):
-            return values.float() - 1.0
-        order = self._order(name, values.shape[0])
-        return values if order is None else values[order]
-
-    def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Read a weight without dequantizing it; None if it is dense."""
-        weight = self.tensors[name].read_quantized()
-        order = None if weight is None else self._order(name, weight.shape[0])
-        return weight if weight is None or order is None else weight.rows(order)
-
-    def _order(self, name: str, num_rows: int) -> Tensor | None:
-        """For each row of `transformers` its row in the file; None if the order is the same."""
-        heads = next((num for part, num in self.heads.items() if f".{part}." in name), None)
-        if heads is None:
-            return None
-        return torch.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
-
-
-def gguf_tensors(file: Path) -> GgufTensors:
-    """Open the tensors of one file. Raises BadCheckpoint or UnsupportedModel."""
-    gguf = open_gguf(file)
-    config = gguf_config(file)
+def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
+    """The tensors of a model under the names of `transformers`. files: counts what is read. Raises
+    BadCheckpoint or UnsupportedModel."""
+    gguf = open_gguf(path)
+    config = gguf_config(path)
     kind = config["model_type"]
     heads = {}
     if gguf.metadata["general.architecture"] == "llama":
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     names = {**_LAYER_NAMES, **_OTHER_NAMES.get(kind, {})}
     read_already = _LONG_ROPE.values() if kind == "phi3" else (_ROPE_FREQUENCIES,)
-    tensors = {
-        name: part
-        for stored_name, tensor in gguf.tensors.items()
-        if tensor.file == file and stored_name not in read_already
-        for name, part in _parts(_name(stored_name, names), tensor)
+    return {
+        part.name: replace(
+            part,
+            files=files,
+            num_heads=heads.get(part.name.split(".")[-2]) if "." in part.name else None,
+            has_one_added=kind.startswith("gemma") and part.name.endswith("norm.weight"),
+        )
+        for tensor in gguf.tensors.values()
+        if tensor.stored_name not in read_already
+        for part in _parts(replace(tensor, name=_name(tensor.stored_name, names)))
     }
-    return GgufTensors(file, tensors, heads, kind.startswith("gemma"))
 
 
 def _name(name: str, layer_names: Mapping[str, str]) -> str:
@@ -204,25 +161,27 @@ def _name(name: str, layer_names: Mapping[str, str]) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
     """The tensor, or the consecutive tensors of all experts that it contains."""
-    if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
-        tensor = replace(tensor, shape=(1, *tensor.shape))
-    if "*" not in name:
-        yield name, tensor
-        return
-    if len(tensor.shape) != 3:
+    name, shape = tensor.name, tensor.shape
+    if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
+        yield replace(tensor, shape=[1, *shape])
+    elif "*" not in name:
+        yield tensor
+    elif len(shape) != 3:
         raise BadCheckpoint(
-            f"{tensor.file}: {name}: expected 3 dimensions, the first of experts, got"
-            f" {list(tensor.shape)}"
+            f"{tensor.file}: {name}: expected 3 dimensions, the first of experts, got {shape}"
         )
-    num_bytes = tensor.num_bytes // tensor.shape[0]
-    for expert in range(tensor.shape[0]):
-        offset = tensor.offset + expert * num_bytes
-        yield (
-            name.replace("*", str(expert)),
-            replace(tensor, shape=tensor.shape[1:], offset=offset, num_bytes=num_bytes),
-        )
+    else:
+        num_bytes = tensor.num_bytes // shape[0]
+        for expert in range(shape[0]):
+            yield replace(
+                tensor,
+                name=name.replace("*", str(expert)),
+                shape=shape[1:],
+                offset=tensor.offset + expert * num_bytes,
+                num_bytes=num_bytes,
+            )
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
@@ -386,12 +345,12 @@ class _Config:
             rope["attention_factor"] = self._float("rope.scaling.attn_factor")
         for key, name in _LONG_ROPE.items():
             tensor = self._gguf.tensors.get(name)
-            if tensor is None or tensor.shape != (num_factors,):
-                found = "none" if tensor is None else list(tensor.shape)
+            if tensor is None or tensor.shape != [num_factors]:
+                found = "none" if tensor is None else tensor.shape
                 raise BadCheckpoint(
                     f"{self._path}: {name}: expected {num_factors} numbers, got {found}"
                 )
-            rope[key] = tensor.read().tolist()
+            rope[key] = tensor.stored_values().tolist()
         return {"rope_parameters": rope, "original_max_position_embeddings": trained}
 
     def _experts(self, intermediate_size: int, kind: str) -> dict[str, Any]:
@@ -455,7 +414,7 @@ class _Config:
 
     def _llama3(self, theta: float, head_dim: int) -> dict[str, Any]:
         """The RoPE parameters that produce the stored factors, which must be those of Llama 3."""
-        stored = self._gguf.tensors[_ROPE_FREQUENCIES].read().float().numpy()
+        stored = self._gguf.tensors[_ROPE_FREQUENCIES].stored_values().float().numpy()
         factor = float(stored.max())
         wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
         smooth = (_LLAMA3["original_max_position_embeddings"] / wavelengths - 1.0) / 3.0

@@ -307,7 +307,7 @@ def load_model(
         _choose_cores(config)
     kernels = choose_kernels(config, cache, hf_config, dtype, device)
     context = _context(config, cache, model_dir, schemes, dtype, device, kernels)
-    checkpoint = Checkpoint((), {}, stored_as="none")
+    checkpoint = Checkpoint((), {})
     if has_weights:  # report damaged files before anything is built
         checkpoint = open_checkpoint(model_dir, schemes)
         _warn_of_unused(config, hf_config, checkpoint)

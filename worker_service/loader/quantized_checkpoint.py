@@ -7,48 +7,27 @@ needed. Errors in headers and in `quantization_config` are reported before a wei
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
+from pagewire_kernels.quantized_weight import Int8Activations
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.model_files import read_json
 from worker_service.loader.quantized_formats import (
-    FACTS,
-    FLOATS,
-    Awq,
-    Fp4,
-    Fp8,
-    Gptq,
-    GptqV2,
-    Int8,
-    LazyTensor,
-    Nf4,
-    Packed,
+    FORMATS,
+    FP8,
+    INT8,
+    PACKED,
+    Format,
     Scheme,
-    StoredTensor,
     StoredWeight,
 )
+from worker_service.loader.tensors import FLOATS, CheckpointTensor, StoredTensor
 
-Formats = Mapping[str, type[StoredWeight]]
-
-_FORMATS: Mapping[str, Formats] = {
-    "awq": {"gemm": Awq},
-    "gptq": {"gptq": Gptq, "gptq_v2": GptqV2},
-    "compressed-tensors": {"pack-quantized": Packed, "int-quantized": Int8, "float-quantized": Fp8},
-    "fp8": {"e4m3": Fp8},
-    "modelopt": {"fp8": Fp8, "fp8_per_channel_per_token": Fp8, "fp8_pb_wo": Fp8},
-    "bitsandbytes": {"nf4": Nf4, "fp4": Fp4},
-}
-"""By `quant_method`, then by the method's own name of the format."""
-
+Formats = Mapping[str, Format]
 Pattern = re.Pattern[str]
 Schemes = tuple[tuple[Pattern, Scheme], ...]
 """The first scheme whose pattern matches the beginning of a module's name applies to it."""
@@ -141,8 +120,8 @@ def read_schemes(config_file: Path, hf_config: Mapping[str, Any]) -> Schemes:
     is_compressed = values.get("quant_method") in (None, "compressed-tensors")
     if is_compressed and values.get("kv_cache_scheme") and not values.get("config_groups"):
         return ()
-    method = settings.one_of("quant_method", _FORMATS)
-    return tuple(_READERS[method](settings, _FORMATS[method]))
+    method = settings.one_of("quant_method", FORMATS)
+    return tuple(_READERS[method](settings, FORMATS[method]))
 
 
 def quantization_method(model_dir: Path, hf_config: Mapping[str, Any]) -> str | None:
@@ -224,13 +203,13 @@ def _compressed_scheme(settings: _Settings, group: _Settings, formats: Formats) 
     names["naive-quantized"] = f"{kind}-quantized"
     overall = settings.get("format")[1]
     name = names[group.one_of("format", names, overall)]
-    weights.one_of("type", ["float" if formats[name] is Fp8 else "int"], "int")
-    if formats[name] is Int8 and group.get("input_activations")[1]:
+    weights.one_of("type", ["float" if formats[name] is FP8 else "int"], "int")
+    if formats[name] is INT8 and group.get("input_activations")[1]:
         inputs = group.object("input_activations")
     elif kind == "int":
         group.refuse("input_activations", "activations are not quantized with this format")
     group.refuse("output_activations", "activations are not quantized, only weights")
-    bits = weights.one_of("num_bits", [4, 8] if formats[name] is Packed else [8], 8)
+    bits = weights.one_of("num_bits", [4, 8] if formats[name] is PACKED else [8], 8)
     _, size = weights.get("group_size")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
     strategies = (
@@ -301,23 +280,37 @@ _READERS = {
 }
 
 
-def describe(file: Path, tensors: Any) -> Iterator[StoredTensor]:
-    """Describe the tensors of an open file."""
-    for name in tensors.keys():  # noqa: SIM118 (no mapping)
-        part = tensors.get_slice(name)
-        fact = tensors.get_tensor(name) if name.endswith(FACTS) else None
-        yield StoredTensor(name, file, part.get_shape(), part.get_dtype(), fact)
-
-
-def find_weights(schemes: Schemes, stored: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
-    """Find the quantized weights of a checkpoint. Returns them by the name of the dense weight.
+def with_quantized_weights(
+    schemes: Schemes, stored: Mapping[str, StoredTensor]
+) -> dict[str, CheckpointTensor]:
+    """Return the tensors of a checkpoint under dense names.
 
     schemes: not empty; stored: all tensors by name. Raises BadCheckpoint or UnsupportedModel,
     naming file and tensor, if the tensors of a weight do not fit its scheme, and BadCheckpoint if
-    no weight is quantized.
+    no weight is quantized, or one is stored both dense and quantized.
     """
-    codes = {"weight"}.union(kind.codes for kinds in _FORMATS.values() for kind in kinds.values())
-    weights = {}
+    weights = list(_find_weights(schemes, stored))
+    if not weights:
+        wanted = sorted({f"*.{scheme.format.codes}" for _, scheme in schemes})
+        raise BadCheckpoint(
+            "config.json has a quantization_config, but no tensor is quantized: expected"
+            f" {' or '.join(wanted)}"
+        )
+    parts = {part.name for weight in weights for part in weight.parts.values()}
+    tensors: dict[str, CheckpointTensor] = {
+        name: tensor for name, tensor in stored.items() if tensor.name not in parts
+    }
+    for weight in weights:
+        if weight.name in tensors:
+            raise BadCheckpoint(
+                f"{tensors[weight.name].file}: {weight.name} is stored both dense and quantized"
+            )
+        tensors[weight.name] = weight
+    return tensors
+
+
+def _find_weights(schemes: Schemes, stored: Mapping[str, StoredTensor]) -> Iterator[StoredWeight]:
+    codes = {"weight"}.union(form.codes for forms in FORMATS.values() for form in forms.values())
     for name, tensor in stored.items():
         module, _, suffix = name.rpartition(".")
         if suffix not in codes or (suffix == "weight" and tensor.type in (*FLOATS, "F64")):
@@ -328,92 +321,4 @@ def find_weights(schemes: Schemes, stored: Mapping[str, StoredTensor]) -> dict[s
                 f"{tensor.file}: {name} is stored as {tensor.type}, which quantization_config does"
                 " not describe"
             )
-        weights[f"{module}.weight"] = scheme.format(module, scheme, stored)
-    if not weights:
-        wanted = sorted({f"*.{scheme.format.codes}" for _, scheme in schemes})
-        raise BadCheckpoint(
-            "config.json has a quantization_config, but no tensor is quantized: expected"
-            f" {' or '.join(wanted)}"
-        )
-    return weights
-
-
-def dense_names(
-    stored: Mapping[str, StoredTensor], weights: Mapping[str, StoredWeight]
-) -> dict[str, Path]:
-    """Return the file of each tensor by dense name; that of a quantized weight holds its codes.
-
-    Raises BadCheckpoint if a weight is stored both dense and quantized.
-    """
-    parts = _names_of_parts(weights)
-    files = {name: tensor.file for name, tensor in stored.items() if name not in parts}
-    for name, weight in weights.items():
-        if name in files:
-            raise BadCheckpoint(f"{files[name]}: {name} is stored both dense and quantized")
-        files[name] = weight.file
-    return files
-
-
-def _names_of_parts(weights: Mapping[str, StoredWeight]) -> set[str]:
-    return {part.name for weight in weights.values() for part in weight.parts.values()}
-
-
-class QuantizedTensors:
-    """The tensors of an open file under dense names, with the methods of `safe_open`."""
-
-    def __init__(
-        self,
-        file: Path,
-        tensors: Any,
-        weights: Mapping[str, StoredWeight],
-        open_file: Callable[[Path], AbstractContextManager[Any]],
-    ) -> None:
-        """tensors: the open file; open_file: opens another file that holds parts of a weight."""
-        self._file = file
-        self._tensors = tensors
-        self._weights = weights
-        self._open = open_file
-
-    def keys(self) -> list[str]:
-        """Dense names of all tensors."""
-        parts = _names_of_parts(self._weights)
-        plain = [name for name in self._tensors.keys() if name not in parts]  # noqa: SIM118
-        return plain + [name for name, weight in self._weights.items() if weight.file == self._file]
-
-    def get_slice(self, name: str) -> Any:
-        """A tensor that is read when it is indexed."""
-        if name not in self._weights:
-            return self._tensors.get_slice(name)
-        weight = self._weights[name]
-        return LazyTensor(partial(self.get_tensor, name), weight.shape, True, weight.scheme.label)
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor; a quantized one is dequantized to float32. Raises UnsupportedModel if its
-        scheme quantizes activations, too."""
-        if name not in self._weights:
-            dense: Tensor = self._tensors.get_tensor(name)
-            return dense
-        found = self._read(name)
-        if found.activations is not None:
-            raise UnsupportedModel(
-                f"{self._file}: {name}: expected no input_activations in quantization_config: no"
-                " kernel for this layer supports 8-bit activations"
-            )
-        return found.dequantize()
-
-    def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Read a weight without dequantizing it; None if it is dense, or each input has a scale."""
-        found = self._read(name) if name in self._weights else None
-        return found if found is not None and found.group_size > 1 else None
-
-    def _read(self, name: str) -> QuantizedWeight:
-        return self._weights[name].read(lambda suffix: self._part(name, suffix))
-
-    def _part(self, name: str, suffix: str) -> Tensor | None:
-        weight = self._weights[name]
-        part = weight.parts.get(suffix)
-        if part is None:
-            return None
-        with self._open(part.file) if part.file != self._file else nullcontext() as other:
-            tensor: Tensor = (other or self._tensors).get_tensor(part.name)
-        return tensor.reshape(weight.shapes[suffix])
+        yield scheme.format.weight(module, scheme, stored)

@@ -1,58 +1,91 @@
-"""The tensors that make up a quantized weight, format by format.
+"""The tensors that make up a quantized weight: a table of formats, and how they are read.
 
 A weight is checked against file headers when it is found, and converted to a `QuantizedWeight` when
-it is read. Codes of 4 bits are packed into 32-bit words, the first in the lowest bits, unless a
-format says otherwise.
+it is read.
 """
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import gcd, isfinite, prod
-from pathlib import Path
-from typing import Any, ClassVar
+from functools import cached_property
+from math import gcd, isfinite
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import SIGNED_TABLE, Int8Activations, QuantizedWeight
+from pagewire_kernels.quantized_weight import (
+    SIGNED_TABLE,
+    UNSIGNED_TABLE,
+    Int8Activations,
+    QuantizedWeight,
+)
 from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader.tensors import (
+    FLOATS,
+    CheckpointTensor,
+    Index,
+    Shape,
+    StoredTensor,
+)
 
-Shape = list[int]
-Types = tuple[str, ...]
-"""The dtypes that a stored tensor may have, as safetensors names them."""
-
-Read = Callable[[str], Any]
-"""Reads one of a weight's tensors, by suffix, in its expected shape; None if it is missing."""
-
-FLOATS = ("F16", "BF16", "F32")
-_INTEGERS = ("I32", "I64")
-
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
+_ZEROS = {"qzeros", "weight_zero_point"}
+_GROUPS = {"g_idx", "weight_g_idx"}
 _ACTIVATION_SCALES = {"input_scale", "input_zero_point", "activation_scale"}
+"""Suffixes of the tensors with the same role in several formats."""
 
-FACTS = (".weight_shape", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
-"""Suffixes of small tensors that must be read before shapes can be checked."""
+_WORD_BITS = {"I32": 32, "U8": 8}
+"""Bits of the words into which codes are packed, by the type of the tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as described by the header of its file."""
+class Part(NamedTuple):
+    """One of the tensors of a quantized weight."""
+
+    types: tuple[str, ...]
+    """The dtypes that it may have, as safetensors names them."""
+
+    dims: list[str]
+    """Its shape: numbers, or names of the weight's sizes. `out` and `in` are features; `rows` and
+    `groups` are blocks of them that share a scale. `*` marks the dimension along which codes are
+    packed into words, the first in the lowest bits, if the type is one of words. Dimensions of size
+    1 are not compared. Empty: any shape."""
+
+    is_optional: bool
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of quantized weights. Tensors are named by their suffix: their name without the
+    module's name and a dot."""
 
     name: str
-    file: Path
-    shape: Shape
-    type: str
+    weight: "type[StoredWeight]"
+    """Reads the weights."""
 
-    fact: Tensor | None = None
-    """Its content, if its name ends with one of `FACTS`."""
+    nibbles: tuple[int, ...] | None = None
+    """The places of codes of 4 bits among the first ones; None: they are in order."""
+
+    adds_one_to_zeros: bool = False
+    """Whether zero points are stored minus one."""
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """All tensors, by suffix."""
+        return _parts_of(self.name)
+
+    @property
+    def codes(self) -> str:
+        """The suffix of the tensor of codes."""
+        return next(iter(self.parts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
     """How some of the weights are quantized."""
 
-    format: "type[StoredWeight]"
+    format: Format
     bits: int = 8
     block: tuple[int, int] = (1, -1)
     """Numbers of output and input features that share a scale; -1: all."""
@@ -61,7 +94,7 @@ class Scheme:
     """Whether a single scale may be stored for all blocks."""
 
     more: tuple[str, ...] = ()
-    """Suffixes of tensors that are required in addition to those of the format."""
+    """Suffixes of optional tensors that are required."""
 
     because: str = ""
     """The setting that requires them, for error messages."""
@@ -72,24 +105,12 @@ class Scheme:
     @property
     def label(self) -> str:
         """Format, bits and quantized activations, for the log."""
-        kind = f"{self.format.__name__.lower()} of {self.bits} bits"
+        kind = f"{self.format.name} of {self.bits} bits"
         return kind if self.activations is None else f"{kind} with 8-bit activations"
 
 
-class StoredWeight(ABC):
-    """The tensors of one quantized weight.
-
-    A tensor is named by its suffix: its name without the module's name and a dot.
-    """
-
-    codes: ClassVar[str]
-    """The suffix of the tensor that holds the codes."""
-
-    required: ClassVar[Mapping[str, Types]]
-    """The dtypes of the required tensors, by suffix."""
-
-    optional: ClassVar[Mapping[str, Types]] = {}
-    """The dtypes of the optional tensors, by suffix."""
+class StoredWeight(CheckpointTensor):
+    """The tensors of one quantized weight, which is read as one tensor."""
 
     def __init__(self, module: str, scheme: Scheme, stored: Mapping[str, StoredTensor]) -> None:
         """module: its name; stored: all tensors of the checkpoint, by name.
@@ -97,28 +118,39 @@ class StoredWeight(ABC):
         Raises BadCheckpoint or UnsupportedModel if tensors are missing or have other shapes or
         dtypes than the scheme requires.
         """
-        self.name = f"{module}.weight"
-        self.scheme = scheme
-        self.file = stored[f"{module}.{self.codes}"].file
-        known = {**self.required, **self.optional}
-        found = {suffix: stored.get(f"{module}.{suffix}") for suffix in known}
-        required = [*self.required, *scheme.more]
-        missing = [f"{module}.{suffix}" for suffix in required if found[suffix] is None]
+        form = scheme.format
+        self.name, self.scheme, self.type = f"{module}.weight", scheme, scheme.label
+        codes = stored[f"{module}.{form.codes}"]
+        self.file, self.files = codes.file, codes.files
+        found = {suffix: stored.get(f"{module}.{suffix}") for suffix in form.parts}
+        missing = [
+            f"{module}.{suffix}"
+            for suffix, part in form.parts.items()
+            if found[suffix] is None and (suffix in scheme.more or not part.is_optional)
+        ]
         if missing:
-            raise self._fault(
+            raise self.fault(
                 f"{self.name} is quantized{scheme.because}; missing tensors: {', '.join(missing)}"
             )
         self.parts = {suffix: part for suffix, part in found.items() if part is not None}
-        self.shapes = self._shapes()
-        """Expected shapes of the parts; dimensions of size 1 are not compared."""
-        self.shape = self.shapes.pop("weight.dense")
-        """[out_features, in_features]"""
-        for suffix, part in self.parts.items():
-            if _significant(part.shape) != _significant(self.shapes[suffix]):
-                raise self._fault(f"{part.name} is {part.shape}, expected {self.shapes[suffix]}")
-            if part.type not in known[suffix]:
-                types = " or ".join(known[suffix])
-                raise self._fault(f"{part.name} is stored as {part.type}, expected {types}")
+        for suffix, tensor in self.parts.items():
+            if tensor.type not in (types := form.parts[suffix].types):
+                raise self.fault(
+                    f"{tensor.name} is stored as {tensor.type}, expected {' or '.join(types)}"
+                )
+        self._sizes = self._find_sizes()
+        self.shape = [self._sizes["out"], self._sizes["in"]]
+        self._shapes = {suffix: self._expected_shape(suffix) for suffix in self.parts}
+        for suffix, tensor in self.parts.items():
+            if _significant(tensor.shape) != _significant(self._shapes[suffix]):
+                raise self.fault(
+                    f"{tensor.name} is {tensor.shape}, expected {self._shapes[suffix]}"
+                )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether this is a quantized matrix."""
+        return True
 
     @property
     def unused(self) -> list[str]:
@@ -126,413 +158,347 @@ class StoredWeight(ABC):
         scales = _ACTIVATION_SCALES - set(self.scheme.more)
         return [part.name for suffix, part in self.parts.items() if suffix in scales]
 
-    @abstractmethod
-    def _shapes(self) -> dict[str, Shape]:
-        """Expected shapes of the parts and of `weight.dense`."""
+    def __getitem__(self, index: Index) -> Tensor:
+        """Read the weight, dequantized to float32. Raises UnsupportedModel if its scheme quantizes
+        activations, too."""
+        found = self._read()
+        if found.activations is not None:
+            raise UnsupportedModel(
+                f"{self.file}: {self.name}: expected no input_activations in quantization_config:"
+                " no kernel for this layer supports 8-bit activations"
+            )
+        return found.dequantize()[index]
+
+    def quantized(self) -> QuantizedWeight | None:
+        """Read the weight without dequantizing it; None if each input has a scale."""
+        found = self._read()
+        return found if found.group_size > 1 else None
 
     @abstractmethod
-    def read(self, read: Read) -> QuantizedWeight:
+    def _read(self) -> QuantizedWeight:
         """Read the weight. Raises BadCheckpoint if its numbers are invalid."""
 
-    def _fault(self, message: str) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.file}: {message}")
-
-    def _matrix(self) -> tuple[int, int]:
-        """The shape of the tensor of codes, which must have two dimensions."""
-        part = self.parts[self.codes]
-        if len(part.shape) != 2 or 0 in part.shape:
-            raise self._fault(f"{part.name} is {part.shape}, expected a matrix")
-        return part.shape[0], part.shape[1]
-
-    def _num_groups(self, in_features: int) -> int:
-        size = in_features if self.scheme.block[1] == -1 else self.scheme.block[1]
-        if in_features % size:
+    def _find_sizes(self) -> dict[str, int]:
+        """The sizes that `Part.dims` names, from the shape of the codes or, of a format that has
+        it, from the tensor `weight_shape`."""
+        codes = self.parts[self.scheme.format.codes]
+        if len(codes.shape) != 2 or 0 in codes.shape:
+            raise self.fault(f"{codes.name} is {codes.shape}, expected a matrix")
+        if (stored := self.parts.get("weight_shape")) is not None:
+            shape = stored[...].flatten().tolist()
+            if len(shape) != 2 or min(shape) < 1:
+                raise self.fault(f"{stored.name}: expected two positive numbers, got {shape}")
+            sizes = dict(zip(("out", "in"), shape, strict=True))
+        else:
+            sizes = {}
+            dims = self.scheme.format.parts[self.scheme.format.codes].dims
+            for dim, size in zip(dims, codes.shape, strict=True):
+                word = _WORD_BITS.get(codes.type) if dim.endswith("*") else None
+                sizes[dim.rstrip("*")] = size * word // self.scheme.bits if word else size
+        features = sizes["out"], sizes["in"]
+        blocks = zip(features, self._block(), strict=True)
+        block = [size if number == -1 else number for size, number in blocks]
+        if block[0] == 1 and features[1] % block[1]:
             raise UnsupportedModel(
-                f"{self.file}: {self.name}: expected a multiple of the group size {size} as input"
-                f" features, got {in_features}"
+                f"{self.file}: {self.name}: expected a multiple of the group size {block[1]} as"
+                f" input features, got {features[1]}"
             )
-        return in_features // size
+        rows, groups = (-(-size // number) for size, number in zip(features, block, strict=True))
+        return {**sizes, "rows": rows, "groups": groups, "row": block[0], "group": block[1]}
 
-    def _scales(self, read: Read, suffix: str) -> Tensor:
-        """Read scales in float32. Raises BadCheckpoint if one is infinite or NaN."""
-        scales: Tensor = read(suffix).float()
-        is_finite = scales.isfinite()
-        if not is_finite.all():
-            found = scales[~is_finite][0]
-            raise self._fault(f"{self.parts[suffix].name}: expected finite numbers, got {found:g}")
-        return scales
+    def _block(self) -> tuple[int, int]:
+        """As `Scheme.block`."""
+        is_single = _significant(self.parts[self._scale].shape) == []
+        return (-1, -1) if self.scheme.one_scale and is_single else self.scheme.block
 
+    def _expected_shape(self, suffix: str) -> Shape:
+        tensor, shape = self.parts[suffix], []
+        for dim in self.scheme.format.parts[suffix].dims:
+            size = int(dim) if dim.isdecimal() else self._sizes[dim.rstrip("*")]
+            word = _WORD_BITS.get(tensor.type) if dim.endswith("*") else None
+            shape.append(-(-size * self.scheme.bits // word) if word else size)
+        return shape or tensor.shape
 
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor that is read when it is indexed, with the methods of a slice of `safe_open`."""
+    @property
+    def _scale(self) -> str:
+        """The suffix of the tensor of scales. Raises BadCheckpoint unless there is one."""
+        found = [suffix for suffix in _SCALES if suffix in self.parts]
+        if len(found) != 1:
+            raise self.fault(f"{self.name} is quantized: expected one *.weight_scale tensor")
+        return found[0]
 
-    read: Callable[[], Tensor]
-    """Reads the whole tensor, dequantized."""
+    def part(self, suffix: str) -> Tensor:
+        """Read one of the tensors: unpacked, and with outputs in rows."""
+        stored, dims = self.parts[suffix], self.scheme.format.parts[suffix].dims
+        numbers = stored[...].reshape(self._shapes[suffix])
+        packed = [axis for axis, dim in enumerate(dims) if dim.endswith("*")]
+        if packed and stored.type in _WORD_BITS:
+            if suffix in _ZEROS and self.scheme.format.adds_one_to_zeros:
+                numbers = numbers + _ONES[self.scheme.bits]
+            size = self._sizes[dims[packed[0]].rstrip("*")]
+            words = numbers.movedim(packed[0], -1)
+            numbers = self._unpack(words)[..., :size].movedim(-1, packed[0])
+        return numbers.t() if len(dims) == 2 and dims[1][:3] in ("out", "row") else numbers
 
-    shape: Shape
-    is_quantized: bool
-    type: str
+    def _unpack(self, words: Tensor) -> Tensor:
+        """Unpack the codes of words along the last dimension, to uint8."""
+        packed, order = words.contiguous().view(torch.uint8), self.scheme.format.nibbles
+        if self.scheme.bits == 8:
+            return packed
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+        return codes if not order else codes.unflatten(-1, (-1, len(order)))[..., order].flatten(-2)
 
-    def get_shape(self) -> Shape:
-        """The shape of the tensor."""
-        return self.shape
+    def floats(self, suffix: str) -> Tensor:
+        """Read a tensor in float32. Raises BadCheckpoint if a number is infinite or NaN."""
+        numbers = self.part(suffix).float()
+        if not (is_finite := numbers.isfinite()).all():
+            name, found = self.parts[suffix].name, numbers[~is_finite][0]
+            raise self.fault(f"{name}: expected finite numbers, got {found:g}")
+        return numbers
 
-    def get_dtype(self) -> str:
-        """The format in which it is stored."""
-        return self.type
+    def scales(self) -> Tensor:
+        """Read the scales: float32 [out_features, num_groups]."""
+        return self.by_group(self.floats(self._scale))
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.read()[index]
+    def by_group(self, blocks: Tensor) -> Tensor:
+        """Repeat the numbers of blocks for each output: [rows, groups] to [out_features,
+        num_groups], where groups are smaller if the last block is."""
+        out_features, in_features = self.shape
+        size = gcd(self._sizes["group"], in_features)
+        numbers = blocks.repeat_interleave(self._sizes["row"], 0)[:out_features]
+        numbers = numbers.repeat_interleave(self._sizes["group"] // size, 1)
+        return numbers[:, : in_features // size].contiguous()
+
+    def fault(self, message: str) -> BadCheckpoint:
+        """The error that names this weight's file."""
+        return BadCheckpoint(f"{self.file}: {message}")
 
 
 def _significant(shape: Shape) -> Shape:
     return [size for size in shape if size != 1]
 
 
-def unpack(words: Tensor, bits: int) -> Tensor:
-    """Unpack codes of 4 or 8 bits, of which the first is in a word's lowest bits.
+_IN_ORDER = -1
+"""Each group in `weight_g_idx`, as earlier versions of compressed-tensors say `in order`."""
 
-    words: [rows, num_words], of 32 bits or of bytes. Returns uint8 [rows, num_bytes * 8 / bits].
-    """
-    packed = words.contiguous().view(torch.uint8)
-    return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""What is added to words of zero points that are stored minus one, by bits: the subtraction was
+done on whole words."""
 
 
 class _Integers(StoredWeight):
     """Integer codes with scales and zero points."""
 
-    def _weight(
-        self, codes: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None = None
-    ) -> QuantizedWeight:
-        """Assemble a weight.
-
-        codes: uint8 [out_features, in_features]; scales, zeros: [out_features, groups]; zeros may
-        be None if all are the middle code; group_of: the group of each input feature, or None if
-        groups are consecutive. If they are not, columns are sorted by group; if groups differ in
-        size, each input feature becomes a group of its own.
-        """
-        order = None
-        middle = 1 << (self.scheme.bits - 1)
-        offsets = None
-        if zeros is not None and (zeros != middle).any():
-            offsets = (middle - zeros.float()) * scales
-        if group_of is not None:
-            num_groups, group_of = scales.shape[1], group_of.long()
-            least, most = int(group_of.min()), int(group_of.max())
-            if not 0 <= least <= most < num_groups:
-                raise self._fault(
-                    f"{self.name}: g_idx: expected groups 0 to {num_groups - 1}, got {least} to"
-                    f" {most}"
-                )
-            in_order = torch.arange(num_groups).repeat_interleave(codes.shape[1] // num_groups)
-            if group_of.sort().values.equal(in_order):
-                order = None if group_of.equal(in_order) else group_of.argsort(stable=True)
-                codes = codes if order is None else codes[:, order]
-            else:
-                scales = scales[:, group_of]
-                offsets = None if offsets is None else offsets[:, group_of]
-        table: tuple[int, ...] | None = SIGNED_TABLE
-        if self.scheme.bits == 8:
-            codes, table = codes ^ middle, None
-        return QuantizedWeight(
-            codes=codes, scales=scales, offsets=offsets, table=table, order=order
+    def _read(self) -> QuantizedWeight:
+        scales, middle, offsets = self.scales(), 1 << (self.scheme.bits - 1), None
+        for suffix in self.parts.keys() & _ZEROS:
+            zeros = self._unsigned(suffix)
+            if (zeros != middle).any():
+                offsets = (middle - self.by_group(zeros).float()) * scales
+        codes = self._unsigned(self.scheme.format.codes)
+        weight = QuantizedWeight(
+            codes=(codes if self.scheme.bits == 4 else codes ^ middle).contiguous(),
+            scales=scales,
+            offsets=offsets,
+            table=SIGNED_TABLE if self.scheme.bits == 4 else None,
+            activations=self._activations(),
         )
+        for suffix in self.parts.keys() & _GROUPS:
+            groups = self.part(suffix).long()
+            if (groups != _IN_ORDER).any():
+                return self._regrouped(weight, groups)
+        return weight
 
+    def _unsigned(self, suffix: str) -> Tensor:
+        """Read codes or zero points as uint8; signed ones are stored minus the middle."""
+        numbers = self.part(suffix)
+        if numbers.dtype != torch.int8:
+            return numbers
+        return numbers.view(torch.uint8) + (1 << (self.scheme.bits - 1))
 
-class Awq(_Integers):
-    """AWQ: codes are packed along the output features, in an interleaved order within a word."""
-
-    codes = "qweight"
-    required: ClassVar = {"qweight": ("I32",), "scales": FLOATS, "qzeros": ("I32",)}
-    _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-
-    def _shapes(self) -> dict[str, Shape]:
-        in_features, words = self._matrix()
-        groups, out_features = self._num_groups(in_features), words * 8
-        return {
-            "weight.dense": [out_features, in_features],
-            "qweight": [in_features, words],
-            "scales": [groups, out_features],
-            "qzeros": [groups, words],
-        }
-
-    def read(self, read: Read) -> QuantizedWeight:
-        codes, zeros = self._columns(read("qweight")), self._columns(read("qzeros"))
-        return self._weight(codes, self._scales(read, "scales").t().contiguous(), zeros)
-
-    def _columns(self, words: Tensor) -> Tensor:
-        packed = unpack(words, 4).unflatten(1, (-1, 8))
-        return packed[:, :, self._ORDER].flatten(1).t().contiguous()
-
-
-class GptqV2(_Integers):
-    """GPTQ: codes are packed along the input features, zero points along the output features."""
-
-    codes = "qweight"
-    required: ClassVar = {"qweight": ("I32",), "scales": FLOATS, "qzeros": ("I32",)}
-    optional: ClassVar = {"g_idx": _INTEGERS}
-    _ONES: ClassVar = {4: 0, 8: 0}
-    """What is added to words of zero points, by bits."""
-
-    def _shapes(self) -> dict[str, Shape]:
-        rows, out_features = self._matrix()
-        in_features, words = rows * 32 // self.scheme.bits, out_features * self.scheme.bits / 32
-        if words != int(words):
-            raise UnsupportedModel(
-                f"{self.file}: {self.name}: expected a multiple of {32 // self.scheme.bits} as"
-                f" output features, whose zero points fill whole 32-bit words, got {out_features}"
+    def _regrouped(self, weight: QuantizedWeight, group_of: Tensor) -> QuantizedWeight:
+        """Apply the group of each input feature. Columns are sorted by group; if groups differ in
+        size, each input feature becomes a group of its own."""
+        num_groups = weight.scales.shape[1]
+        first, last = int(group_of.min()), int(group_of.max())
+        if not 0 <= first <= last < num_groups:
+            raise self.fault(
+                f"{self.name}: g_idx: expected groups 0 to {num_groups - 1}, got {first} to {last}"
             )
-        groups = self._num_groups(in_features)
-        return {
-            "weight.dense": [out_features, in_features],
-            "qweight": [rows, out_features],
-            "scales": [groups, out_features],
-            "qzeros": [groups, int(words)],
-            "g_idx": [in_features],
-        }
+        in_order = torch.arange(num_groups).repeat_interleave(len(group_of) // num_groups)
+        if group_of.equal(in_order):
+            return weight
+        if group_of.sort().values.equal(in_order):
+            order = group_of.argsort(stable=True)
+            return replace(weight, codes=weight.codes[:, order], order=order)
+        offsets = None if weight.offsets is None else weight.offsets[:, group_of]
+        return replace(weight, scales=weight.scales[:, group_of], offsets=offsets)
 
-    def read(self, read: Read) -> QuantizedWeight:
-        bits = self.scheme.bits
-        codes = unpack(read("qweight").t(), bits)
-        zeros = unpack(read("qzeros") + self._ONES[bits], bits).t().contiguous()
-        scales = self._scales(read, "scales").t().contiguous()
-        return self._weight(codes, scales, zeros, read("g_idx"))
-
-
-class Gptq(GptqV2):
-    """The first GPTQ format, which stores each zero point minus one. The subtraction was done on
-    whole words, so it is undone on whole words."""
-
-    _ONES: ClassVar = {4: 0x11111111, 8: 0x01010101}
-
-
-_IN_ORDER = -1
-"""Each group in `weight_g_idx`, as earlier versions of compressed-tensors say `in order`."""
-
-
-class _Compressed(_Integers):
-    """Integer formats of compressed-tensors: codes and zero points are stored minus the middle."""
-
-    def _scale_shape(self, out_features: int, in_features: int) -> Shape:
-        rows = 1 if self.scheme.block[0] == -1 else out_features
-        return [rows, self._num_groups(in_features)]
-
-    def _finish(self, read: Read, codes: Tensor) -> QuantizedWeight:
-        scales = self._scales(read, "weight_scale").expand(self.shape[0], -1)
-        zeros = read("weight_zero_point")
-        if zeros is not None and zeros.dtype == torch.int32:
-            zeros = unpack(zeros.t(), self.scheme.bits)[:, : self.shape[0]].t()
-        elif zeros is not None:
-            zeros = zeros.float() + (1 << (self.scheme.bits - 1))
-        group_of = read("weight_g_idx")
-        if group_of is not None and (group_of == _IN_ORDER).all():
-            group_of = None
-        return self._weight(codes, scales.contiguous(), zeros, group_of)
-
-
-class Packed(_Compressed):
-    """`pack-quantized`: codes are packed along the input features, zero points along the output
-    features; the last word of each may be partly used."""
-
-    codes = "weight_packed"
-    required: ClassVar = {
-        "weight_packed": ("I32",),
-        "weight_scale": FLOATS,
-        "weight_shape": _INTEGERS,
-    }
-    optional: ClassVar = {"weight_zero_point": ("I32", "I8"), "weight_g_idx": _INTEGERS}
-
-    def _shapes(self) -> dict[str, Shape]:
-        stored = self.parts["weight_shape"]
-        shape = [] if stored.fact is None else stored.fact.flatten().tolist()
-        if stored.type not in _INTEGERS or len(shape) != 2 or min(shape) < 1:
-            raise self._fault(f"{stored.name}: expected two positive numbers, got {shape}")
-        out_features, in_features = shape
-        scales = self._scale_shape(out_features, in_features)
-        zeros = self.parts.get("weight_zero_point")
-        is_packed = zeros is not None and zeros.type == "I32"
-        return {
-            "weight.dense": shape,
-            "weight_packed": [out_features, self._num_words(in_features)],
-            "weight_scale": scales,
-            "weight_shape": [2],
-            "weight_zero_point": [self._num_words(out_features), scales[1]]
-            if is_packed
-            else scales,
-            "weight_g_idx": [in_features],
-        }
-
-    def _num_words(self, num_codes: int) -> int:
-        return -(-num_codes * self.scheme.bits // 32)
-
-    def read(self, read: Read) -> QuantizedWeight:
-        codes = unpack(read("weight_packed"), self.scheme.bits)
-        return self._finish(read, codes[:, : self.shape[1]].contiguous())
-
-
-class Int8(_Compressed):
-    """`int-quantized`: weights are bytes, and activations may be quantized to bytes (W8A8)."""
-
-    codes = "weight"
-    required: ClassVar = {"weight": ("I8",), "weight_scale": FLOATS}
-    optional: ClassVar = {
-        "weight_zero_point": ("I8",),
-        "weight_g_idx": _INTEGERS,
-        "input_scale": FLOATS,
-        "input_zero_point": ("I8",),
-    }
-
-    def _shapes(self) -> dict[str, Shape]:
-        out_features, in_features = self._matrix()
-        scales = self._scale_shape(out_features, in_features)
-        return {
-            "weight.dense": [out_features, in_features],
-            "weight": [out_features, in_features],
-            "weight_scale": scales,
-            "weight_zero_point": scales,
-            "weight_g_idx": [in_features],
-            "input_scale": [1],
-            "input_zero_point": [1],
-        }
-
-    def read(self, read: Read) -> QuantizedWeight:
-        weight = self._finish(read, read("weight").view(torch.uint8) ^ 128)
-        activations = self.scheme.activations
-        if activations is not None and "input_scale" in self.scheme.more:
-            scale, zero = float(self._scales(read, "input_scale")), read("input_zero_point")
-            if scale <= 0:
-                name = self.parts["input_scale"].name
-                raise self._fault(f"{name}: expected a positive number, got {scale}")
-            zero_point = 0 if zero is None else int(zero)
-            activations = replace(activations, scale=scale, zero_point=zero_point)
-        return replace(weight, activations=activations)
+    def _activations(self) -> Int8Activations | None:
+        found = self.scheme.activations
+        if found is None or "input_scale" not in self.scheme.more:
+            return found
+        scale = float(self.floats("input_scale"))
+        if scale <= 0:
+            name = self.parts["input_scale"].name
+            raise self.fault(f"{name}: expected a positive number, got {scale}")
+        zero = "input_zero_point"
+        zero_point = int(self.part(zero)) if zero in self.parts else 0
+        return replace(found, scale=scale, zero_point=zero_point)
 
 
 _FP8_NAN = 0x7F
 """The bits of NaN in float8_e4m3fn, without the sign."""
 
 
-class Fp8(StoredWeight):
+class _Fp8(StoredWeight):
     """float8_e4m3fn with scales per block, group, output feature or tensor.
 
     Scales of activations are ignored: activations are not quantized, which is more precise.
     """
 
-    codes = "weight"
-    required: ClassVar = {"weight": ("F8_E4M3",)}
-    optional: ClassVar = {
-        "weight_scale": (*FLOATS, "F8_E8M0"),
-        "weight_scale_inv": (*FLOATS, "F8_E8M0"),
-        "input_scale": FLOATS,
-        "activation_scale": FLOATS,
-    }
-
-    def _shapes(self) -> dict[str, Shape]:
-        shape = list(self._matrix())
-        found = [name for name in ("weight_scale", "weight_scale_inv") if name in self.parts]
-        if len(found) != 1:
-            raise self._fault(f"{self.name} is quantized: expected one *.weight_scale tensor")
-        self._scale = found[0]
-        stored = self.parts[self._scale].shape
-        is_single = self.scheme.one_scale and _significant(stored) == []
-        rows, columns = (-1, -1) if is_single else self.scheme.block
-        self._block = (shape[0] if rows == -1 else rows, shape[1] if columns == -1 else columns)
-        if rows == 1:
-            self._num_groups(shape[1])
-        self._grid = [-(-size // block) for size, block in zip(shape, self._block, strict=True)]
-        return {
-            "weight.dense": shape,
-            "weight": shape,
-            self._scale: self._grid,
-            "input_scale": [1],
-            "activation_scale": [1],
-        }
-
-    def read(self, read: Read) -> QuantizedWeight:
-        (out_features, in_features), (rows, columns) = self.shape, self._block
-        size = gcd(columns, in_features)  # the last block may be smaller
-        scales = self._scales(read, self._scale).repeat_interleave(rows, 0)[:out_features]
-        scales = scales.repeat_interleave(columns // size, 1)[:, : in_features // size]
-        codes = read("weight").view(torch.uint8)
+    def _read(self) -> QuantizedWeight:
+        scales = self.scales()
+        codes = self.parts["weight"][...].view(torch.uint8)
         if (codes & _FP8_NAN == _FP8_NAN).any():
-            raise self._fault(f"{self.name}: expected finite numbers, got NaN")
-        return QuantizedWeight(codes=codes, scales=scales.contiguous(), is_float=True)
+            raise self.fault(f"{self.name}: expected finite numbers, got NaN")
+        return QuantizedWeight(codes=codes, scales=scales, is_float=True)
 
 
-class Nf4(StoredWeight):
-    """NF4 of bitsandbytes: 4-bit indices into a table, the first of two in the upper half of a
+class _BitsAndBytes(StoredWeight):
+    """NF4 and FP4 of bitsandbytes: indices into a table, the first of two in the upper half of a
     byte; a scale for each block of consecutive numbers, which may be quantized itself (nested)."""
 
-    codes = "weight"
-    _STATE = "weight.quant_state.bitsandbytes__nf4"
-    _PARTS: ClassVar = {
-        "weight": ("U8",),
-        "weight.absmax": ("F32", "U8"),
-        "weight.quant_map": ("F32",),
-    }
-    required: ClassVar = {**_PARTS, _STATE: ("U8",)}
-    optional: ClassVar = {"weight.nested_absmax": ("F32",), "weight.nested_quant_map": ("F32",)}
-
-    def _shapes(self) -> dict[str, Shape]:
-        part = self.parts[self._STATE]
+    def _find_sizes(self) -> dict[str, int]:
+        state = next(part for suffix, part in self.parts.items() if "quant_state" in suffix)
+        self._is_nested = self.parts["weight.absmax"].type == "U8"
         try:
-            state = json.loads(bytes([] if part.fact is None else part.fact.tolist()))
-            shape, self._block = [*map(int, state["shape"])], int(state["blocksize"])
-            self._is_nested = self.parts["weight.absmax"].type == "U8"
-            nested_block = int(state["nested_blocksize"]) if self._is_nested else 1
-            self._offset = float(state["nested_offset"]) if self._is_nested else 0.0
+            values = json.loads(bytes(state[...].flatten().tolist()))
+            shape, block = [*map(int, values["shape"])], int(values["blocksize"])
+            nested_block = int(values["nested_blocksize"]) if self._is_nested else 1
+            self._offset = float(values["nested_offset"]) if self._is_nested else 0.0
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-            raise self._fault(f"{part.name} cannot be read: {error!r}") from error
-        sizes = (*shape, self._block, nested_block)
-        if len(shape) != 2 or min(sizes) < 1 or not isfinite(self._offset):
-            raise self._fault(
-                f"{part.name}: expected a shape of two positive sizes, positive block sizes and a"
+            raise self.fault(f"{state.name} cannot be read: {error!r}") from error
+        if len(shape) != 2 or min(*shape, block, nested_block) < 1 or not isfinite(self._offset):
+            raise self.fault(
+                f"{state.name}: expected a shape of two positive sizes, positive block sizes and a"
                 " finite nested_offset"
             )
-        if self._is_nested and not self.optional.keys() <= self.parts.keys():
-            raise self._fault(
-                f"{self.name} has quantized scales; missing tensors: weight.nested_absmax or"
-                " weight.nested_quant_map"
+        names = ("weight.nested_absmax", "weight.nested_quant_map")
+        if self._is_nested and not self.parts.keys() >= {*names}:
+            raise self.fault(
+                f"{self.name} has quantized scales; missing tensors: {' or '.join(names)}"
             )
         count = shape[0] * shape[1]
-        self._block = min(self._block, count)
-        num_blocks = -(-count // self._block)
+        self._group = min(block, count)
+        num_blocks = -(-count // self._group)
         self._nested_block = min(nested_block, num_blocks)
         return {
-            "weight.dense": shape,
-            "weight": [-(-count // 2)],
-            "weight.absmax": [num_blocks],
-            "weight.quant_map": [16],
-            self._STATE: part.shape,
-            "weight.nested_absmax": [-(-num_blocks // self._nested_block)],
-            "weight.nested_quant_map": [256],
+            "out": shape[0],
+            "in": shape[1],
+            "numbers": count,
+            "blocks": num_blocks,
+            "nested_blocks": -(-num_blocks // self._nested_block),
         }
 
-    def read(self, read: Read) -> QuantizedWeight:
-        scales = self._scales(read, "weight.absmax").flatten()
+    def _read(self) -> QuantizedWeight:
+        scales = self.floats("weight.absmax")
         if self._is_nested:
-            values = self._scales(read, "weight.nested_quant_map")[scales.int()]
-            nested = self._scales(read, "weight.nested_absmax").repeat_interleave(
-                self._nested_block
-            )
-            scales = values * nested[: len(values)] + self._offset
+            values = self.floats("weight.nested_quant_map")[scales.int()]
+            nested = self.floats("weight.nested_absmax")
+            scales = values * nested.repeat_interleave(self._nested_block)[: len(values)]
+            scales = scales + self._offset
         out_features, in_features = self.shape
-        packed = read("weight").flatten()
-        codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: prod(self.shape)]
-        size = gcd(self._block, in_features)  # blocks may extend over the ends of rows
+        size = gcd(self._group, in_features)  # blocks may extend over the ends of rows
         num_groups = in_features // size
-        scales = scales.repeat_interleave(self._block // size)[: out_features * num_groups]
+        scales = scales.repeat_interleave(self._group // size)[: out_features * num_groups]
         return QuantizedWeight(
-            codes=codes.view(self.shape),
+            codes=self.part("weight").view(self.shape),
             scales=scales.view(out_features, num_groups),
-            table=tuple(self._scales(read, "weight.quant_map").flatten().tolist()),
+            table=tuple(self.floats("weight.quant_map").tolist()),
             is_float=True,
         )
 
 
-class Fp4(Nf4):
-    """FP4 of bitsandbytes, which differs in the table."""
+class StoredRounded(StoredWeight):
+    """Weights of `--quantization-cache`: codes of 8 bits, floats in F8_E4M3, or of 4 bits."""
 
-    _STATE = "weight.quant_state.bitsandbytes__fp4"
-    required: ClassVar = {**Nf4._PARTS, _STATE: ("U8",)}
+    def _read(self) -> QuantizedWeight:
+        codes = self.part("codes")
+        return QuantizedWeight(
+            codes=codes.view(torch.uint8),
+            scales=self.scales(),
+            offsets=self.floats("offsets") if "offsets" in self.parts else None,
+            table=UNSIGNED_TABLE if self.scheme.bits == 4 else None,
+            is_float=codes.dtype == torch.float8_e4m3fn,
+        )
+
+
+_TABLE = """
+awq          qweight                              I32            in out*
+awq          scales                               FLOAT          groups rows
+awq          qzeros                               I32            groups rows*
+gptq,gptqv2  qweight                              I32            in* out
+gptq,gptqv2  scales                               FLOAT          groups rows
+gptq,gptqv2  qzeros                               I32            groups rows*
+gptq,gptqv2  g_idx?                               I32,I64        in
+packed       weight_packed                        I32            out in*
+packed       weight_scale                         FLOAT          rows groups
+packed       weight_shape                         I32,I64        2
+packed       weight_zero_point?                   I32,I8         rows* groups
+packed       weight_g_idx?                        I32,I64        in
+int8         weight                               I8             out in
+int8         weight_scale                         FLOAT          rows groups
+int8         weight_zero_point?                   I8             rows groups
+int8         weight_g_idx?                        I32,I64        in
+int8         input_scale?                         FLOAT          1
+int8         input_zero_point?                    I8             1
+fp8          weight                               F8_E4M3        out in
+fp8          weight_scale?                        FLOAT,F8_E8M0  rows groups
+fp8          weight_scale_inv?                    FLOAT,F8_E8M0  rows groups
+fp8          input_scale?                         FLOAT          1
+fp8          activation_scale?                    FLOAT          1
+nf4,fp4      weight                               U8             numbers*
+nf4,fp4      weight.absmax                        F32,U8         blocks
+nf4,fp4      weight.quant_map                     F32            16
+nf4          weight.quant_state.bitsandbytes__nf4 U8
+fp4          weight.quant_state.bitsandbytes__fp4 U8
+nf4,fp4      weight.nested_absmax?                F32            nested_blocks
+nf4,fp4      weight.nested_quant_map?             F32            256
+rounded      codes                                U8,F8_E4M3     out in*
+rounded      scales                               F16            rows groups
+rounded      offsets?                             F16            rows groups
+"""
+"""The tensors of each format, first that of the codes: names of formats, suffix (`?`: optional),
+dtypes (`FLOAT`: any of `FLOATS`), and dimensions as in `Part.dims`."""
+
+
+def _parts_of(name: str) -> dict[str, Part]:
+    table = _TABLE.replace("FLOAT", ",".join(FLOATS))
+    rows = [line.split() for line in table.strip().splitlines()]
+    return {
+        suffix.removesuffix("?"): Part(tuple(types.split(",")), dims, suffix.endswith("?"))
+        for names, suffix, types, *dims in rows
+        if name in names.split(",")
+    }
+
+
+AWQ = Format("awq", _Integers, nibbles=(0, 4, 1, 5, 2, 6, 3, 7))
+GPTQ = Format("gptq", _Integers, adds_one_to_zeros=True)
+GPTQ_V2 = Format("gptqv2", _Integers)
+PACKED = Format("packed", _Integers)
+INT8 = Format("int8", _Integers)
+FP8 = Format("fp8", _Fp8)
+NF4 = Format("nf4", _BitsAndBytes, nibbles=(1, 0))
+FP4 = Format("fp4", _BitsAndBytes, nibbles=(1, 0))
+ROUNDED = Format("rounded", StoredRounded)
+
+FORMATS: Mapping[str, Mapping[str, Format]] = {
+    "awq": {"gemm": AWQ},
+    "gptq": {"gptq": GPTQ, "gptq_v2": GPTQ_V2},
+    "compressed-tensors": {"pack-quantized": PACKED, "int-quantized": INT8, "float-quantized": FP8},
+    "fp8": {"e4m3": FP8},
+    "modelopt": {"fp8": FP8, "fp8_per_channel_per_token": FP8, "fp8_pb_wo": FP8},
+    "bitsandbytes": {"nf4": NF4, "fp4": FP4},
+}
+"""By `quant_method`, then by the method's own name of the format."""

@@ -16,19 +16,17 @@ import struct
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import GROUP_SIZES, UNSIGNED_TABLE, QuantizedWeight
+from pagewire_kernels.quantized_weight import GROUP_SIZES, QuantizedWeight
 from worker_service.errors import InvalidOption
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.quantized_checkpoint import describe
-from worker_service.loader.quantized_formats import Read, Scheme, Shape, StoredWeight, unpack
+from worker_service.loader.quantized_formats import ROUNDED, Scheme, StoredRounded
+from worker_service.loader.tensors import describe
 from worker_service.loader.weights import Checkpoint
 from worker_service.models.linear import round_weight
 
@@ -40,38 +38,6 @@ FORMAT_VERSION = 1
 _UNFINISHED = "-unfinished"
 _ABANDONED_AFTER_S = 24 * 3600.0
 """Age at which the writer of an unfinished file is assumed to have been killed."""
-
-
-class _Rounded(StoredWeight):
-    """Codes of 8 bits, floats in F8_E4M3, or of 4 bits with the first of two in the lower half of a
-    byte; group scales."""
-
-    codes = "codes"
-    required: ClassVar = {"codes": ("U8", "F8_E4M3"), "scales": ("F16",)}
-    optional: ClassVar = {"offsets": ("F16",)}
-
-    def _shapes(self) -> dict[str, Shape]:
-        rows, columns = self._matrix()
-        in_features = columns * 8 // self.scheme.bits
-        size = next((size for size in GROUP_SIZES if in_features % size == 0), 1)
-        scales = [rows, in_features // size]
-        shape = [rows, in_features]
-        return {
-            "weight.dense": shape,
-            "codes": [rows, columns],
-            "scales": scales,
-            "offsets": scales,
-        }
-
-    def read(self, read: Read) -> QuantizedWeight:
-        codes, offsets, bits = read("codes"), read("offsets"), self.scheme.bits
-        return QuantizedWeight(
-            codes=unpack(codes, bits),
-            scales=read("scales").float(),
-            offsets=None if offsets is None else offsets.float(),
-            table=UNSIGNED_TABLE if bits == 4 else None,
-            is_float=codes.dtype == torch.float8_e4m3fn,
-        )
 
 
 def with_rounded_weights(
@@ -88,8 +54,8 @@ def with_rounded_weights(
     logged and the checkpoint is returned unchanged. Raises InvalidOption if the folder cannot be
     created.
     """
-    dense = checkpoint.dense_names()
-    roundings = {name: to for name, to in roundings.items() if name in dense}
+    tensors = checkpoint.tensors
+    roundings = {name: to for name, to in roundings.items() if not tensors[name].is_quantized}
     if not roundings:
         return checkpoint
     try:
@@ -104,21 +70,17 @@ def with_rounded_weights(
         done = "written to the cache"
         try:
             file = _write(folder, key, checkpoint, roundings, dtype, progress)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             logger.warning("rounded weights not cached folder=%s error=%s", folder, error)
             return checkpoint
     logger.info("rounded weights %s file=%s num_tensors=%d", done, file, len(roundings))
-    with safe_open(file, framework="pt") as tensors:
-        stored = {tensor.name: tensor for tensor in describe(file, tensors)}
+    stored = {tensor.name: tensor for tensor in describe(file, checkpoint.opened)}
     weights = {}
     for name, to in roundings.items():
-        scheme = Scheme(format=_Rounded, bits=4 if to == "int4" else 8)
-        weights[name] = _Rounded(name.removesuffix(".weight"), scheme, stored)
-    return Checkpoint(
-        (*checkpoint.files, file),
-        {**checkpoint.file_of, **dict.fromkeys(weights, file)},
-        {**checkpoint.quantized, **weights},
-    )
+        size = next(size for size in GROUP_SIZES if tensors[name].shape[1] % size == 0)
+        scheme = Scheme(format=ROUNDED, bits=4 if to == "int4" else 8, block=(1, size))
+        weights[name] = StoredRounded(name.removesuffix(".weight"), scheme, stored)
+    return Checkpoint((*checkpoint.files, file), {**tensors, **weights}, checkpoint.opened)
 
 
 def _key(checkpoint: Checkpoint, roundings: Mapping[str, str], dtype: torch.dtype) -> str:
@@ -157,12 +119,11 @@ def _write(
         with (
             part.open("wb") as stream,
             progress.phase("rounding weights", checkpoint.num_bytes) as advance,
-            checkpoint.reader(advance) as read,
+            checkpoint.opened.reporting(advance),
         ):
             stream.write(_header(checkpoint, roundings))
             for name, to in roundings.items():
-                weight = read(name)
-                assert isinstance(weight, Tensor)
+                weight = checkpoint.tensors[name][...]
                 for tensor in _stored(round_weight(weight.to(dtype), to)).values():
                     stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
             stream.flush()
@@ -190,19 +151,17 @@ def _header(checkpoint: Checkpoint, roundings: Mapping[str, str]) -> bytes:
     """The header of a cache file. It is written here because safetensors' own writer needs all
     tensors in memory."""
     entries, offset = {}, 0
-    with ExitStack() as files:
-        tensors = checkpoint.tensors(files)
-        for name, to in roundings.items():
-            outline = torch.zeros([1, tensors[name].get_shape()[1]])
-            num_rows = tensors[name].get_shape()[0]
-            for suffix, tensor in _stored(round_weight(outline, to)).items():
-                end = offset + num_rows * tensor.nbytes
-                entries[f"{name.removesuffix('.weight')}.{suffix}"] = {
-                    "dtype": _DTYPES[tensor.dtype],
-                    "shape": [num_rows, tensor.shape[1]],
-                    "data_offsets": [offset, end],
-                }
-                offset = end
+    for name, to in roundings.items():
+        num_rows, in_features = checkpoint.tensors[name].shape
+        outline = torch.zeros([1, in_features])
+        for suffix, tensor in _stored(round_weight(outline, to)).items():
+            end = offset + num_rows * tensor.nbytes
+            entries[f"{name.removesuffix('.weight')}.{suffix}"] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": [num_rows, tensor.shape[1]],
+                "data_offsets": [offset, end],
+            }
+            offset = end
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header

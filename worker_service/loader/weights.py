@@ -16,30 +16,29 @@ import logging
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import QuantizedWeight, assemble
+from pagewire_kernels.quantized_weight import assemble
 from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.gguf_file import is_gguf, split_files
-from worker_service.loader.gguf_model import GgufTensors, gguf_tensors, unread_settings
+from worker_service.loader.gguf_model import gguf_tensors, unread_settings
 from worker_service.loader.model_files import read_json
-from worker_service.loader.quantized_checkpoint import (
-    QuantizedTensors,
-    Schemes,
-    dense_names,
+from worker_service.loader.quantized_checkpoint import Schemes, with_quantized_weights
+from worker_service.loader.quantized_formats import StoredWeight
+from worker_service.loader.tensors import (
+    FLOATS,
+    MAX_MAPPED_BYTES,
+    CheckpointTensor,
+    OpenFiles,
+    StoredTensor,
     describe,
-    find_weights,
 )
-from worker_service.loader.quantized_formats import FLOATS, StoredTensor, StoredWeight
 from worker_service.models.interface import WeightTarget
 from worker_service.models.linear import Linear, round_weight
 from worker_service.models.native import LoadableModule, NativeModel
@@ -64,11 +63,8 @@ _CODE_TYPES = ("I8", "F8_", "F6_", "F4")
 _MAX_NAMES = 8
 """Maximum number of tensors named in an error message."""
 
-_MAX_MAPPED_BYTES = 8 << 20
-"""Bytes read from a file before it is closed and opened again."""
-
-Wanted = tuple[str, WeightTarget]
-"""The name of a tensor in its file, and a target that it fills."""
+Wanted = tuple[CheckpointTensor, WeightTarget]
+"""A tensor, and a target that it fills."""
 
 OnFilled = Callable[[WeightTarget], None]
 
@@ -78,37 +74,36 @@ class Checkpoint:
     """The weight files of a model."""
 
     files: tuple[Path, ...]
-    file_of: Mapping[str, Path]
-    """By tensor name; a quantized weight has the name of its dense weight."""
+    tensors: Mapping[str, CheckpointTensor]
+    """By name; a quantized weight has the name of its dense weight."""
 
-    quantized: Mapping[str, StoredWeight] = field(default_factory=dict)
+    opened: OpenFiles = field(default_factory=OpenFiles)
+    """Reads the tensors."""
+
     unused: Sequence[str] = ()
     """Names of tensors that no text model reads."""
 
-    stored_as: str = ""
-    """The format of most weights: `F32`, `BF16`, `Q4_1`, `gptq of 4 bits` and so on."""
+    @property
+    def stored_as(self) -> str:
+        """The format of most weights: `F32`, `BF16`, `Q4_1`, `gptq of 4 bits` and so on."""
+        matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
+        quantized = [tensor for tensor in matrices if isinstance(tensor, StoredWeight)]
+        types = Counter(tensor.type for tensor in quantized or matrices)
+        return max(types, key=types.__getitem__, default="none")
 
-    is_quantized: bool = False
-    """Whether most weights are quantized."""
+    @property
+    def is_quantized(self) -> bool:
+        """Whether most weights are quantized."""
+        return self.stored_as not in (*FLOATS, "F64")
 
-    @contextmanager
-    def open(self, file: Path) -> Iterator[Any]:
-        """Open a file; the result has the methods of `safe_open`. Raises BadCheckpoint, naming the
-        file, if it is damaged."""
-        with _open(file) as tensors:
-            if any(weight.file == file for weight in self.quantized.values()):
-                tensors = QuantizedTensors(file, tensors, self.quantized, _open)
-            yield tensors
-
-    def sources(self, model: LoadableModule | type[LoadableModule]) -> dict[str, str]:
-        """The names of all tensors by the model's canonical ones. Raises BadCheckpoint if two have
-        the same."""
-        sources: dict[str, str] = {}
-        for name in self.file_of:
-            other = sources.setdefault(model.canonical_name(name), name)
-            if other != name:
+    def sources(self, model: LoadableModule | type[LoadableModule]) -> dict[str, CheckpointTensor]:
+        """All tensors by the model's canonical names. Raises BadCheckpoint if two have the same."""
+        sources: dict[str, CheckpointTensor] = {}
+        for name, tensor in self.tensors.items():
+            other = sources.setdefault(model.canonical_name(name), tensor)
+            if other is not tensor:
                 raise BadCheckpoint(
-                    f"{self.file_of[name]}: {other} and {name} are the same tensor of the model"
+                    f"{tensor.file}: {other.name} and {name} are the same tensor of the model"
                 )
         return sources
 
@@ -117,83 +112,13 @@ class Checkpoint:
         """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
-    def dense_names(self) -> set[str]:
-        """Names of the tensors that are not quantized."""
-        with ExitStack() as files:
-            tensors = self.tensors(files)
-            return {
-                n for n, tensor in tensors.items() if not getattr(tensor, "is_quantized", False)
-            }
-
-    def is_empty_bias(self, name: str) -> bool:
-        """Whether a tensor is an all-zero bias, which GPTQ tools add to layers without a bias."""
-        module, _, kind = name.rpartition(".")
-        if kind != "bias" or f"{module}.weight" not in self.quantized:
+    def is_empty_bias(self, tensor: CheckpointTensor) -> bool:
+        """Whether this is an all-zero bias, which GPTQ tools add to layers without a bias."""
+        module, _, kind = tensor.name.rpartition(".")
+        weight = self.tensors.get(f"{module}.weight")
+        if kind != "bias" or weight is None or not weight.is_quantized:
             return False
-        with self.open(self.file_of[name]) as tensors:
-            return not tensors.get_tensor(name).any()
-
-    def tensors(self, files: ExitStack) -> dict[str, Any]:
-        """Slices of all tensors by name. A slice is read when it is indexed, which is possible
-        until `files` is closed."""
-        opened = {file: files.enter_context(self.open(file)) for file in self.files}
-        return {name: opened[file].get_slice(name) for name, file in self.file_of.items()}
-
-    @contextmanager
-    def reader(self, on_read: Callable[[int], None] = lambda num_bytes: None) -> Iterator["Reader"]:
-        """Open for reading. on_read: called with the number of bytes of each tensor."""
-        with ExitStack() as files:
-            yield Reader(self, files, on_read)
-
-
-class Reader:
-    """Reads a checkpoint's tensors by name.
-
-    Pages read from a mapped file count as memory of this process until the file is closed, so it is
-    opened again after `_MAX_MAPPED_BYTES`.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, files: ExitStack, on_read: Callable[[int], None]
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._files = files
-        self._on_read = on_read
-        self._file: Path | None = None
-        self._tensors: Any = None
-        self._reopen_at = 0
-        self.num_bytes = 0
-        """Bytes read so far."""
-
-    def tensors_of(self, name: str) -> Any:
-        """The open file of a tensor, valid until the next call; see `Checkpoint.open`."""
-        file = self._checkpoint.file_of[name]
-        if file != self._file or self.num_bytes >= self._reopen_at:
-            self._tensors = None
-            self._files.close()
-            self._tensors = self._files.enter_context(self._checkpoint.open(file))
-            self._file, self._reopen_at = file, self.num_bytes + _MAX_MAPPED_BYTES
-        return self._tensors
-
-    def count(self, num_bytes: int) -> None:
-        """Add bytes that were read from an open file."""
-        self.num_bytes += num_bytes
-        self._on_read(num_bytes)
-
-    def __call__(self, name: str) -> Tensor | QuantizedWeight:
-        """Read a tensor, without dequantizing it."""
-        tensor = _read_quantized(self.tensors_of(name), name)
-        if tensor is None:
-            dense: Tensor = self._tensors.get_tensor(name)
-            self.count(dense.nbytes)
-            return dense
-        self.count(tensor.codes.nbytes)
-        return tensor
-
-
-def _read_quantized(tensors: Any, name: str) -> QuantizedWeight | None:
-    is_ours = isinstance(tensors, GgufTensors | QuantizedTensors)
-    return tensors.get_quantized(name) if is_ours else None
+        return not tensor[...].any()
 
 
 def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
@@ -202,28 +127,37 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
     schemes: how weights are quantized, if they are. Raises BadCheckpoint or UnsupportedModel,
     naming the file.
     """
-    files = list(split_files(model_dir)) if is_gguf(model_dir) else _weight_files(model_dir)
-    stored: dict[str, StoredTensor] = {}
-    is_multimodal = False
-    for file in files:
-        with _open(file) as tensors:
-            is_multimodal |= isinstance(tensors, _TextTensors)
-            for tensor in describe(file, tensors):
-                if (other := stored.setdefault(tensor.name, tensor)) is not tensor:
-                    raise BadCheckpoint(f"{file}: {tensor.name} is also in {other.file.name}")
-    if not (schemes or is_gguf(model_dir)):
+    opened = OpenFiles()
+    if is_gguf(model_dir):
+        return Checkpoint(split_files(model_dir), gguf_tensors(model_dir, opened), opened)
+    files = _weight_files(model_dir)
+    stored = _stored_tensors(files, opened)
+    if not schemes:
         _refuse_codes(stored.values())
-    weights = find_weights(schemes, stored) if schemes else {}
-    unused = [name for weight in weights.values() for name in weight.unused]
-    file_of = dense_names(stored, weights)
-    if is_multimodal:
-        unused += [name for name in file_of if not name.startswith(_TEXT_PARTS)]
-        file_of = {name: file_of[name] for name in file_of if name.startswith(_TEXT_PARTS)}
-    labels = [weight.scheme.label for weight in weights.values()]
-    types = [tensor.type for tensor in stored.values() if len(tensor.shape) > 1]
-    [(stored_as, _)] = Counter(labels or types).most_common(1) or [("none", 0)]
-    is_quantized = stored_as not in (*FLOATS, "F64")
-    return Checkpoint(tuple(files), file_of, weights, unused, stored_as, is_quantized)
+    tensors = with_quantized_weights(schemes, stored) if schemes else dict(stored)
+    weights = [tensor for tensor in tensors.values() if isinstance(tensor, StoredWeight)]
+    unused = [name for weight in weights for name in weight.unused]
+    if any(_TEXT_MODEL in tensor.stored_name for tensor in stored.values()):
+        unused += [name for name in tensors if not name.startswith(_TEXT_PARTS)]
+        tensors = {name: tensors[name] for name in tensors if name.startswith(_TEXT_PARTS)}
+    return Checkpoint(tuple(files), tensors, opened, unused)
+
+
+def _stored_tensors(files: Iterable[Path], opened: OpenFiles) -> dict[str, StoredTensor]:
+    """All tensors. Those of the text model of a multimodal one have the names that they would have
+    without the other parts."""
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        for described in describe(file, opened):
+            tensor = replace(described, name=_text_name(described.name))
+            other = stored.setdefault(tensor.name, tensor)
+            if other.file != file:
+                raise BadCheckpoint(f"{file}: {tensor.name} is also in {other.file.name}")
+            if other is not tensor:
+                raise BadCheckpoint(
+                    f"{file}: two tensors have the same name without {_TEXT_MODEL!r}"
+                )
+    return stored
 
 
 def _refuse_codes(tensors: Iterable[StoredTensor]) -> None:
@@ -262,45 +196,6 @@ def _weight_files(model_dir: Path) -> list[Path]:
     raise BadCheckpoint(f"{model_dir} holds no *.safetensors file")
 
 
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """As `Checkpoint.open`, but with tensors under their stored names."""
-    if is_gguf(file):
-        yield gguf_tensors(file)
-        return
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            is_plain = not any(_TEXT_MODEL in name for name in tensors.keys())  # noqa: SIM118
-            yield tensors if is_plain else _TextTensors(file, tensors)
-    except (SafetensorError, OSError) as error:
-        raise BadCheckpoint(f"{file} is truncated or damaged: {error}") from error
-
-
-class _TextTensors:
-    """The tensors of an open file of a multimodal model, with the methods of `safe_open`. Those of
-    the text model have the names that they would have without the other parts."""
-
-    def __init__(self, file: Path, tensors: Any) -> None:
-        self._tensors = tensors
-        names = list(tensors.keys())
-        self._stored = {_text_name(name): name for name in names}
-        if len(self._stored) < len(names):
-            raise BadCheckpoint(f"{file}: two tensors have the same name without {_TEXT_MODEL!r}")
-
-    def keys(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._stored)
-
-    def get_slice(self, name: str) -> Any:
-        """A tensor that is read when it is indexed."""
-        return self._tensors.get_slice(self._stored[name])
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor."""
-        tensor: Tensor = self._tensors.get_tensor(self._stored[name])
-        return tensor
-
-
 def _text_name(name: str) -> str:
     """The name of a tensor in the text model alone, such as `model.norm.weight` of
     `language_model.model.norm.weight` and `model.language_model.norm.weight`."""
@@ -314,14 +209,12 @@ def has_own_head(model: type[NativeModel], checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint holds an LM head that differs from the embedding, or may differ
     because one of them is quantized or has another dtype."""
     sources = checkpoint.sources(model)
-    names = {sources.get(name, "") for name in (model.embedding_name, "lm_head.weight")}
-    if "" in names or not names <= checkpoint.dense_names():
-        return "" not in names
-    with checkpoint.reader() as read:
-        first, second = (read(name) for name in names)
-        assert isinstance(first, Tensor), "it is dense"
-        assert isinstance(second, Tensor), "it is dense"
-        return first.dtype != second.dtype or not torch.equal(first, second)
+    found = [sources.get(name) for name in (model.embedding_name, "lm_head.weight")]
+    tensors = [tensor for tensor in found if tensor is not None]
+    if len(tensors) < len(found) or any(tensor.is_quantized for tensor in tensors):
+        return len(tensors) == len(found)
+    first, second = (tensor[...] for tensor in tensors)
+    return first.dtype != second.dtype or not torch.equal(first, second)
 
 
 def warn_of_unused(checkpoint: Checkpoint) -> None:
@@ -348,8 +241,8 @@ def load_weights(
     others: Container[str] = (),
     on_filled: OnFilled = lambda weight: None,
     progress: LoadProgress | None = None,
-) -> int:
-    """Fill the model's targets from the checkpoint. Returns the number of bytes read.
+) -> None:
+    """Fill the model's targets from the checkpoint.
 
     Of a tensor that is sharded over several ranks, only this rank's shard is read. others:
     canonical names of tensors that belong to other ranks; on_filled: called with each target once
@@ -367,18 +260,16 @@ def load_weights(
     targets.clear()  # or their memory would be held until the end
     _check_shapes(checkpoint, wanted)
     places = {file: place for place, file in enumerate(checkpoint.files)}
-    wanted.sort(
-        key=lambda entry: (_num_layer_bytes(entry[1]), -places[checkpoint.file_of[entry[0]]])
-    )
+    wanted.sort(key=lambda entry: (_num_layer_bytes(entry[1]), -places[entry[0].file]))
     num_bytes = sum(weight.target.nbytes for _, weight in wanted)
     phase = (progress or LoadProgress(show_bar=False)).phase("loading weights", num_bytes)
-    with phase as advance, checkpoint.reader() as reader:
+    with phase as advance:
         while wanted:
-            name, weight = wanted.pop()
-            _fill(reader, name, weight, model)
+            tensor, weight = wanted.pop()
+            _fill(tensor, weight, model)
             advance(weight.target.nbytes)
             on_filled(weight)
-        return reader.num_bytes
+    checkpoint.opened.close()
 
 
 def _num_layer_bytes(weight: WeightTarget) -> int:
@@ -386,58 +277,48 @@ def _num_layer_bytes(weight: WeightTarget) -> int:
     return weight.target.untyped_storage().nbytes()
 
 
-def _fill(reader: Reader, name: str, weight: WeightTarget, model: LoadableModule) -> None:
+def _fill(tensor: CheckpointTensor, weight: WeightTarget, model: LoadableModule) -> None:
     """Fill one target; a large dense tensor some rows at a time, so that little of it is mapped.
 
     If `--quantization` applies, each of these slices is quantized when it is read, so that the
     whole dense tensor is never in memory.
     """
-    tensors, target = reader.tensors_of(name), weight.target
-    if weight.keep is not None and (quantized := _read_quantized(tensors, name)) is not None:
+    target = weight.target
+    if weight.keep is not None and (quantized := tensor.quantized()) is not None:
         weight.keep(weight.part_of(quantized))
-        reader.count(quantized.codes.nbytes)
         return
-    # None: indexing reads only that part.
-    is_quantized = getattr(tensors.get_slice(name), "is_quantized", None)
-    if is_quantized:
+    if tensor.is_quantized:
         model.dequantized["the format has no groups of whole numbers"] += target.nbytes
-    if is_quantized is not None or target.dim() != 2 or target.nbytes <= _MAX_MAPPED_BYTES:
-        part = tensors.get_slice(name)[weight.source_index or ...]
-        target.copy_(part)
-        reader.count(part.nbytes)
+    is_small = target.dim() != 2 or target.nbytes <= MAX_MAPPED_BYTES
+    if is_small or not isinstance(tensor, StoredTensor):
+        target.copy_(tensor[weight.source_index or ...])
     elif weight.rounding is None or weight.keep is None:
-        for rows, part in _read_by_rows(reader, name, weight):
+        for rows, part in _read_by_rows(tensor, weight):
             target[rows].copy_(part)
     else:
-        parts = (part.to(target.dtype) for _, part in _read_by_rows(reader, name, weight))
+        parts = (part.to(target.dtype) for _, part in _read_by_rows(tensor, weight))
         rounded = (round_weight(part, weight.rounding) for part in parts)
         weight.keep(assemble(rounded, target.shape[0]))
 
 
-def _read_by_rows(
-    reader: Reader, name: str, weight: WeightTarget
-) -> Iterator[tuple[slice, Tensor]]:
+def _read_by_rows(tensor: CheckpointTensor, weight: WeightTarget) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the target's rows, and the tensor's content for each."""
     num_rows = weight.target.shape[0]
-    step = max(1, _MAX_MAPPED_BYTES * num_rows // weight.target.nbytes)
+    step = max(1, MAX_MAPPED_BYTES * num_rows // weight.target.nbytes)
     shard = weight.shard or Shard.full(weight.source_shape[weight.axis])
     for first in range(0, num_rows, step):
-        rows = slice(first, min(first + step, num_rows))
-        columns = slice(None)
+        last = min(first + step, num_rows)
+        index = (slice(first, last), slice(shard.start, shard.start + shard.size))
         if weight.axis == 0:
-            rows_read = slice(shard.start + rows.start, shard.start + rows.stop)
-        else:
-            rows_read, columns = rows, slice(shard.start, shard.start + shard.size)
-        part = reader.tensors_of(name).get_slice(name)[rows_read, columns]
-        reader.count(part.nbytes)
-        yield rows, part
+            index = (slice(shard.start + first, shard.start + last), slice(None))
+        yield slice(first, last), tensor[index]
 
 
 def _check_names(
     model: LoadableModule,
     checkpoint: Checkpoint,
     targets: Mapping[str, list[WeightTarget]],
-    sources: Mapping[str, str],
+    sources: Mapping[str, CheckpointTensor],
     others: Container[str],
 ) -> None:
     missing = [name for name in targets if name not in sources]
@@ -460,13 +341,11 @@ def _check_names(
 
 
 def _check_shapes(checkpoint: Checkpoint, wanted: Iterable[Wanted]) -> None:
-    wrong = []
-    with ExitStack() as files:
-        tensors = checkpoint.tensors(files)
-        for name, weight in wanted:
-            found, expected = tensors[name].get_shape(), weight.source_shape
-            if found != expected:
-                wrong.append(f"{name} is {found}, expected {expected}")
+    wrong = [
+        f"{tensor.name} is {tensor.shape}, expected {weight.source_shape}"
+        for tensor, weight in wanted
+        if tensor.shape != weight.source_shape
+    ]
     if wrong:
         gguf = next((file for file in checkpoint.files if is_gguf(file)), None)
         source = f"the metadata of {gguf}" if gguf else checkpoint.files[0].with_name("config.json")
@@ -509,18 +388,17 @@ def load_kv_scales(model: NativeModel, checkpoint: Checkpoint) -> None:
             names = (f"{name}.{part}_scale", f"{name}.{part}_proj.{part}_scale")
             found = [sources[target_name] for target_name in names if target_name in sources]
             if found:
-                setattr(attention, attribute, _read_scale(checkpoint, found[0]))
+                setattr(attention, attribute, _read_scale(found[0]))
                 num_found += 1
     logger.info("kv scales num_layers=%d num_found=%d others=1.0", num_layers, num_found)
 
 
-def _read_scale(checkpoint: Checkpoint, name: str) -> float:
-    with checkpoint.open(checkpoint.file_of[name]) as tensors:
-        tensor = tensors.get_tensor(name)
+def _read_scale(stored: CheckpointTensor) -> float:
+    tensor = stored[...]
     scale = float(tensor) if tensor.numel() == 1 else 0.0
     if not 0.0 < scale < float("inf"):
         raise BadCheckpoint(
-            f"{checkpoint.file_of[name]}: {name}: expected one positive number, got"
+            f"{stored.file}: {stored.name}: expected one positive number, got"
             f" {_listed([str(number) for number in tensor.flatten().tolist()])}"
         )
     return scale

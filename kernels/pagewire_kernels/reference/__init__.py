@@ -3,7 +3,6 @@
 attention.py  attention over a paged cache
 kv_cache.py   writes to a paged cache, int8 heads, copies of blocks
 layers.py     embedding, norms, rotary embedding, activations
-quantized_rows.py  products of 8-bit activations and 8-bit weights
 sampling.py   a step's inputs; edits of logits, sampling, log probabilities
 backend.py    the reference as an attention backend and as layer kernels
 """
@@ -19,14 +18,12 @@ from pagewire_kernels.reference.layers import (
     rms_norm,
     rotate_and_write_kv,
 )
-from pagewire_kernels.reference.quantized_rows import multiply_quantized_rows, quantize_rows
 from pagewire_kernels.reference.sampling import (
     apply_bitmask,
     edit,
     gather_logprobs,
     prepare,
     sample,
-    uniforms,
 )
 
 __all__ = [
@@ -38,14 +35,11 @@ __all__ = [
     "embed",
     "gather_logprobs",
     "layer_norm",
-    "multiply_quantized_rows",
     "paged_attention",
     "prepare",
-    "quantize_rows",
     "rms_norm",
     "rotate_and_write_kv",
     "sample",
     "swap_blocks",
-    "uniforms",
     "write_kv",
 ]

@@ -44,21 +44,6 @@ def prepare(
     )
 
 
-def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-    """Return one draw from [0, 1) per row, with 53 random bits; a pure function of its arguments.
-
-    The first two words of Philox4x32-10 (Salmon et al. 2011), keyed by the seed, low word first,
-    with the counter (choice index, position, 0, 0). seeds: int64 [n], the bits of an unsigned seed;
-    the others: int32 [n]. Returns float64 [n].
-    """
-    draws = uniform(
-        seeds.cpu().numpy().view(np.uint64),
-        choice_indices.cpu().numpy().view(np.uint32),
-        positions.cpu().numpy(),
-    )
-    return torch.from_numpy(draws).to(seeds.device)
-
-
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     """Set logits of these rows to minus infinity where the row's bit is 0, in place.
 
@@ -150,11 +135,8 @@ def _choose(values: Tensor, position: int, params: "_Params") -> int:
     weights = torch.exp(scaled - scaled.max()).double()
     weights = weights * (scaled >= _cut(scaled, weights, params))
     cumulative = weights.cumsum(0)
-    draw = uniforms(
-        torch.tensor([params.seed]),
-        torch.tensor([params.choice_index], dtype=torch.int32),
-        torch.tensor([position], dtype=torch.int32),
-    )
+    seeds = np.array([params.seed]).view(np.uint64)
+    (draw,) = uniform(seeds, np.array([params.choice_index], np.uint32), np.array([position]))
     above = cumulative > float(draw) * cumulative[-1]
     return int(above.nonzero()[0]) if above.any() else int(weights.nonzero()[-1])
 

@@ -24,6 +24,7 @@ from tests.support.emulated_kernels import EmulatedLibrary
 from tests.support.native import native_libraries
 from tests.support.paged_batch import PagedSequences, Shape
 from tests.support.quantized_files import NF4
+from tests.support.quantized_rows import multiply_quantized_rows
 from tests.support.quantized_weights import as_multiplied, random_int8_weight, random_weight
 
 CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -137,7 +138,7 @@ def test_products_of_quantized_rows(neon: Library, symmetric: bool, dtype: torch
     weight = random_int8_weight(70, 101, Int8Activations(symmetric=symmetric))
     rows = _random(5, 101, dtype=dtype) + 1
     packed = NativeWeight(weight, neon, HugeMemory(), dtype)
-    expected = reference.multiply_quantized_rows(rows, weight)
+    expected = multiply_quantized_rows(rows, weight)
     assert torch.equal(packed.apply(rows, output_dtype=torch.float32), expected)
     assert torch.equal(packed.apply(rows[:1]), expected[:1].to(dtype))
     assert torch.equal(packed.gather(torch.tensor([69])), weight.dequantize()[69:].to(dtype))

@@ -18,6 +18,7 @@ from pagewire_kernels.cpu.linear import (
 )
 from pagewire_kernels.cpu.native_library import Library, instruction_sets
 from pagewire_kernels.quantized_weight import Int8Activations
+from tests.support.quantized_rows import multiply_quantized_rows, quantize_rows
 from tests.support.quantized_weights import random_int8_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -78,7 +79,7 @@ def test_rows_are_rounded_as_compressed_tensors_does(activations: Int8Activation
         scale = torch.tensor([activations.scale])
         zero = torch.tensor([activations.zero_point], dtype=torch.int8)
     expected = quantize(rows, scale, zero, settings)
-    codes, scales, zeros = reference.quantize_rows(rows, activations)
+    codes, scales, zeros = quantize_rows(rows, activations)
     is_zero = (rows == 0).all(1)
     assert torch.equal(codes[~is_zero], expected[~is_zero])
     assert torch.equal(((codes - zeros) * scales), dequantize(expected, scale, zero, settings))
@@ -101,7 +102,7 @@ def test_products_have_the_bits_of_the_reference(
     rows[2] = 0
     packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
     products = packed.apply(rows, bias, output_dtype=torch.float32)
-    assert torch.equal(products, reference.multiply_quantized_rows(rows, weight, bias))
+    assert torch.equal(products, multiply_quantized_rows(rows, weight, bias))
     for num_rows in (1, 2, 3, 4, 5, 8, 9, 12, 13, 24, 193):
         some = packed.apply(rows[-num_rows:], bias, output_dtype=torch.float32)
         assert torch.equal(some, products[-num_rows:])
@@ -117,7 +118,7 @@ def test_gated_products(kernels: Library, activations: Int8Activations, dtype: t
     weight = random_int8_weight(2 * 37, 192, activations)
     rows = _rows(65, 192, dtype)
     packed = NativeGatedWeight(weight, "silu", kernels, HugeMemory(), dtype)
-    exact = reference.act_and_mul(reference.multiply_quantized_rows(rows, weight), "silu")
+    exact = reference.act_and_mul(multiply_quantized_rows(rows, weight), "silu")
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
     products = packed.apply(rows)
     torch.testing.assert_close(products.float(), exact, rtol=tolerance, atol=tolerance)
@@ -134,7 +135,7 @@ def test_any_number_of_threads(kernels: Library, num_threads: int) -> None:
         products = packed.apply(rows)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(products, reference.multiply_quantized_rows(rows, weight))
+    assert torch.equal(products, multiply_quantized_rows(rows, weight))
 
 
 @each_kind
@@ -148,7 +149,7 @@ def test_the_largest_sums_are_exact(kernels: Library, activations: Int8Activatio
     rows = torch.full((3, size), 100.0)
     rows[1], rows[2, ::2] = -100.0, -100.0
     packed = NativeWeight(weight, kernels, HugeMemory(), torch.float32)
-    expected = reference.multiply_quantized_rows(rows, weight)
+    expected = multiply_quantized_rows(rows, weight)
     assert torch.equal(packed.apply(rows), expected)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from tests.support.quantized_checkpoints import (
     FORMATS,
@@ -18,12 +17,8 @@ from tests.support.quantized_checkpoints import (
 )
 from tests.support.quantized_files import make_quantized
 from worker_service.errors import BadCheckpoint
-from worker_service.loader.quantized_checkpoint import (
-    QuantizedTensors,
-    describe,
-    find_weights,
-    read_schemes,
-)
+from worker_service.loader.quantized_checkpoint import read_schemes, with_quantized_weights
+from worker_service.loader.tensors import OpenFiles, describe
 
 DATA = Path(__file__).parent / "data"
 
@@ -33,10 +28,9 @@ def test_nf4_is_dequantized_as_bitsandbytes_does(name: str) -> None:
     """The file has weights that bitsandbytes 0.50.2 quantized on a CPU, and dequantized."""
     file = DATA / "bitsandbytes.safetensors"
     schemes = read_schemes(file, {"quantization_config": NF4})
-    with safe_open(file, framework="pt") as opened:
-        weights = find_weights(schemes, {tensor.name: tensor for tensor in describe(file, opened)})
-        tensors = QuantizedTensors(file, opened, weights, safe_open)
-        assert tensors.get_tensor(f"{name}.weight").equal(tensors.get_tensor(f"expected.{name}"))
+    stored = {tensor.name: tensor for tensor in describe(file, OpenFiles())}
+    tensors = with_quantized_weights(schemes, stored)
+    assert tensors[f"{name}.weight"][...].equal(tensors[f"expected.{name}"][...])
 
 
 STATE = {"shape": [64, 128], "blocksize": 64, "nested_blocksize": 5, "nested_offset": 0.0}

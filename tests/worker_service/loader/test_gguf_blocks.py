@@ -4,12 +4,12 @@ import gguf
 import numpy as np
 import pytest
 
-from worker_service.loader.gguf_file import KNOWN_TYPES, quantized_weight
+from worker_service.loader.gguf_blocks import BLOCK_TYPES, quantized_weight
 
 NUM_ROWS, BLOCKS_PER_ROW = 64, 3
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KNOWN_TYPES if "F" not in kind])
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_dequantized_blocks_are_bit_for_bit_those_of_the_library(kind: str) -> None:
     number = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[number]

@@ -149,7 +149,7 @@ def test_tensors_that_are_rounded_while_they_are_read_have_the_same_bits(
     path = make_checkpoint(family, tmp_path, **SHAPES)
     expected = _logits(_load(path, quantization))
     # So are a layer's queries then, but not its keys and values, which are in the same product.
-    monkeypatch.setattr(weights, "_MAX_MAPPED_BYTES", 10_000)
+    monkeypatch.setattr(weights, "MAX_MAPPED_BYTES", 10_000)
     assert _logits(_load(path, quantization)).equal(expected)
 
 

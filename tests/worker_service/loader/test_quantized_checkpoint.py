@@ -25,16 +25,13 @@ def _assert_expressed(path: Path, reference: Path) -> None:
     """Every quantized weight is dequantized as in the reference, and given without rounding."""
     checkpoint = open_checkpoint(path, read_schemes(path / "config.json", read_config(path)))
     dense = load_file(reference / "model.safetensors")
-    assert checkpoint.file_of.keys() == dense.keys()
-    for file in checkpoint.files:
-        with checkpoint.open(file) as tensors:
-            assert set(tensors.keys()) == dense.keys()
-            for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                torch.testing.assert_close(tensors.get_tensor(name), dense[name])
-                weight = tensors.get_quantized(name)
-                assert (weight is not None) == (name in checkpoint.quantized), name
-                if weight is not None:
-                    torch.testing.assert_close(weight.dequantize(), dense[name])
+    assert checkpoint.tensors.keys() == dense.keys()
+    for name, tensor in checkpoint.tensors.items():
+        torch.testing.assert_close(tensor[...], dense[name])
+        weight = tensor.quantized()
+        assert (weight is not None) == tensor.is_quantized, name
+        if weight is not None:
+            torch.testing.assert_close(weight.dequantize(), dense[name])
 
 
 @pytest.mark.parametrize("name", FORMATS)

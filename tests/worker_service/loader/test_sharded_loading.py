@@ -45,7 +45,9 @@ def names_of(folder: Path) -> set[str]:
 
 def num_bytes_read(folder: Path, layout: Layout) -> int:
     model = empty_model(folder, layout)
-    return load_weights(model, open_checkpoint(folder), others=names_of(folder))
+    files = open_checkpoint(folder)
+    load_weights(model, files, others=names_of(folder))
+    return files.opened.num_bytes
 
 
 def is_replicated(name: str) -> bool:

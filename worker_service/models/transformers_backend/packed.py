@@ -229,7 +229,7 @@ class Packing:
         folder. Raises BadCheckpoint if a tensor of an expert is missing or has another shape;
         errors of `transformers` do not name it.
         """
-        quantized = {n: t for n, t in tensors.items() if getattr(t, "is_quantized", False)}
+        quantized = {n: t for n, t in tensors.items() if t.is_quantized}
         self._sizes = {name: prod(tensor.get_shape()) for name, tensor in quantized.items()}
         sources = self._sources(tensors)
         unknown = sources.keys() - self._weights.keys()

@@ -153,7 +153,7 @@ class SequenceTable:
         if len(plan.forget_seq_ids):
             forgotten = self.forget(plan.forget_seq_ids)
         new = [
-            (self._add(new, f"new_sequences[{index}]"), new)
+            (self.add(new, f"new_sequences[{index}]"), new)
             for index, new in enumerate(plan.new_sequences)
         ]
         batch = self.row_ids(plan.seq_ids, "seq_ids")
@@ -185,11 +185,8 @@ class SequenceTable:
             self._part_sizes[part] -= 1
         return row_ids
 
-    def add(self, new: NewSequence, field: str) -> None:
-        """Add a sequence; a fork starts with its parent's tokens and progress."""
-        self._put_sampling(self._add(new, field), new)
-
-    def _add(self, new: NewSequence, field: str) -> int:
+    def add(self, new: NewSequence, field: str) -> int:
+        """Add a sequence; a fork starts with its parent's tokens and progress. Returns its row."""
         if new.pooling is not None:
             raise InvalidPlan(f"{field}.pooling", "this worker pools no vectors")
         parent, num_computed = None, new.num_computed_tokens
