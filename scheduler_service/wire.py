@@ -140,9 +140,7 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
         decoded = _copied(RowLogprobs, entry)
         if logprobs.setdefault(entry.row, decoded) is not decoded:
             kept_logprobs.setdefault(entry.row, []).append(decoded)
-    return _copied(
-        StepResult,
-        timings,
+    return StepResult(
         step_id=message.step_id,
         logprobs=logprobs,
         kept_logprobs=kept_logprobs,
@@ -152,6 +150,9 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
         candidates={entry.row: _decode_candidates(entry) for entry in message.candidates},
         vectors={entry.row: entry.values for entry in message.vectors},
         errors={entry.row: _decode_row_error(entry) for entry in message.errors},
+        cache_ops_us=timings.cache_ops_us,
+        forward_us=timings.forward_us,
+        sample_us=timings.sample_us,
         busy_us=max(0, timings.finished_us - timings.started_us),
         held_us=max(0, sent_us - timings.finished_us),
         **from_columns(message),

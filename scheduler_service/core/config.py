@@ -201,7 +201,8 @@ class CacheLifetime(StrEnum):
 _UNLIMITED = 2**31
 """Tokens that a sequence of windows alone may have."""
 
-_SPANNING = (CacheLifetime.WINDOW, CacheLifetime.CHUNK)
+# Looked up once, because steps ask, and an attribute of an enum is slow.
+_SPANNING = _WINDOW, _CHUNK = CacheLifetime.WINDOW, CacheLifetime.CHUNK
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,9 +248,9 @@ class CacheGroup:
 
     def first_needed(self, position: int) -> int:
         """The first token that a row at `position`, or any after it, reads."""
-        if self.lifetime is CacheLifetime.WINDOW:
+        if self.lifetime is _WINDOW:
             return max(0, position - self.span + 1)
-        if self.lifetime is CacheLifetime.CHUNK:
+        if self.lifetime is _CHUNK:
             return position // self.span * self.span
         return 0
 

@@ -66,6 +66,10 @@ class SequenceStatus(IntEnum):
         return self >= SequenceStatus.FINISHED_STOPPED
 
 
+# Looked up once, because each row asks, and an attribute of an enum is slow.
+_RUNNING = SequenceStatus.RUNNING
+
+
 # A sampled token whose value is still in flight counts in `length`, so that the next step can be
 # planned before the last one's result is in: the worker feeds its own token forward. A row with
 # drafts counts with all the tokens that it may bring, until its result says how many it brought.
@@ -114,25 +118,21 @@ class Sequence:
     """Drafts that its rows in flight may keep."""
     suspect_length: int = 0
     """The length at which it has passed the steps in which workers died."""
+    num_prompt_tokens: int = field(init=False)
+    """Number of tokens of its prompt. This and what follows is the group's, kept here so that a
+    token does not touch the group."""
     frontend: Frontend = field(init=False)
-    """The group's frontend, kept here so that delivering a token does not touch the group."""
-
     tenant: TenantUsage = field(init=False)
-    """The group's tenant, for the same reason."""
 
     def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.seq_group.num_prompt_tokens
         self.frontend = self.seq_group.frontend
         self.tenant = self.seq_group.tenant
 
     @property
     def num_known(self) -> int:
         """Number of tokens whose values are known."""
-        return self.seq_group.num_prompt_tokens + len(self.output_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Number of tokens of its prompt."""
-        return self.seq_group.num_prompt_tokens
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_confirmed(self) -> int:
@@ -140,7 +140,7 @@ class Sequence:
         known token was sampled, not computed."""
         if not self.is_prefilled:
             return 0
-        return self.seq_group.num_prompt_tokens + len(self.output_token_ids) - 1
+        return self.num_prompt_tokens + len(self.output_token_ids) - 1
 
     @property
     def is_prefilling(self) -> bool:
@@ -155,10 +155,7 @@ class Sequence:
         if not seq_group.strategy.reuses_prefixes:
             return 0
         num_reported = seq_group.prompt_logprobs_start
-        if (
-            seq_group.request.work.wants_prompt_logprobs
-            and num_reported < seq_group.num_prompt_tokens
-        ):
+        if seq_group.request.work.wants_prompt_logprobs and num_reported < self.num_prompt_tokens:
             return max(0, num_reported - 1)
         return self.num_known
 
@@ -170,7 +167,7 @@ class Sequence:
     @property
     def max_length(self) -> int:
         """Number of its tokens at which it ends in its worker group."""
-        return self.seq_group.num_prompt_tokens + self.max_output_tokens
+        return self.num_prompt_tokens + self.max_output_tokens
 
     @property
     def next_position(self) -> int:
@@ -184,8 +181,7 @@ class Sequence:
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """The values of its tokens from `start` to `end`, exclusive."""
-        num_prompt_tokens = self.seq_group.num_prompt_tokens
-        first, last = start - num_prompt_tokens, end - num_prompt_tokens
+        first, last = start - self.num_prompt_tokens, end - self.num_prompt_tokens
         if first >= 0:
             return self.output_token_ids[first:last]
         output = self.output_token_ids[: max(0, last)]
@@ -193,7 +189,7 @@ class Sequence:
 
     def num_common_tokens(self, other: Sequence) -> int:
         """In how many first tokens it equals another sequence of its group, which is as long."""
-        num_tokens = self.seq_group.num_prompt_tokens
+        num_tokens = self.num_prompt_tokens
         for token, others in zip(self.output_token_ids, other.output_token_ids, strict=True):
             if token != others:
                 break
@@ -225,7 +221,7 @@ class Sequence:
         self.num_computed = num_computed
         if not self.seq_group.has_begun:
             self.seq_group.has_begun = True
-            self.seq_group.num_cached_tokens = min(num_computed, self.seq_group.num_prompt_tokens)
+            self.seq_group.num_cached_tokens = min(num_computed, self.num_prompt_tokens)
 
     def advance_prefill(self, num_tokens: int) -> bool:
         """Count tokens as computed; return whether these were the last."""
@@ -345,10 +341,7 @@ class Sequence:
 
 
 def extend_all(
-    sequences: Iterable[Sequence],
-    reserve: Callable[[Sequence], bool],
-    seq_ids: list[int],
-    rows: list[Sequence],
+    sequences: Iterable[Sequence], reserve: Callable[[Sequence], bool], rows: list[Sequence]
 ) -> int:
     """Count a token that is being sampled for each decoding sequence, and add its row. Returns the
     sum of the lengths of these rows' sequences.
@@ -363,7 +356,6 @@ def extend_all(
             continue
         seq.length = length = length + 1
         total_length += length
-        seq_ids.append(seq.seq_id)
         rows.append(seq)
     return total_length
 
@@ -382,7 +374,7 @@ def deliver_all(
     num_dropped = 0
     frontend = None
     for seq, token in zip(sampled, token_ids, strict=True):
-        if seq.status is not SequenceStatus.RUNNING and seq.status.is_finished:
+        if seq.status is not _RUNNING and seq.status.is_finished:
             num_dropped += 1
             continue
         if seq.frontend is not frontend:

@@ -30,7 +30,6 @@ class Batch:
         """Tokens that may still be added."""
         self._cost: PrefillCost | None = None
         self._budget_us = 0.0
-        self.seq_ids: list[int] = []
         self.rows: list[Sequence] = []
         self.swap_out: list[int] = []
         """Pairs of blocks, as in the plan."""
@@ -64,16 +63,16 @@ class Batch:
 
     def update_tables(self, seq_id: int, updates: Iterable[BlockUpdate]) -> None:
         """Change a running sequence's block tables, copying the shared blocks that it replaces."""
-        for update in updates:
-            if update.copied_from is not None:
-                self.copy += (update.copied_from, update.block)
-            self._block_updates += (seq_id, update.group, update.index, update.block)
+        for group, index, block, copied_from in updates:
+            if copied_from is not None:
+                self.copy += (copied_from, block)
+            self._block_updates += (seq_id, group, index, block)
 
     def copy_shared(self, updates: Iterable[BlockUpdate]) -> None:
         """Copy the shared blocks that changes of block tables replace."""
-        for update in updates:
-            if update.copied_from is not None:
-                self.copy += (update.copied_from, update.block)
+        for _, _, block, copied_from in updates:
+            if copied_from is not None:
+                self.copy += (copied_from, block)
 
     def append_token(self, seq_id: int, token: int) -> None:
         """Send the worker a token that the core has chosen."""
@@ -85,14 +84,12 @@ class Batch:
             self.lookahead += [0] * num_beams
         self.lookahead.append(num_drafts)
         self.num_attended_pairs += seq.length
-        self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
 
     def add_beam(self, seq: Sequence) -> None:
         """Add a decode row that reports candidates."""
         self._other_outputs[len(self.rows)] = RowOutput.CANDIDATES
         self.num_attended_pairs += seq.length
-        self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
 
     def add_new(self, new_sequence: NewSequence) -> None:
@@ -106,7 +103,6 @@ class Batch:
         if output is not RowOutput.TOKEN:
             self._other_outputs[len(self.rows)] = output
             self.num_vectors += output is RowOutput.VECTOR
-        self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
         self._prefill_tokens.append(num_tokens)
         self._prefills.append((seq, seq.num_computed, is_last))
@@ -156,7 +152,7 @@ class Batch:
             copy=self.copy,
             new_sequences=self._in_batch_order(),
             block_updates=self._block_updates,
-            seq_ids=self.seq_ids,
+            seq_ids=[seq.seq_id for seq in self.rows],
             appended_tokens=self._appended_tokens,
         )
         sampled = self.rows
@@ -197,7 +193,7 @@ class Batch:
         """The new sequences in the order of their rows. Beams, and sequences that were swapped in,
         may have been added in another order."""
         if self._appended_tokens or self._other_outputs:
-            places = {seq_id: row for row, seq_id in enumerate(self.seq_ids)}
+            places = {seq.seq_id: row for row, seq in enumerate(self.rows)}
             self._new_sequences.sort(key=lambda new: places[new.seq_id])
         return self._new_sequences
 

@@ -93,9 +93,7 @@ class StepPlanner:
             self._add_speculative_decodes(batch, num_drafts)
         else:
             reserve = partial(self._reserve, batch)
-            batch.num_attended_pairs += extend_all(
-                self.running.decoding, reserve, batch.seq_ids, batch.rows
-            )
+            batch.num_attended_pairs += extend_all(self.running.decoding, reserve, batch.rows)
         batch.budget -= len(batch.rows) + sum(batch.lookahead)
         if batch.rows:
             self._limit_prefills(batch)
