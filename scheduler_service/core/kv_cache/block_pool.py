@@ -23,7 +23,8 @@ class Tail(NamedTuple):
     num_tokens: int
 
 
-class Contents(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Contents:
     """What was computed in a block: the tokens of units of keys, from the block's first token on.
     In a state: what is after all tokens of one unit."""
 
@@ -121,7 +122,7 @@ class CachedBlocks:
         index = self._index[contents.group]
         key = contents.units[-1]
         if key not in index:
-            self._set(block, contents, entry or self.entry(block))
+            self._set(block, contents, entry)
             index[key] = block
             index.setdefault(contents.units[0], block)
             if contents.tail is not None:
@@ -129,17 +130,18 @@ class CachedBlocks:
 
     def _set(self, block: int, contents: Contents, entry: Sequence[int]) -> None:
         if block in self._contents:
+            entry = entry or self.entry(block)
             self.discard(block)
-        for member in entry:
-            self._contents[member] = contents
+        self._contents[block] = contents
         if len(entry) > 1:
+            self._contents |= dict.fromkeys(entry, contents)
             self._entries |= dict.fromkeys(entry, tuple(entry))
 
     def hold(self, block: int, contents: Contents, entry: Sequence[int] = ()) -> Contents:
         """Give a block in use contents that are still being computed, unless it has some; returns
         those. It stays cached when it is freed, but is not found before they are confirmed."""
         if block not in self._contents:
-            self._set(block, contents, entry or (block,))
+            self._set(block, contents, entry)
         return self._contents[block]
 
     def confirm(self, block: int, held: Contents, contents: Contents) -> None:
@@ -320,9 +322,9 @@ class BlockPool:
         """
         num_freed = 0
         for block in reversed(blocks):
-            assert self._ref_counts[block] > 0, f"block {block} freed twice"
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
+            self._ref_counts[block] = count = self._ref_counts[block] - 1
+            assert count >= 0, f"block {block} freed twice"
+            if count == 0:
                 num_freed += 1
                 if block in self.cached:
                     self.cached.free(block, is_expendable=is_expendable)

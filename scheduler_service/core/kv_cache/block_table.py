@@ -2,20 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
 
-
-@dataclass(slots=True)
-class BlockUpdate:
-    """A change of one entry of a block table."""
-
-    group: int
-    index: int
-    block: int
-    copied_from: int | None
-    """The shared block that is copied to the new one, if any."""
+BlockUpdate: TypeAlias = tuple[int, int, int, int | None]
+"""A change of one entry of a block table: group, index, block, and the shared block that is copied
+to it, if any. A plain tuple, because a step has one for each sequence that enters a block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,20 +140,21 @@ class DeviceTables:
     def reserve(self, seq: CacheableSequence, length: int) -> list[BlockUpdate]:
         """Make the sequence's token number `length` writable, by new blocks at the ends of its
         tables, or copies of shared last blocks and states; returns the changes of its tables."""
-        updates = []
+        updates: list[BlockUpdate] = []
         tables = self._tables[seq.seq_id].tables
         for number, tokens in self._block_tokens.items():
             table, index = tables[number], (length - 1) // tokens
             offset, shared = index - table.first, None
             if offset == len(table.blocks):
-                table.append(block := self.device.allocate_one())
+                block = self.device.allocate_one()
+                table.blocks.append(block)
             elif self.device.is_shared(table.blocks[offset]):
                 block = self.device.allocate_one()
                 shared, table.blocks[offset] = table.blocks[offset], block
                 self.device.release([shared])
             else:
                 continue
-            updates.append(BlockUpdate(number, index, block, shared))
+            updates.append((number, index, block, shared))
         if self._state_groups and self._shares_state(tables):
             updates += self._unshare_state(tables)
         return updates
@@ -211,7 +212,7 @@ class DeviceTables:
         held.num_reserved -= num_reserved
         self._num_reserved -= num_reserved
         return [
-            BlockUpdate(number, table.append(self.device.allocate_one()), table.blocks[-1], None)
+            (number, table.append(self.device.allocate_one()), table.blocks[-1], None)
             for number, table in enumerate(held.tables)
             for _ in range(missing.get(number, 0))
         ]
@@ -237,12 +238,12 @@ class DeviceTables:
         if self._state_copies.get(head):
             self._state_copies[head] -= 1
             self._num_reserved -= self._demand.per_fork
-        updates = []
+        updates: list[BlockUpdate] = []
         for number in self._state_groups:
             shared = tables[number].blocks
             tables[number].blocks = self.device.allocate(len(shared))
             pairs = enumerate(zip(tables[number].blocks, shared, strict=True))
-            updates += [BlockUpdate(number, index, *pair) for index, pair in pairs]
+            updates += [(number, index, block, source) for index, (block, source) in pairs]
             self._copied_states.add(tables[number].blocks[0])
             self.device.release(shared)
         return updates

@@ -131,26 +131,15 @@ class KVCacheManager(DeviceTables):
         for number, tokens in self._block_tokens.items():
             table, num_units = held.tables[number], tokens // self.tokens_per_unit
             first = max(held.num_offered // num_units, table.first)  # others have been released
-            num_blocks = max(0, -(-end // num_units) - first)
-            blocks = table.blocks[first - table.first :][:num_blocks]
-            for index, block in enumerate(blocks, first):
-                units = tuple(keys[index * num_units : min(end, (index + 1) * num_units)])
-                contents = Contents(number, units, len(units) == num_units)
-                self.device.cached.add(block, contents)
+            starts = range(first * num_units, end, num_units)
+            for start, block in zip(starts, table.blocks[first - table.first :], strict=False):
+                units = tuple(keys[start : min(start + num_units, end)])
+                self.device.cached.add(block, Contents(number, units, len(units) == num_units))
         held.num_offered = end
         if held.unconfirmed:
             self._released.confirm(held, end * self.tokens_per_unit)
         if held.saved:
             self._states.confirm(seq, held)
-
-    def offer_decoded(self, seq: CacheableSequence, num_tokens: int) -> None:
-        """Like `offer`, for a sequence that decodes: only if there are many more tokens. Its state
-        is saved now and then."""
-        num_offered = self._tables[seq.seq_id].num_offered * self.tokens_per_unit
-        if num_tokens >= num_offered + OFFERED_TOKENS:
-            self.offer(seq, num_tokens)
-        if self._state_groups:
-            self._states.roll(seq, self._tables[seq.seq_id])
 
     def confirm_plan(self, plan: int) -> None:
         """Let the states be found that ended sequences have left: a plan's result is in."""
@@ -377,6 +366,28 @@ class KVCacheManager(DeviceTables):
                     self._copies += (block for pair in pairs for block in pair)
         if self._prefixes.next_boundary(seq, position - 1) == position:
             self._states.save(seq, held, position)
+
+    # Decoding.
+
+    def advance(self, seq: CacheableSequence) -> list[BlockUpdate] | None:
+        """Release what no row to come of a decoding sequence reads, and make its last token
+        writable; returns the changes of its tables, or None if memory is short. Now and then its
+        tokens are offered, and its state is saved.
+
+        It is called when a sequence has outgrown its memory, in few of its steps: whatever is to be
+        done for decoding sequences is done here, so that their other steps cost nothing."""
+        held = self._tables[seq.seq_id]
+        if self._has_spans:
+            self._released.slide(seq, held, seq.next_position)
+        if self.is_full and not self.can_reserve(seq, seq.length):
+            return None
+        updates = self.reserve(seq, seq.length)
+        num_tokens = seq.num_confirmed
+        if num_tokens >= held.num_offered * self.tokens_per_unit + OFFERED_TOKENS:
+            self.offer(seq, num_tokens)
+        if self._state_groups:
+            self._states.roll(seq, held)
+        return updates
 
     def release_unread(self, seq: CacheableSequence) -> None:
         """Release what no row to come of a decoding sequence will read."""

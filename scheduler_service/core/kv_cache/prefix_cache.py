@@ -321,6 +321,11 @@ class PrefixCache:
         if end not in boundaries:
             insort(boundaries, end)
 
+    def last_boundary(self, seq: CacheableSequence) -> int:
+        """The last position at which windows are to stay cached; what decodes is after it."""
+        boundaries = self._boundaries.get(seq)
+        return boundaries[-1] if boundaries else 0
+
     def retained(
         self, seq: CacheableSequence, number: int, index: int, cached: Contents | None
     ) -> Contents | None:

@@ -65,7 +65,8 @@ def unit_keys(
     `start` is the position of the first one."""
     data = array(_TOKEN, tokens).tobytes()
     num_bytes = unit * _TOKEN_BYTES
-    later = tuple(part for part in context if part.start > 0)  # the others are in the root
+    # Those at the start are in the root.
+    later = tuple(part for part in context if part.start > 0) if context else ()
     keys = []
     for offset in range(0, len(data), num_bytes):
         parts = _beginning(later, start, start + unit) if later else b""
@@ -113,6 +114,10 @@ class CacheableSequence(Protocol):
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens of its prompt."""
+
+    @property
+    def num_confirmed(self) -> int:
+        """While it decodes: its first tokens whose KV is computed, by results that are in."""
 
     @property
     def next_position(self) -> int:

@@ -20,7 +20,7 @@ class ReleasedBlocks:
         self._groups = groups
         self._device = device
         self._prefixes = prefixes
-        self._spans = [number for number, group in enumerate(groups) if group.span]
+        self._spans = [(number, group) for number, group in enumerate(groups) if group.span]
         self._is_simple = len(groups) == 1 and not groups[0].is_state
 
     def slide(self, seq: CacheableSequence, held: SequenceTables, position: int) -> int:
@@ -28,12 +28,16 @@ class ReleasedBlocks:
         a boundary stay cached as long as the sequence's other blocks. Returns the number of blocks
         freed."""
         num_freed = 0
-        for number in self._spans:
-            table, tokens = held.tables[number], self._groups[number].block_tokens
-            first = self._groups[number].first_needed(position) // tokens
+        for number, group in self._spans:
+            table, tokens = held.tables[number], group.block_tokens
+            first = group.first_needed(position) // tokens
             if first <= table.first:
                 continue
-            for index, block in enumerate(table.blocks[: first - table.first], table.first):
+            blocks = table.blocks[: first - table.first]
+            if table.first * tokens >= self._prefixes.last_boundary(seq):
+                num_freed += self._device.release(blocks, is_expendable=True)
+                blocks = []
+            for index, block in enumerate(blocks, table.first):
                 cached = self._device.cached.contents_of(block)
                 contents = self._prefixes.retained(seq, number, index, cached)
                 num_freed += self._let_go(held, block, (index + 1) * tokens, contents)

@@ -103,28 +103,21 @@ class SamplingScheduler(StrategyScheduler):
 
     def reserve(self, seq: Sequence, batch: Batch) -> bool:
         """Reserve memory for a sequence's last token, if necessary by preemption."""
-        if seq.length >= seq.max_length:
+        cache, length = self.running.cache, seq.length
+        if length >= seq.max_length:
             return False  # its last token is in flight
-        if seq.length > self.running.cache.num_tokens:
+        if length > cache.num_tokens:
             if seq.num_in_flight == 0:
                 batch.exceeding.append(seq.seq_group)
             return False  # its tokens in flight may end it
-        self.running.cache.release_unread(seq)
-        if self.running.cache.is_full and not self._make_room(seq, batch):
-            return False
-        batch.update_tables(seq.seq_id, self.running.cache.reserve(seq, seq.length))
-        self.running.cache.offer_decoded(seq, seq.num_confirmed)
-        seq.reserve(self.running.cache.round_up(seq.length))
-        return True
-
-    def _make_room(self, seq: Sequence, batch: Batch) -> bool:
-        """Preempt others until there is memory for the sequence; False if it gets none."""
-        while not self.running.cache.can_reserve(seq, seq.length):
+        while (updates := cache.advance(seq)) is None:
             if not self.preemption.make_room(seq.seq_group, batch):
                 batch.exceeding.append(seq.seq_group)
                 return False
             if seq.status is not SequenceStatus.RUNNING:
                 return False
+        batch.update_tables(seq.seq_id, updates)
+        seq.reserve(cache.round_up(length))
         return True
 
 

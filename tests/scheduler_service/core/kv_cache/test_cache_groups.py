@@ -59,8 +59,8 @@ def test_a_window_has_blocks_from_the_first_token_that_its_next_row_sees() -> No
     seq.next_position = 40
     cache.release_unread(seq)
     assert tables(cache, seq) == [(0, 4), (8, 2)], "33 to 39"
-    [update] = cache.reserve(seq, 41)
-    assert (update.group, update.index, update.copied_from) == (1, 10, None)
+    [(group, index, _, copied_from)] = cache.reserve(seq, 41)
+    assert (group, index, copied_from) == (1, 10, None)
 
 
 def test_a_chunk_is_released_at_multiples_of_its_length() -> None:

@@ -78,13 +78,13 @@ def test_a_table_changes_where_a_sequence_outgrows_or_shares_its_memory() -> Non
     cache, seq = make_manager(), make_seq(1, 7)
     admit(cache, seq)
     assert cache.reserve(seq, 8) == []
-    [update] = cache.reserve(seq, 9)
-    assert update.copied_from is None
+    [(*_, copied_from)] = cache.reserve(seq, 9)
+    assert copied_from is None
     assert cache.round_up(9) == 12
     cache.fork(seq, make_seq(2, 9))
     assert not cache.can_reserve(seq, 10, num_others=1), "one block is free"
-    [update] = cache.reserve(seq, 10)
-    assert update.copied_from is not None
+    [(*_, copied_from)] = cache.reserve(seq, 10)
+    assert copied_from is not None
     assert cache.is_full
 
 

@@ -130,9 +130,9 @@ class KVCacheMachine(RuleBasedStateMachine):
     def copies(updates: Sequence[BlockUpdate]) -> list[int]:
         return [
             block
-            for update in updates
-            if update.copied_from is not None
-            for block in (update.copied_from, update.block)
+            for _, _, target, source in updates
+            if source is not None
+            for block in (source, target)
         ]
 
     # Rules.
