@@ -1,22 +1,19 @@
 """docker-compose.yml is valid for Compose, and its commands for our programs."""
 
 import json
-import os
 import re
 from importlib.resources import files
 from typing import Any
 
 import jsonschema
 import pytest
-import typer
 import yaml
 from typer.testing import CliRunner
 
 from pagewire_cli.app import app as pagewire
-from scheduler_service.__main__ import make_app
 from tests.support.compose import COMPOSE_FILE, ComposedService, services, started
+from tests.support.own_commands import parsed, variables_of
 from tools.launch import ROOT
-from worker_service.__main__ import app as worker_app
 
 NAMES = sorted(services())
 OURS = sorted(name for name, service in services().items() if service.is_ours)
@@ -123,31 +120,15 @@ def test_models_are_read_and_only_the_cache_is_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_its_command_line_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_command_line_is_one(name: str) -> None:
     """By our own parsers, with the service's variables and no others of ours."""
     service = service_of(name)
-    for variable in [key for key in os.environ if key.startswith("PAGEWIRE_")]:
-        monkeypatch.delenv(variable)
-    for variable, value in service.environment.items():
-        monkeypatch.setenv(variable, value)
-    role, *arguments = service.command
-    app = worker_app if role == "worker" else make_app([role])
-    command = typer.main.get_command(app)
-    if role != "worker":
-        command = command.commands[role]  # type: ignore[attr-defined]
-    context = command.make_context(role, list(arguments))
-    known = {variable for param in command.params for variable in _variables_of(param)}
-    assert {key for key in service.environment if key.startswith("PAGEWIRE_")} <= known
-    assert context.params["listen"].startswith("0.0.0.0:")
-    if role != "scheduler":
-        assert context.params["core"] == "scheduler:7610"
+    options = parsed(service.command, service.environment)
+    assert options["listen"].startswith("0.0.0.0:")
+    if name != "scheduler":
+        assert options["core"] == "scheduler:7610"
         assert "scheduler" in service.spec["depends_on"]
-    assert service.stop_grace_s >= context.params["grace_period"] + 10
-
-
-def _variables_of(parameter: Any) -> list[str]:
-    variables = parameter.envvar or []
-    return [variables] if isinstance(variables, str) else list(variables)
+    assert service.stop_grace_s >= options["grace_period"] + 10
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -182,12 +163,7 @@ def test_a_secret_is_read_where_it_is_mounted_by_a_flag_that_is_there(name: str)
     assert set(added["secrets"]) <= set(SECURE["secrets"])
     read = {value.removeprefix("/run/secrets/") for value in added["environment"].values()}
     assert read == set(added["secrets"])
-    role = service_of(name).command[0]
-    command = typer.main.get_command(worker_app if role == "worker" else make_app([role]))
-    if role != "worker":
-        command = command.commands[role]  # type: ignore[attr-defined]
-    known = {variable for param in command.params for variable in _variables_of(param)}
-    assert set(added["environment"]) <= known
+    assert set(added["environment"]) <= variables_of(service_of(name).command[0])
 
 
 def test_images_of_others_are_of_one_version() -> None:

@@ -1,7 +1,6 @@
 """The manifests are valid for Kubernetes, and their commands for our programs."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.manifests import (
     overlay,
     pod_template,
 )
+from tests.support.own_commands import parsed
 from tools.launch import ROOT
 from worker_service.__main__ import app as worker_app
 
@@ -85,35 +85,17 @@ def _selector(manifest: Manifest) -> dict[str, str] | None:
 
 
 @pytest.mark.parametrize("container", all_containers())
-def test_its_command_line_is_one(container: Container, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_command_line_is_one(container: Container) -> None:
     """By our own parsers, with the container's variables and no others of ours."""
-    for name in [name for name in os.environ if name.startswith("PAGEWIRE_")]:
-        monkeypatch.delenv(name)
-    for name, value in container.variables.items():
-        monkeypatch.setenv(name, value)
-    role, *arguments = container.arguments
-    app = worker_app if role == "worker" else make_app([role])
-    command = typer.main.get_command(app)
-    if role != "worker":
-        command = command.commands[role]  # type: ignore[attr-defined]
-    context = command.make_context(role, list(arguments))
-    assert context.params["listen"] == f"0.0.0.0:{container.ports['grpc']}"
-    assert context.params.get("http", "off") == (
+    options = parsed(container.arguments, container.variables)
+    assert options["listen"] == f"0.0.0.0:{container.ports['grpc']}"
+    assert options.get("http", "off") == (
         f"0.0.0.0:{container.ports['http']}" if "http" in container.ports else "off"
     )
-    known = {variable for param in command.params for variable in _variables_of(param)}
-    ours = {name for name in container.variables if name.startswith("PAGEWIRE_")}
-    assert ours <= known
-    assert not any(re.search(r"\$\(", argument) for argument in arguments), "something not set"
-    if role != "scheduler":
-        assert context.params["core"] == "pagewire-core:7610"
-    grace_s = context.params["grace_period"]
-    assert container.pod["terminationGracePeriodSeconds"] >= grace_s + 10
-
-
-def _variables_of(parameter: Any) -> list[str]:
-    variables = parameter.envvar or []
-    return [variables] if isinstance(variables, str) else list(variables)
+    assert not any("$(" in argument for argument in container.arguments), "something not set"
+    if container.arguments[0] != "scheduler":
+        assert options["core"] == "pagewire-core:7610"
+    assert container.pod["terminationGracePeriodSeconds"] >= options["grace_period"] + 10
 
 
 @pytest.mark.parametrize("container", all_containers())
