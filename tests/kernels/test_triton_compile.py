@@ -130,8 +130,16 @@ def target() -> GPUTarget:
     return HOPPER
 
 
+@pytest.fixture(scope="session")
+def cache_folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where Triton finds what it compiled from the same source before, as a rule in another run."""
+    if not pytestconfig.pluginmanager.has_plugin("cacheprovider"):
+        return tmp_path_factory.mktemp("triton")
+    return pytestconfig.cache.mkdir("triton")
+
+
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: GPUTarget) -> list[Any]:
+def launched(monkeypatch: pytest.MonkeyPatch, cache_folder: Path, target: GPUTarget) -> list[Any]:
     """What has been launched since; launches compile and do not run."""
     compiled: list[Any] = []
 
@@ -139,7 +147,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: GPUTarget)
         _bind(kernel, args, kwargs, target)
         compiled.append(_compile(kernel, args, kwargs, target))
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_folder))
     monkeypatch.setattr(JITFunction, "run", run)
     return compiled
 
