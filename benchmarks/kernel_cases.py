@@ -151,15 +151,8 @@ def scattered_batch(
     counts = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
     tables = pad_sequence(order.split(counts), batch_first=True, padding_value=-1)
-    num_seqs = len(lengths)
-    return sum(counts), AttentionMetadata(
-        query_start=(torch.arange(num_seqs + 1).int() * query_len).to(device),
-        context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        block_tables=tables.to(device),
-        slot_mapping=torch.full((num_seqs * query_len,), -1, device=device),
-        max_query_len=query_len,
-        max_context_len=max(lengths),
-    )
+    ranges = [(length - query_len, length) for length in lengths]
+    return sum(counts), AttentionMetadata.of_ranges(ranges, tables.to(device), block_size)
 
 
 def cache_cases(where: Setting) -> Iterator[Case]:

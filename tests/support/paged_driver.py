@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from worker_service.cache_groups import CacheGroup
 from worker_service.models.interface import Model
 
@@ -29,6 +28,7 @@ class PagedDriver:
         self.model = model
         spec = model.kv_cache_spec
         self.groups = spec.groups(block_size)
+        self._block_size = block_size
         counts = [max_seqs * -(-max_tokens // group.block_tokens) for group in self.groups]
         self._device = torch.device(device)
         pool = torch.full((sum(counts) + 1, spec.block_bytes(block_size)), NAN, dtype=torch.uint8)
@@ -46,29 +46,21 @@ class PagedDriver:
         Blocks that no row sees any more are released first: filled with NaN, and -1 in
         the table.
         """
-        groups = list(zip(self.groups, self.tables, strict=True))
-        for group, tables in groups:
+        for group, tables in zip(self.groups, self.tables, strict=True):
             for sequence, start, _ in batch:
                 self._release(group, tables[sequence], start)
-        positions = [torch.arange(start, start + len(tokens)) for _, start, tokens in batch]
+        sequences = [sequence for sequence, _, _ in batch]
         token_ids = torch.tensor([token for _, _, tokens in batch for token in tokens])
-        hidden = self.model.forward(
-            StepBatch(
-                token_ids=token_ids.to(self._device),
-                positions=torch.cat(positions).to(self._device),
-                attention=tuple(self._metadata(batch, tables, group) for group, tables in groups),
-                caches=self._caches,
-            )
+        inputs = self.model.kv_cache_spec.batch_of_ranges(
+            token_ids.to(self._device),
+            [(start, start + len(tokens)) for _, start, tokens in batch],
+            [tables[sequences].int().to(self._device) for tables in self.tables],
+            self._caches,
+            self._block_size,
         )
+        hidden = self.model.forward(inputs)
         lengths = [len(tokens) for _, _, tokens in batch]
         return list(self.model.compute_logits(hidden).cpu().split(lengths))
-
-    def _metadata(
-        self, batch: Sequence[tuple[int, int, Sequence[int]]], tables: Tensor, group: CacheGroup
-    ) -> AttentionMetadata:
-        ranges = [(start, start + len(tokens)) for _, start, tokens in batch]
-        rows = tables[[part[0] for part in batch]].int().to(self._device)
-        return AttentionMetadata.of_ranges(ranges, rows, group.block_tokens, group.chunk)
 
     def _release(self, group: CacheGroup, table: Tensor, position: int) -> None:
         """Release what no row from `position` on sees."""

@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, StepBatch
-from worker_service.cache_groups import CacheGroup
 from worker_service.config import CacheConfig
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory
@@ -78,19 +76,16 @@ class SyntheticBatches:
         block_bytes = spec.block_bytes(self.block_size)
         pool = torch.zeros(1, block_bytes, dtype=torch.uint8, device=device)
         lengths = _spread(num_seqs, num_tokens, model.max_model_len)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        ranges = [(0, length) for length in lengths]
-
-        def metadata(group: CacheGroup) -> AttentionMetadata:
-            shape = len(lengths), -(-max(lengths) // group.block_tokens)
-            tables = torch.zeros(shape, dtype=torch.int32, device=device)
-            return AttentionMetadata.of_ranges(ranges, tables, group.block_tokens, group.chunk)
-
-        batch = StepBatch(
-            token_ids=torch.zeros_like(positions),
-            positions=positions,
-            attention=tuple(map(metadata, spec.groups(self.block_size))),
-            caches=spec.views(pool, self.block_size),
+        shapes = [
+            (len(lengths), -(-max(lengths) // group.block_tokens))
+            for group in spec.groups(self.block_size)
+        ]
+        batch = spec.batch_of_ranges(
+            torch.zeros(sum(lengths), dtype=torch.int64, device=device),
+            [(0, length) for length in lengths],
+            [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes],
+            spec.views(pool, self.block_size),
+            self.block_size,
         )
         logits = model.compute_logits(model.forward(batch)[: len(lengths)])
         # Sampling from equal logits keeps all of them as candidates, so it needs the most memory.

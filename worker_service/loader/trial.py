@@ -1,14 +1,11 @@
 """A trial run of a loaded model, which checks its results and not only that it runs."""
 
 import logging
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, StepBatch
-from worker_service.cache_groups import CacheGroup
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import Model
 
@@ -38,9 +35,9 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     length = min(_LENGTH, model.max_model_len)
     trial = _Trial(model, device, block_size, [length, min(_OTHER_LENGTH, model.max_model_len)])
     # The other sequence comes first, so that places in the batch are not positions.
-    together = trial.run([_Part(1, 0, trial.lengths[1]), _Part(0, 0, length)])[-length:]
+    together = trial.run([(1, 0, trial.lengths[1]), (0, 0, length)])[-length:]
     cuts = sorted({0, min(_CHUNK, length - 1), length - 1, length})
-    alone = torch.cat([trial.run([_Part(0, *cut)]) for cut in pairwise(cuts)])
+    alone = torch.cat([trial.run([(0, *cut)]) for cut in pairwise(cuts)])
     rows = sorted(
         {position for end in cuts[1:] for position in (end - 1, end) if position < length}
     )
@@ -62,13 +59,6 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     return torch.equal(alone, together) and torch.equal(logits_alone, logits)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    sequence: int
-    start: int
-    end: int
-
-
 class _Trial:
     """Sequences of random tokens over a small KV cache."""
 
@@ -79,8 +69,9 @@ class _Trial:
         self._device = device
         self.lengths = lengths
         spec = model.kv_cache_spec
-        self._groups = spec.groups(block_size)
-        widths = [-(-max(lengths) // group.block_tokens) for group in self._groups]
+        self._block_size = block_size
+        groups = spec.groups(block_size)
+        widths = [-(-max(lengths) // group.block_tokens) for group in groups]
         counts = [len(lengths) * width for width in widths]
         self._tables = [
             blocks.view(len(lengths), -1) for blocks in torch.arange(sum(counts)).split(counts)
@@ -94,23 +85,16 @@ class _Trial:
             torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths
         ]
 
-    def run(self, parts: list[_Part]) -> Tensor:
-        """Compute a batch of parts. Returns hidden states [num_tokens, hidden_size]."""
-        groups = zip(self._tables, self._groups, strict=True)
-        attention = tuple(self._metadata(parts, tables, group) for tables, group in groups)
-        positions = torch.cat([torch.arange(part.start, part.end) for part in parts])
-        tokens = torch.cat([self._tokens[p.sequence][p.start : p.end] for p in parts])
-        hidden = self._model.forward(
-            StepBatch(
-                token_ids=tokens.to(self._device),
-                positions=positions.to(self._device),
-                attention=attention,
-                caches=self._caches,
-            )
+    def run(self, parts: list[tuple[int, int, int]]) -> Tensor:
+        """Compute a batch of (sequence, first position, end). Returns hidden states [num_tokens,
+        hidden_size]."""
+        sequences = [sequence for sequence, *_ in parts]
+        tokens = torch.cat([self._tokens[sequence][start:end] for sequence, start, end in parts])
+        batch = self._model.kv_cache_spec.batch_of_ranges(
+            tokens.to(self._device),
+            [(start, end) for _, start, end in parts],
+            [tables[sequences].int().to(self._device) for tables in self._tables],
+            self._caches,
+            self._block_size,
         )
-        return hidden.clone()  # the next run may overwrite it
-
-    def _metadata(self, parts: list[_Part], tables: Tensor, group: CacheGroup) -> AttentionMetadata:
-        ranges = [(part.start, part.end) for part in parts]
-        rows = tables[[part.sequence for part in parts]].int().to(self._device)
-        return AttentionMetadata.of_ranges(ranges, rows, group.block_tokens, group.chunk)
+        return self._model.forward(batch).clone()  # the next run may overwrite it

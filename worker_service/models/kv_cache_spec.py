@@ -6,7 +6,7 @@ group: layer after layer, keys before values. Groups differ in bytes per token, 
 tokens per block, too, which are chosen so that little of a block remains unused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -15,7 +15,7 @@ from math import ceil, floor
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import LayerCaches
+from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
 from pagewire_kernels.interface import stored_head_size
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 
@@ -62,6 +62,10 @@ class KVCacheSpec:
     num_drafts: int = 0
     """The last layers, which are those of a draft model or head and keep all tokens."""
 
+    has_shared_drafts: bool = False
+    """Whether one of several ranks, this one or another, has such layers. They then do not affect
+    tokens per block, on which ranks must agree."""
+
     releases_windows: bool = False
     """Whether layers with a window are cache groups of their own, so that the scheduler releases
     what no token sees any more; otherwise they are in the group that keeps all tokens. Layers with
@@ -97,8 +101,8 @@ class KVCacheSpec:
 
         block_size: tokens per block of the group with most. Blocks of chunks divide them.
         """
-        chunks, token_bytes = [kind.chunk for kind in self._kinds], self._token_bytes(self.layers)
-        tokens = _tokens_of_blocks(token_bytes, chunks, block_size)
+        chunks = [kind.chunk for kind in self._kinds]
+        tokens = _tokens_of_blocks(self._compared_bytes, chunks, block_size)
         return tuple(
             replace(kind, block_tokens=block_tokens)
             for kind, block_tokens in zip(self._kinds, tokens, strict=True)
@@ -108,10 +112,11 @@ class KVCacheSpec:
         """The block size without a configured one: the smallest with which no group has fewer than
         `preferred` tokens per block, and little of a block remains unused; of any, if there is no
         such one, that which leaves least unused."""
-        token_bytes = self._token_bytes(self.layers)
+        token_bytes = self._compared_bytes
         if len(token_bytes) == 1:
             return self.groups(preferred)[0].block_tokens
-        sizes = [*range(BLOCK_UNIT, MAX_BLOCK_TOKENS + 1, BLOCK_UNIT)]
+        unit = _unit(BLOCK_UNIT, *(kind.chunk for kind in self._kinds))
+        sizes = [*range(unit, MAX_BLOCK_TOKENS + 1, unit)]
         fits = {size: [group.block_tokens for group in self.groups(size)] for size in sizes}
         paddings = {size: _padding(token_bytes, fits[size]) for size in sizes}
         sizes = [size for size in sizes if max(fits[size]) == size] or sizes
@@ -137,9 +142,9 @@ class KVCacheSpec:
 
     def padding(self, block_size: int) -> float:
         """The largest share of a block that a group leaves unused on this rank."""
-        tokens = [group.block_tokens for group in self.groups(block_size)]
-        used = self._token_bytes(self._held)
-        return _padding(used, tokens)
+        groups = zip(self._token_bytes(self._held), self.groups(block_size), strict=True)
+        held = [(size, group.block_tokens) for size, group in groups if size]
+        return _padding(*map(list, zip(*held, strict=True)))
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of this rank."""
@@ -156,6 +161,29 @@ class KVCacheSpec:
     def draft_views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
         """The same for the layers of the draft model or head."""
         return tuple(self._views(pool.view(self.dtype), block_size))[len(self.group_of) :]
+
+    def batch_of_ranges(
+        self,
+        token_ids: Tensor,
+        ranges: Sequence[tuple[int, int]],
+        tables: Sequence[Tensor],
+        caches: Sequence[LayerCaches],
+        block_size: int,
+    ) -> StepBatch:
+        """A batch of sequences that compute the positions from a first one up to an end. tables: by
+        group, int32 [num_seqs, max_blocks], on the device of `token_ids`."""
+        positions = torch.cat([torch.arange(*bounds) for bounds in ranges])
+        groups = zip(tables, self.groups(block_size), strict=True)
+        attention = [
+            AttentionMetadata.of_ranges(ranges, rows, group.block_tokens, group.chunk)
+            for rows, group in groups
+        ]
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions.to(token_ids.device),
+            attention=tuple(attention),
+            caches=caches,
+        )
 
     def _views(self, pool: Tensor, block_size: int) -> Iterator[LayerCaches]:
         groups = self.groups(block_size)
@@ -175,7 +203,9 @@ class KVCacheSpec:
     @cached_property
     def _kinds(self) -> list[CacheGroup]:
         """The cache groups, without the tokens of their blocks."""
-        return sorted({self._kind(layer) for layer in self.layers}, key=_order)
+        kinds = {self._kind(layer) for layer in self.layers}
+        kinds |= {CacheGroup()} if self.has_shared_drafts else set()
+        return sorted(kinds, key=lambda kind: (kind.span, kind.lifetime.value))
 
     def _kind(self, layer: LayerKV) -> CacheGroup:
         if layer.chunk is not None:
@@ -183,6 +213,14 @@ class KVCacheSpec:
         if layer.window is not None and self.releases_windows:
             return CacheGroup(lifetime=CacheLifetime.WINDOW, span=layer.window)
         return CacheGroup()
+
+    @cached_property
+    def _compared_bytes(self) -> list[int]:
+        """Bytes of a token by group, which tokens per block make equal. A group of nothing but
+        other ranks' drafts counts as one of few bytes."""
+        drafts = self.num_drafts if self.has_shared_drafts else 0
+        sizes = self._token_bytes(self.layers[: len(self.layers) - drafts])
+        return [size or min(filter(None, sizes)) for size in sizes]
 
     def _token_bytes(self, layers: tuple[LayerKV, ...]) -> list[int]:
         """Bytes of a token by group, in these layers."""
@@ -193,17 +231,13 @@ class KVCacheSpec:
         ]
 
 
-def _order(kind: CacheGroup) -> tuple[int, str]:
-    return kind.span, kind.lifetime.value
-
-
 def _tokens_of_blocks(
     token_bytes: list[int], chunks: list[int], block_size: int
 ) -> tuple[int, ...]:
     """Tokens per block by group, of which the one with fewest bytes per token has `block_size`:
     the combination of roundings to units, and to divisors of chunks, that leaves least unused.
     chunks: 0 for a group without."""
-    unit = BLOCK_UNIT if block_size % BLOCK_UNIT == 0 else 1
+    unit = _unit(block_size, *chunks)
     num_bytes = block_size // unit * unit * min(token_bytes)
     choices = [
         _roundings(num_bytes / size, unit, chunk)
@@ -212,12 +246,16 @@ def _tokens_of_blocks(
     return min(product(*choices), key=lambda tokens: _padding(token_bytes, tokens))
 
 
+def _unit(*sizes: int) -> int:
+    """What tokens per block are multiples of: `BLOCK_UNIT`, unless one of these sizes is not."""
+    return 1 if any(size % BLOCK_UNIT for size in sizes) else BLOCK_UNIT
+
+
 def _roundings(tokens: float, unit: int, chunk: int) -> list[int]:
-    """The multiples of `unit` around a number of tokens; of those that divide a chunk, if any do,
-    or else its divisors around that number."""
+    """The multiples of `unit` around a number of tokens: of those that divide a chunk, if there is
+    one."""
     if chunk == 0:
         return sorted({max(1, floor(tokens / unit)) * unit, ceil(tokens / unit) * unit})
-    unit = unit if chunk % unit == 0 else 1
     sizes = [size for size in range(unit, chunk + 1, unit) if chunk % size == 0]
     below = [size for size in sizes if size <= tokens] or sizes[:1]
     above = [size for size in sizes if size >= tokens] or sizes[-1:]

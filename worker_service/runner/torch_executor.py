@@ -149,9 +149,9 @@ class TorchExecutor:
         model = self._loaded.model
         if self._draft is not None:
             model.kv_cache_spec = model.kv_cache_spec.with_drafts(self._draft.kv_cache_spec)
-        # Of several ranks only one has the drafts' layers, on which the groups of all depend.
-        if name is None or self._loaded.communicator.layout.world_size == 1:
-            self._loaded = release_windows(self._loaded, self._config)
+        if name is not None and self._loaded.communicator.layout.world_size > 1:
+            model.kv_cache_spec = replace(model.kv_cache_spec, has_shared_drafts=True)
+        self._loaded = release_windows(self._loaded, self._config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return self._facts(self._loaded)

@@ -117,6 +117,8 @@ def test_blocks_of_chunks_divide_them(chunk: int, block_size: int) -> None:
             *_, group = spec.groups(size)
             assert chunk % group.block_tokens == 0
             assert chunk % 16 or size % 16 or group.block_tokens % 16 == 0
+        if chunk >= 100:
+            assert spec.padding(spec.choose_block_size(block_size)) <= 0.05
 
 
 def test_a_sequence_needs_blocks_for_a_chunk_of_the_model_and_one_of_its_prompt() -> None:
@@ -173,6 +175,21 @@ def test_stages_of_a_pipeline_agree_on_groups_and_hold_their_own_layers() -> Non
     assert stages[0].block_bytes(320) == 9 * 64 * 1024
     assert stages[1].block_bytes(320) == max(3 * 320, 6 * 64) * 1024
     assert stages[1].padding(320) == pytest.approx(1 - 6 * 64 / (3 * 320))
+
+
+@pytest.mark.parametrize("shape", ["gemma 3 270m", "mistral 7b"])
+def test_ranks_with_and_without_drafts_agree_on_groups(shape: str) -> None:
+    other = replace(_spec(SHAPES[shape], torch.bfloat16), has_shared_drafts=True)
+    drafting = other.with_drafts(_spec([(4, 2, 64, None)], torch.bfloat16))
+    size = other.choose_block_size(64)
+    assert drafting.choose_block_size(64) == size
+    assert drafting.groups(size) == other.groups(size)
+    assert other.groups(size)[0].lifetime is CacheLifetime.GROWING
+    assert drafting.block_bytes(size) >= other.block_bytes(size)
+    assert other.padding(size) <= 0.05
+    pool = torch.zeros(2, drafting.block_bytes(size), dtype=torch.uint8)
+    assert len(drafting.views(pool, size)) == len(other.layers)
+    assert len(drafting.draft_views(pool, size)) == 4
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)

@@ -27,7 +27,6 @@ from worker_service.models.transformers_backend.model import (
     AttentionState,
     TransformersModel,
     attach,
-    chunk_size,
 )
 from worker_service.models.transformers_backend.packed import Packing, Read
 
@@ -82,7 +81,8 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
 
 
 def _layer_features(config: Any) -> Iterator[str]:
-    kinds, chunk = getattr(config, "layer_types", None) or (), chunk_size(config)
+    kinds = getattr(config, "layer_types", None) or ()
+    chunk = getattr(config, "attention_chunk_size", None)
     for kind in kinds:
         if kind not in _LAYER_TYPES:
             yield f"it has {_LAYER_TYPE_NAMES.get(kind, f'layers of type {kind}')}"

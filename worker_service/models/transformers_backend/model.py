@@ -176,20 +176,14 @@ def cache_spec(
     kinds = getattr(config, "layer_types", None)
     layers = []
     for call in sorted(calls, key=lambda call: call.layer):
-        chunk = chunk_size(config) if kinds and kinds[call.layer] == CHUNKED else None
+        is_chunked = kinds and kinds[call.layer] == CHUNKED
         window, chunk = (
             span if span is not None and span < max_model_len else None
-            for span in (call.sliding_window, chunk)
+            for span in (call.sliding_window, config.attention_chunk_size if is_chunked else None)
         )
-        size = call.num_kv_heads, call.key_dim
-        layers.append(LayerKV(num_kv_heads=size[0], head_dim=size[1], window=window, chunk=chunk))
+        heads, size = call.num_kv_heads, call.key_dim
+        layers.append(LayerKV(num_kv_heads=heads, head_dim=size, window=window, chunk=chunk))
     return KVCacheSpec(layers=tuple(layers), dtype=calls[0].dtype)
-
-
-def chunk_size(config: Any) -> int | None:
-    """Tokens of a chunk in layers of type `CHUNKED`."""
-    size: int | None = getattr(config, "attention_chunk_size", None)
-    return size
 
 
 def _obstacles(config: Any, calls: list[AttentionCall]) -> Iterator[str]:

@@ -140,33 +140,28 @@ class DeviceSampler:
     ) -> StepBatch:
         """Prepare the inputs of the model. slot_mappings: of each cache group, the first one's in
         `inputs`, too; metadata: other fields of `AttentionMetadata` that the host decides."""
-        groups = zip(slot_mappings, self._block_tables, self._groups, strict=True)
-        prepared = [
-            self._kernels.prepare(
+        attention = []
+        for slots, tables, group in zip(
+            slot_mappings, self._block_tables, self._groups, strict=True
+        ):
+            token_ids, positions, slot_mapping, block_tables = self._kernels.prepare(
                 inputs._replace(slot_mapping=slots),
                 self._tables.latest,
-                block_tables,
+                tables,
                 group.block_tokens,
                 -(-max_context_len // group.block_tokens),
             )
-            for slots, block_tables, group in groups
-        ]
-        attention = [
-            AttentionMetadata(
+            of_all = AttentionMetadata(
                 query_start=query_start,
                 context_lens=inputs.context_lens,
-                block_tables=of_group.block_tables,
-                slot_mapping=of_group.slot_mapping,
+                block_tables=block_tables,
+                slot_mapping=slot_mapping,
                 max_context_len=max_context_len,
                 **metadata,
-            ).in_chunks(group.chunk, group.block_tokens)
-            for of_group, group in zip(prepared, self._groups, strict=True)
-        ]
+            )
+            attention.append(of_all.in_chunks(group.chunk, group.block_tokens))
         return StepBatch(
-            token_ids=prepared[0].token_ids,
-            positions=prepared[0].positions,
-            attention=tuple(attention),
-            caches=caches,
+            token_ids=token_ids, positions=positions, attention=tuple(attention), caches=caches
         )
 
     def sample(self, logits: Tensor, rows: SamplingRows, outcome: Tensor) -> None:

@@ -9,6 +9,8 @@ from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.eagle_heads import make_head
 from tests.support.in_process import Output
 from tests.support.rank_threads import NO_SPECULATION, ParallelEngine, ParallelWorker
+from tests.support.transformers_oracle import oracle
+from worker_service.cache_groups import CacheLifetime
 from worker_service.config import RunnerConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,6 +65,15 @@ def outputs(
         engine.group.close()
 
 
+def _runner(speculative: str, family: str, folder: Path) -> RunnerConfig:
+    model = None
+    if speculative == "draft":
+        model = str(checkpoint(family))
+    if speculative == "eagle":
+        model = str(make_head(folder, draft_vocab_size=VOCAB_SIZE))
+    return RunnerConfig(speculative=speculative, speculative_model=model, num_speculative_tokens=5)
+
+
 @pytest.mark.parametrize(
     ("layout", "speculative"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)],
@@ -72,14 +83,50 @@ def test_ranks_keep_drafts_and_every_bit(
 ) -> None:
     plain, num_kept = outputs(*layout, NO_SPECULATION)
     assert num_kept == 0
-    model = None
-    if speculative == "draft":
-        model = str(checkpoint("llama"))
-    if speculative == "eagle":
-        model = str(make_head(tmp_path, draft_vocab_size=VOCAB_SIZE))
-    runner = RunnerConfig(
-        speculative=speculative, speculative_model=model, num_speculative_tokens=5
-    )
-    drafting, num_kept = outputs(*layout, runner)
+    drafting, num_kept = outputs(*layout, _runner(speculative, "llama", tmp_path))
     assert drafting == plain
     assert num_kept > LEAST_KEPT[speculative]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "speculative"),
+    [
+        ("mistral", (2, 1), "draft"),
+        ("qwen2_sliding", (1, 2), "draft"),
+        ("mistral", (1, 2), "eagle"),
+        pytest.param("qwen2_sliding", (2, 2), "eagle", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_with_drafts_release_windows_and_change_no_token(
+    family: str, layout: tuple[int, int], speculative: str, tmp_path: Path
+) -> None:
+    """In a pool that is too small for a sequence which keeps all blocks."""
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=8, max_speculative_seqs=4, watermark=0.0
+    )
+    engine = ParallelEngine(
+        checkpoint(family),
+        tensor_parallel_size=layout[0],
+        pipeline_parallel_size=layout[1],
+        config=config,
+        runner=_runner(speculative, family, tmp_path),
+    )
+    try:
+        facts = [facts.cache_groups for facts in engine.group.facts]
+        assert all(groups == facts[0] for groups in facts)
+        lifetimes = [group.lifetime for group in facts[0]]
+        assert lifetimes == [CacheLifetime.GROWING, CacheLifetime.WINDOW]
+        num_tokens = len(PROMPTS[3]) + 60
+        growing, window = facts[0]
+        of_window = -(-(window.span + 7 + 5) // window.block_tokens) + 1
+        engine.reset(
+            num_gpu_blocks=-(-num_tokens // growing.block_tokens) + of_window + 1,
+            config=config,
+        )
+        for _ in range(2):  # the second time with hits
+            found = [output.token_ids for output in engine.generate(PROMPTS, 60)]
+            assert found == [oracle(checkpoint(family)).generate(p, 60) for p in PROMPTS]
+        assert isinstance(engine.worker, ParallelWorker)
+        assert engine.worker.num_kept > (100 if speculative == "draft" else 0)
+    finally:
+        engine.group.close()
