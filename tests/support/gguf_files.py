@@ -1,8 +1,10 @@
 """GGUF files made from tiny checkpoints, beside checkpoints with the same dequantized weights."""
 
+import json
 import math
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from tests.support.checkpoints import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
@@ -138,6 +141,16 @@ def make_gguf(
     if parts:
         file = next(folder.glob("*-00001-of-*.gguf"))
     return file, reference
+
+
+def tokenizer_of(assets: Mapping[str, bytes]) -> ModelTokenizer:
+    """The tokenizer that a frontend makes of a file's assets."""
+    template = assets.get("chat_template.jinja")
+    return ModelTokenizer(
+        assets["tokenizer.json"],
+        json.loads(assets["tokenizer_config.json"]),
+        None if template is None else {"default": template.decode()},
+    )
 
 
 def _quantized(values: Any, kind: str) -> tuple[Any, Any, gguf.GGMLQuantizationType]:

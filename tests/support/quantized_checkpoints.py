@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.paged_driver import PagedDriver
 from tests.support.quantized_files import (
     GROUP_SIZE,
     Integers,
@@ -21,11 +18,7 @@ from tests.support.quantized_files import (
     gptq,
     integers,
 )
-from tests.support.transformers_oracle import Oracle
-from worker_service.config import ModelConfig
-from worker_service.loader import LoadedModel, load_model
 
-TOKENS = list(range(3, 30))
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -34,28 +27,6 @@ BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 NF4 = {**BITSANDBYTES, "bnb_4bit_quant_type": "nf4"}
 LAYER = "model.layers.0.mlp.down_proj"
 """A quantized module of all formats."""
-
-
-def load(path: Path) -> LoadedModel:
-    """Load a checkpoint in float32."""
-    return load_model(ModelConfig(model=str(path), device="cpu", dtype="float32"))
-
-
-def assert_same(path: Path, reference: Path) -> None:
-    """Logits within rounding, and the same greedy tokens."""
-    loaded, oracle = load(path), Oracle(reference)
-    driver = PagedDriver(loaded.model)
-    tokens = TOKENS + oracle.generate(TOKENS, 12)
-    found, expected = driver.run([(0, 0, tokens)])[0], oracle.logits(tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()) + 1e-4)
-    assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
-
-
-def edit_tensors(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    """Write a checkpoint's tensors again after `edit` has changed them."""
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def replace_part(suffix: str, value: Tensor | None) -> Callable[[dict[str, Tensor]], object]:
@@ -153,6 +124,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
     ),
     "pack-quantized 4 of outputs": compression(
         "pack-quantized", num_bits=4, group_size=-1, symmetric=False
+    ),
+    "pack-quantized 4 of tensors with zero points": compression(
+        "pack-quantized", num_bits=4, strategy="tensor", symmetric=False
     ),
     "pack-quantized 8": compression("pack-quantized", num_bits=8, group_size=32),
     "pack-quantized 8 with zero points": compression(

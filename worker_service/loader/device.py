@@ -112,12 +112,9 @@ def warn_of_rounding(
 
 def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype in `config.json`, under any of the keys that `transformers` has used."""
-    inner = config.get("text_config") or {}
-    for holder in (config, inner):
-        for key in ("dtype", "torch_dtype"):
-            if holder.get(key) in _DTYPES:
-                return _DTYPES[holder[key]]
-    return torch.float32
+    holders = (config, config.get("text_config") or {})
+    names = [holder.get(key) for holder in holders for key in ("dtype", "torch_dtype")]
+    return next((_DTYPES[name] for name in names if name in _DTYPES), torch.float32)
 
 
 def _native_on_cpu(dtype: torch.dtype) -> bool:

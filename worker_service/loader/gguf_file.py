@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,13 +41,8 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALARS = dict(
-    zip(
-        (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12),
-        (struct.Struct("<" + code) for code in "BbHhIif?Qqd"),
-        strict=True,
-    )
-)
+_NUMBERS = (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12)
+_SCALARS = dict(zip(_NUMBERS, (struct.Struct(f"<{code}") for code in "BbHhIif?Qqd"), strict=True))
 """By the type number of a metadata value."""
 
 _MAX_DIMS = 4
@@ -344,10 +339,3 @@ class _Reader:
 
     def _fault(self, message: str) -> BadCheckpoint:
         return BadCheckpoint(f"{self._file}: {message}")
-
-
-def headers(gguf: Gguf) -> Iterator[bytes]:
-    """The bytes that precede the tensors of each file."""
-    for file, size in zip(gguf.files, gguf.header_bytes, strict=True):
-        with file.open("rb") as stream:
-            yield stream.read(size)

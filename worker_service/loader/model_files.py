@@ -17,7 +17,7 @@ from typing import Any
 from worker_service.config import EMBEDDED, local_model
 from worker_service.errors import BadCheckpoint, ModelNotFound
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.gguf_file import headers, is_gguf, open_gguf
+from worker_service.loader.gguf_file import is_gguf, open_gguf
 from worker_service.loader.gguf_model import gguf_config
 
 logger = logging.getLogger(__name__)
@@ -65,22 +65,13 @@ def resolve_config(model: str, revision: str | None = None) -> Path | None:
         hf_hub_url,
         try_to_load_from_cache,
     )
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     if try_to_load_from_cache(model, "config.json", revision=revision) is not None:
         return None
     with _hub_errors(model):
-        try:
-            # Asked once: the download repeats failures for 25 s, and hides their reason.
-            get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision))
-            return Path(hf_hub_download(model, "config.json", revision=revision)).parent
-        except LocalEntryNotFoundError:
-            raise
-        except EntryNotFoundError as error:
-            raise ModelNotFound(
-                f"{model}: on the Hugging Face hub, but without a config.json; download a GGUF file"
-                " and name that as the model"
-            ) from error
+        # Asked once: the download repeats failures for 25 s, and hides their reason.
+        get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision))
+        return Path(hf_hub_download(model, "config.json", revision=revision)).parent
 
 
 def _require_hub_id(model: str) -> None:
@@ -118,22 +109,24 @@ def _download(model: str, revision: str | None, weights: bool, progress: LoadPro
 @contextmanager
 def _hub_errors(model: str) -> Iterator[None]:
     """Turn errors of the hub's library, and of its HTTP client, into ModelNotFound."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub import constants, errors
 
     tried = f"{model}: no such directory or file, and the Hugging Face hub"
     try:
         yield
-    except ModelNotFound:
-        raise
-    except GatedRepoError as error:
+    except errors.RemoteEntryNotFoundError as error:
+        raise ModelNotFound(
+            f"{model}: on the Hugging Face hub, but without a config.json; download a GGUF file and"
+            " name that as the model"
+        ) from error
+    except errors.GatedRepoError as error:
         raise ModelNotFound(
             f"{model}: gated on the Hugging Face hub: accept its conditions there, and set HF_TOKEN"
         ) from error
-    except RepositoryNotFoundError as error:  # which it also says of private models
+    except errors.RepositoryNotFoundError as error:  # which it also says of private models
         status = error.response.status_code
         raise ModelNotFound(f"{tried} has none that HF_TOKEN may read (status {status})") from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise ModelNotFound(f"{tried} refused it: {' '.join(str(error).split())}") from error
     except Exception as error:  # the HTTP client's own, which depend on the library's version
         if constants.HF_HUB_OFFLINE:
@@ -321,28 +314,29 @@ def fingerprint(
         _add(digest, name.encode())
         _add(digest, content)
     if load_format == "safetensors":
-        for file in sorted(model_dir.glob("*.safetensors")):
-            _add(digest, file.name.encode())
+        for name, file, header_bytes in _weight_files(model_dir):
+            _add(digest, name.encode())
             _add(digest, str(file.stat().st_size).encode())
-            _add(digest, _header(file))
-        if is_gguf(model_dir):
-            gguf = open_gguf(model_dir)
-            for file, header in zip(gguf.files, headers(gguf), strict=True):
-                _add(digest, str(file.stat().st_size).encode())
-                _add(digest, header)
+            with file.open("rb") as stream:
+                _add(digest, stream.read(header_bytes))
     return digest.hexdigest()[:32]
+
+
+def _weight_files(model_dir: Path) -> Iterator[tuple[str, Path, int]]:
+    """Yield (name, file, bytes of its header), where the names of GGUF files are empty."""
+    if is_gguf(model_dir):
+        gguf = open_gguf(model_dir)
+        for file, num_bytes in zip(gguf.files, gguf.header_bytes, strict=True):
+            yield "", file, num_bytes
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            start = stream.read(_LENGTH.size)
+        if len(start) < _LENGTH.size:
+            raise BadCheckpoint(f"{file} is truncated")
+        yield file.name, file, _LENGTH.size + min(*_LENGTH.unpack(start), _MAX_HEADER_BYTES)
 
 
 def _add(digest: "hashlib._Hash", data: bytes) -> None:
     """Hash the data after its length, so that different lists of pieces have different digests."""
     digest.update(_LENGTH.pack(len(data)))
     digest.update(data)
-
-
-def _header(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        start = stream.read(_LENGTH.size)
-        if len(start) < _LENGTH.size:
-            raise BadCheckpoint(f"{file} is truncated")
-        (length,) = _LENGTH.unpack(start)
-        return stream.read(min(length, _MAX_HEADER_BYTES))

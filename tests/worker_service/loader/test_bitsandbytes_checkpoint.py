@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.quantized_checkpoints import (
-    FORMATS,
-    LAYER,
-    NF4,
-    edit_tensors,
-    load,
-    replace_part,
-)
+from tests.support.loading import edit_tensors, load
+from tests.support.quantized_checkpoints import FORMATS, LAYER, NF4, replace_part
 from tests.support.quantized_files import make_quantized
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.quantized_checkpoint import read_schemes, with_quantized_weights

@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.quantized_checkpoints import (
-    FORMATS,
-    LAYER,
-    assert_same,
-    compression,
-    edit_tensors,
-    load,
-    replace_part,
-)
+from tests.support.loading import assert_same, edit_tensors, load
+from tests.support.quantized_checkpoints import FORMATS, LAYER, compression, replace_part
 from tests.support.quantized_files import (
     GROUP_SIZE,
     awq,

@@ -1,9 +1,7 @@
 """Errors name the path, option or checkpoint that is wrong."""
 
-import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import (
@@ -38,11 +37,7 @@ KEYS = "model.layers.0.self_attn.k_proj.weight"
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A copy that a test may damage."""
-    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
-
-
-def _load(path: Path, **options: object) -> None:
-    load_model(ModelConfig(model=str(path), device="cpu", **options))  # type: ignore[arg-type]
+    return copy_checkpoint("llama", tmp_path)
 
 
 def _refuse(path: Path, **options: object) -> None:
@@ -54,19 +49,6 @@ def _refuse(path: Path, **options: object) -> None:
         load_model(config)
     assert repr(early.value) == repr(late.value)
     raise early.value
-
-
-def _edit_weights(path: Path, edit: Callable[[Tensors], object]) -> None:
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    edit(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def _edit_config(path: Path, **changes: object) -> None:
-    file = path / "config.json"
-    config = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 @pytest.mark.parametrize(
@@ -92,9 +74,9 @@ def test_what_is_no_folder_of_a_model_is_named(path: str, message: str) -> None:
             lambda path: (path / "config.json").write_text("{"),
             r"config\.json cannot be read as JSON",
         ),
-        (lambda path: _edit_config(path, architectures=None), "names no architecture"),
+        (lambda path: edit_config(path, architectures=None), "names no architecture"),
         (
-            lambda path: _edit_config(path, intermediate_size=None),
+            lambda path: edit_config(path, intermediate_size=None),
             "LlamaForCausalLM needs the key 'intermediate_size'",
         ),
         (
@@ -151,19 +133,19 @@ def test_a_truncated_file_is_named(llama: Path, kept: int) -> None:
 def test_tensors_that_do_not_fit_are_named(
     llama: Path, edit: Callable[[Tensors], object], message: str
 ) -> None:
-    _edit_weights(llama, edit)
+    edit_tensors(llama, edit)
     with pytest.raises(BadCheckpoint, match=message):
-        _load(llama)
+        load(llama)
 
 
 def test_misshapen_tensors_of_models_of_transformers_are_named(tmp_path: Path) -> None:
     path = make_checkpoint("olmo2", tmp_path)
-    _edit_weights(path, lambda tensors: tensors.update({KEYS: torch.zeros(3, 4)}))
+    edit_tensors(path, lambda tensors: tensors.update({KEYS: torch.zeros(3, 4)}))
     where = re.escape(f"{path / 'model.safetensors'}: weights do not fit Olmo2ForCausalLM")
     with pytest.raises(
         BadCheckpoint, match=rf"^{where}: misshapen tensors: .*{KEYS}.*3, 4.*32, 64"
     ):
-        _load(path)
+        load(path)
 
 
 def test_the_folder_of_a_model_of_transformers_in_several_files_is_named(tmp_path: Path) -> None:
@@ -175,7 +157,7 @@ def test_the_folder_of_a_model_of_transformers_in_several_files_is_named(tmp_pat
         save_file({name: tensors[name] for name in names}, path / f"part-{part}.safetensors")
     where = re.escape(f"{path}: weights do not fit Olmo2ForCausalLM: missing tensors: {missing}")
     with pytest.raises(BadCheckpoint, match=f"^{where}$"):
-        _load(path)
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -191,21 +173,20 @@ def test_a_missing_or_misshapen_tensor_of_an_expert_is_named(
 ) -> None:
     path = make_checkpoint(family, tmp_path)
     whole = load_file(path / "model.safetensors")[name]
-    _edit_weights(path, lambda tensors: tensors.update({name: whole[1:].clone()}))
+    edit_tensors(path, lambda tensors: tensors.update({name: whole[1:].clone()}))
     found, expected = [whole.shape[0] - 1, whole.shape[1]], list(whole.shape)
     where = re.escape(f"{path / 'model.safetensors'}: weights do not fit ")
     message = f"misshapen tensors: {name} is {found}, expected {expected}"
     with pytest.raises(BadCheckpoint, match=f"^{where}.*{re.escape(message)}"):
-        _load(path)
-    _edit_weights(path, lambda tensors: tensors.pop(name))
+        load(path)
+    edit_tensors(path, lambda tensors: tensors.pop(name))
     with pytest.raises(BadCheckpoint, match=rf"^{where}.*missing tensors: {re.escape(name)}$"):
-        _load(path)
+        load(path)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threads": 0}, "threads: expected at least 1, got 0"),
         ({"max_model_len": 0}, "max_model_len: expected at least 1, got 0"),
         ({"dtype": "float8"}, "dtype: expected one of auto, float32, bfloat16, float16"),
         ({"load_format": "gguf"}, "load_format: expected one of safetensors, dummy"),
@@ -218,9 +199,8 @@ def test_a_missing_or_misshapen_tensor_of_an_expert_is_named(
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, object], message: str) -> None:
-    arguments = {"model": str(checkpoint("llama")), "device": "cpu"} | options
     with pytest.raises(InvalidOption, match=message):
-        load_model(ModelConfig(**arguments))  # type: ignore[arg-type]
+        load(checkpoint("llama"), **options)
 
 
 def test_a_length_beyond_the_models_is_refused() -> None:
@@ -372,17 +352,17 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(InvalidOption, match="torch finds no GPU"):
-        load_model(ModelConfig(model=str(checkpoint("llama")), device="cuda"))
+        load(checkpoint("llama"), device="cuda")
 
 
 def test_cross_attention_in_gpt2_is_refused(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(checkpoint("gpt2"), tmp_path / "gpt2"))
-    _edit_config(path, add_cross_attention=True)
+    path = copy_checkpoint("gpt2", tmp_path)
+    edit_config(path, add_cross_attention=True)
     with pytest.raises(UnsupportedModel, match="add_cross_attention: expected false"):
-        _load(path)
+        load(path)
 
 
 def test_scales_of_the_kv_cache_alone_are_no_quantization(llama: Path) -> None:
     settings = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
-    _edit_config(llama, quantization_config=settings)
-    _load(llama)
+    edit_config(llama, quantization_config=settings)
+    load(llama)

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.support.quantized_checkpoints import FP8, assert_same
+from tests.support.loading import assert_same
+from tests.support.quantized_checkpoints import FP8
 from tests.support.quantized_files import fp8, make_quantized
 
 

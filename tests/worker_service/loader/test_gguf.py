@@ -15,12 +15,9 @@ import torch
 
 from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, MAX_POSITIONS
-from tests.support.gguf_files import CHAT_TEMPLATE, make_gguf
-from tests.support.paged_driver import PagedDriver
-from tests.support.transformers_oracle import Oracle
-from worker_service.config import ModelConfig
+from tests.support.gguf_files import CHAT_TEMPLATE, make_gguf, tokenizer_of
+from tests.support.loading import assert_same, load
 from worker_service.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, WorkerError
-from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.gguf_file import KNOWN_TYPES, open_gguf
 from worker_service.loader.gguf_model import gguf_config, gguf_tensors
 from worker_service.loader.gguf_tokenizer import tokenizer_assets
@@ -32,26 +29,10 @@ from worker_service.loader.model_files import (
 )
 from worker_service.loader.tensors import OpenFiles
 
-TOKENS = list(range(3, 30))
-
-
-def _load(path: Path, **options: Any) -> LoadedModel:
-    return load_model(ModelConfig(model=str(path), device="cpu", dtype="float32", **options))
-
-
-def _assert_same(file: Path, reference: Path) -> None:
-    """Logits within rounding, and the same greedy tokens."""
-    loaded, oracle = _load(file), Oracle(reference)
-    driver = PagedDriver(loaded.model)
-    tokens = TOKENS + oracle.generate(TOKENS, 12)
-    found, expected = driver.run([(0, 0, tokens)])[0], oracle.logits(tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()) + 1e-4)
-    assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
-
 
 @pytest.mark.parametrize("kind", KNOWN_TYPES)
 def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
-    _assert_same(*make_gguf("llama", kind, tmp_path))
+    assert_same(*make_gguf("llama", kind, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -63,22 +44,22 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
     ],
 )
 def test_every_architecture_computes_as_transformers_do(family: str, tmp_path: Path) -> None:
-    _assert_same(*make_gguf(family, "Q8_0", tmp_path))
+    assert_same(*make_gguf(family, "Q8_0", tmp_path))
 
 
 def test_a_model_in_several_files_is_loaded_by_the_name_of_one(tmp_path: Path) -> None:
     file, reference = make_gguf("llama", "Q4_1", tmp_path, parts=5)
     assert len(open_gguf(file).files) > 2
-    _assert_same(file, reference)
+    assert_same(file, reference)
     last = open_gguf(file).files[-1]
     last.unlink()
     with pytest.raises(BadCheckpoint, match=rf"missing: {last.name}"):
-        _load(file)
+        load(file)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "IQ4_XS", "BF16"])
 def test_experts_are_read_from_tensors_of_every_kind_of_type(kind: str, tmp_path: Path) -> None:
-    _assert_same(*make_gguf("qwen3_moe", kind, tmp_path))
+    assert_same(*make_gguf("qwen3_moe", kind, tmp_path))
 
 
 def test_a_rope_without_long_factors_and_one_with_them_are_those_of_phi_3(tmp_path: Path) -> None:
@@ -225,7 +206,7 @@ def test_what_an_architecture_cannot_have_is_named(
 ) -> None:
     file, _ = make_gguf(family, "Q8_0", tmp_path, metadata=metadata)
     with pytest.raises(error, match=message):
-        _load(file)
+        load(file)
 
 
 @pytest.fixture(scope="module")
@@ -234,16 +215,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_facts_and_files_for_frontends_come_from_the_metadata(llama: Path) -> None:
-    loaded = _load(llama)
+    loaded = load(llama)
     assert loaded.eos_token_ids == (EOS_TOKEN_ID,)
     assert loaded.bos_token_id == BOS_TOKEN_ID
     assert loaded.config.max_model_len == MAX_POSITIONS
-    files = dict(iter_assets(llama))
-    tokenizer = ModelTokenizer(
-        files["tokenizer.json"],
-        json.loads(files["tokenizer_config.json"]),
-        {"default": files["chat_template.jinja"].decode()},
-    )
+    tokenizer = tokenizer_of(dict(iter_assets(llama)))
     assert tokenizer.tool_template_source == CHAT_TEMPLATE
     ids = tokenizer.encode("hello<eos>ä")
     names = [tokenizer.token_name(token) for token in ids]
@@ -281,7 +257,7 @@ def test_frequency_factors_of_llama_3_are_recognised(tmp_path: Path) -> None:
         "llama", "F16", tmp_path, metadata=lambda w: w.add_tensor("rope_freqs.weight", factors)
     )
     assert gguf_config(file)["rope_parameters"] == pytest.approx(rope)
-    assert _load(file).model.max_model_len == MAX_POSITIONS
+    assert load(file).model.max_model_len == MAX_POSITIONS
     (tmp_path / "other").mkdir()
     file, _ = make_gguf(
         "llama",
@@ -290,7 +266,7 @@ def test_frequency_factors_of_llama_3_are_recognised(tmp_path: Path) -> None:
         metadata=lambda w: w.add_tensor("rope_freqs.weight", factors[::-1].copy()),
     )
     with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight: expected the 32 factors"):
-        _load(file)
+        load(file)
 
 
 def _header(*, tensors: int = 0, keys: int = 0, rest: bytes = b"") -> bytes:
@@ -351,7 +327,7 @@ def test_hostile_headers_are_refused(content: bytes, message: str, tmp_path: Pat
     file = tmp_path / "bad.gguf"
     file.write_bytes(content)
     with pytest.raises(BadCheckpoint, match=f"bad.gguf: .*{message}"):
-        _load(file)
+        load(file)
 
 
 def test_a_file_cut_anywhere_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -430,7 +406,7 @@ def test_what_a_file_lacks_is_named(
     file = tmp_path / "edited.gguf"
     file.write_bytes(edit(llama.read_bytes()))
     with pytest.raises(error, match=message):
-        _load(file)
+        load(file)
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
@@ -441,31 +417,19 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     file.write_bytes(content)
     message = r"metadata of .*\.gguf: .*mlp\.\w+\.weight is \[256, 256\], expected \["
     with pytest.raises(BadCheckpoint, match=message):
-        _load(file)
+        load(file)
 
 
 def test_a_directory_with_a_gguf_file_says_what_to_name(llama: Path) -> None:
     with pytest.raises(ModelNotFound, match=rf"name one of its files as the model: {llama.name}"):
-        _load(llama.parent)
+        load(llama.parent)
 
 
 def test_sentence_pieces_merge_by_score_and_fall_back_to_bytes() -> None:
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab"]
-    scores = [0.0] * len(pieces) + [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -4.0, -5.0]
-    metadata = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": pieces + words,
-        "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-    }
-    files = tokenizer_assets(Path("x.gguf"), metadata)
-    tokenizer = ModelTokenizer(
-        files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), None
-    )
+    others = {"</s>": 3} | {f"<0x{byte:02X}>": 6 for byte in range(256)}
+    words = dict.fromkeys(["bc", "ab", "▁a", "▁ab", "▁", "a", "b", "c"], 1)
+    ids = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0}
+    tokenizer = _sentence_pieces({**others, **words}, **ids)
     ids = tokenizer.encode("abc ab</s>é")
     names = [tokenizer.token_name(token) for token in ids]
     assert names == ["<s>", "▁a", "bc", "▁ab", "</s>", "▁", "<0xC3>", "<0xA9>"]
@@ -482,8 +446,7 @@ def _sentence_pieces(words: dict[str, int], **others: Any) -> ModelTokenizer:
         "tokenizer.ggml.bos_token_id": 1,
         **others,
     }
-    files = tokenizer_assets(Path("x.gguf"), metadata)
-    return ModelTokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), None)
+    return tokenizer_of(tokenizer_assets(Path("x.gguf"), metadata))
 
 
 @pytest.mark.parametrize("spaces", ["  ", "▁▁"])

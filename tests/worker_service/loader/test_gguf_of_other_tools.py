@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID
-from tests.support.gguf_files import make_gguf
-from worker_service.config import ModelConfig
+from tests.support.gguf_files import make_gguf, tokenizer_of
+from tests.support.loading import load
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.loader import load_model
 from worker_service.loader.gguf_file import GgufTensor, open_gguf
 from worker_service.loader.gguf_model import gguf_config
 from worker_service.loader.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_assets
@@ -62,10 +60,7 @@ def test_tokens_that_end_a_turn_are_recognised_by_their_names(
 def test_a_token_that_ends_a_turn_is_special_whatever_the_file_says(tmp_path: Path) -> None:
     write = _with_tokens({"<|im_end|>": NORMAL})
     file, _ = make_gguf("llama", "F16", tmp_path, metadata=write)
-    files = dict(iter_assets(file))
-    tokenizer = ModelTokenizer(
-        files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), None
-    )
+    tokenizer = tokenizer_of(dict(iter_assets(file)))
     ids = tokenizer.encode("he<|im_end|>", add_special_tokens=False)
     assert ids[-1] == 299
     assert tokenizer.decode(ids, skip_special_tokens=True) == "he"
@@ -176,7 +171,7 @@ def test_a_scale_that_is_not_finite_is_refused_at_start(family: str, tmp_path: P
     name = next(name for name in names if name.startswith("blk.1.ffn_down"))
     _overwrite(names[name], 0, np.nan)
     with pytest.raises(BadCheckpoint, match=f"{name}: expected finite scales of Q8_0 blocks"):
-        load_model(ModelConfig(model=str(file), device="cpu", dtype="float32"))
+        load(file)
 
 
 def _pieces(pre: str | None, text: str) -> list[str]:
@@ -252,7 +247,7 @@ def test_a_setting_of_the_architecture_that_is_not_used_is_named_in_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     file, _ = make_gguf(family, "F16", tmp_path, metadata=lambda w: w.add_float32(key, value))
-    load_model(ModelConfig(model=str(file), device="cpu", dtype="float32"))
+    load(file)
     assert (f"{key} is not used" in caplog.text) == is_named
 
 
@@ -264,7 +259,7 @@ def test_settings_as_llama_cpp_writes_them_cause_no_warning(
 ) -> None:
     file, _ = make_gguf(family, "F16", tmp_path)
     caplog.clear()
-    load_model(ModelConfig(model=str(file), device="cpu", dtype="float32"))
+    load(file)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
@@ -286,6 +281,6 @@ def test_the_log_says_how_weights_are_stored(
 ) -> None:
     file, _ = make_gguf("llama", "Q5_K", tmp_path)
     with caplog.at_level(logging.INFO):
-        loaded = load_model(ModelConfig(model=str(file), device="cpu", dtype="float32"))
+        loaded = load(file)
     assert loaded.weights == "Q5_K"
     assert " weights=Q5_K dtype=float32 " in caplog.text

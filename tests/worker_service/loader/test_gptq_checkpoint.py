@@ -11,25 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagewire_kernels.cpu.linear import NativeWeight
+from tests.support.loading import TOKENS, assert_same, edit_tensors, layouts, linears, load, logits
 from tests.support.paged_driver import PagedDriver
-from tests.support.quantized_checkpoints import (
-    FORMATS,
-    GPTQ,
-    LAYER,
-    TOKENS,
-    assert_same,
-    edit_tensors,
-    load,
-)
+from tests.support.quantized_checkpoints import FORMATS, GPTQ, LAYER
 from tests.support.quantized_files import GROUP_SIZE, gptq, integers, make_quantized
-from tests.worker_service.loader.test_sharded_loading import empty_model, layouts
-from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint
-from worker_service.loader import load_model
-from worker_service.loader.model_files import read_config
-from worker_service.loader.quantized_checkpoint import read_schemes
-from worker_service.loader.weights import load_weights, open_checkpoint
 from worker_service.models.linear import Linear
 
 
@@ -40,13 +27,13 @@ def path(gptq_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def test_the_tensors_of_a_weight_may_be_in_several_files(path: Path) -> None:
-    expected = PagedDriver(load(path).model).run([(0, 0, TOKENS)])[0]
+    expected = logits(load(path))
     tensors = load_file(path / "model.safetensors")
     parts = [{name: tensors[name] for name in sorted(tensors)[part::2]} for part in range(2)]
     (path / "model.safetensors").unlink()
     for part, content in enumerate(parts):
         save_file(content, path / f"model-{part}.safetensors", metadata={"format": "pt"})
-    assert PagedDriver(load(path).model).run([(0, 0, TOKENS)])[0].equal(expected)
+    assert logits(load(path)).equal(expected)
 
 
 def test_settings_of_some_modules_take_precedence(tmp_path: Path) -> None:
@@ -73,12 +60,9 @@ def _linears(
     path: Path, layout: Layout | None = None, expected: Mapping[str, int] | None = None
 ) -> dict[str, Linear]:
     """expected: what is dequantized, in bytes, by reason."""
-    model = empty_model(path, layout or Layout())
-    schemes = read_schemes(path / "config.json", read_config(path))
-    load_weights(model, open_checkpoint(path, schemes))
-    model.finish_loading()
+    named, model = linears(path, layout)
     assert model.dequantized == (expected or {})
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    return named
 
 
 def _columns(linear: Linear) -> tuple[Tensor, bool]:
@@ -107,8 +91,7 @@ def test_rows_of_scattered_groups_do_not_depend_on_the_batch(
 ) -> None:
     """Layers that gather their inputs are a part of recorded programs."""
     path, _ = make_quantized(tmp_path, *ACT_ORDER)
-    config = ModelConfig(model=str(path), device="cpu", dtype="bfloat16")
-    loaded = load_model(config)
+    loaded = load(path, dtype="bfloat16")
     assert loaded.batch_invariant
     driver = PagedDriver(loaded.model)
     with caplog.at_level(logging.INFO):

@@ -15,28 +15,18 @@ from tests.support.checkpoints import (
     checkpoint,
     make_checkpoint,
 )
-from tests.support.paged_driver import PagedDriver
-from worker_service.config import CacheConfig, ModelConfig
+from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load, logits
+from worker_service.config import CacheConfig
 from worker_service.errors import InvalidOption
-from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads, warn_of_rounding
 from worker_service.loader.model_files import fingerprint, iter_assets
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
-TOKENS = list(range(3, 30))
 CPU = torch.device("cpu")
 
 
-def _load(path: Path, **options: object) -> LoadedModel:
-    return load_model(ModelConfig(model=str(path), device="cpu", **options))  # type: ignore[arg-type]
-
-
-def _logits(loaded: LoadedModel) -> torch.Tensor:
-    return PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
-
-
 def test_automatic_settings_are_resolved() -> None:
-    loaded = _load(checkpoint("llama"))
+    loaded = load(checkpoint("llama"), dtype="auto")
     assert loaded.config.dtype == "float32"
     assert loaded.config.device == "cpu"
     assert loaded.config.max_model_len == MAX_POSITIONS
@@ -83,20 +73,20 @@ def test_shards_load_as_one_file_does(family: str, tmp_path: Path) -> None:
         weight_map |= dict.fromkeys(part, file)
     index = {"weight_map": weight_map}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(_logits(_load(sharded)), _logits(_load(whole)))
+    assert torch.equal(logits(load(sharded)), logits(load(whole)))
 
 
 @pytest.mark.parametrize(("family", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
 def test_a_checkpoint_of_the_inner_model_alone_loads(
     family: str, prefix: str, tmp_path: Path
 ) -> None:
-    inner = Path(shutil.copytree(checkpoint(family), tmp_path / "inner"))
+    inner = copy_checkpoint(family, tmp_path)
     file = inner / "model.safetensors"
     tensors = {k.removeprefix(prefix): v for k, v in load_file(file).items()}
     if family == "gpt2":
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)  # a mask, as old checkpoints have it
     save_file(tensors, file)
-    assert torch.equal(_logits(_load(inner)), _logits(_load(checkpoint(family))))
+    assert torch.equal(logits(load(inner)), logits(load(checkpoint(family))))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
@@ -104,7 +94,7 @@ def test_dummy_weights_need_no_weight_file_and_are_the_same_each_time(
     family: str, tmp_path: Path
 ) -> None:
     shutil.copy(checkpoint(family) / "config.json", tmp_path)
-    first, second = (_logits(_load(tmp_path, load_format="dummy")) for _ in range(2))
+    first, second = (logits(load(tmp_path, load_format="dummy")) for _ in range(2))
     assert bool(first.isfinite().all())
     assert torch.equal(first, second)
     assert first.std() > 0
@@ -136,32 +126,26 @@ def test_float16_on_a_cpu_is_refused_with_what_to_use_instead(family: str) -> No
     with pytest.raises(
         InvalidOption, match="dtype: expected auto, bfloat16 or float32 on a CPU, got float16"
     ):
-        _load(checkpoint(family), dtype="float16")
+        load(checkpoint(family), dtype="float16")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_float16_checkpoint_gives_a_cpu_the_logits_of_its_values_in_float32(
     family: str, tmp_path: Path
 ) -> None:
-    rounded = {
-        name: tensor.half()
-        for name, tensor in load_file(checkpoint(family) / "model.safetensors").items()
-    }
-    logits = []
+    found = []
     for dtype in (torch.float16, torch.float32):
-        path = Path(shutil.copytree(checkpoint(family), tmp_path / str(dtype)))
-        save_file(
-            {name: tensor.to(dtype) for name, tensor in rounded.items()},
-            path / "model.safetensors",
-            {"format": "pt"},
-        )
-        config = json.loads((path / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (path / "config.json").write_text(json.dumps(config))
-        loaded = _load(path, dtype="auto")
+        path = copy_checkpoint(family, tmp_path / str(dtype))
+
+        def rounded(tensors: dict[str, torch.Tensor], dtype: torch.dtype = dtype) -> None:
+            tensors.update({name: tensor.half().to(dtype) for name, tensor in tensors.items()})
+
+        edit_tensors(path, rounded)
+        edit_config(path, dtype=str(dtype).removeprefix("torch."))
+        loaded = load(path, dtype="auto")
         assert loaded.config.dtype == "float32"
-        logits.append(_logits(loaded))
-    assert torch.equal(*logits)
+        found.append(logits(loaded))
+    assert torch.equal(*found)
 
 
 def test_workers_may_share_gpus_and_ranks_of_one_model_may_not() -> None:
@@ -191,9 +175,9 @@ def test_a_small_model_takes_one_thread_unless_more_are_asked_for(
 
 
 def test_generation_defaults_come_before_the_configuration(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+    path = copy_checkpoint("llama", tmp_path)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 7]}))
-    loaded = _load(path)
+    loaded = load(path)
     assert loaded.eos_token_ids == (7, 9)
     assert loaded.bos_token_id == BOS_TOKEN_ID
 
@@ -211,7 +195,7 @@ def test_assets_are_the_files_a_frontend_needs_and_no_others() -> None:
 
 
 def test_chat_templates_and_tokens_in_files_of_their_own_are_assets(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+    path = copy_checkpoint("llama", tmp_path)
     more = path / "additional_chat_templates"
     more.mkdir()
     (more / "tool_use.jinja").write_text("T")
@@ -242,9 +226,9 @@ def test_a_tokenizer_of_the_older_form_is_converted(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_is_loaded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    model = copy_checkpoint("llama", tmp_path)
     (model / "tokenizer.json").unlink(missing_ok=True)
-    executor = TorchExecutor(CacheConfig(), Profiler(tmp_path), lambda: _load(model))
+    executor = TorchExecutor(CacheConfig(), Profiler(tmp_path), lambda: load(model))
     executor.load()
     assert f"no tokenizer.json, only token ids can be prompts model={model}" in caplog.text
 
@@ -262,6 +246,6 @@ def test_the_fingerprint_differs_between_models_but_not_between_copies(tmp_path:
 
 
 def test_batch_invariance_can_be_required_where_it_holds() -> None:
-    assert _load(checkpoint("llama"), batch_invariant=True).batch_invariant
+    assert load(checkpoint("llama"), batch_invariant=True).batch_invariant
     with pytest.raises(InvalidOption, match="reference is not batch-invariant"):
-        _load(checkpoint("llama"), batch_invariant=True, attention_backend="reference")
+        load(checkpoint("llama"), batch_invariant=True, attention_backend="reference")

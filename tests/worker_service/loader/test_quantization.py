@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from pagewire_kernels.quantized_weight import quantize
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gguf_files import make_gguf
+from tests.support.loading import TOKENS, load, logits
 from tests.support.paged_driver import PagedDriver
 from tests.support.quantized_checkpoints import FORMATS
 from tests.support.quantized_files import make_quantized
@@ -24,10 +25,9 @@ from tests.support.transformers_oracle import Oracle
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.loader import LoadedModel, check_model, load_model, weights
+from worker_service.loader import LoadedModel, check_model, weights
 from worker_service.loader.load import arithmetic_of
 
-TOKENS = list(range(3, 40))
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -37,11 +37,6 @@ SHAPES: dict[str, Any] = {
     "shared_expert_intermediate_size": 32,
 }
 """Whose inputs are whole groups."""
-
-
-def _load(path: Path, quantization: str | None, dtype: str = "float32") -> LoadedModel:
-    config = ModelConfig(model=str(path), device="cpu", dtype=dtype, quantization=quantization)
-    return load_model(config)
 
 
 @pytest.fixture(params=["int8", "int4", "fp8"])
@@ -130,7 +125,7 @@ def test_logits_are_those_of_the_rounded_weights(
 ) -> None:
     shapes = {**SHAPES, "head_dim": 32} if family == "gpt_oss" else SHAPES
     path = make_checkpoint(family, tmp_path, **shapes)
-    found = PagedDriver(_load(path, quantization).model).run([(0, 0, TOKENS)])[0]
+    found = logits(load(path, quantization=quantization))
     oracle = Oracle(path)
     dense = oracle.logits(TOKENS)
     _round(oracle.model, quantization)
@@ -147,10 +142,10 @@ def test_tensors_that_are_rounded_while_they_are_read_have_the_same_bits(
     family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_checkpoint(family, tmp_path, **SHAPES)
-    expected = _logits(_load(path, quantization))
+    expected = logits(load(path, quantization=quantization))
     # So are a layer's queries then, but not its keys and values, which are in the same product.
     monkeypatch.setattr(weights, "MAX_MAPPED_BYTES", 10_000)
-    assert _logits(_load(path, quantization)).equal(expected)
+    assert logits(load(path, quantization=quantization)).equal(expected)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen2_moe"])
@@ -162,7 +157,7 @@ def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ("quantization", "dtype"), [("int8", "float32"), ("int4", "bfloat16"), ("fp8", "bfloat16")]
 )
 def test_rows_do_not_depend_on_the_batch(rounded: Path, quantization: str, dtype: str) -> None:
-    loaded = _load(rounded, quantization, dtype)
+    loaded = load(rounded, quantization=quantization, dtype=dtype)
     assert loaded.batch_invariant
     driver = PagedDriver(loaded.model)
     whole = driver.run([(0, 0, TOKENS)])[0]
@@ -172,7 +167,7 @@ def test_rows_do_not_depend_on_the_batch(rounded: Path, quantization: str, dtype
 
 
 def test_workers_with_other_bits_serve_another_model(llama: Path, quantization: str) -> None:
-    dense, rounded = _load(llama, None), _load(llama, quantization)
+    dense, rounded = load(llama), load(llama, quantization=quantization)
     assert dense.fingerprint != rounded.fingerprint
     assert arithmetic_of(rounded) != arithmetic_of(dense)
     assert quantization in arithmetic_of(rounded)
@@ -181,23 +176,23 @@ def test_workers_with_other_bits_serve_another_model(llama: Path, quantization: 
 def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, hidden_size=40)
     with pytest.raises(InvalidOption, match="quantization: expected a multiple of 32 input"):
-        _load(path, "int4")
+        load(path, quantization="int4")
     with pytest.raises(InvalidOption, match=r"expected int8, int4, fp8 to round.*, got .fp4."):
-        _load(checkpoint("llama"), "fp4")
+        load(checkpoint("llama"), quantization="fp4")
     with pytest.raises(InvalidOption, match=r"quantization: expected a multiple of 32 .* 88"):
-        _load(checkpoint("gemma2"), "int8")
+        load(checkpoint("gemma2"), quantization="int8")
 
 
 def test_a_cpu_without_the_kernels_rounds_nothing_and_promises_no_batch_invariance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert _load(checkpoint("llama"), None).batch_invariant
+    assert load(checkpoint("llama")).batch_invariant
     monkeypatch.setattr("worker_service.models.linear.library", lambda: None)
-    plain = _load(checkpoint("llama"), None)
+    plain = load(checkpoint("llama"))
     assert not plain.batch_invariant
     assert arithmetic_of(plain).startswith("cpu/torch-")
     with pytest.raises(InvalidOption, match=r"quantization: expected none, got int8.*compiled CPU"):
-        _load(checkpoint("llama"), "int8")
+        load(checkpoint("llama"), quantization="int8")
 
 
 @pytest.mark.parametrize(
@@ -213,9 +208,9 @@ def test_the_method_of_a_quantized_checkpoint_may_be_named(
     name: str, words: list[str], tmp_path: Path
 ) -> None:
     path, _ = make_quantized(tmp_path, *FORMATS[next(key for key in FORMATS if name in key)])
-    unnamed = _load(path, None)
+    unnamed = load(path)
     for word in words:
-        named = _load(path, word)
+        named = load(path, quantization=word)
         assert named.config.quantization is None
         assert (named.fingerprint, arithmetic_of(named)) == (
             unnamed.fingerprint,
@@ -230,23 +225,11 @@ def test_the_method_of_a_quantized_checkpoint_may_be_named(
 
 def test_a_method_of_a_dense_checkpoint_is_refused_with_what_rounds_it() -> None:
     with pytest.raises(InvalidOption, match=r"expected none, .*, got awq; .* fp8 round"):
-        _load(checkpoint("llama"), "awq")
+        load(checkpoint("llama"), quantization="awq")
 
 
 def _cached(path: Path, folder: Path, quantization: str = "int4", **options: Any) -> LoadedModel:
-    return load_model(
-        ModelConfig(
-            model=str(path),
-            device="cpu",
-            quantization=quantization,
-            quantization_cache=str(folder),
-            **{"dtype": "float32", **options},
-        )
-    )
-
-
-def _logits(loaded: LoadedModel) -> torch.Tensor:
-    return PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
+    return load(path, quantization=quantization, quantization_cache=str(folder), **options)
 
 
 @pytest.mark.parametrize(
@@ -259,28 +242,28 @@ def _logits(loaded: LoadedModel) -> torch.Tensor:
 def test_a_cache_changes_no_bit(family: str, quantization: str, tmp_path: Path) -> None:
     shapes = {**SHAPES, "head_dim": 32} if family == "gpt_oss" else SHAPES
     path, folder = make_checkpoint(family, tmp_path / "model", **shapes), tmp_path / "cache"
-    expected = _logits(_load(path, quantization))
-    written = _logits(_cached(path, folder, quantization))
+    expected = logits(load(path, quantization=quantization))
+    written = logits(_cached(path, folder, quantization))
     (file,) = folder.iterdir()
     stat = file.stat()
     read = _cached(path, folder, quantization)
     assert file.stat() == stat
-    assert _logits(read).equal(expected)
+    assert logits(read).equal(expected)
     assert written.equal(expected)
-    assert read.fingerprint == _load(path, quantization).fingerprint
+    assert read.fingerprint == load(path, quantization=quantization).fingerprint
 
 
 def test_quantization_of_weights_that_are_quantized_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file, _ = make_gguf("llama", "Q4_1", tmp_path)
-    expected = _logits(_load(file, None))
+    expected = logits(load(file))
     assert "rounds dense weights only" not in caplog.text
-    loaded = _load(file, "int8")
+    loaded = load(file, quantization="int8")
     assert "quantization: int8 rounds dense weights only; most weights are stored as Q4_1" in (
         caplog.text
     )
-    assert _logits(loaded).equal(expected)
+    assert logits(loaded).equal(expected)
     assert loaded.weights == "Q4_1"
 
 
@@ -291,7 +274,7 @@ def test_other_weights_bits_and_types_are_other_files(tmp_path: Path) -> None:
     _cached(path, folder, dtype="bfloat16")
     assert len(list(folder.iterdir())) == 3
     make_checkpoint("llama", path, seed=1, **SHAPES)  # of the same shapes and sizes
-    assert _logits(_cached(path, folder)).equal(_logits(_load(path, "int4")))
+    assert logits(_cached(path, folder)).equal(logits(load(path, quantization="int4")))
     assert len(list(folder.iterdir())) == 4
 
 
@@ -311,12 +294,12 @@ def test_a_damaged_file_is_written_again(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected = _logits(_cached(llama, tmp_path))
+    expected = logits(_cached(llama, tmp_path))
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     file.write_bytes(damage(content))
     (tmp_path / f"{file.name[:32]}-unfinished").mkdir()  # of a worker that was killed
-    assert _logits(_cached(llama, tmp_path)).equal(expected)
+    assert logits(_cached(llama, tmp_path)).equal(expected)
     assert f"cached weights are damaged, rounding again file={file}" in caplog.text
     assert file.read_bytes() == content
 
@@ -327,29 +310,30 @@ def test_what_killed_workers_have_left_is_deleted_after_a_day(llama: Path, tmp_p
         left.mkdir()
         (left / "part").write_bytes(b"half")
         os.utime(left, (0, time.time() - age_s))
-    expected = _logits(_cached(llama, tmp_path))
+    expected = logits(_cached(llama, tmp_path))
     assert young.exists()
     assert not old.exists()
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
-    assert _logits(_cached(llama, tmp_path)).equal(expected)
+    assert logits(_cached(llama, tmp_path)).equal(expected)
 
 
 def test_workers_may_write_at_once(llama: Path, tmp_path: Path) -> None:
-    expected = _logits(_cached(llama, tmp_path / "alone"))
+    expected = logits(_cached(llama, tmp_path / "alone"))
     with ThreadPoolExecutor(4) as pool:
         loaded = list(pool.map(lambda _: _cached(llama, tmp_path / "shared"), range(4)))
-    assert all(_logits(model).equal(expected) for model in loaded)
+    assert all(logits(model).equal(expected) for model in loaded)
     (file,) = (tmp_path / "shared").iterdir()
     assert file.read_bytes() == next((tmp_path / "alone").iterdir()).read_bytes()
 
 
+@pytest.mark.parametrize("num_bytes", [1000, 30_000], ids=["at its header", "amid its weights"])
 def test_a_full_disk_costs_the_cache_only(
-    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    num_bytes: int, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = _logits(_load(llama, "int4"))
+    expected = logits(load(llama, quantization="int4"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
         loaded = _cached(llama, tmp_path)
     finally:
@@ -357,7 +341,7 @@ def test_a_full_disk_costs_the_cache_only(
         signal.signal(signal.SIGXFSZ, handler)
     assert f"rounded weights not cached folder={tmp_path}" in caplog.text
     assert not list(tmp_path.iterdir())
-    assert _logits(loaded).equal(expected)
+    assert logits(loaded).equal(expected)
 
 
 def test_a_cache_that_cannot_be_is_refused(llama: Path, tmp_path: Path) -> None:

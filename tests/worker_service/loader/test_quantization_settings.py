@@ -11,17 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.quantized_checkpoints import (
-    AWQ,
-    FORMATS,
-    FP8,
-    GPTQ,
-    MODELOPT,
-    NF4,
-    assert_same,
-    compression,
-    load,
-)
+from tests.support.loading import assert_same, edit_config, load
+from tests.support.quantized_checkpoints import AWQ, FORMATS, FP8, GPTQ, MODELOPT, NF4, compression
 from tests.support.quantized_files import make_quantized
 from worker_service.errors import UnsupportedModel
 from worker_service.loader.quantized_checkpoint import read_schemes
@@ -48,11 +39,6 @@ def _group(**changes: Any) -> dict[str, Any]:
 
 def _weights(**changes: Any) -> dict[str, Any]:
     return _group(weights={**GROUP["weights"], **changes})
-
-
-def _edit_settings(path: Path, settings: Any) -> None:
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +86,7 @@ def _edit_settings(path: Path, settings: Any) -> None:
 def test_unknown_settings_are_refused_with_what_is_known(
     settings: Any, message: str, path: Path
 ) -> None:
-    _edit_settings(path, settings)
+    edit_config(path, quantization_config=settings)
     with pytest.raises(UnsupportedModel, match=rf"config\.json: quantization_config.*{message}"):
         load(path)
 

@@ -10,20 +10,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagewire_kernels.cpu.linear import NativeWeight
-from tests.support.quantized_checkpoints import FORMATS, LAYER, assert_same, edit_tensors, load
+from tests.support.loading import assert_same, edit_tensors, layouts, linears, load, open_weights
+from tests.support.quantized_checkpoints import FORMATS, LAYER
 from tests.support.quantized_files import make_quantized
-from tests.worker_service.loader.test_sharded_loading import empty_model, layouts
 from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint, WorkerError
-from worker_service.loader.model_files import read_config
-from worker_service.loader.quantized_checkpoint import read_schemes
-from worker_service.loader.weights import load_weights, open_checkpoint
-from worker_service.models.linear import Linear
 
 
 def _assert_expressed(path: Path, reference: Path) -> None:
     """Every quantized weight is dequantized as in the reference, and given without rounding."""
-    checkpoint = open_checkpoint(path, read_schemes(path / "config.json", read_config(path)))
+    checkpoint = open_weights(path)
     dense = load_file(reference / "model.safetensors")
     assert checkpoint.tensors.keys() == dense.keys()
     for name, tensor in checkpoint.tensors.items():
@@ -95,16 +91,10 @@ def test_ranks_read_their_parts_of_the_weights(name: str, tmp_path: Path) -> Non
 
     def weights(layout: Layout) -> dict[str, Tensor]:
         """What the packed layers multiply by, from their products with unit vectors."""
-        model = empty_model(path, layout)
-        schemes = read_schemes(path / "config.json", read_config(path))
-        load_weights(model, open_checkpoint(path, schemes))
-        model.finish_loading()
-        linears = {
-            name: module for name, module in model.named_modules() if isinstance(module, Linear)
-        }
+        named, _ = linears(path, layout)
         found = {}
         for name in ("layers.1.output", "layers.0.down"):
-            packed = linears[name].packed
+            packed = named[name].packed
             assert isinstance(packed, NativeWeight)
             found[name] = packed.apply(torch.eye(packed.in_features))
         return found

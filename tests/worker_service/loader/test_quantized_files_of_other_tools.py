@@ -1,6 +1,5 @@
 """Quantized checkpoints that say one thing and hold another, and what earlier tools wrote."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.quantized_checkpoints import (
-    FORMATS,
-    FP8,
-    GPTQ,
-    LAYER,
-    assert_same,
-    compression,
-    edit_tensors,
-    load,
-    replace_part,
-)
+from tests.support.loading import assert_same, edit_config, edit_tensors, load
+from tests.support.quantized_checkpoints import FORMATS, GPTQ, LAYER, compression, replace_part
 from tests.support.quantized_files import make_quantized
 from worker_service.errors import BadCheckpoint
 
@@ -161,8 +151,6 @@ def test_codes_without_settings_are_refused_by_tensor(
 
 def test_codes_with_scales_but_without_settings_are_refused(tmp_path: Path) -> None:
     path, _ = make_quantized(tmp_path, *FORMATS["fp8 of smaller blocks"])
-    config = json.loads((path / "config.json").read_text())
-    assert config.pop("quantization_config")["quant_method"] == FP8["quant_method"]
-    (path / "config.json").write_text(json.dumps(config))
+    edit_config(path, quantization_config=None)
     with pytest.raises(BadCheckpoint, match=r"F8_E4M3, which looks quantized"):
         load(path)

@@ -7,36 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pagewire_kernels.interface import AttentionNeeds
-from pagewire_kernels.select import select_kernels
 from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.loading import empty_model, layouts
 from worker_service.config import ModelConfig
-from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint
 from worker_service.loader import load_model
-from worker_service.loader.model_files import read_config
 from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
-from worker_service.models.interface import ModelContext
-from worker_service.models.native import NativeModel
-from worker_service.models.registry import build_native_model
-
-CPU = torch.device("cpu")
-
-
-def layouts(tensor: int, pipeline: int) -> list[Layout]:
-    return [
-        Layout(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, rank=rank)
-        for rank in range(tensor * pipeline)
-    ]
-
-
-def empty_model(folder: Path, layout: Layout) -> NativeModel:
-    context = ModelContext(dtype=torch.float32, device=CPU, communicator=Communicator(layout))
-    kernels = select_kernels(CPU, AttentionNeeds(dtype=torch.float32, head_dim=16))
-    model = build_native_model(read_config(folder), None, context, kernels)
-    assert model is not None
-    return model
 
 
 def names_of(folder: Path) -> set[str]:

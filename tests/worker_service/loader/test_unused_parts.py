@@ -1,6 +1,5 @@
 """What a checkpoint holds and a model does not use is named; what it can use, it uses."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -8,23 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
-from tests.support.paged_driver import PagedDriver
-from tests.support.quantized_checkpoints import (
-    FORMATS,
+from tests.support.loading import (
     TOKENS,
     assert_same,
+    copy_checkpoint,
+    edit_config,
     edit_tensors,
     load,
+    logits,
 )
+from tests.support.paged_driver import PagedDriver
+from tests.support.quantized_checkpoints import FORMATS
 from tests.support.quantized_files import make_quantized
 from tests.support.transformers_oracle import Oracle
-from worker_service.config import ModelConfig
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.loader import load_model
 
 EMBEDDINGS = {
     "opt": "model.decoder.embed_tokens.weight",
@@ -38,11 +38,6 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> str:
         for record in caplog.records
         if record.levelno >= logging.WARNING and record.name.startswith("worker_service")
     )
-
-
-def _edit_config(path: Path, **changes: Any) -> None:
-    file = path / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "gemma2"])
@@ -107,32 +102,37 @@ PREFIXES = {
 def test_names_of_a_text_model_inside_another_are_recognised(
     prefix: str, family: str, tmp_path: Path
 ) -> None:
-    source = checkpoint(family)
-    path = Path(shutil.copytree(source, tmp_path / "renamed"))
-    tensors = load_file(path / "model.safetensors")
-    renamed = {PREFIXES[prefix](name): tensor for name, tensor in tensors.items()}
-    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
-    assert_same(path, source)
+    path = copy_checkpoint(family, tmp_path)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[PREFIXES[prefix](name)] = tensors.pop(name)
+
+    edit_tensors(path, rename)
+    assert_same(path, checkpoint(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_other_parts_of_a_multimodal_model_are_named_in_a_warning(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = checkpoint(family)
-    path = Path(shutil.copytree(source, tmp_path / "whole"))
-    tensors = load_file(path / "model.safetensors")
-    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
-    named |= {"vision_tower.patch.weight": torch.ones(2, 2), "mm_projector.bias": torch.ones(2)}
-    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
-    assert_same(path, source)
+    path = copy_checkpoint(family, tmp_path)
+
+    def embed(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+        tensors["vision_tower.patch.weight"] = torch.ones(2, 2)
+        tensors["mm_projector.bias"] = torch.ones(2)
+
+    edit_tensors(path, embed)
+    assert_same(path, checkpoint(family))
     assert "tensors not used num=2 names=mm_projector.bias, vision_tower.patch.weight" in _warnings(
         caplog
     )
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
-    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "twice"))
+    path = copy_checkpoint("llama", tmp_path)
     edit_tensors(path, lambda t: t.update({"norm.weight": t["model.norm.weight"].clone()}))
     with pytest.raises(BadCheckpoint, match=r"model\.norm\.weight and norm\.weight"):
         load(path)
@@ -185,7 +185,7 @@ def test_scales_of_activations_that_are_not_quantized_are_named_in_a_warning(
 def test_weight_files_that_are_not_read_are_named_in_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "more"))
+    path = copy_checkpoint("llama", tmp_path)
     for name in ("adapter_model", "consolidated", "model-00001-of-00002"):
         shutil.copy(path / "model.safetensors", path / f"{name}.safetensors")
     load(path)
@@ -202,7 +202,7 @@ def test_frequencies_and_masks_of_old_checkpoints_are_ignored_silently(
         ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias"),
         ("phi3", "model.layers.0.self_attn.rotary_emb.inv_freq"),
     ):
-        path = Path(shutil.copytree(checkpoint(family), tmp_path / family))
+        path = copy_checkpoint(family, tmp_path)
         edit_tensors(path, lambda t, name=name: t.update({name: torch.ones(1)}))  # type: ignore[misc]
         load(path)
     assert _warnings(caplog) == ""
@@ -221,8 +221,8 @@ def test_frequencies_and_masks_of_old_checkpoints_are_ignored_silently(
 def test_a_setting_that_the_model_does_not_have_is_named_in_a_warning(
     family: str, key: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = Path(shutil.copytree(checkpoint(family), tmp_path / "set"))
-    _edit_config(path, **{key: value})
+    path = copy_checkpoint(family, tmp_path)
+    edit_config(path, **{key: value})
     load(path)
     assert f"config.json: {key} is not used by" in _warnings(caplog)
 
@@ -237,8 +237,8 @@ def test_settings_as_transformers_writes_them_cause_no_warning(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_attention_that_is_not_causal_is_refused(family: str, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(checkpoint(family), tmp_path / "encoder"))
-    _edit_config(path, is_causal=False)
+    path = copy_checkpoint(family, tmp_path)
+    edit_config(path, is_causal=False)
     with pytest.raises(UnsupportedModel, match="is_causal"):
         load(path)
 
@@ -254,7 +254,7 @@ def test_settings_beside_the_usual_ones_are_honoured(
     family: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     path = make_checkpoint(family, tmp_path, **changes)
-    _edit_config(path, **changes)
+    edit_config(path, **changes)
     assert_same(path, path)
 
 
@@ -278,12 +278,9 @@ def test_scaled_rotary_embeddings_lengthen_models(
     family: str, scaling: dict[str, Any], length: int, spelling: str, tmp_path: Path
 ) -> None:
     path = make_checkpoint(family, tmp_path, max_position_embeddings=64)
-    config = json.loads((path / "config.json").read_text())
-    del config["rope_parameters"]
-    scaling = {**scaling, "rope_theta": 10000.0}
-    (path / "config.json").write_text(json.dumps({**config, spelling: scaling}))
-    loaded = load_model(ModelConfig(model=str(path), device="cpu", max_model_len=length))
-    assert loaded.model.max_model_len == length
+    edit_config(path, rope_parameters=None)
+    edit_config(path, **{spelling: {**scaling, "rope_theta": 10000.0}})
+    assert load(path, max_model_len=length).model.max_model_len == length
     assert load(path).model.max_model_len == length
     assert_same(path, path)
 
@@ -348,7 +345,7 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     model = getattr(transformers, f"{whole}ForConditionalGeneration")(config).float().eval()
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path)
-    found = PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
+    found = logits(loaded)
     with torch.inference_mode():
         # Llama 4's whole model needs images in transformers 5.24.
         served = model.language_model if whole == "Llama4" else model

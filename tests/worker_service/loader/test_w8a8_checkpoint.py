@@ -1,33 +1,36 @@
 """Checkpoints with 8-bit activations compute as transformers do where compressed-tensors rounds."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.support.loading import (
+    TOKENS,
+    edit_config,
+    edit_tensors,
+    layouts,
+    linears,
+    load,
+    open_weights,
+)
 from tests.support.native import native_libraries
 from tests.support.paged_driver import PagedDriver
+from tests.support.quantized_checkpoints import LAYER, replace_part
 from tests.support.quantized_files import make_w8a8
 from tests.support.transformers_oracle import Oracle
-from tests.worker_service.loader.test_sharded_loading import empty_model, layouts
-from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.loader import LoadedModel, load_model
-from worker_service.loader.model_files import read_config
-from worker_service.loader.quantized_checkpoint import read_schemes
-from worker_service.loader.weights import load_weights, open_checkpoint
-from worker_service.models.linear import Linear, can_pack
+from worker_service.models.linear import can_pack
 
 pytestmark = pytest.mark.skipif(not native_libraries(), reason="the kernels are not compiled")
 
-TOKENS = list(range(3, 30))
 INPUTS: dict[str, dict[str, Any]] = {
     "dynamic": {"dynamic": True, "strategy": "token"},
     "dynamic asymmetric": {"dynamic": True, "strategy": "token", "symmetric": False},
@@ -35,11 +38,6 @@ INPUTS: dict[str, dict[str, Any]] = {
     "static asymmetric": {"strategy": "tensor", "symmetric": False},
 }
 STATIC = {"input_scale": torch.tensor([0.023]), "input_zero_point": torch.tensor([-11]).char()}
-LAYER = "model.layers.0.mlp.down_proj"
-
-
-def _load(path: Path, **options: Any) -> LoadedModel:
-    return load_model(ModelConfig(model=str(path), device="cpu", **{"dtype": "float32", **options}))
 
 
 def _make(folder: Path, inputs: Mapping[str, Any], **options: Any) -> tuple[Path, Path]:
@@ -88,7 +86,7 @@ def _errors(path: Path, reference: Path, inputs: Mapping[str, Any] | None) -> Te
     with _rounded_inputs(oracle.model, inputs):
         tokens = TOKENS + oracle.generate(TOKENS, 12)
         expected = oracle.logits(tokens)
-    found = PagedDriver(_load(path).model).run([(0, 0, tokens)])[0]
+    found = PagedDriver(load(path).model).run([(0, 0, tokens)])[0]
     if inputs is not None:
         assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
     return (found - expected).abs() / expected.std()
@@ -120,7 +118,7 @@ def test_logits_are_those_of_rounded_inputs(family: str, kind: str, tmp_path: Pa
 def test_a_row_has_the_same_bits_in_any_batch(tmp_path: Path) -> None:
     path, _ = _make(tmp_path, INPUTS["dynamic"])
     for dtype in ("float32", "bfloat16"):
-        loaded = _load(path, dtype=dtype)
+        loaded = load(path, dtype=dtype)
         assert loaded.batch_invariant
         whole = PagedDriver(loaded.model).run([(0, 0, TOKENS), (1, 0, TOKENS[::-1])])
         driver = PagedDriver(loaded.model)
@@ -133,14 +131,7 @@ def test_ranks_share_a_layer(tmp_path: Path) -> None:
     path, _ = _make(tmp_path, INPUTS["dynamic"])
 
     def products(layout: Layout, name: str, rows: Tensor) -> Tensor:
-        model = empty_model(path, layout)
-        schemes = read_schemes(path / "config.json", read_config(path))
-        load_weights(model, open_checkpoint(path, schemes))
-        model.finish_loading()
-        linears = {
-            name: module for name, module in model.named_modules() if isinstance(module, Linear)
-        }
-        packed = linears[name].packed
+        packed = linears(path, layout)[0][name].packed
         assert packed is not None
         return packed.apply(rows)
 
@@ -177,9 +168,9 @@ def test_layers_of_one_product_must_round_alike(family: str, tmp_path: Path) -> 
         del tensors[f"{module}.input_scale"]
 
     for edit in (scaled, dense):
-        _edit(path, edit)
+        edit_tensors(path, edit)
         with pytest.raises(UnsupportedModel, match=f"the same 8-bit input_activations.*{module}"):
-            _load(path)
+            load(path)
 
 
 def test_machines_without_the_kernels_refuse_it(
@@ -189,22 +180,14 @@ def test_machines_without_the_kernels_refuse_it(
     assert not can_pack(torch.bfloat16, torch.device("cuda"))
     monkeypatch.setattr("worker_service.models.linear.library", lambda: None)
     with pytest.raises(UnsupportedModel, match=r"\(W8A8\) need the compiled CPU kernels.*cpu"):
-        _load(path)
+        load(path)
 
 
 def test_a_layer_that_needs_dense_weights_is_refused(tmp_path: Path) -> None:
     path, _ = _make(tmp_path, INPUTS["dynamic"])
-    config = path / "config.json"
-    checkpoint = open_checkpoint(path, read_schemes(config, read_config(path)))
     name = f"{LAYER}.weight"
     with pytest.raises(UnsupportedModel, match=f"{name}: expected no input_activations"):
-        checkpoint.tensors[name][...]
-
-
-def _edit(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        open_weights(path).tensors[name][...]
 
 
 @pytest.mark.parametrize(
@@ -224,15 +207,9 @@ def test_tensors_of_inputs_are_checked(
     part: str, value: Tensor | None, message: str, tmp_path: Path
 ) -> None:
     path, _ = _make(tmp_path, INPUTS["static asymmetric"])
-
-    def edit(tensors: dict[str, Tensor]) -> None:
-        del tensors[f"{LAYER}.{part}"]
-        if value is not None:
-            tensors[f"{LAYER}.{part}"] = value
-
-    _edit(path, edit)
+    edit_tensors(path, replace_part(part, value))
     with pytest.raises(BadCheckpoint, match=message):
-        _load(path)
+        load(path)
 
 
 @pytest.mark.parametrize(
@@ -253,8 +230,8 @@ def test_other_settings_of_inputs_are_refused(
     part: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path, _ = _make(tmp_path, INPUTS["dynamic"])
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"][part] |= changes
-    (path / "config.json").write_text(json.dumps(config))
+    settings = json.loads((path / "config.json").read_text())["quantization_config"]
+    settings["config_groups"]["group_0"][part] |= changes
+    edit_config(path, quantization_config=settings)
     with pytest.raises(UnsupportedModel, match=rf"group_0\.{part}\.{message}"):
-        _load(path)
+        load(path)
