@@ -18,7 +18,6 @@ something about the hash of a guess, which does not help to make a better guess.
 """
 
 import hashlib
-import re
 import time
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,7 +26,9 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from datetime import time as time_of_day
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scheduler_service.errors import PermissionDenied, Unauthenticated
 from service_common.watched_files import read_file
@@ -70,10 +71,10 @@ PRINCIPAL: ContextVar[Principal] = ContextVar("principal")
 """The authenticated caller of the gRPC call that is being served."""
 
 
-class Authentication(Protocol):
-    """Identifies callers by their credentials."""
+class Authentication:
+    """Identifies callers by their credentials; this one accepts every call as the same tenant's."""
 
-    asks_for_key: bool
+    asks_for_key = False
     """Whether a caller must present a key."""
 
     def authenticate(self, authorization: str | None) -> Principal:
@@ -81,24 +82,9 @@ class Authentication(Protocol):
 
         Raises Unauthenticated if they are missing, unknown or expired.
         """
+        return Principal()
 
 
-class NoAuthentication:
-    """Accepts every call as the same, unnamed tenant's."""
-
-    asks_for_key = False
-
-    def __init__(self) -> None:
-        self._everybody = Principal()
-
-    def authenticate(self, authorization: str | None) -> Principal:
-        """The one tenant, whatever the credentials."""
-        return self._everybody
-
-
-_FIELDS = ("sha256", "tenant", "models", "expires", "operator")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _BEARER = "bearer "
 
 
@@ -115,7 +101,7 @@ Keys: TypeAlias = Mapping[str, ApiKey]
 """Keys by the hexadecimal digits of their SHA-256."""
 
 
-class ApiKeys:
+class ApiKeys(Authentication):
     """Authentication by keys."""
 
     asks_for_key = True
@@ -150,64 +136,54 @@ def shared_keys(keys: Iterable[str]) -> Keys:
     return {hash_of(key): ApiKey(tenant=Principal()) for key in keys}
 
 
+class _Entry(BaseModel):
+    """A table of the file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    tenant: str = Field(pattern="^[A-Za-z0-9._-]{1,64}$")
+    models: list[str] | None = None
+    expires: datetime | date | None = None
+    operator: bool = False
+
+    def key(self) -> ApiKey:
+        """The key. A date stands for its first moment; the default time zone is UTC."""
+        expires = self.expires
+        if expires is not None:
+            if not isinstance(expires, datetime):
+                expires = datetime.combine(expires, time_of_day())
+            expires = expires if expires.tzinfo else expires.replace(tzinfo=UTC)
+        return ApiKey(
+            tenant=Principal(
+                name=self.tenant,
+                models=None if self.models is None else frozenset(self.models),
+                is_operator=self.operator,
+            ),
+            expires=None if expires is None else expires.timestamp(),
+        )
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    key: list[_Entry] = []
+
+
 def read_keys(path: Path) -> Keys:
     """The file's keys. Raises ValueError that names the file, the key's number and its field."""
     try:
-        tables = tomllib.loads(read_file("api_keys", path).decode())
+        entries = _File(**tomllib.loads(read_file("api_keys", path).decode())).key
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"api_keys: {path} is not TOML: {error}") from error
-    entries = tables.pop("key", [])
-    if tables or not isinstance(entries, list):
-        raise ValueError(f"api_keys: {path}: expected only tables [[key]]")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = " ".join(str(part + 1 if isinstance(part, int) else part) for part in first["loc"])
+        # Not chained: that error quotes the file.
+        raise ValueError(f"api_keys: {path}: {where}: {first['msg']}") from None
     keys: dict[str, ApiKey] = {}
     for number, entry in enumerate(entries, start=1):
-        where = f"api_keys: {path}: key {number}"
-        digest = _digest(where, entry)
-        if digest in keys:
-            raise ValueError(f"{where}: duplicate key")
-        keys[digest] = _key(where, entry)
+        if entry.sha256 in keys:
+            raise ValueError(f"api_keys: {path}: key {number}: duplicate key")
+        keys[entry.sha256] = entry.key()
     return keys
-
-
-def _digest(where: str, entry: Any) -> str:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where}: expected a table")
-    unknown = sorted(entry.keys() - set(_FIELDS))
-    if unknown:
-        raise ValueError(f"{where}: {unknown[0]}: unknown field; allowed: {', '.join(_FIELDS)}")
-    digest = entry.get("sha256")
-    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        raise ValueError(f"{where}: sha256: expected 64 hexadecimal digits")
-    return digest
-
-
-def _key(where: str, entry: Mapping[str, Any]) -> ApiKey:
-    name, models = entry.get("tenant"), entry.get("models")
-    is_operator = entry.get("operator", False)
-    if not isinstance(name, str) or not _TENANT.fullmatch(name):
-        raise ValueError(f"{where}: tenant: expected 1 to 64 characters of [A-Za-z0-9._-]")
-    if models is not None and not (
-        isinstance(models, list) and all(isinstance(model, str) for model in models)
-    ):
-        raise ValueError(f"{where}: models: expected a list of names")
-    if not isinstance(is_operator, bool):
-        raise ValueError(f"{where}: operator: expected true or false")
-    return ApiKey(
-        tenant=Principal(
-            name=name, models=None if models is None else frozenset(models), is_operator=is_operator
-        ),
-        expires=_expiry(where, entry.get("expires")),
-    )
-
-
-def _expiry(where: str, value: Any) -> float | None:
-    """An expiry as Unix time. A date stands for its first moment; the default time zone is UTC."""
-    if value is None:
-        return None
-    if not isinstance(value, date):
-        raise ValueError(f"{where}: expires: expected a date, or a date with a time")
-    if not isinstance(value, datetime):
-        value = datetime.combine(value, time_of_day())
-    if value.tzinfo is None:
-        value = value.replace(tzinfo=UTC)
-    return float(value.timestamp())

@@ -211,7 +211,7 @@ def authentication_of(config: FrontendConfig) -> auth.Authentication:
     if config.api_key:
         keys = auth.shared_keys(config.api_key)
         return auth.ApiKeys(lambda: keys)
-    return auth.NoAuthentication()
+    return auth.Authentication()
 
 
 async def _fetch_assets(core: CoreConnection, name: str) -> Mapping[str, bytes]:

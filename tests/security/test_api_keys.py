@@ -241,17 +241,18 @@ def test_a_key_expires_at_its_very_second(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("x = 1", "expected only tables"),
-        ("key = 1", "expected only tables"),
-        ('[[key]]\ntenant = "a"', "key 1: sha256"),
-        (f'[[key]]\nsha256 = "{ONE}"\ntenant = "a"', "key 1: sha256"),
-        (entry(ONE, "a b"), "key 1: tenant"),
-        (entry(ONE, ""), "key 1: tenant"),
+        ("x = 1", "x: Extra inputs"),
+        ("key = 1", "key: Input should be a valid list"),
+        ("key = [1]", "key 1: Input should be a valid dictionary"),
+        ('[[key]]\ntenant = "a"', "key 1 sha256"),
+        (f'[[key]]\nsha256 = "{ONE}"\ntenant = "a"', "key 1 sha256"),
+        (entry(ONE, "a b"), "key 1 tenant"),
+        (entry(ONE, ""), "key 1 tenant"),
         (entry(ONE, "a") + entry(ONE, "b"), "key 2: duplicate key"),
-        (entry(ONE, "a", "models = 1"), "key 1: models"),
-        (entry(ONE, "a", "expires = 1"), "key 1: expires"),
-        (entry(ONE, "a", "operator = 1"), "key 1: operator"),
-        (entry(ONE, "a", "tennant = 1"), "key 1: tennant: unknown"),
+        (entry(ONE, "a", "models = 1"), "key 1 models"),
+        (entry(ONE, "a", "expires = 1"), "key 1 expires"),
+        (entry(ONE, "a", "operator = 1"), "key 1 operator"),
+        (entry(ONE, "a", "tennant = 1"), "key 1 tennant: Extra inputs"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name_and_number_and_never_quoted(

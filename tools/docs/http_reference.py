@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scheduler_service.frontend.auth import NoAuthentication
+from scheduler_service.frontend.auth import Authentication
 from scheduler_service.frontend.http.app import make_app
 from scheduler_service.frontend.http.middleware import HttpServices
 
@@ -28,7 +28,7 @@ def render() -> str:
 def document() -> Json:
     """The OpenAPI document; it needs no running service."""
     services: dict[str, Any] = {field.name: None for field in dataclasses.fields(HttpServices)}
-    services["authentication"] = NoAuthentication()
+    services["authentication"] = Authentication()
     return make_app(HttpServices(**services)).openapi()
 
 

@@ -25,7 +25,7 @@ from scheduler_service.frontend.input.tool_choice import AnswerFormat, answer_fo
 from scheduler_service.frontend.input.validation import value_or
 from scheduler_service.frontend.models.served_models import FrontendModel, max_servable_len
 from scheduler_service.frontend.models.tokenizer import ModelTokenizer, TooManyTokens
-from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
+from scheduler_service.frontend.output.detokenizer import ByteLevelDetokenizer, Detokenizer
 from scheduler_service.frontend.output.message import MessageStream
 from scheduler_service.frontend.output.stop_strings import StopStrings
 from scheduler_service.frontend.structured_output.constraint import constraint_of
@@ -116,7 +116,7 @@ class ResolvedRequest:
     def make_detokenizer(self) -> Detokenizer:
         """A new detokenizer for one choice."""
         if self.model.tokenizer is None:
-            return NoText()
+            return ByteLevelDetokenizer(lambda _: b"")
         return self.model.tokenizer.detokenizer(
             skip_special_tokens=self.skip_special_tokens, kept=self.answer.kept_tokens
         )

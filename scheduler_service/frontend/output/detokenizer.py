@@ -39,18 +39,6 @@ class Detokenizer(Protocol):
         ...
 
 
-class NoText:
-    """The detokenizer of models without a tokenizer: there is no text."""
-
-    def push(self, token_id: int) -> str:
-        """Nothing."""
-        return ""
-
-    def flush(self) -> str:
-        """Nothing."""
-        return ""
-
-
 class ByteLevelDetokenizer:
     """Fixed bytes per token, decoded as UTF-8 as they come."""
 
@@ -160,7 +148,7 @@ class DetokenizerFactory:
             )
         return WindowDetokenizer(
             self._decode,
-            lambda token_id: token_id in skipped or self._is_unknown(token_id),
+            lambda token_id: token_id in skipped or self._tokenizer.id_to_token(token_id) is None,
             self._is_fallback_token,
             mends_replacements=self._mends_replacements,
         )
@@ -174,9 +162,6 @@ class DetokenizerFactory:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
-    def _is_unknown(self, token_id: int) -> bool:
-        return self._tokenizer.id_to_token(token_id) is None
 
     def _is_fallback_token(self, token_id: int) -> bool:
         known = self._is_fallback.get(token_id)
