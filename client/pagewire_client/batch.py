@@ -6,7 +6,7 @@ Pure bookkeeping, like `StreamState`; the clients move the messages.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import errors
@@ -19,16 +19,16 @@ DEFAULT_MAX_IN_FLIGHT = 512
 has another one to admit; few enough to leave room in its queue for other clients."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class BatchProgress:
     """Progress of a batch."""
 
     num_requests: int
-    num_finished: int
+    num_finished: int = 0
     """Including failed ones."""
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
     """Prompt tokens of the requests that the server has accepted."""
-    num_generated_tokens: int
+    num_generated_tokens: int = 0
 
 
 OnProgress = Callable[[BatchProgress], None]
@@ -51,14 +51,6 @@ class _Member:
     position: int
     state: StreamState
     attempts: Attempts
-
-
-@dataclass(slots=True)
-class _Counts:
-    finished: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
 
 
 @dataclass
@@ -88,24 +80,19 @@ class Batch:
         )
         self._in_flight: dict[str, _Member] = {}
         self._stream_attempts = self._new_attempts()
-        self._counts = _Counts()
+        self._progress = BatchProgress(num_requests=len(self.requests))
+        self._has_failed = False
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing left to wait for."""
-        return self._counts.finished == len(self.requests) or (
-            self.fail_fast and self._counts.failed > 0
-        )
+        all_finished = self._progress.num_finished == len(self.requests)
+        return all_finished or (self.fail_fast and self._has_failed)
 
     @property
     def progress(self) -> BatchProgress:
         """Progress so far."""
-        return BatchProgress(
-            num_requests=len(self.requests),
-            num_finished=self._counts.finished,
-            num_prompt_tokens=self._counts.prompt_tokens,
-            num_generated_tokens=self._counts.generated_tokens,
-        )
+        return replace(self._progress)
 
     def opened(self) -> list[Send]:
         """Note that a stream was opened; returns what to send on it first."""
@@ -124,9 +111,9 @@ class Batch:
         member.attempts.progressed()
         output = member.state.output
         if message.response.HasField("started") and not output.prompt_token_ids:
-            self._counts.prompt_tokens += len(message.response.started.prompt_token_ids)
+            self._progress.num_prompt_tokens += len(message.response.started.prompt_token_ids)
         for delta in member.state.receive(message.response):
-            self._counts.generated_tokens += len(delta.token_ids)
+            self._progress.num_generated_tokens += len(delta.token_ids)
         if not output.finished:
             return []
         self._window = min(self._max_window, self._window + 1)
@@ -180,14 +167,14 @@ class Batch:
         try:
             delay = member.attempts.delay_after(failure)
         except errors.PagewireError as final:
-            self._counts.failed += 1
+            self._has_failed = True
             return self._settle(member, final)
         return [Send(time.monotonic() + delay, member.state.next_request())]
 
     def _settle(self, member: _Member, result: RequestOutput | errors.PagewireError) -> list[Send]:
         del self._in_flight[member.state.output.request_id]
         self.results[member.position] = result
-        self._counts.finished += 1
+        self._progress.num_finished += 1
         return self._fill_window()
 
     def _fill_window(self) -> list[Send]:

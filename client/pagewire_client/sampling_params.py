@@ -1,21 +1,12 @@
 """Sampling parameters, under vLLM's names."""
 
 import json
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from typing import Any, Literal, SupportsIndex, TypedDict
-
-from google.protobuf.descriptor import FieldDescriptor
+from typing import Any, Literal, TypedDict
 
 from pagewire.v1 import sampling_pb2
 
-_MAX_UINT32 = 2**32 - 1
-_MAX_UINT64 = 2**64 - 1
-
-_COUNTS_OR_ALL = ("top_k", "truncate_prompt_tokens")
-"""-1 and 0 mean no limit of their own."""
 _STRUCTURED_OUTPUT = ("json_schema", "regex", "grammar", "choice")
 _EARLY_STOPPING = {
     True: sampling_pb2.EARLY_STOPPING_WHEN_FULL,
@@ -110,57 +101,63 @@ class SamplingParams:
 
         `is_chat`: `max_tokens` is as many as the model's length allows, unless it was given.
         """
-        given = [name for name in _STRUCTURED_OUTPUT if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are mutually exclusive")
-        proto = sampling_pb2.SamplingParams()
-        for name, convert in _SCALARS.items():
-            if (value := getattr(self, name)) is not None:
-                setattr(proto, name, convert(name, value))
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        given = {field.name: (field.type, value) for field, value in values if value is not None}
         if is_chat and isinstance(self.max_tokens, _Default):
-            proto.ClearField("max_tokens")
-        if self.include_stop_str_in_output is not None:
-            proto.include_stop_in_output = _boolean(
-                "include_stop_str_in_output", self.include_stop_str_in_output
-            )
-        if not isinstance(self.logit_bias, Mapping | None):
-            raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
-        for token_id, bias in (self.logit_bias or {}).items():
-            proto.logit_bias.add(
-                token_id=_integer("logit_bias", token_id), bias=_number("logit_bias", bias)
-            )
-        proto.bad_words.extend(_texts("bad_words", self.bad_words))
-        proto.stop.extend(_texts("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
-        for token_id in _items("stop_token_ids", self.stop_token_ids, "integers", SupportsIndex):
-            proto.stop_token_ids.append(_integer("stop_token_ids", token_id))
-        if self.choice is not None:
-            proto.choice.SetInParent()
-            proto.choice.choices.extend(_texts("choice", self.choice))
-        if self.thought is not None:
-            if not isinstance(self.thought, Sequence) or len(self.thought) != 2:
-                raise ValueError(f"thought must be a text and a list, not {self.thought!r}")
-            start, ends = self.thought
-            proto.thought.start = _text("thought", start)
-            proto.thought.ends.extend(_texts("thought", ends))
-        self._fill_beam_search(proto)
+            del given["max_tokens"]
+        if len(several := [name for name in _STRUCTURED_OUTPUT if name in given]) > 1:
+            raise ValueError(f"{' and '.join(several)} are mutually exclusive")
+        for name in ("length_penalty", "early_stopping"):
+            if name in given and self.beam_width is None:
+                raise ValueError(f"{name} requires beam_width")
+        proto = sampling_pb2.SamplingParams()
+        for name, (kind, value) in given.items():
+            try:
+                _set(proto, name, value)
+            except (TypeError, ValueError, LookupError, AttributeError) as error:
+                raise ValueError(f"{name} must be {kind}, not {value!r}: {error}") from None
         return proto
 
-    def _fill_beam_search(self, proto: sampling_pb2.SamplingParams) -> None:
-        """Set the parameters of beam search, if there is a width."""
-        if self.beam_width is None:
-            for name in ("length_penalty", "early_stopping"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} requires beam_width")
-            return
-        proto.beam_search.width = _integer("beam_width", self.beam_width)
-        if self.length_penalty is not None:
-            proto.beam_search.length_penalty = _number("length_penalty", self.length_penalty)
-        if self.early_stopping is not None:
-            if self.early_stopping not in _EARLY_STOPPING:
-                raise ValueError(
-                    f"early_stopping must be True, False or 'never', not {self.early_stopping!r}"
-                )
-            proto.beam_search.early_stopping = _EARLY_STOPPING[self.early_stopping]
+
+def _set(proto: sampling_pb2.SamplingParams, name: str, value: Any) -> None:
+    """Set the field of a parameter, whose type and range protobuf checks."""
+    match name:
+        case "include_stop_str_in_output":
+            proto.include_stop_in_output = value
+        case "logit_bias":
+            for token_id, bias in value.items():
+                proto.logit_bias.add(token_id=token_id, bias=bias)
+        case "top_k" | "truncate_prompt_tokens":
+            setattr(proto, name, 0 if value == -1 else value)
+        case "stop":
+            proto.stop.extend([value] if isinstance(value, str) else value)
+        case "stop_token_ids":
+            proto.stop_token_ids.extend(value)
+        case "bad_words":
+            proto.bad_words.extend(_texts(value))
+        case "choice":
+            proto.choice.CopyFrom(sampling_pb2.ChoiceList(choices=_texts(value)))
+        case "thought":
+            start, ends = value
+            proto.thought.CopyFrom(sampling_pb2.Thought(start=start, ends=_texts(ends)))
+        case "json_schema":
+            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+            proto.json_schema = text
+        case "beam_width":
+            proto.beam_search.width = value
+        case "length_penalty":
+            proto.beam_search.length_penalty = value
+        case "early_stopping":
+            proto.beam_search.early_stopping = _EARLY_STOPPING[value]
+        case _:
+            setattr(proto, name, value)
+
+
+def _texts(values: Any) -> Any:
+    """A list of texts, not one text, which protobuf would take for a list of its characters."""
+    if isinstance(values, str):
+        raise TypeError("expected a list of texts")
+    return values
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -196,80 +193,3 @@ class SamplingOptions(TypedDict, total=False):
     grammar: str | None
     choice: Sequence[str] | None
     thought: tuple[str, Sequence[str]] | None
-
-
-def _integer(name: str, value: object, maximum: int = _MAX_UINT32, *, minimum: int = 0) -> int:
-    """`value` as an int that the field can carry; accepts whatever can index a list, such as
-    numpy's integers."""
-    try:
-        integer = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be an integer, not {value!r}") from None
-    if not minimum <= integer <= maximum:
-        raise ValueError(f"{name} must be from {minimum} to {maximum}, not {integer}")
-    return integer
-
-
-def _number(name: str, value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, not {value!r}") from None
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be a text, not {value!r}")
-    return value
-
-
-def _json(name: str, value: object) -> str:
-    """JSON text as it is; anything else as JSON."""
-    try:
-        return value if isinstance(value, str) else json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be JSON: {error}") from None
-
-
-def _boolean(name: str, value: object) -> bool:
-    if value not in (True, False):
-        raise ValueError(f"{name} must be True or False, not {value!r}")
-    return bool(value)
-
-
-def _items(name: str, values: object, kind: str, item_type: type = object) -> list[Any]:
-    """The items of a list of a `kind`; none for None."""
-    items = [] if values is None else list(values) if isinstance(values, Iterable) else [None]
-    if isinstance(values, str) or not all(isinstance(item, item_type) for item in items):
-        raise ValueError(f"{name} must be a list of {kind}, not {values!r}")
-    return items
-
-
-_texts = partial(_items, kind="texts", item_type=str)
-
-
-def _converter(field: FieldDescriptor) -> Callable[[str, Any], Any] | None:
-    """The conversion of a parameter to the value of a message's field; None if there is none."""
-    if field.is_repeated:
-        return None
-    if field.name in _COUNTS_OR_ALL:
-        return lambda name, value: max(0, _integer(name, value, minimum=-1))
-    if field.name == "json_schema":
-        return _json
-    by_type: dict[int, Callable[[str, Any], Any]] = {
-        FieldDescriptor.TYPE_UINT32: _integer,
-        FieldDescriptor.TYPE_UINT64: partial(_integer, maximum=_MAX_UINT64),
-        FieldDescriptor.TYPE_FLOAT: _number,
-        FieldDescriptor.TYPE_STRING: _text,
-        FieldDescriptor.TYPE_BOOL: _boolean,
-    }
-    return by_type.get(field.type)
-
-
-_SCALARS = {
-    field.name: convert
-    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
-    if field.name in {parameter.name for parameter in fields(SamplingParams)}
-    and (convert := _converter(field)) is not None
-}
-"""The parameters that are one value, as which the message has them, too."""

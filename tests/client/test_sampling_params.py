@@ -74,7 +74,7 @@ def test_minus_one_means_all_as_users_of_vllm_expect(field: Any) -> None:
     proto = SamplingParams(**{field: -1}).to_proto()
     assert proto.HasField(field)
     assert getattr(proto, field) == 0
-    with pytest.raises(ValueError, match=f"{field} must be from -1 to 4294967295, not -5"):
+    with pytest.raises(ValueError, match=f"{field} must be int .*, not -5: Value out of range"):
         SamplingParams(**{field: -5})
 
 
@@ -98,29 +98,28 @@ def test_what_the_answer_must_match_arrives(field: str, value: Any, carried: Any
 def test_a_thought_arrives_as_its_start_and_its_ends() -> None:
     proto = SamplingParams(regex="a", thought=("<think>", ["</think>", "<end>"])).to_proto()
     assert proto.thought == sampling_pb2.Thought(start="<think>", ends=["</think>", "<end>"])
-    with pytest.raises(ValueError, match="thought must be a list of texts, not '</think>'"):
+    with pytest.raises(ValueError, match=r"thought must be .*: expected a list of texts"):
         SamplingParams(regex="a", thought=("", "</think>"))
 
 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("stop", 5, "a list of texts"),
-        ("bad_words", 5, "a list of texts"),
-        ("choice", 5, "a list of texts"),
-        ("stop_token_ids", 5, "a list of integers"),
-        ("stop_token_ids", "5", "a list of integers"),
-        ("logit_bias", [5], "map token ids to numbers"),
-        ("thought", 5, "a text and a list"),
-        ("skip_special_tokens", "no", "True or False"),
-        ("ignore_eos", 2, "True or False"),
-        ("include_stop_str_in_output", "no", "True or False"),
+        ("stop", 5, r"Sequence\[str\]"),
+        ("bad_words", 5, r"Sequence\[str\]"),
+        ("choice", 5, r"Sequence\[str\]"),
+        ("stop_token_ids", 5, r"Sequence\[int\]"),
+        ("stop_token_ids", "5", r"Sequence\[int\]"),
+        ("logit_bias", [5], r"Mapping\[int, float\]"),
+        ("thought", 5, "tuple"),
+        ("skip_special_tokens", "no", "bool"),
+        ("include_stop_str_in_output", "no", "bool"),
     ],
 )
 def test_a_parameter_of_another_type_is_named_with_what_is_expected(
     field: str, value: Any, expected: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"{field} must .*{expected}, not "):
+    with pytest.raises(ValueError, match=f"{field} must .*{expected}.*, not "):
         SamplingParams(**{field: value})
 
 

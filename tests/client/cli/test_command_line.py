@@ -247,7 +247,7 @@ def test_only_where_nothing_listens_does_the_hint_start_a_server() -> None:
     ("arguments", "words"),
     [
         (["generate", "Hello", "--model", "other"], "no model 'other' is served"),
-        (["generate", "Hello", "--seed", "-1"], "seed must be from 0"),
+        (["generate", "Hello", "--seed", "-1"], "seed must be int"),
         (["generate", "Hello", "--tls-ca", "/none.pem"], "No such file"),
     ],
 )
