@@ -42,7 +42,6 @@ _METAVARS = {
     "max_outgrown_wait": "SECONDS",
 }
 
-
 CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Settings of a command line on which `--max_num_seqs` is `--max-num-seqs`, as on vLLM's."""
 

@@ -34,7 +34,6 @@ advance over the whole vocabulary, so the cost does not depend on its size."""
 
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
-
 SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords of JSON schemas whose values are schemas by name."""
 DATA = frozenset(("const", "enum", "default", "example", "examples"))
@@ -53,7 +52,6 @@ _NO_EFFECT: dict[str, tuple[Any, ...]] = {
     "format": ("password", "binary", "path", "file-path", "directory-path"),
 }
 """Values of keywords that the compiler does not have in this form, and that exclude nothing."""
-
 
 MAX_DEPTH = 200
 """Levels of a JSON schema, so that no function that follows them exceeds Python's limit."""

@@ -15,7 +15,6 @@ from pagewire_client.connection import DEFAULT_ADDRESS, TlsOptions, check_addres
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 
-
 TEXT = "Check whether a service can serve requests: exit code 0 if so, 1 if not."
 
 

@@ -21,7 +21,6 @@ from pagewire_client.synchronization import Event, TaskEvent, ThreadEvent, Threa
 
 logger = logging.getLogger(__name__)
 
-
 Address: TypeAlias = str
 """`HOST:PORT` or `unix:PATH`."""
 

@@ -129,7 +129,6 @@ _TRANSPORT_BREAKS = {
     grpc.StatusCode.INTERNAL.value[0]: ("RST_STREAM", "Internal error from Core"),
 }
 
-
 _NO_ANSWER = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 """The beginnings of gRPC's messages for failed connections."""
 _TIMEOUT_PASSED = "the timeout passed before the answer was complete"

@@ -20,7 +20,6 @@ COPY = "made before the forward pass, is the state that earlier plans have reach
 SOURCE = "Until its sequence ends, written once"
 COMPLETE = "of a new sequence has blocks for all of them, and never changes."
 
-
 STATE, FIXED = model_pb2.CACHE_LIFETIME_STATE, model_pb2.CACHE_LIFETIME_FIXED
 
 

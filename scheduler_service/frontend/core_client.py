@@ -31,7 +31,6 @@ from service_common.logging_config import LogThrottle
 
 logger = logging.getLogger(__name__)
 
-
 CORE_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 32 << 10)]
 """Bytes that the core may send ahead of what this process has read. They are few, so that an
 overloaded frontend does not fall seconds behind: the core merges the outputs of several steps into

@@ -173,7 +173,6 @@ ALL = (
 )
 """All metrics, in the order in which they are exported."""
 
-
 MAX_TENANTS = 100
 """Label values per frontend; further tenants share one."""
 MAX_PRIORITIES = 16

@@ -41,7 +41,6 @@ from service_common.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-
 CHECKED_INLINE_BYTES = 1 << 16
 """Requests up to this size are checked on the event loop, in a few milliseconds at most."""
 
@@ -50,7 +49,6 @@ RETRY_DELAY_S = 1.0
 
 CANCEL_LATENCY_S = 0.25
 """How long after a new call the cancellation of an earlier one may become visible here."""
-
 
 _Key: TypeAlias = tuple[str, str]
 """Tenant and request id: no tenant can find another's request, or learn that it exists."""

@@ -17,7 +17,6 @@ from scheduler_service.replay import recording
 
 logger = logging.getLogger(__name__)
 
-
 FLUSH_INTERVAL_S = 0.5
 """Seconds of recording lost at most when the process is killed."""
 

@@ -20,7 +20,6 @@ Every flag of `pagewire` and its services, with the text of `--help`. A flag ove
 environment variable.
 """
 
-
 conformance = typer.Typer()
 conformance.command()(run_conformance)
 

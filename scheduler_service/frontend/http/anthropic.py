@@ -52,7 +52,6 @@ ERROR_TYPES = {
 }
 """Error types by HTTP code, where Anthropic's name differs from OpenAI's."""
 
-
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates switch thinking off or on, such as Qwen's and DeepSeek's."""
 

@@ -25,7 +25,6 @@ answered; and headers together with the trailers of a chunked body."""
 HEAD_TIMEOUT_S = 20.0
 """Time limit from the connection, or from a request's first byte, to the end of its head."""
 
-
 IDLE_TIMEOUT_S = 75
 """An idle connection is closed after this; longer than clients and proxies commonly keep one, so
 that they close it first, and none sends a request into a closed connection."""

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 HANDSHAKE_TIMEOUT_S = 10.0
 """Time limit from the TCP connection to the end of the TLS handshake; until then the client does
 not count as connected. asyncio's default is a minute."""
 
 TLS_SHUTDOWN_TIMEOUT_S = 5.0
 """Time limit for a client to confirm the end of a TLS connection; asyncio's is half a minute."""
-
 
 BACKLOG = 2048
 """Connections that may wait to be accepted; the kernel's own limit may be lower."""

@@ -21,7 +21,6 @@ from scheduler_service.frontend.models.tokenizer_files import build_tokenizer
 
 logger = logging.getLogger(__name__)
 
-
 SAMPLING_DEFAULTS = generation_defaults(SamplingParams.DESCRIPTOR)
 """Values of absent fields of models that have none of their own, as sampling.proto declares them.
 """

@@ -87,7 +87,6 @@ _NO_BYTE = "NoExtension"
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/', re.DOTALL)
 """Literals of a grammar: strings, comments, regular expressions."""
 
-
 _PREFERRED = (ord('"'), *range(0x21, 0x100), *range(0x21))
 """Bytes in the order in which they are tried: what opens and closes strings, then what is visible.
 """

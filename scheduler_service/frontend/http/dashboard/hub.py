@@ -22,7 +22,6 @@ from scheduler_service.frontend.http.middleware import Caller, HttpServices
 
 logger = logging.getLogger(__name__)
 
-
 INTERVAL_MS = 1000
 MAX_REQUESTS = 512
 MAX_BROWSERS = 256

@@ -162,7 +162,6 @@ ResponseFormat = Annotated[
     TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
 ]
 
-
 _DIFFERENT = {"best_of", "max_tokens", "logprobs", "include_stop_in_output"}
 """Sampling parameters that differ between endpoints, or are named differently over HTTP."""
 _KINDS = {

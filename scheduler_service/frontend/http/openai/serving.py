@@ -34,7 +34,6 @@ from scheduler_service.frontend.multiplexer import SILENCE, RequestBatch
 
 logger = logging.getLogger(__name__)
 
-
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 _CONSTRAINT = re.compile(r"sampling_params\.(json_schema|regex|grammar|choice)\b")

@@ -129,7 +129,6 @@ PromptValue = str | Sequence[int]
 MAX_CHOICES = 16_384
 """Maximum number of choices of all prompts of one call together."""
 
-
 router = APIRouter(tags=["OpenAI"])
 
 
