@@ -15,7 +15,6 @@ from service_common.prometheus import (
     BoundedLabel,
     Histogram,
     LabelValues,
-    Metric,
     counter,
     families,
     gauge,
@@ -98,67 +97,40 @@ FINISHED = counter(
     "client, else `error`.",
     (*MODEL, "finished_reason"),
 )
-FIRST_TOKEN = histogram(
-    "vllm:time_to_first_token_seconds",
-    "Seconds from a request's arrival to its first token.",
-    MODEL,
-)
-TOKEN_GAP = histogram(
-    "vllm:inter_token_latency_seconds",
-    "Seconds between two tokens of a choice; tokens of one message share the time equally.",
-    MODEL,
-)
-
-TIME_PER_OUTPUT_TOKEN = histogram(
-    "vllm:request_time_per_output_token_seconds",
-    "Seconds per output token, from a request's first token to its last.",
-    MODEL,
-)
-END_TO_END = histogram(
-    "vllm:e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", MODEL
-)
-QUEUE = histogram(
-    "vllm:request_queue_time_seconds", "Seconds until a request's first place in a batch.", MODEL
-)
-PREFILL = histogram(
-    "vllm:request_prefill_time_seconds",
-    "Seconds from a request's first place in a batch to its first token.",
-    MODEL,
-)
-DECODE = histogram(
-    "vllm:request_decode_time_seconds", "Seconds from a request's first token to its last.", MODEL
-)
-INFERENCE = histogram(
-    "vllm:request_inference_time_seconds",
-    "Seconds from a request's first place in a batch to its last token.",
-    MODEL,
-)
-LENGTHS = {
-    name: histogram(f"vllm:request_{name}", help_text, MODEL)
-    for name, help_text in (
-        ("prompt_tokens", "Prompt tokens of a request."),
-        ("prefill_kv_computed_tokens", "Prompt tokens not found in the prefix cache."),
-        ("generation_tokens", "Output tokens of a request, of all its choices together."),
-        ("max_num_generation_tokens", "Output tokens of a request's longest choice."),
-        ("params_max_tokens", "Limit of output tokens of each of a request's choices."),
-    )
+FIRST_TOKEN, TOKEN_GAP = "time_to_first_token_seconds", "inter_token_latency_seconds"
+_OF_MODELS: Mapping[tuple[float, ...], Mapping[str, str]] = {
+    FIRST_TOKEN_BOUNDS: {FIRST_TOKEN: "Seconds from a request's arrival to its first token."},
+    TOKEN_BOUNDS: {
+        TOKEN_GAP: "Seconds between two tokens of a choice; tokens of one message share the time "
+        "equally.",
+        "request_time_per_output_token_seconds": "Seconds per output token, from a request's first "
+        "token to its last.",
+    },
+    REQUEST_BOUNDS: {
+        "e2e_request_latency_seconds": "Seconds from a request's arrival to its last token.",
+        "request_queue_time_seconds": "Seconds until a request's first place in a batch.",
+        "request_prefill_time_seconds": "Seconds from a request's first place in a batch to its "
+        "first token.",
+        "request_decode_time_seconds": "Seconds from a request's first token to its last.",
+        "request_inference_time_seconds": "Seconds from a request's first place in a batch to its "
+        "last token.",
+    },
+    LENGTH_BOUNDS: {
+        "request_prompt_tokens": "Prompt tokens of a request.",
+        "request_prefill_kv_computed_tokens": "Prompt tokens not found in the prefix cache.",
+        "request_generation_tokens": "Output tokens of a request, of all its choices together.",
+        "request_max_num_generation_tokens": "Output tokens of a request's longest choice.",
+        "request_params_max_tokens": "Limit of output tokens of each of a request's choices.",
+    },
+    CHOICES_BOUNDS: {"request_params_n": "Number of choices of a request."},
 }
-CHOICES_OF_REQUEST = histogram("vllm:request_params_n", "Number of choices of a request.", MODEL)
-
-OF_MODELS: Mapping[Metric, tuple[float, ...]] = {
-    FIRST_TOKEN: FIRST_TOKEN_BOUNDS,
-    TOKEN_GAP: TOKEN_BOUNDS,
-    END_TO_END: REQUEST_BOUNDS,
-    QUEUE: REQUEST_BOUNDS,
-    PREFILL: REQUEST_BOUNDS,
-    DECODE: REQUEST_BOUNDS,
-    INFERENCE: REQUEST_BOUNDS,
-    TIME_PER_OUTPUT_TOKEN: TOKEN_BOUNDS,
-    **dict.fromkeys(LENGTHS.values(), LENGTH_BOUNDS),
-    CHOICES_OF_REQUEST: CHOICES_BOUNDS,
+OF_MODELS = {
+    name: (histogram(f"vllm:{name}", text, MODEL), bounds)
+    for bounds, texts in _OF_MODELS.items()
+    for name, text in texts.items()
 }
-"""Histograms by model, with their buckets; all but the first two are observed once per request,
-when it has completed."""
+"""Histograms by model and their buckets, by the names that vLLM has for them. All but the first two
+are observed once per request, when it has completed."""
 
 REQUEST_PARTS = histogram(
     "pagewire_request_part_seconds",
@@ -169,7 +141,7 @@ REQUEST_PARTS = histogram(
 
 ALL = (
     *(OPEN_REQUESTS, ATTACHED, CORE_LOSSES, REQUESTS, TENANT_TOKENS, TENANT_FIRST_TOKEN),
-    *(*COUNTED.values(), FINISHED, *OF_MODELS, REQUEST_PARTS),
+    *(*COUNTED.values(), FINISHED, *(metric for metric, _ in OF_MODELS.values()), REQUEST_PARTS),
 )
 """All metrics, in the order in which they are exported."""
 
@@ -196,7 +168,7 @@ class ModelCounts:
         self.num_generated_tokens: int = 0
         self.num_worker_losses: int = 0
         self.finishes: Counter[str] = Counter()
-        self.histograms = {metric: Histogram(bounds) for metric, bounds in OF_MODELS.items()}
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in OF_MODELS.items()}
         self.first_token, self.token_gap = self.histograms[FIRST_TOKEN], self.histograms[TOKEN_GAP]
         self.parts = {part: Histogram(REQUEST_BOUNDS) for part in PARTS}
 
@@ -219,23 +191,23 @@ class ModelCounts:
         queue_s = timings.queue_us / 1e6
         prefill_s = max(0.0, stopwatch.first_token_s - stopwatch.tokenize_s - queue_s)
         values = {
-            END_TO_END: stopwatch.first_token_s + stopwatch.decode_s,
-            QUEUE: queue_s,
-            PREFILL: prefill_s,
-            DECODE: stopwatch.decode_s,
-            INFERENCE: prefill_s + stopwatch.decode_s,
-            LENGTHS["prompt_tokens"]: usage.prompt_tokens,
-            LENGTHS["prefill_kv_computed_tokens"]: usage.prompt_tokens - usage.cached_tokens,
-            LENGTHS["generation_tokens"]: usage.completion_tokens,
-            LENGTHS["max_num_generation_tokens"]: longest,
-            LENGTHS["params_max_tokens"]: max_tokens,
-            CHOICES_OF_REQUEST: len(finishes),
+            "e2e_request_latency_seconds": stopwatch.first_token_s + stopwatch.decode_s,
+            "request_queue_time_seconds": queue_s,
+            "request_prefill_time_seconds": prefill_s,
+            "request_decode_time_seconds": stopwatch.decode_s,
+            "request_inference_time_seconds": prefill_s + stopwatch.decode_s,
+            "request_prompt_tokens": usage.prompt_tokens,
+            "request_prefill_kv_computed_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "request_generation_tokens": usage.completion_tokens,
+            "request_max_num_generation_tokens": longest,
+            "request_params_max_tokens": max_tokens,
+            "request_params_n": len(finishes),
         }
         num_gaps = usage.completion_tokens / max(1, len(finishes)) - 1
         if num_gaps > 0:
-            values[TIME_PER_OUTPUT_TOKEN] = stopwatch.decode_s / num_gaps
-        for metric, value in values.items():
-            self.histograms[metric].observe(value)
+            values["request_time_per_output_token_seconds"] = stopwatch.decode_s / num_gaps
+        for name, value in values.items():
+            self.histograms[name].observe(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,9 +302,9 @@ class FrontendMetrics:
                 for reason in FINISH_REASONS
             }
         )
-        for metric in OF_MODELS:
+        for name, (metric, _) in OF_MODELS.items():
             yield metric.histograms(
-                ((name,), counts.histograms[metric]) for name, counts in self._models.items()
+                ((model,), counts.histograms[name]) for model, counts in self._models.items()
             )
         yield REQUEST_PARTS.histograms(
             ((name, part), durations)
