@@ -90,7 +90,7 @@ class Frontend:
         listeners = (self.runner, self.http)
         await asyncio.gather(*(server.stop(FLUSH_S) for server in listeners if server is not None))
         await self.models.close()
-        await self.requests.checker.close()
+        self.requests.checker.close()
         await self.core.close()
         if self.requests.tracing is not None:
             await asyncio.to_thread(self.requests.tracing.close)

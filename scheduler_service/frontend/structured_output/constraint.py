@@ -5,13 +5,14 @@ import json
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
 
 from pagewire.columns import pack
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, Unavailable
-from scheduler_service.frontend.structured_output.sandbox_process import SandboxProcess
+from scheduler_service.frontend.structured_output.sandbox import find_problem_apart
 from service_common import lark
 
 
@@ -53,7 +54,7 @@ MAX_REMEMBERED = 4096
 """Constraints whose results are cached; an application uses the same few again and again."""
 
 MAX_CHECKS = min(4, max(2, os.cpu_count() or 1))
-"""Constraints that are compiled at a time."""
+"""Constraints that are compiled at a time, in a thread each that waits for the sandbox."""
 
 MAX_TENANT_CHECKS = MAX_CHECKS - 1
 """Maximum number of checks of one tenant, so that others' do not have to wait."""
@@ -68,17 +69,16 @@ class ConstraintChecker:
 
     A few are checked at a time, fewer of one tenant; the others wait in order. A check whose
     request is cancelled counts until it has finished, so that no tenant can start more checks by
-    cancelling them. The sandbox process is started when it is first needed.
+    cancelling them.
     """
 
     def __init__(self, timeout_s: float = CHECK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._sandbox: SandboxProcess | None = None
-        self._starting = asyncio.Lock()
-        self._places = asyncio.Semaphore(MAX_CHECKS)
-        self._tenant_places = defaultdict[str, asyncio.Semaphore](
+        self._threads = ThreadPoolExecutor(MAX_CHECKS, "constraints")
+        self._places = defaultdict[str, asyncio.Semaphore](
             partial(asyncio.Semaphore, MAX_TENANT_CHECKS)
         )
+        """By tenant."""
         self._answers: OrderedDict[bytes, str | None] = OrderedDict()
         self._checks: set[asyncio.Task[str | None]] = set()
 
@@ -100,28 +100,20 @@ class ConstraintChecker:
         if problem is not None:
             raise InvalidArgument(field, problem)
 
-    async def close(self) -> None:
-        """End the process."""
-        sandbox, self._sandbox = self._sandbox, None
-        if sandbox is not None:
-            await sandbox.close()
+    def close(self) -> None:
+        """Begin no further checks."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _check(self, key: bytes, kind: str, texts: list[str], tenant: str) -> str | None:
         """Wait until a check may start, then finish it whether or not the caller still waits."""
-        tenant_places = self._tenant_places[tenant]
-        await tenant_places.acquire()
-        try:
-            await self._places.acquire()
-        except BaseException:
-            tenant_places.release()
-            raise
+        places = self._places[tenant]
+        await places.acquire()
         check = asyncio.create_task(self._ask(key, kind, texts))
         self._checks.add(check)
 
         def end(check: asyncio.Task[str | None]) -> None:
             self._checks.discard(check)
-            self._places.release()
-            tenant_places.release()
+            places.release()
             if not check.cancelled():
                 check.exception()  # retrieved, as the caller may have been cancelled
 
@@ -131,13 +123,12 @@ class ConstraintChecker:
     async def _ask(self, key: bytes, kind: str, texts: list[str]) -> str | None:
         if key in self._answers:  # checked while this one waited
             return self._answers[key]
-        sandbox = await self._running_sandbox()
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                problem = await sandbox.find_problem(kind, texts)
+            problem = await loop.run_in_executor(
+                self._threads, find_problem_apart, kind, texts, self._timeout_s
+            )
         except (TimeoutError, OSError, EOFError) as error:
-            if sandbox is self._sandbox:
-                await self.close()
             raise Unavailable(
                 "the constraint could not be checked now", reason="CONSTRAINT_NOT_CHECKED"
             ) from error
@@ -145,10 +136,3 @@ class ConstraintChecker:
         if len(self._answers) > MAX_REMEMBERED:
             self._answers.popitem(last=False)
         return problem
-
-    async def _running_sandbox(self) -> SandboxProcess:
-        async with self._starting:
-            if self._sandbox is None or self._sandbox.has_ended:
-                await self.close()
-                self._sandbox = await SandboxProcess.start(MAX_CHECKS)
-            return self._sandbox

@@ -1,23 +1,20 @@
-"""A process that compiles constraints on trial.
+"""Compiles constraints on trial, each in a process of its own with little time and memory.
 
-    python -m scheduler_service.frontend.structured_output.sandbox NUM_CHILDREN
-
-It reads questions from its standard input and forks for each; the child answers what is wrong with
-the constraint. A child that takes too much time or memory, or dies, shows that the constraint is
-wrong, too, and affects nothing else. At most NUM_CHILDREN run at a time. Answers carry the
-questions' ids and come in any order. The process ends with its standard input.
+The processes are forks of `multiprocessing`'s fork server, which has loaded the compilers, and has
+neither threads nor the frontend's memory. One that takes too much time or memory, or dies, shows
+that its constraint is wrong, and affects nothing else.
 """
 
 import json
 import os
 import resource
-import selectors
 import signal
-import sys
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from threading import Lock
 
-from scheduler_service.frontend.structured_output import framing
 from scheduler_service.frontend.structured_output.problems import find_problem
 
 MAX_CPU_S = 1.0
@@ -30,87 +27,47 @@ MAX_STACK_BYTES = 8 * 2**20
 TOO_SLOW = f"too complex: compiling it takes more than {MAX_CPU_S:g} s"
 TOO_LARGE = f"too complex: compiling it takes more than {MAX_MEMORY_BYTES >> 20} MiB"
 
-
-@dataclass(slots=True)
-class _Child:
-    """One trial in progress."""
-
-    question_id: int
-    pid: int
-    answer: bytearray = field(default_factory=bytearray)
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
+_LOCK = Lock()
+"""Held by a thread that begins or ends a process, which looks at all others."""
 
 
-class Sandbox:
-    """The loop around the children."""
+def find_problem_apart(kind: str, texts: Sequence[str], timeout_s: float) -> str | None:
+    """What is wrong with a constraint; None if nothing is. Blocks this thread.
 
-    def __init__(self, num_children: int) -> None:
-        self._num_children = num_children
-        self._num_running = 0
-        self._selector = selectors.DefaultSelector()
-        self._stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - for life
-        self._stdin_is_watched = False
-
-    def run(self) -> None:
-        """Answer questions until the standard input ends."""
-        while True:
-            self._watch_stdin(self._num_running < self._num_children)
-            for key, _ in self._selector.select():
-                if key.data is None:
-                    question = framing.read(self._stdin)
-                    if question is None:
-                        return
-                    self._start(**question)
-                else:
-                    self._read(key.fd, key.data)
-
-    def _watch_stdin(self, wanted: bool) -> None:
-        if wanted and not self._stdin_is_watched:
-            self._selector.register(self._stdin, selectors.EVENT_READ)
-        elif not wanted and self._stdin_is_watched:
-            self._selector.unregister(self._stdin)
-        self._stdin_is_watched = wanted
-
-    def _start(self, id: int, kind: str, texts: list[str]) -> None:
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _run_child(writer, kind, texts)
-        os.close(writer)
-        self._num_running += 1
-        self._selector.register(reader, selectors.EVENT_READ, _Child(id, pid))
-
-    def _read(self, reader: int, child: _Child) -> None:
-        """Read some of a child's answer; at its end, pass it on."""
-        if data := os.read(reader, 1 << 16):
-            child.answer += data
-            return
-        self._selector.unregister(reader)
-        os.close(reader)
-        self._num_running -= 1
-        _, status = os.waitpid(child.pid, 0)
-        _send({"id": child.question_id, "problem": _outcome(bytes(child.answer), status)})
-
-
-def _outcome(answer: bytes, status: int) -> str | None:
-    """The problem that a child process has found in its constraint."""
-    exit_code = os.waitstatus_to_exitcode(status)
-    if answer and exit_code == 0:
-        problem: str | None = json.loads(answer)["problem"]
+    Raises TimeoutError if there is no answer in time, and OSError or EOFError without a server.
+    """
+    reader, writer = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_run, args=(writer, kind, texts), daemon=True)
+    with reader:
+        with writer, _LOCK:
+            process.start()
+        answer = b""
+        if not (is_answered := reader.poll(timeout_s)):
+            process.kill()
+        with suppress(EOFError):
+            answer = reader.recv_bytes()
+    with _LOCK:
+        process.join()
+    if not is_answered:
+        raise TimeoutError
+    if answer:  # not unpickled: whoever has taken over the process could run anything here
+        problem: str | None = json.loads(answer)
         return problem
-    return TOO_SLOW if exit_code == -signal.SIGPROF else TOO_LARGE
+    return TOO_SLOW if process.exitcode == -signal.SIGPROF else TOO_LARGE
 
 
-def _run_child(writer: int, kind: str, texts: list[str]) -> None:
+def _run(writer: Connection, kind: str, texts: Sequence[str]) -> None:
     """Answer into the pipe, within limits; does not return."""
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
         _limit_memory()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the output of a compiler that crashes
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
-        problem = find_problem(kind, texts)
-        os.write(writer, json.dumps({"problem": problem}).encode())
-        os._exit(0)
+        writer.send_bytes(json.dumps(find_problem(kind, list(texts))).encode())
     finally:
-        os._exit(1)
+        os._exit(0)
 
 
 def _limit_memory() -> None:
@@ -123,12 +80,3 @@ def _limit_memory() -> None:
     ):
         _, hard = resource.getrlimit(what)
         resource.setrlimit(what, (limit if hard < 0 else min(limit, hard), hard))
-
-
-def _send(answer: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(framing.encode(answer))
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    Sandbox(int(sys.argv[1])).run()
