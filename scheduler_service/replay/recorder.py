@@ -4,35 +4,22 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan
 from scheduler_service.replay import recording
+from scheduler_service.replay.recording_file import RecordingWriter
 from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)
 
 
-class Lines(Protocol):
-    """Receives the lines of a recording, such as `RecordingWriter`."""
-
-    is_open: bool
-    """Whether lines still count."""
-
-    def write(self, line: str) -> None:
-        """Take a line, without its end; must not block."""
-
-    def fail(self, reason: object) -> None:
-        """End the recording where it is."""
-
-    def close(self) -> None:
-        """No line follows."""
-
-
 class RecordingCore(SchedulerCore):
     """A core that records the calls of INPUTS and their outcomes."""
 
-    def __init__(self, config: SchedulerConfig, lines: Lines, *, with_plans: bool = False) -> None:
+    def __init__(
+        self, config: SchedulerConfig, lines: RecordingWriter, *, with_plans: bool = False
+    ) -> None:
         """`with_plans`: record whole plans, not only their hashes."""
         super().__init__(config)
         self._with_plans = with_plans

@@ -125,14 +125,11 @@ class BadRecording(Exception):
 class RecordingReader:
     """A recording's header, and its entries, read on demand."""
 
-    def __init__(
-        self, path: Path, decode_sampling: recording.DecodeSampling = recording.decode_sampling
-    ) -> None:
+    def __init__(self, path: Path) -> None:
         """Read the header; raises BadRecording and OSError."""
         self.path = path
         self.is_truncated = False
         """Whether the file ends within a line, as when the core was killed; known at the end."""
-        self._decode_sampling = recording.decode_sampling
         with _open(path) as file:
             lines = self._lines(file)
             first = next(lines, None)
@@ -147,7 +144,7 @@ class RecordingReader:
             for number, text in enumerate(self._lines(file), start=1):
                 if number > 1:
                     with self._naming_line(number):
-                        entry = recording.decode_entry(number, text, self._decode_sampling)
+                        entry = recording.decode_entry(number, text)
                     yield entry
 
     def _lines(self, file: gzip.GzipFile | BinaryIO) -> Iterator[bytes]:

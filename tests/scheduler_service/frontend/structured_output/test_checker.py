@@ -86,7 +86,8 @@ async def test_a_lost_process_is_replaced(checker: ConstraintChecker) -> None:
     os.kill(first, signal.SIGKILL)
     with pytest.raises(Unavailable, match="could not be checked"):
         await asking
-    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)  # its pipes close a little earlier
+    # Its pipes close a little earlier.
+    await asyncio.to_thread(os.waitid, os.P_PID, first, os.WEXITED | os.WNOWAIT)
     assert await problem_of(checker, regex="b") is None
     assert pid_of_server() != first
 
