@@ -48,14 +48,8 @@ def test_a_token_sees_what_the_mask_of_transformers_shows_it(
     chunk = block_size * blocks_per_chunk
     sequences = PagedSequences(Shape(block_size=block_size, dtype=dtype), ends, seed)
     parts = [(i, int(share * (end - 1)), end) for i, end in enumerate(ends)]
-    everything = [(i, 0, end) for i, end in enumerate(ends)]
+    sequences.write(backend)
     caches = sequences.key_cache, sequences.value_cache
-    backend.write_kv(
-        sequences.rows(sequences.keys, everything),
-        sequences.rows(sequences.values, everything),
-        *caches,
-        sequences.metadata(everything).slot_mapping,
-    )
     sequences.release(parts, chunk=chunk)
     queries, metadata = sequences.rows(sequences.queries, parts), sequences.metadata(parts)
     in_chunks = metadata.in_chunks(chunk, block_size)

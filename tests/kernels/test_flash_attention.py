@@ -22,7 +22,7 @@ from pagewire_kernels.flash_attention import (
 from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.self_check import self_check
 from tests.support import fake_flash
-from tests.support.paged_batch import PagedSequences, Shape
+from tests.support.paged_batch import PagedSequences, Rows, Shape
 
 CALLS: dict[str, FlashCall] = {
     "version 2": FlashAttention2(
@@ -55,27 +55,12 @@ def _sequences(call: FlashCall, **shape: Any) -> PagedSequences:
 
 
 def _both(
-    call: FlashCall, sequences: PagedSequences, parts: list[tuple[int, int, int]], **options: Any
+    call: FlashCall, sequences: PagedSequences, parts: list[Rows], **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    everything = [(i, 0, length) for i, length in enumerate(sequences.lengths)]
     backend = FlashBackend(call, reference.write_kv)
-    backend.write_kv(
-        sequences.rows(sequences.keys, everything),
-        sequences.rows(sequences.values, everything),
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(everything).slot_mapping,
-    )
-    arguments = (
-        sequences.rows(sequences.queries, parts),
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(parts),
-    )
-    return (
-        backend.paged_attention(*arguments, scale=0.3, **options),
-        reference.paged_attention(*arguments, scale=0.3, **options),
-    )
+    sequences.write(backend)
+    output = sequences.attend(parts, backend, scale=0.3, **options)
+    return output, sequences.attend(parts, scale=0.3, **options)
 
 
 @pytest.mark.parametrize("parts", PARTS)
@@ -103,11 +88,9 @@ def test_the_null_block_is_read_instead_of_released_ones(name: str) -> None:
     before, _ = _both(call, sequences, parts, sliding_window=window)
     sequences.release(parts, window)
     backend = FlashBackend(call, reference.write_kv)
-    queries, metadata = sequences.rows(sequences.queries, parts), sequences.metadata(parts)
-    caches = sequences.key_cache, sequences.value_cache
-    after = backend.paged_attention(queries, *caches, metadata, scale=0.3, sliding_window=window)
+    after = sequences.attend(parts, backend, scale=0.3, sliding_window=window)
     assert torch.equal(after, before)
-    assert bool((metadata.block_tables[0] == -1).any())
+    assert bool((sequences.tables[0] == -1).any())
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import chunked_causal_mask_function
 
-from tests.support.paged_batch import PagedSequences
+from tests.support.paged_batch import PagedSequences, Rows
 
 
 def attended_in_chunks(
-    sequences: PagedSequences, parts: list[tuple[int, int, int]], chunk: int, *, scale: float
+    sequences: PagedSequences, parts: list[Rows], chunk: int, *, scale: float
 ) -> Tensor:
     """The attention of a batch's rows, by torch's own function."""
     is_seen = chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))

@@ -1,12 +1,17 @@
 """Random batches over a paged cache, for tests of attention backends."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import stored_head_size
+
+Rows = tuple[int, int, int]
+"""A sequence, the first position and the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +44,7 @@ class PagedSequences:
     def __init__(self, shape: Shape, lengths: list[int], seed: int = 0) -> None:
         self.shape = shape
         self.lengths = lengths
+        self.everything = [(i, 0, length) for i, length in enumerate(lengths)]
         generator = torch.Generator().manual_seed(seed)
         s = shape
         per_sequence = [-(-length // s.block_size) for length in lengths]
@@ -65,18 +71,29 @@ class PagedSequences:
             rows(n) for n in (s.num_heads, s.num_kv_heads, s.num_kv_heads)
         )
 
+    def write(self, backend: Any = reference, parts: list[Rows] | None = None) -> None:
+        """Store the keys and values of `parts`, all of them by default."""
+        parts = parts or self.everything
+        rows = self.rows(self.keys, parts), self.rows(self.values, parts)
+        slots = self.metadata(parts).slot_mapping
+        backend.write_kv(*rows, self.key_cache, self.value_cache, slots)
+
+    def attend(self, parts: list[Rows], backend: Any = reference, **options: Any) -> Tensor:
+        """The output of `parts`."""
+        queries, caches = self.rows(self.queries, parts), (self.key_cache, self.value_cache)
+        output: Tensor = backend.paged_attention(queries, *caches, self.metadata(parts), **options)
+        return output
+
     def metadata(
-        self, parts: list[tuple[int, int, int]], *, num_decodes: int = 0, chunk: int = 0
+        self, parts: list[Rows], *, num_decodes: int = 0, chunk: int = 0
     ) -> AttentionMetadata:
-        """The batch of (sequence, first position, end) for each part."""
+        """The batch of these parts."""
         tables = self.tables[[sequence for sequence, _, _ in parts]].contiguous()
         ranges = [(start, end) for _, start, end in parts]
         attention = AttentionMetadata.of_ranges(ranges, tables, self.shape.block_size, chunk)
         return replace(attention, num_decodes=num_decodes)
 
-    def release(
-        self, parts: list[tuple[int, int, int]], window: int | None = None, chunk: int = 1
-    ) -> None:
+    def release(self, parts: list[Rows], window: int | None = None, chunk: int = 1) -> None:
         """Release the blocks that no row of the batch sees through a window, or in its chunk: fill
         them with NaN, and set their entries in the tables to -1."""
         for sequence, start, _ in parts:
@@ -86,6 +103,6 @@ class PagedSequences:
             self.cache[released.long()] = unwritten(tuple(blocks.shape), blocks.dtype)
             released.fill_(-1)
 
-    def rows(self, of: list[Tensor], parts: list[tuple[int, int, int]]) -> Tensor:
+    def rows(self, of: list[Tensor], parts: list[Rows]) -> Tensor:
         """Flattened rows of a batch's queries, keys or values."""
         return torch.cat([of[sequence][start:end] for sequence, start, end in parts])

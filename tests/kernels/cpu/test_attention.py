@@ -11,7 +11,7 @@ from pagewire_kernels import reference
 from pagewire_kernels.cpu.attention import NativeBackend
 from pagewire_kernels.interface import AttentionBackend
 from tests.support.native import native_libraries
-from tests.support.paged_batch import PagedSequences, Shape
+from tests.support.paged_batch import PagedSequences, Rows, Shape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Per dtype: float32 sums differ in order only; the others also in the output's rounding."""
@@ -23,30 +23,11 @@ each_cache = pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
 
 
 def _both(
-    backend: AttentionBackend,
-    sequences: PagedSequences,
-    parts: list[tuple[int, int, int]],
-    **options: Any,
+    backend: AttentionBackend, sequences: PagedSequences, parts: list[Rows], **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write all keys and values with a CPU backend, then attend with it and the reference."""
-    everything = [(i, 0, length) for i, length in enumerate(sequences.lengths)]
-    backend.write_kv(
-        sequences.rows(sequences.keys, everything),
-        sequences.rows(sequences.values, everything),
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(everything).slot_mapping,
-    )
-    arguments = (
-        sequences.rows(sequences.queries, parts),
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(parts),
-    )
-    return (
-        backend.paged_attention(*arguments, **options),
-        reference.paged_attention(*arguments, **options),
-    )
+    sequences.write(backend)
+    return sequences.attend(parts, backend, **options), sequences.attend(parts, **options)
 
 
 @each_backend
@@ -159,10 +140,7 @@ def test_released_blocks_are_not_read(
     parts = [(0, 32, 33), (1, 399, 400), (2, 200, 390), (3, 0, 17)]
     before, _ = _both(backend, sequences, parts, scale=0.3, sliding_window=window)
     sequences.release(parts, window)
-    queries = sequences.rows(sequences.queries, parts)
-    caches = sequences.key_cache, sequences.value_cache
-    arguments = queries, *caches, sequences.metadata(parts)
-    after = backend.paged_attention(*arguments, scale=0.3, sliding_window=window)
+    after = sequences.attend(parts, backend, scale=0.3, sliding_window=window)
     assert torch.equal(after, before)
 
 

@@ -14,7 +14,7 @@ from pagewire_kernels.cpu.attention import NativeBackend
 from pagewire_kernels.interface import AttentionBackend
 from pagewire_kernels.reference.backend import ReferenceBackend
 from tests.support.native import native_libraries
-from tests.support.paged_batch import PagedSequences, Shape
+from tests.support.paged_batch import PagedSequences, Rows, Shape
 
 LENGTHS = [140, 40, 7, 90]
 SHAPES = {
@@ -56,25 +56,10 @@ class Attention:
         self.backend = BACKENDS[backend]
         self.options = options
 
-    def run(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+    def run(self, parts: list[Rows]) -> list[torch.Tensor]:
         """Store the parts' keys and values, then attend; returns each part's rows."""
-        s = self.sequences
-        metadata = s.metadata(parts)
-        self.backend.write_kv(
-            s.rows(s.keys, parts),
-            s.rows(s.values, parts),
-            s.key_cache,
-            s.value_cache,
-            metadata.slot_mapping,
-        )
-        output = self.backend.paged_attention(
-            s.rows(s.queries, parts),
-            s.key_cache,
-            s.value_cache,
-            metadata,
-            scale=0.3,
-            **self.options,
-        )
+        self.sequences.write(self.backend, parts)
+        output = self.sequences.attend(parts, self.backend, scale=0.3, **self.options)
         return list(output.split([end - start for _, start, end in parts]))
 
     def whole(self, sequence: int) -> torch.Tensor:

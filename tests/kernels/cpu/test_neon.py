@@ -22,7 +22,7 @@ from pagewire_kernels.interface import stored_head_size
 from pagewire_kernels.quantized_weight import SIGNED_TABLE, Int8Activations
 from tests.support.emulated_kernels import EmulatedLibrary
 from tests.support.native import native_libraries
-from tests.support.paged_batch import PagedSequences, Shape
+from tests.support.paged_batch import PagedSequences, Rows, Shape
 from tests.support.quantized_files import NF4
 from tests.support.quantized_rows import multiply_quantized_rows
 from tests.support.quantized_weights import as_multiplied, random_int8_weight, random_weight
@@ -180,25 +180,15 @@ def test_attention(
     options: dict[str, Any],
     dtype: torch.dtype,
 ) -> None:
-    def attend(library: Library, parts: list[tuple[int, int, int]]) -> Tensor:
+    def attend(library: Library, parts: list[Rows]) -> Tensor:
         backend = NativeBackend(library)
-        backend.write_kv(
-            sequences.rows(sequences.keys, everything),
-            sequences.rows(sequences.values, everything),
-            sequences.key_cache,
-            sequences.value_cache,
-            sequences.metadata(everything).slot_mapping,
-        )
-        return backend.paged_attention(*arguments(parts), scale=0.3, **options)
-
-    def arguments(parts: list[tuple[int, int, int]]) -> tuple[Any, ...]:
-        rows = sequences.rows(sequences.queries, parts)
-        return rows, sequences.key_cache, sequences.value_cache, sequences.metadata(parts)
+        sequences.write(backend)
+        return sequences.attend(parts, backend, scale=0.3, **options)
 
     sequences = PagedSequences(Shape(dtype=dtype, **sizes), [140, 40, 7])
-    everything = [(0, 0, 140), (1, 0, 40), (2, 0, 7)]
+    everything = sequences.everything
     output = attend(neon, everything)
-    expected = reference.paged_attention(*arguments(everything), scale=0.3, **options)
+    expected = sequences.attend(everything, scale=0.3, **options)
     torch.testing.assert_close(output, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert torch.equal(attend(neon, [(0, 100, 140)]), output[100:140])
     assert torch.equal(attend(neon, [(1, 39, 40), (0, 139, 140)]), output[[179, 139]])

@@ -13,11 +13,9 @@ from pagewire_kernels.triton.attention import parts_of
 from pagewire_kernels.triton.attention_kernels import plan_splits
 from tests.support.chunked_attention import attended_in_chunks
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees, on_device
-from tests.support.paged_batch import PagedSequences, Shape
+from tests.support.paged_batch import PagedSequences, Rows, Shape
 
 pytestmark = MARKS
-
-Rows = tuple[int, int, int]
 
 LAUNCHES = {
     "whole": Launch(tile_rows=16, tile_keys=16, num_warps=4),
@@ -43,18 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _written(sequences: PagedSequences) -> None:
-    """Store all keys and values."""
-    everything = [(i, 0, length) for i, length in enumerate(sequences.lengths)]
-    reference.write_kv(
-        sequences.rows(sequences.keys, everything),
-        sequences.rows(sequences.values, everything),
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(everything).slot_mapping,
-    )
-
-
 def _attend(
     sequences: PagedSequences, parts: list[Rows], *, num_decodes: int = 0, **options: Any
 ) -> torch.Tensor:
@@ -68,16 +54,6 @@ def _attend(
         cache[:, 1, 0],
         cache[:, 1, 1],
         on_device(sequences.metadata(parts, num_decodes=num_decodes)),
-        **options,
-    )
-
-
-def _expected(sequences: PagedSequences, parts: list[Rows], **options: Any) -> torch.Tensor:
-    return reference.paged_attention(
-        sequences.rows(sequences.queries, parts),
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(parts),
         **options,
     )
 
@@ -97,16 +73,16 @@ DECODES = [(0, 32, 33), (1, 0, 1), (2, 59, 60), (3, 3, 4)]
 )
 def test_a_ragged_batch_agrees_with_the_reference(options: dict[str, Any]) -> None:
     sequences = PagedSequences(Shape(), LENGTHS)
-    _written(sequences)
+    sequences.write()
     launch = LAUNCHES["even splits"]
     output = _attend(sequences, RAGGED, scale=0.3, launch=launch, **options)
-    assert_agrees(output, _expected(sequences, RAGGED, scale=0.3, **options))
+    assert_agrees(output, sequences.attend(RAGGED, scale=0.3, **options))
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_released_blocks_are_not_read(launch: str) -> None:
     sequences = PagedSequences(Shape(), LENGTHS)
-    _written(sequences)
+    sequences.write()
     parts = DECODES if LAUNCHES[launch].num_planned else RAGGED
     options = {"scale": 0.3, "sliding_window": 7, "launch": LAUNCHES[launch]}
     before = _attend(sequences, parts, **options)
@@ -119,8 +95,8 @@ def test_released_blocks_are_not_read(launch: str) -> None:
 def test_a_token_sees_its_chunk_alone(batch_invariant: bool, num_decodes: int) -> None:
     """Blocks of earlier chunks are released."""
     sequences = PagedSequences(Shape(), LENGTHS)
-    _written(sequences)
-    parts = [(0, 32, 33), (1, 0, 1), (2, 20, 60), (3, 0, 9)]
+    sequences.write()
+    parts = [(0, 32, 33), (1, 0, 1), (2, 20, 60), (3, 0, 4)]
     sequences.release(parts, chunk=16)
     metadata = sequences.metadata(parts, num_decodes=num_decodes)
     output = paged_attention(
@@ -137,10 +113,10 @@ def test_a_token_sees_its_chunk_alone(batch_invariant: bool, num_decodes: int) -
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_decodes_agree_with_the_reference(dtype: torch.dtype, launch: Launch) -> None:
     sequences = PagedSequences(Shape(dtype=dtype), LENGTHS)
-    _written(sequences)
+    sequences.write()
     options = OPTIONS["all"]
     output = _attend(sequences, DECODES, scale=0.3, launch=launch, **options)
-    assert_agrees(output, _expected(sequences, DECODES, scale=0.3, **options))
+    assert_agrees(output, sequences.attend(DECODES, scale=0.3, **options))
 
 
 @pytest.mark.parametrize(
@@ -153,11 +129,11 @@ def test_decodes_agree_with_the_reference(dtype: torch.dtype, launch: Launch) ->
 def test_many_splits_are_merged(options: dict[str, Any]) -> None:
     """More than are merged at once, even behind a window."""
     sequences = PagedSequences(Shape(num_heads=2, num_kv_heads=1), [330, 40])
-    _written(sequences)
+    sequences.write()
     launch = Launch(tile_rows=16, tile_keys=16, num_warps=4, num_splits=21)  # of 16 keys or none
     for parts in ([(0, 329, 330), (1, 39, 40)], [(0, 326, 330), (1, 39, 40)]):
         output = _attend(sequences, parts, scale=0.3, launch=launch, **options)
-        assert_agrees(output, _expected(sequences, parts, scale=0.3, **options))
+        assert_agrees(output, sequences.attend(parts, scale=0.3, **options))
 
 
 @pytest.mark.parametrize(
@@ -174,10 +150,10 @@ def test_many_splits_are_merged(options: dict[str, Any]) -> None:
 )
 def test_any_shape_agrees_with_the_reference(shape: Shape) -> None:
     sequences = PagedSequences(shape, [20, 5])
-    _written(sequences)
+    sequences.write()
     for parts in ([(0, 16, 20), (1, 0, 5)], [(0, 19, 20), (1, 4, 5)]):
         output = _attend(sequences, parts, scale=0.2)
-        assert_agrees(output, _expected(sequences, parts, scale=0.2))
+        assert_agrees(output, sequences.attend(parts, scale=0.2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,14 +174,14 @@ def test_an_fp8_cache_agrees_with_the_reference(dtype: torch.dtype) -> None:
     sequences.cache = cache
     parts = [(0, 20, 33), (1, 8, 9)]
     output = _attend(sequences, parts, scale=0.3, **scales)
-    assert_agrees(output, _expected(sequences, parts, scale=0.3, **scales))
+    assert_agrees(output, sequences.attend(parts, scale=0.3, **scales))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_with_fixed_splits_a_row_is_the_same_in_any_batch(dtype: torch.dtype) -> None:
     options = OPTIONS["sinks"] | OPTIONS["cap"] | {"sliding_window": 40}
     sequences = PagedSequences(Shape(dtype=dtype), [50, 5])
-    _written(sequences)
+    sequences.write()
     spans, splits = LAUNCHES["fixed spans"], LAUNCHES["fixed splits"]
     prefill = _attend(sequences, [(0, 0, 50)], scale=0.3, launch=spans, **options)
     for parts, launch, rows in (
@@ -222,7 +198,7 @@ def test_with_fixed_splits_a_row_is_the_same_in_any_batch(dtype: torch.dtype) ->
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_rows_of_a_padded_batch_attend_over_nothing(launch: Launch) -> None:
     sequences = PagedSequences(Shape(), LENGTHS)
-    _written(sequences)
+    sequences.write()
     metadata = sequences.metadata(DECODES)
     padded = replace(
         metadata,
@@ -240,7 +216,7 @@ def test_rows_of_a_padded_batch_attend_over_nothing(launch: Launch) -> None:
         scale=0.3,
         launch=launch,
     )
-    assert_agrees(output[: len(DECODES)], _expected(sequences, DECODES, scale=0.3))
+    assert_agrees(output[: len(DECODES)], sequences.attend(DECODES, scale=0.3))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +266,7 @@ def test_a_padded_batch_agrees_whose_decodes_only_the_device_counts(
     if num_decodes == 3:
         parts = parts[:3]
     sequences = PagedSequences(Shape(), [*LENGTHS, 301])
-    _written(sequences)
+    sequences.write()
     exact = sequences.metadata(parts)
     metadata = replace(
         exact,
@@ -316,25 +292,25 @@ def test_a_padded_batch_agrees_whose_decodes_only_the_device_counts(
         **given,
     )
     features = {name: value for name, value in options.items() if name != "batch_invariant"}
-    assert_agrees(output[: len(query)], _expected(sequences, parts, scale=0.3, **features))
+    assert_agrees(output[: len(query)], sequences.attend(parts, scale=0.3, **features))
 
 
 def test_split_prefills_after_decodes_agree_with_the_reference() -> None:
     sequences = PagedSequences(Shape(), [40, 700])
-    _written(sequences)
+    sequences.write()
     parts = [(0, 39, 40), (1, 690, 700)]
     query = sequences.rows(sequences.queries, parts).to(DEVICE)
     metadata = sequences.metadata(parts, num_decodes=1)
     [_, prefill] = parts_of(metadata, len(query))
     assert choose_launch(query, 2, metadata, part=prefill).num_splits > 1
     output = _attend(sequences, parts, scale=0.3, num_decodes=1)
-    assert_agrees(output, _expected(sequences, parts, scale=0.3))
+    assert_agrees(output, sequences.attend(parts, scale=0.3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_decode_beside_prefills_is_the_same_as_in_any_batch(dtype: torch.dtype) -> None:
     sequences = PagedSequences(Shape(dtype=dtype), LENGTHS)
-    _written(sequences)
+    sequences.write()
     mixed = _attend(sequences, MIXED, scale=0.3, num_decodes=2, batch_invariant=True)
     alone = _attend(sequences, [(2, 0, 60)], scale=0.3, batch_invariant=True)
     assert torch.equal(mixed[:1], alone[-1:])
@@ -342,14 +318,14 @@ def test_a_decode_beside_prefills_is_the_same_as_in_any_batch(dtype: torch.dtype
 
 def test_layers_of_a_step_share_the_plan_of_its_splits() -> None:
     sequences = PagedSequences(Shape(), LENGTHS)
-    _written(sequences)
+    sequences.write()
     metadata = on_device(sequences.metadata(DECODES))
     query = sequences.rows(sequences.queries, DECODES).to(DEVICE)
     cache = sequences.cache.to(DEVICE)
     plans = []
     for _ in range(2):
         output = paged_attention(query, cache[:, 1, 0], cache[:, 1, 1], metadata, scale=0.3)
-        assert_agrees(output, _expected(sequences, DECODES, scale=0.3))
+        assert_agrees(output, sequences.attend(DECODES, scale=0.3))
         plans += metadata.plans.values()
     assert plans[0] is plans[1]
     assert len(plans) == 2
@@ -358,7 +334,7 @@ def test_layers_of_a_step_share_the_plan_of_its_splits() -> None:
 
 def test_layers_of_a_step_may_have_different_features() -> None:
     sequences = PagedSequences(Shape(), LENGTHS)
-    _written(sequences)
+    sequences.write()
     metadata = on_device(sequences.metadata(DECODES))
     query = sequences.rows(sequences.queries, DECODES).to(DEVICE)
     cache = sequences.cache.to(DEVICE)
@@ -366,7 +342,7 @@ def test_layers_of_a_step_may_have_different_features() -> None:
     for options in ({}, {"sliding_window": 9}, {"sliding_window": 4}, {"soft_cap": 2.0}, {}):
         caches = cache[:, 1, 0], cache[:, 1, 1]
         output = paged_attention(query, *caches, metadata, scale=0.3, **options)
-        assert_agrees(output, _expected(sequences, DECODES, scale=0.3, **options))
+        assert_agrees(output, sequences.attend(DECODES, scale=0.3, **options))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -390,8 +366,8 @@ def test_the_backend_writes_and_attends(batch_invariant: bool) -> None:
         metadata,
         scale=0.3,
     )
-    _written(sequences)
-    assert_agrees(output, _expected(sequences, everything, scale=0.3))
+    sequences.write()
+    assert_agrees(output, sequences.attend(everything, scale=0.3))
 
 
 def test_tensors_that_would_be_misread_are_refused() -> None:

@@ -8,27 +8,10 @@ from pagewire_kernels.reference.kv_cache import dequantize_heads, quantize_heads
 from tests.support.paged_batch import PagedSequences, Shape
 
 
-def _fill(sequences: PagedSequences, parts: list[tuple[int, int, int]]) -> None:
-    reference.write_kv(
-        sequences.rows(sequences.keys, parts),
-        sequences.rows(sequences.values, parts),
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(parts).slot_mapping,
-    )
-
-
 def test_a_whole_prefill_equals_torchs_causal_attention() -> None:
     sequences = PagedSequences(Shape(), [19, 1, 8])
-    parts = [(i, 0, length) for i, length in enumerate(sequences.lengths)]
-    _fill(sequences, parts)
-    output = reference.paged_attention(
-        sequences.rows(sequences.queries, parts),
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(parts),
-        scale=0.2,
-    )
+    sequences.write()
+    output = sequences.attend(sequences.everything, scale=0.2)
     expected = [
         torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1),
@@ -45,17 +28,10 @@ def test_a_whole_prefill_equals_torchs_causal_attention() -> None:
 
 def test_a_window_hides_all_but_the_last_positions() -> None:
     sequences = PagedSequences(Shape(), [20])
-    _fill(sequences, [(0, 0, 20)])
+    sequences.write()
     last = [(0, 19, 20)]
     query = sequences.rows(sequences.queries, last)
-    window = reference.paged_attention(
-        query,
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(last),
-        scale=0.2,
-        sliding_window=3,
-    )
+    window = sequences.attend(last, scale=0.2, sliding_window=3)
     keys = sequences.keys[0][17:].repeat_interleave(2, dim=1)
     values = sequences.values[0][17:].repeat_interleave(2, dim=1)
     weights = torch.softmax((query * keys).sum(-1) * 0.2, dim=0)
@@ -66,54 +42,29 @@ def test_a_window_hides_all_but_the_last_positions() -> None:
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 def test_released_blocks_are_not_read(cache_dtype: torch.dtype | None) -> None:
     sequences = PagedSequences(Shape(cache_dtype=cache_dtype), [33, 400, 390, 17])
-    _fill(sequences, [(i, 0, length) for i, length in enumerate(sequences.lengths)])
+    sequences.write()
     parts = [(0, 32, 33), (1, 399, 400), (2, 203, 390), (3, 0, 17)]
-
-    def attended() -> torch.Tensor:
-        return reference.paged_attention(
-            sequences.rows(sequences.queries, parts),
-            sequences.key_cache,
-            sequences.value_cache,
-            sequences.metadata(parts),
-            scale=0.2,
-            sliding_window=20,
-        )
-
-    before = attended()
+    before = sequences.attend(parts, scale=0.2, sliding_window=20)
     sequences.release(parts, 20)
-    assert torch.equal(attended(), before)
+    assert torch.equal(sequences.attend(parts, scale=0.2, sliding_window=20), before)
 
 
 def test_a_sink_takes_its_share_of_the_weight_and_gives_nothing() -> None:
     sequences = PagedSequences(Shape(), [1])
-    parts = [(0, 0, 1)]
-    _fill(sequences, parts)
-    query = sequences.rows(sequences.queries, parts)
-    score = (query * sequences.keys[0].repeat_interleave(2, dim=1)).sum(-1) * 0.2
-    output = reference.paged_attention(
-        query,
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(parts),
-        scale=0.2,
-        sinks=score[0],  # as heavy as the only key
-    )
+    sequences.write()
+    keys = sequences.keys[0].repeat_interleave(2, dim=1)
+    score = (sequences.queries[0] * keys).sum(-1) * 0.2
+    # The sink is as heavy as the only key.
+    output = sequences.attend([(0, 0, 1)], scale=0.2, sinks=score[0])
     half = sequences.values[0].repeat_interleave(2, dim=1) / 2
     torch.testing.assert_close(output, half, atol=1e-6, rtol=1e-5)
 
 
 def test_a_cap_bounds_the_scores() -> None:
     sequences = PagedSequences(Shape(), [12])
-    _fill(sequences, [(0, 0, 12)])
-    last = [(0, 11, 12)]
-    output = reference.paged_attention(
-        sequences.rows(sequences.queries, last) * 1e4,
-        sequences.key_cache,
-        sequences.value_cache,
-        sequences.metadata(last),
-        scale=1.0,
-        soft_cap=1e-4,  # all scores become next to equal
-    )
+    sequences.write()
+    # All scores become next to equal.
+    output = sequences.attend([(0, 11, 12)], scale=1e4, soft_cap=1e-4)
     mean = sequences.values[0].mean(0, keepdim=True).repeat_interleave(2, dim=1)
     torch.testing.assert_close(output, mean, atol=1e-3, rtol=1e-3)
 
@@ -168,14 +119,7 @@ def test_an_int8_cache_moves_an_output_by_less_than_a_hundredth(head_dim: int) -
     outputs = []
     for cache_dtype in (torch.float32, torch.int8):
         sequences = PagedSequences(Shape(head_dim=head_dim, cache_dtype=cache_dtype), [300])
-        parts = [(0, 0, 300)]
-        _fill(sequences, parts)
-        arguments = (
-            sequences.rows(sequences.queries, parts),
-            sequences.key_cache,
-            sequences.value_cache,
-            sequences.metadata(parts),
-        )
-        outputs.append(reference.paged_attention(*arguments, scale=head_dim**-0.5))
+        sequences.write()
+        outputs.append(sequences.attend(sequences.everything, scale=head_dim**-0.5))
     error = (outputs[1] - outputs[0]).norm() / outputs[0].norm()
     assert 0.002 < error < 0.01

@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from tests.support.plans import step_plan
 from worker_service.engine.executor import ModelThread
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
@@ -59,24 +60,7 @@ class Launcher:
 
 
 def empty_plan(step_id: int, max_results: int = 0) -> StepPlan:
-    nothing = np.zeros(0, np.int32)
-    pairs = np.zeros((0, 2), np.int32)
-    return StepPlan(
-        epoch=1,
-        step_id=step_id,
-        forget_seq_ids=nothing,
-        swap_out=pairs,
-        swap_in=pairs,
-        copy=pairs,
-        new_sequences=(),
-        block_updates=np.zeros((0, 4), np.int32),
-        seq_ids=nothing,
-        num_tokens=nothing,
-        output=np.zeros(0, np.int32),
-        lookahead=nothing,
-        appended_tokens=pairs,
-        max_results=max_results,
-    )
+    return step_plan(step_id=step_id, max_results=max_results)
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import pytest
 
 from service_common.tracing import Tracing
 from tests.support.otlp_collector import CollectedSpan, Collector, collecting
+from tests.support.plans import new_sequence, step_plan
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.tracing import StreamTraces
 from worker_service.plan import (
-    NewSequence,
     RowErrorReason,
-    StepPlan,
     StepResult,
     StepTimings,
     monotonic_us,
@@ -26,16 +25,10 @@ NOT_RECORDED = f"00-{TRACE}-{SPAN}-00"
 
 
 def new(seq_id: int, traceparent: str = "", parent: int | None = None, cached: int = 0) -> Any:
-    return NewSequence(
+    return new_sequence(
         seq_id=seq_id,
-        choice_index=0,
-        token_ids=np.zeros(0, np.int32),
-        num_prompt_tokens=0,
         num_computed_tokens=cached,
-        tables=(),
-        sampling=None,  # type: ignore[arg-type]
         parent_seq_id=parent,
-        prompt_logprobs_start=0,
         traceparent=traceparent,
     )
 
@@ -62,21 +55,16 @@ class Worker:
     ) -> None:
         """Schedule these rows: `rows` maps each sequence to its token count."""
         self.step_id += 1
-        pairs, size = np.zeros((0, 2), np.int32), len(rows)
-        plan = StepPlan(
+        size = len(rows)
+        plan = step_plan(
             epoch=7,
             step_id=self.step_id,
-            forget_seq_ids=np.array(forget, np.int32),
-            swap_out=pairs,
-            swap_in=pairs,
-            copy=pairs,
+            forget_seq_ids=forget,
             new_sequences=new,
-            block_updates=np.zeros((0, 4), np.int32),
-            seq_ids=np.array(rows, np.int32),
-            num_tokens=np.full(size, tokens, np.int32),
-            output=np.full(size, int(sample), np.int32),
-            lookahead=np.zeros(size, np.int32),
-            appended_tokens=pairs,
+            seq_ids=rows,
+            num_tokens=[tokens] * size,
+            output=[int(sample)] * size,
+            lookahead=[0] * size,
             received_us=self.now_us,
         )
         timings = StepTimings(

@@ -20,7 +20,7 @@ from pagewire_kernels.cpu.linear import discard
 from pagewire_kernels.reference import swap_blocks, write_kv
 from pagewire_kernels.reference.kv_cache import dequantize_heads
 from tests.support.native import native_libraries
-from tests.support.plans import moving_plan, new_sequence
+from tests.support.plans import new_sequence, step_plan
 from worker_service.array_types import Int32Array
 from worker_service.errors import InvalidPlan
 from worker_service.kv_cache.cache_engine import (
@@ -57,9 +57,9 @@ def test_swaps_and_copies_move_scales_with_their_codes() -> None:
     rows = torch.randn(4, 2, 8)
     write_kv(rows, rows * 50, *engine.caches[0], torch.arange(4))
     written = engine.device_cache[0].clone()
-    engine.execute(moving_plan(swap_out=[(0, 0)], copy=[(0, 2)]))
+    engine.execute(step_plan(swap_out=[(0, 0)], copy=[(0, 2)]))
     engine.device_cache[:2] = 0
-    engine.execute(moving_plan(swap_in=[(0, 3)]))
+    engine.execute(step_plan(swap_in=[(0, 3)]))
     for block in (2, 3):
         assert torch.equal(engine.device_cache[block], written)
         values = dequantize_heads(engine.caches[0][1][block])
@@ -218,7 +218,7 @@ def test_swaps_move_whole_blocks_wherever_their_neighbours_go(
         return [(r if s is None else s, t) for s, r, t in zip(sources, run, targets, strict=True)]
 
     out, back, copies = pairs(12, 9), pairs(9, 12), pairs(12, 12)
-    engine.execute(moving_plan(swap_out=out, swap_in=back, copy=copies))
+    engine.execute(step_plan(swap_out=out, swap_in=back, copy=copies))
     for source, target in out:
         host[target] = device[source]
     before = list(device)
@@ -250,7 +250,7 @@ def test_a_plan_is_checked_before_anything_is_moved() -> None:
     engine = CacheEngine(spec, block_size=1, num_gpu_blocks=2, num_cpu_blocks=2, device=cpu)
     engine.device_cache[:] = 1
     with pytest.raises(InvalidPlan):
-        engine.execute(moving_plan(swap_out=[(0, 0)], copy=[(0, 2)]))
+        engine.execute(step_plan(swap_out=[(0, 0)], copy=[(0, 2)]))
     assert not np.any(engine.host_cache.numpy())
 
 
@@ -291,25 +291,25 @@ OUT, IN = [(0, 0), (3, 1)], [(2, 4)]
 @pytest.mark.parametrize(
     ("plan", "calls"),
     [
-        (moving_plan(), []),
-        (moving_plan(block_updates=[(1, 0, 0, 3)]), []),
-        (moving_plan(swap_out=OUT), ["out"]),
-        (moving_plan(swap_out=OUT, swap_in=IN), ["out", "in"]),
-        (moving_plan(swap_in=IN), ["in"]),
-        (moving_plan(swap_in=IN, block_updates=[(1, 0, 0, 3)]), ["in"]),
-        (moving_plan(copy=[(1, 2)]), ["copy", "wait"]),
+        (step_plan(), []),
+        (step_plan(block_updates=[(1, 0, 0, 3)]), []),
+        (step_plan(swap_out=OUT), ["out"]),
+        (step_plan(swap_out=OUT, swap_in=IN), ["out", "in"]),
+        (step_plan(swap_in=IN), ["in"]),
+        (step_plan(swap_in=IN, block_updates=[(1, 0, 0, 3)]), ["in"]),
+        (step_plan(copy=[(1, 2)]), ["copy", "wait"]),
         (
-            moving_plan(swap_out=OUT, swap_in=IN, copy=[(1, 2)], block_updates=[(1, 0, 0, 2)]),
+            step_plan(swap_out=OUT, swap_in=IN, copy=[(1, 2)], block_updates=[(1, 0, 0, 2)]),
             ["out", "copy", "wait", "in"],
         ),
-        (moving_plan(swap_out=OUT, block_updates=[(3, 0, 0, 1), (0, 0, 3, 2)]), ["out"]),
-        (moving_plan(swap_out=OUT, block_updates=[(3, 0, 0, 1), (1, 0, 9, 3)]), ["out", "wait"]),
+        (step_plan(swap_out=OUT, block_updates=[(3, 0, 0, 1), (0, 0, 3, 2)]), ["out"]),
+        (step_plan(swap_out=OUT, block_updates=[(3, 0, 0, 1), (1, 0, 9, 3)]), ["out", "wait"]),
         (
-            moving_plan(swap_out=OUT, new_sequences=[new_sequence([1]), new_sequence([2, 4])]),
+            step_plan(swap_out=OUT, new_sequences=[new_sequence([1]), new_sequence([2, 4])]),
             ["out"],
         ),
         (
-            moving_plan(swap_out=OUT, swap_in=IN, new_sequences=[new_sequence([1, 3])]),
+            step_plan(swap_out=OUT, swap_in=IN, new_sequences=[new_sequence([1, 3])]),
             ["out", "wait", "in"],
         ),
     ],

@@ -11,7 +11,7 @@ from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine
 from tests.support.paged_driver import PagedDriver
-from tests.support.plans import moving_plan
+from tests.support.plans import step_plan
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
@@ -69,7 +69,7 @@ def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them
     for _ in range(2):  # the first time includes start-up
         engine.finish()
         engine.device_cache[511] = 0
-        engine.execute(moving_plan(swap_in=pairs, copy=[(512, 513)]))
+        engine.execute(step_plan(swap_in=pairs, copy=[(512, 513)]))
         computed = engine.device_cache[513].sum()
         done = torch.cuda.Event()
         done.record()
@@ -78,7 +78,7 @@ def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them
             last_block = float(engine.device_cache[511].max())
     assert last_block == 0.0, "the swap-in has not come so far"
     assert float(computed) > 0
-    engine.execute(moving_plan())
+    engine.execute(step_plan())
     assert float(engine.device_cache[511].min()) == 3.0
 
 
@@ -95,13 +95,13 @@ def test_a_step_computes_while_blocks_are_swapped_out_unless_it_may_overwrite_th
     for _ in range(2):  # the first time includes start-up
         engine.finish()
         engine.host_cache[511] = 0
-        engine.execute(moving_plan(swap_out=pairs, block_updates=updates))
+        engine.execute(step_plan(swap_out=pairs, block_updates=updates))
         done = torch.cuda.Event()
         done.record()
         done.synchronize()
         last_block = float(engine.host_cache[511].max())
     assert last_block == (3.0 if overwrites else 0.0)
-    engine.execute(moving_plan())
+    engine.execute(step_plan())
     engine.device_cache[511] = 5
     torch.cuda.synchronize()
     assert float(engine.host_cache[511].min()) == 3.0

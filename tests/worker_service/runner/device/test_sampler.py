@@ -1,17 +1,17 @@
 """The sampler on a device, with the GPU's kernels, against the one on the host."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
 from tests.support.gpu_kernels import DEVICE, MARKS
+from tests.support.plans import block_table, new_sequence, step_plan
 from worker_service.cache_groups import CacheGroup
 from worker_service.pinned_memory import Staging
-from worker_service.plan import BlockTable, NewSequence, RowErrorReason, SamplerParams, StepPlan
+from worker_service.plan import RowErrorReason, SamplerParams
 from worker_service.runner.batch.sampling import sampling_batch
 from worker_service.runner.device.buffers import StepBuffers
 from worker_service.runner.device.reports import logprob_entries
@@ -55,30 +55,19 @@ class Sequences:
         self.logits = torch.randn(len(PARAMS), VOCAB_SIZE, generator=draw) * 3
 
     def add(self, seq_id: int, params: SamplerParams) -> None:
-        new = NewSequence(
+        new = new_sequence(
             seq_id=seq_id,
             choice_index=seq_id % 3,
-            token_ids=np.array([1, 2, 1, 5], np.int32),
+            token_ids=[1, 2, 1, 5],
             num_prompt_tokens=2,
-            num_computed_tokens=0,
-            tables=(
-                BlockTable(
-                    group=0, first_index=0, block_ids=np.array([seq_id, seq_id + 1], np.int32)
-                ),
-                BlockTable(group=1, first_index=0, block_ids=np.array([64 + seq_id], np.int32)),
-            ),
+            tables=(block_table([seq_id, seq_id + 1]), block_table([64 + seq_id], group=1)),
             sampling=params,
-            parent_seq_id=None,
-            prompt_logprobs_start=0,
         )
         self.apply(new_sequences=(new,))
 
     def apply(self, **changes: Any) -> None:
         """Apply a plan of changes to the table, and record them for the device."""
-        none = np.empty((0, 4), np.int32)
-        columns = {"forget_seq_ids": none[:, 0], "new_sequences": (), "block_updates": none}
-        columns |= {"seq_ids": none[:, 0], "appended_tokens": none[:, :2]}
-        plan = cast(StepPlan, SimpleNamespace(**columns | changes))
+        plan = step_plan(**changes)
         self.on_device.record(plan, self.table.apply(plan))
 
     def flush(self) -> None:
@@ -177,7 +166,7 @@ def test_failures_keep_their_first_reason_until_the_row_is_used_again() -> None:
     assert reasons == [[non_finite, nothing, None]] * 2
     none = np.empty(0, np.int64)
     renewed = PlanRows(none, row_ids[:1], none, none, none)
-    sequences.on_device.record(cast(StepPlan, None), renewed)
+    sequences.on_device.record(step_plan(), renewed)
     sequences.flush()
     numbers = sequences.sample(logits.nan_to_num(0.0), batch).tolist()
     assert [number >= 0 for number in numbers] == [True, False, True]

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from tests.support.plans import block_table, new_sequence
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.errors import InvalidPlan
-from worker_service.plan import BlockTable, NewSequence, SamplerParams
 from worker_service.runner.batch.inputs import lay_out
 from worker_service.runner.state.sequence_table import SequenceTable
 
@@ -30,19 +30,11 @@ def add(
     num_computed: int = 0,
 ) -> int:
     """Add a sequence. tables: (group, first index, blocks). Returns its row."""
-    new = NewSequence(
+    new = new_sequence(
         seq_id=seq_id,
-        choice_index=0,
-        token_ids=np.arange(num_tokens, dtype=np.int32),
-        num_prompt_tokens=num_tokens,
+        token_ids=range(num_tokens),
         num_computed_tokens=num_computed,
-        tables=tuple(
-            BlockTable(group=group, first_index=first, block_ids=np.array(blocks, np.int32))
-            for group, first, blocks in tables
-        ),
-        sampling=SamplerParams(),
-        parent_seq_id=None,
-        prompt_logprobs_start=0,
+        tables=tuple(block_table(blocks, group, first) for group, first, blocks in tables),
     )
     table.add(new, "new")
     return table.row_id(seq_id)

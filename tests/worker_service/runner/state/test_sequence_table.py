@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.support.plans import new_sequence
 from worker_service.array_types import Int32Array
 from worker_service.cache_groups import CacheGroup
-from worker_service.plan import BlockTable, NewSequence, SamplerParams
 from worker_service.runner.state.sequence_table import SequenceTable
 
 
@@ -24,18 +24,7 @@ def _table(max_model_len: int) -> SequenceTable:
 
 
 def _add(table: SequenceTable, seq_id: int, prompt: Int32Array) -> None:
-    new = NewSequence(
-        seq_id=seq_id,
-        choice_index=0,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        num_computed_tokens=0,
-        tables=(BlockTable(group=0, first_index=0, block_ids=np.array([seq_id], np.int32)),),
-        sampling=SamplerParams(),
-        parent_seq_id=None,
-        prompt_logprobs_start=0,
-    )
-    table.add(new, "new_seqs")
+    table.add(new_sequence([seq_id], seq_id=seq_id, token_ids=prompt), "new_seqs")
 
 
 def test_tokens_stay_when_it_grows() -> None:
