@@ -9,7 +9,6 @@ the block's own scale. The numbers read from a block are exactly those that
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,7 +24,7 @@ Q4_1    unsigned   0   scale:2 offset:2 codes:16:16:4
 Q5_0    bytes     16   scale:2 high:4:1:1:4 codes:16:16:4
 Q5_1    bytes      0   scale:2 offset:2 high:4:1:1:4 codes:16:16:4
 Q8_0    bytes      0   scale:2 codes:32
-Q2_K    unsigned   0   parts:16:1:4 codes:64:32:2 scale:2 offset:2
+Q2_K    unsigned   0   parts:16 codes:64:32:2 scale:2 offset:2
 Q3_K    signed    -4   high:32:32:1:2 codes:64:32:2 parts:8:8:4 high_parts:4:4:2:4 scale:2
 Q4_K    unsigned   0   scale:2 offset:2 mixed_parts:12 codes:128:32:4
 Q5_K    bytes      0   scale:2 offset:2 mixed_parts:12 high:32:32:1:4 codes:128:32:4
@@ -41,7 +40,7 @@ _VALUES = {
     "bytes": None,
     "signed": SIGNED_TABLE,
     "unsigned": UNSIGNED_TABLE,
-    "nonlinear": tuple(gguf.quants.IQ4_NL.kvalues),
+    "nonlinear": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
 BLOCK_TYPES = tuple(_FORMATS)
 
@@ -52,9 +51,12 @@ def quantized_weight(data: Bytes, kind: str, shape: Sequence[int]) -> QuantizedW
     kind: type of the tensor, one of `BLOCK_TYPES`; shape: [out_features, in_features].
     """
     values, zero, *layout = _FORMATS[kind]
-    _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    fields = _fields(data.reshape(-1, block_bytes), layout)
-    codes = (fields["codes"] | fields.get("high", np.uint8(0))) - np.uint8(int(zero) & 255)
+    fields = _fields(data, layout)
+    codes = fields["codes"]
+    if "high" in fields:
+        codes |= fields["high"]
+    if zero != "0":
+        codes -= np.uint8(int(zero) & 255)
     scale, offset = _half(fields, "scale"), _half(fields, "offset")
     multiples = _multiples(fields)
 
@@ -79,14 +81,15 @@ def _half(fields: Mapping[str, Bytes], name: str) -> Numbers | None:
     return np.ascontiguousarray(fields[name]).view(np.float16) if name in fields else None
 
 
-def _fields(blocks: Bytes, layout: Sequence[str]) -> dict[str, Bytes]:
+def _fields(data: Bytes, layout: Sequence[str]) -> dict[str, Bytes]:
     """The fields of n blocks by name, unpacked: [n, size of the field]."""
-    found, start = {}, 0
-    for name, num_bytes, *packing in (field.split(":") for field in layout):
-        field = blocks[:, start : start + int(num_bytes)]
-        found[name] = _unpack(field, *map(int, packing)) if packing else field
-        start += int(num_bytes)
-    return found
+    fields = [field.split(":") for field in layout]
+    ends = np.cumsum([int(num_bytes) for _, num_bytes, *_ in fields])
+    blocks = data.reshape(-1, ends[-1])
+    return {
+        name: _unpack(part, *map(int, packing)) if packing else part
+        for (name, _, *packing), part in zip(fields, np.split(blocks, ends[:-1], 1), strict=True)
+    }
 
 
 def _unpack(field: Bytes, width: int, bits: int, shift: int = 0) -> Bytes:
@@ -95,24 +98,30 @@ def _unpack(field: Bytes, width: int, bits: int, shift: int = 0) -> Bytes:
     Each run of `width` bytes holds one number per byte in its lowest bits, then the next `width`
     numbers in the bits above these, and so on. shift: to the left, of the results.
     """
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    parts = field.reshape(len(field), -1, 1, width) >> shifts
-    return (parts & np.uint8((1 << bits) - 1)).reshape(len(field), -1) << np.uint8(shift)
+    if bits == width == 1:
+        parts = np.unpackbits(field, axis=1, bitorder="little")
+    else:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+        parts = field.reshape(len(field), -1, 1, width) >> shifts
+    parts &= np.uint8((1 << bits) - 1)
+    if shift:
+        parts <<= np.uint8(shift)
+    return parts.reshape(len(field), -1)
 
 
 def _multiples(fields: Mapping[str, Bytes]) -> tuple[Numbers, Numbers | None] | None:
     """The scales and offsets of the parts of n blocks, in units of the block's: [n, num_parts];
     None if a block is one part."""
     if "mixed_parts" in fields:
-        scales, offsets = gguf.quants.Q4_K.get_scale_min(
-            np.ascontiguousarray(fields["mixed_parts"])
-        )
+        from gguf.quants import Q4_K  # the package is loaded only for GGUF files
+
+        scales, offsets = Q4_K.get_scale_min(np.ascontiguousarray(fields["mixed_parts"]))
         return scales, offsets
     parts = fields.get("parts")
     if parts is None:
         return None
     if "offset" in fields:
-        return parts[:, ::2], parts[:, 1::2]
+        return parts & 15, parts >> 4
     if "high_parts" in fields:
         parts = (parts | fields["high_parts"]) - np.uint8(32)
     return np.ascontiguousarray(parts).view(np.int8), None

@@ -14,7 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -273,6 +272,8 @@ class _Reader:
             raise self._fault(f"{name}: expected 1 to {_MAX_DIMS} dimensions, got {num_dims}")
         shape = [self._scalar(10, name) for _ in range(num_dims)][::-1]
         number, offset = self._scalar(4, name), self._scalar(10, name)
+        import gguf  # only for GGUF files
+
         try:
             kind = gguf.GGMLQuantizationType(number)
         except ValueError:

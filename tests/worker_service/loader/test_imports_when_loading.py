@@ -8,7 +8,7 @@ import pytest
 
 from pagewire_kernels.cpu import library
 
-HEAVY = ["transformers", "huggingface_hub", "torch._dynamo", "sympy"]
+HEAVY = ["transformers", "huggingface_hub", "gguf", "torch._dynamo", "sympy"]
 LOAD = """
 import json, sys
 from worker_service.runner import torch_executor
