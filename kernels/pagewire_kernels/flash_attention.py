@@ -34,7 +34,7 @@ _abilities = partial(
     head_dim_multiple=8,
 )
 _abilities_of_pages = partial(
-    _abilities, block_multiple=PAGE_TOKENS, default_block_size=PAGE_TOKENS
+    _abilities, block_multiple=PAGE_TOKENS, default_block_size=PAGE_TOKENS, chunks=False
 )
 
 

@@ -102,9 +102,6 @@ class LayerKernels(Protocol):
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
-MAX_GROUP_MULTIPLE = 16
-"""Largest multiple of tokens that blocks of models with several cache groups can have."""
-
 SCALE_BYTES = 4
 """Bytes of the scale, a float32, that follows the codes of each head in an int8 cache."""
 
@@ -129,9 +126,7 @@ class AttentionNeeds:
     block_size: int | None = None
     """Tokens per block; None for the backend's default."""
 
-    chunk: int | None = None
-    """Tokens of a chunk, where layers attend to chunks. Their blocks divide it."""
-
+    chunks: bool = False
     sliding_window: bool = False
     soft_cap: bool = False
     sinks: bool = False
@@ -148,6 +143,7 @@ class Abilities:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     fp8_cache: bool = False
     int8_cache: bool = False
+    chunks: bool = True
     sliding_window: bool = True
     soft_cap: bool = True
     sinks: bool = True
@@ -181,16 +177,13 @@ class Abilities:
         if needs.block_size is not None and needs.block_size % self.block_multiple:
             multiple, got = self.block_multiple, needs.block_size
             yield f"takes blocks of a multiple of {multiple} tokens (--block-size), not {got}"
-        multiple = self.block_multiple
-        if needs.chunk and (multiple > MAX_GROUP_MULTIPLE or needs.chunk % multiple):
-            blocks = f"blocks of a multiple of {multiple} tokens"
-            yield f"takes {blocks}, which do not suit chunks of {needs.chunk} tokens"
         for feature, name in _FEATURES.items():
             if getattr(needs, feature) and not getattr(self, feature):
                 yield name
 
 
 _FEATURES = {
+    "chunks": "has blocks that are too large for chunked attention",
     "sliding_window": "has no sliding window",
     "soft_cap": "has no soft cap",
     "sinks": "has no attention sinks",

@@ -15,13 +15,7 @@ from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.recorded_model import Embed, Head, Layers, RecordedModel
-from pagewire_kernels.interface import (
-    MAX_GROUP_MULTIPLE,
-    AttentionBackend,
-    AttentionNeeds,
-    Computed,
-    LayerKernels,
-)
+from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
 from pagewire_kernels.self_check import check_products, self_check
@@ -190,6 +184,9 @@ class Kernels:
 
         return run
 
+
+MAX_GROUP_MULTIPLE = 16
+"""Largest multiple of tokens that blocks of models with several cache groups can have."""
 
 SelectBackend = Callable[[torch.device, str | None, AttentionNeeds], AttentionBackend]
 

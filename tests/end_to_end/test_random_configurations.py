@@ -8,6 +8,7 @@ Each configuration is drawn by its number, the test's id. One by itself:
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -41,6 +42,7 @@ from worker_service.loader import LoadedModel, load_eagle_head, load_model
 from worker_service.loader.load import release_windows
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
+from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.native import NativeModel
 from worker_service.runner.drafting.draft_model import DraftModel
 from worker_service.runner.drafting.eagle_drafter import EagleDrafter
@@ -104,10 +106,11 @@ def loaded(name: str) -> LoadedModel:
 @cache
 def with_drafts(name: str, kind: str) -> tuple[Model, Model | EagleHead]:
     """A model, and itself as its draft model, so that most drafts are right, or a random head, of
-    which most are wrong."""
+    which most are wrong. Models with chunks draft for none."""
     target = load(name)
     model = target.model
-    draft: Model | EagleHead | None = load(name).model if kind == "draft" else None
+    drafting = "llama" if name == "llama4" else name
+    draft: Model | EagleHead | None = load(drafting).model if kind == "draft" else None
     if kind == "eagle":
         assert isinstance(model, NativeModel)
         stored = "int8" if model.kv_cache_spec.dtype == torch.int8 else "auto"
@@ -263,7 +266,9 @@ def worker_with_draft_model(name: str, model: Model, **options: Any) -> InProces
     target, draft = with_drafts(name, "draft")
     assert not isinstance(draft, EagleHead)
     make = partial(_make_draft_model, draft)
-    return SpeculatingWorker(target, make_drafter=make, **_enlarged(options, model, target))
+    return SpeculatingWorker(
+        target, make_drafter=make, **_enlarged(options, model, target.kv_cache_spec)
+    )
 
 
 def _make_draft_model(draft: Model, cache: CacheEngine) -> DraftModel:
@@ -274,12 +279,13 @@ def _make_eagle_drafter(head: EagleHead, cache: CacheEngine) -> EagleDrafter:
     return EagleDrafter(head, cache.draft_caches)
 
 
-def _enlarged(options: dict[str, Any], model: Model, target: Model) -> dict[str, Any]:
-    """The options with more blocks if drafts are a cache group that the model alone lacks."""
-    size = options["block_size"]
-    counts = [len(held.kv_cache_spec.groups(size)) for held in (model, target)]
+def _enlarged(options: dict[str, Any], model: Model, drafting: KVCacheSpec) -> dict[str, Any]:
+    """The options with as many more blocks as sequences need that have drafts, too. drafting: the
+    model's specification with them."""
+    size, length = options["block_size"], model.max_model_len
+    counts = [spec.num_blocks(length, length, size) for spec in (model.kv_cache_spec, drafting)]
     sizes = ("num_gpu_blocks", "num_cpu_blocks")
-    return options | {name: options.get(name, 0) * counts[1] // counts[0] for name in sizes}
+    return options | {name: -(-options.get(name, 0) * counts[1] // counts[0]) for name in sizes}
 
 
 def worker_with_head(name: str, model: Model, **options: Any) -> InProcessWorker:
@@ -289,7 +295,9 @@ def worker_with_head(name: str, model: Model, **options: Any) -> InProcessWorker
     target, head = with_drafts(name, "eagle")
     assert isinstance(head, EagleHead)
     make = partial(_make_eagle_drafter, head)
-    return SpeculatingWorker(target, make_drafter=make, **_enlarged(options, model, target))
+    return SpeculatingWorker(
+        target, make_drafter=make, **_enlarged(options, model, target.kv_cache_spec)
+    )
 
 
 @pytest.mark.parametrize("number", SPECULATING)
@@ -319,12 +327,12 @@ def speculation_on_two_stages(number: int, drafter: str) -> Counter[str]:
     )
     groups: list[RankThreads] = []
 
-    def join(
-        model: Model, *, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int
-    ) -> ParallelWorker:
+    def join(model: Model, *, block_size: int, **options: int) -> ParallelWorker:
+        drafting = replace(model.kv_cache_spec, has_shared_drafts=drafter in named)
+        sizes = _enlarged({**options, "block_size": block_size}, model, drafting)
         group = RankThreads(path, pipeline_parallel_size=2, block_size=block_size, runner=runner)
         groups.append(group)
-        return ParallelWorker(group, num_gpu_blocks, num_cpu_blocks)
+        return ParallelWorker(group, sizes["num_gpu_blocks"], sizes["num_cpu_blocks"])
 
     try:
         return compare_runs(number, join, speculates=True)

@@ -90,14 +90,9 @@ def test_the_reference_promises_no_batch_invariance() -> None:
             "takes blocks of a multiple of 256 tokens (--block-size), not 16",
         ),
         (
-            {"chunk": 8192},
-            {"block_multiple": 256},
-            "takes blocks of a multiple of 256 tokens, which do not suit chunks of 8192 tokens",
-        ),
-        (
-            {"chunk": 100},
-            {"block_multiple": 16},
-            "takes blocks of a multiple of 16 tokens, which do not suit chunks of 100 tokens",
+            {"chunks": True},
+            {"chunks": False},
+            "has blocks that are too large for chunked attention",
         ),
         ({"sinks": True}, {"sinks": False}, "has no attention sinks"),
         ({"soft_cap": True}, {"soft_cap": False}, "has no soft cap"),

@@ -30,6 +30,7 @@ MODELS = (
     "embedded-fp8",
     "llama-nf4",
     "gemma2-nf4",
+    "llama4",
 )
 """The embedded model, as it is, with rounded weights and with keys and values in int8, and families
 of tests/support/checkpoints.py, some as checkpoints in NF4 or with 8-bit activations."""

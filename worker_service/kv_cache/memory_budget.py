@@ -73,8 +73,8 @@ class SyntheticBatches:
     def run(self, num_seqs: int, num_tokens: int) -> None:
         """Compute one batch."""
         model, device, spec = self.model, self.device, self.model.kv_cache_spec
-        block_bytes = spec.block_bytes(self.block_size)
-        pool = torch.zeros(1, block_bytes, dtype=torch.uint8, device=device)
+        pool_shape = 1, spec.block_bytes(self.block_size)
+        pool = torch.zeros(pool_shape, dtype=torch.uint8, device=device)
         lengths = _spread(num_seqs, num_tokens, model.max_model_len)
         shapes = [
             (len(lengths), -(-max(lengths) // group.block_tokens))

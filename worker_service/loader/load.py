@@ -71,7 +71,6 @@ CACHE_DTYPES = {"auto": None, "fp8": FP8, "int8": torch.int8}
 _SOFT_CAP_KEYS = ("attn_logit_softcapping", "attention_logit_cap")
 _MODELS_WITH_SINKS = ("gpt_oss",)
 _ALWAYS_IN_A_WINDOW = ("MistralForCausalLM",)
-_ALWAYS_IN_CHUNKS = ("llama4_text",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +160,7 @@ def attention_needs(
         head_dim=head_dim(text),
         cache_dtype=cache_dtype,
         block_size=block_size,
-        chunk=_chunk(text),
+        chunks=bool(text.get("attention_chunk_size", text.get("model_type") == "llama4_text")),
         sliding_window=any(_windows(text)),
         soft_cap=any(text.get(key) for key in _SOFT_CAP_KEYS),
         sinks=text.get("model_type") in _MODELS_WITH_SINKS,
@@ -205,12 +204,6 @@ def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
     default = 4096 if (config.get("architectures") or [""])[0] in _ALWAYS_IN_A_WINDOW else None
     window = config.get("sliding_window", default)
     yield window is not None and config.get("use_sliding_window", True)
-
-
-def _chunk(config: Mapping[str, Any]) -> int | None:
-    default = 8192 if config.get("model_type") in _ALWAYS_IN_CHUNKS else None
-    chunk = config.get("attention_chunk_size", default)
-    return chunk if isinstance(chunk, int) and chunk > 0 else None  # others are refused later
 
 
 def _device_of(config: ModelConfig, cache: CacheConfig) -> torch.device:

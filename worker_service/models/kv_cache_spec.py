@@ -174,14 +174,13 @@ class KVCacheSpec:
         group, int32 [num_seqs, max_blocks], on the device of `token_ids`."""
         positions = torch.cat([torch.arange(*bounds) for bounds in ranges])
         groups = zip(tables, self.groups(block_size), strict=True)
-        attention = [
-            AttentionMetadata.of_ranges(ranges, rows, group.block_tokens, group.chunk)
-            for rows, group in groups
-        ]
         return StepBatch(
             token_ids=token_ids,
             positions=positions.to(token_ids.device),
-            attention=tuple(attention),
+            attention=tuple(
+                AttentionMetadata.of_ranges(ranges, rows, group.block_tokens, group.chunk)
+                for rows, group in groups
+            ),
             caches=caches,
         )
 

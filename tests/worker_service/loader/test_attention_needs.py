@@ -9,28 +9,13 @@ import torch
 from pagewire_kernels.interface import AttentionNeeds
 from worker_service.loader.load import attention_needs, needs_of_windows
 
-FEATURES = ("sliding_window", "soft_cap", "sinks", "alibi")
+FEATURES = ("chunks", "sliding_window", "soft_cap", "sinks", "alibi")
 
 
 def _needs(config: dict[str, Any]) -> AttentionNeeds:
     return attention_needs(
         config, torch.bfloat16, cache_dtype=None, block_size=None, batch_invariant=False
     )
-
-
-@pytest.mark.parametrize(
-    ("config", "chunk"),
-    [
-        ({"model_type": "llama4_text"}, 8192),
-        ({"text_config": {"model_type": "llama4_text", "attention_chunk_size": 48}}, 48),
-        ({"model_type": "llama4_text", "attention_chunk_size": None}, None),
-        ({"model_type": "llama"}, None),
-    ],
-)
-def test_tokens_of_a_chunk_are_those_of_the_configuration(
-    config: dict[str, Any], chunk: int | None
-) -> None:
-    assert _needs(config).chunk == chunk
 
 
 @pytest.mark.parametrize(
@@ -47,6 +32,9 @@ def test_tokens_of_a_chunk_are_those_of_the_configuration(
         ),
         ({"text_config": {"attn_logit_softcapping": 50.0}}, {"soft_cap"}),
         ({"alibi": True}, {"alibi"}),
+        ({"text_config": {"model_type": "llama4_text"}}, {"chunks"}),
+        ({"model_type": "llama4_text", "attention_chunk_size": 48}, {"chunks"}),
+        ({"model_type": "llama4_text", "attention_chunk_size": None}, set()),
     ],
 )
 def test_features_are_read_from_their_keys(config: dict[str, Any], features: set[str]) -> None:
