@@ -6,9 +6,10 @@ There is no worker: each plan is answered immediately with fixed tokens. A step 
 does for it: `schedule`, encoding the plan, decoding the result, `update`, and encoding the outputs
 for two frontends. Sequences are in steady decoding; their prompts share nothing; prefix caching is
 on. With `--drafts`, each row of a step has that many, and keeps half of them on average. With
-several worker groups they are shared out among them, and a step is one group's. Times are medians
-over steps of the thread's CPU time, so waiting for a core does not count, though sharing its caches
-does.
+several worker groups they are shared out among them, and a step is one group's. With `--windows`
+the model has a second cache group, whose windows slide, and a core without it works on the same
+queue in turns. Times are medians over steps of the thread's CPU time, so waiting for a core does
+not count, though sharing its caches does.
 
 With `--vllm-python` vLLM's `Scheduler` works on the same queue in turns with ours (see
 `vllm_scheduler` for what its step is). "deciding" is schedule + update alone; "all" is with each
@@ -19,7 +20,7 @@ records to a file has turns, too; the time of the thread that writes does not co
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -79,14 +80,15 @@ class VllmProcess(LineProcess):
 
 def queues(args: argparse.Namespace) -> Iterator[Queue]:
     """One for each line of the table."""
-    lines = product(args.groups, args.prompt_tokens, args.running, args.drafts)
-    for num_groups, prompt_tokens, num_seqs, num_drafts in lines:
+    lines = product(args.groups, args.windows, args.prompt_tokens, args.running, args.drafts)
+    for num_groups, window, prompt_tokens, num_seqs, num_drafts in lines:
         if num_seqs >= num_groups:
             yield Queue(
                 num_seqs=num_seqs,
                 prompt_tokens=prompt_tokens,
                 num_groups=num_groups,
                 num_drafts=num_drafts,
+                window=window,
             )
 
 
@@ -98,30 +100,33 @@ def measure(
     record_to: file to which a second core records its steps.
     """
     ours, recording = SteadyCore(queue), None
+    without_window = SteadyCore(replace(queue, window=0)) if queue.window else None
     if record_to is not None:
         writer = RecordingWriter(record_to)
         recording = SteadyCore(queue, lambda config: RecordingCore(config, writer))
-    rival = vllm if queue.num_groups == 1 and queue.num_drafts == 0 else None
+    rival = vllm if (queue.num_groups, queue.num_drafts, queue.window) == (1, 0, 0) else None
     if rival is not None:
         rival.prepare(queue)
     times: list[StepTimes] = []
+    simpler: list[StepTimes] = []
     recorded: list[StepTimes] = []
     rivals: list[VllmTimes] = []
     while len(times) < num_steps:
         num_rounds = -(-TURN_STEPS // queue.num_groups)
-        times += [step for _ in range(num_rounds) for step in ours.round()]
-        if recording is not None:
-            recorded += [step for _ in range(num_rounds) for step in recording.round()]
+        for core, of_core in ((ours, times), (without_window, simpler), (recording, recorded)):
+            if core is not None:
+                of_core += [step for _ in range(num_rounds) for step in core.round()]
         if rival is not None:
             rivals += rival.steps(TURN_STEPS)
     if recording is not None:
         writer.close()
-    return _row(queue, times, rivals, recorded)
+    return _row(queue, times, simpler, rivals, recorded)
 
 
 def _row(
     queue: Queue,
     times: Sequence[StepTimes],
+    simpler: Sequence[StepTimes],
     rivals: Sequence[VllmTimes],
     recorded: Sequence[StepTimes],
 ) -> Row:
@@ -130,6 +135,7 @@ def _row(
     deciding = median(step.deciding for step in times)
     row: Row = {
         "groups": queue.num_groups,
+        "window": queue.window or None,
         "running": queue.num_seqs,
         "prompt_tokens": queue.prompt_tokens,
         "drafts": queue.num_drafts,
@@ -145,6 +151,8 @@ def _row(
         "plan_bytes_per_row": sum(step.plan_bytes for step in times) / len(times) / rows,
         "budget_us": BUDGETS_US.get((rows, queue.num_drafts)),
     }
+    if simpler:
+        row["ratio_to_no_window"] = total / median(step.total for step in simpler)
     if rivals:
         theirs_all = median(step.deciding + step.serializing for step in rivals)
         row["vllm_deciding_us"] = median(step.deciding for step in rivals)
@@ -156,6 +164,7 @@ def _row(
 
 COLUMNS = {
     "groups": "groups",
+    "window": "window",
     "running": "running",
     "prompt_tokens": "prompt",
     "drafts": "drafts",
@@ -177,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[16, 256, 1024, 4096])
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 4096])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--windows", type=int, nargs="+", default=[0, 64], help="0: no windows")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--record", action="store_true", help="with a core that records, too")
@@ -193,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for number, queue in enumerate(queues(args))
         ]
     columns = COLUMNS | (OF_VLLM if vllm else {})
+    columns |= {"ratio_to_no_window": "÷ without window"} if any(args.windows) else {}
     columns |= {"recording_us": "with --record, µs"} if args.record else {}
     facts = f"vLLM {vllm.version}." if vllm else "Without vLLM."
     publish("scheduler_overhead", facts, columns, rows, load.cores, args.results, steps=args.steps)

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 from time import thread_time_ns
 
@@ -16,7 +16,7 @@ from scheduler_service.core import (
     StepPlan,
     WorkerGroupCapacity,
 )
-from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.config import CacheGroup, CacheLifetime
 from scheduler_service.core.request import Generation
 
 NUM_FRONTENDS = 2
@@ -40,12 +40,23 @@ class Queue:
     """Worker groups, among which the sequences are distributed evenly."""
     num_drafts: int = 0
     """Drafts of each row, of which rows accept none to all in turn."""
+    window: int = 0
+    """Tokens of the windows of a second cache group; 0: there is none."""
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """One that keeps all tokens, and that of windows if there is any; their blocks have the
+        same number of tokens."""
+        growing = CacheGroup(block_tokens=self.block_size)
+        if not self.window:
+            return (growing,)
+        return growing, replace(growing, lifetime=CacheLifetime.WINDOW, span=self.window)
 
     @property
     def num_blocks(self) -> int:
         """Blocks of one group: enough for all of its sequences."""
         blocks_each = -(-(self.prompt_tokens + GROWTH_TOKENS) // self.block_size) + 1
-        return self.num_seqs // self.num_groups * blocks_each
+        return self.num_seqs // self.num_groups * blocks_each * len(self.cache_groups)
 
     def prompt(self, index: int) -> list[int]:
         """The prompt of one sequence. Prompts share nothing, and their lengths differ within each
@@ -161,7 +172,7 @@ def _capacity(group_id: str, queue: Queue) -> WorkerGroupCapacity:
         model="m",
         num_gpu_blocks=queue.num_blocks,
         num_cpu_blocks=0,
-        cache_groups=(CacheGroup(block_tokens=queue.block_size),),
+        cache_groups=queue.cache_groups,
         max_model_len=queue.prompt_tokens + queue.block_size + GROWTH_TOKENS,
         vocab_size=32_000,
         num_speculative_tokens=queue.num_drafts,
