@@ -249,7 +249,7 @@ class CacheGroup:
     def first_needed(self, position: int) -> int:
         """The first token that a row at `position`, or any after it, reads."""
         if self.lifetime is _WINDOW:
-            return max(0, position - self.span + 1)
+            return position - self.span + 1 if position >= self.span else 0
         if self.lifetime is _CHUNK:
             return position // self.span * self.span
         return 0

@@ -99,6 +99,8 @@ class Sequence:
     output_token_ids: list[int] = field(default_factory=list)
     max_output_tokens: int = 0
     """Output tokens at which it ends; set when its group is placed in a worker group."""
+    max_length: int = 0
+    """Number of its tokens at which it ends."""
     num_computed: int = 0
     """Tokens whose computation is planned, or was not needed; used only while it prefills."""
     first_step_id: int = 0
@@ -165,11 +167,6 @@ class Sequence:
         return self.seq_group.context
 
     @property
-    def max_length(self) -> int:
-        """Number of its tokens at which it ends in its worker group."""
-        return self.num_prompt_tokens + self.max_output_tokens
-
-    @property
     def next_position(self) -> int:
         """While it decodes: the lowest position that its next row may have."""
         return self.length - self.num_drafts - 1
@@ -209,6 +206,7 @@ class Sequence:
     def limit_output(self, max_tokens: int) -> None:
         """Set the limit on output tokens that holds in its worker group."""
         self.max_output_tokens = max_tokens
+        self.max_length = self.num_prompt_tokens + max_tokens
 
     def enter_batch(self) -> None:
         """Take a place in the batch."""
@@ -372,19 +370,14 @@ def deliver_all(
     """
     ended: list[tuple[Sequence, int | None]] = []
     num_dropped = 0
-    frontend = None
     for seq, token in zip(sampled, token_ids, strict=True):
         if seq.status is not _RUNNING and seq.status.is_finished:
             num_dropped += 1
             continue
-        if seq.frontend is not frontend:
-            frontend = seq.frontend
-            outbox = frontend.outbox
-            handles, tokens = outbox.token_handles, outbox.token_ids
-        output = seq.output_token_ids
+        output, outbox = seq.output_token_ids, seq.frontend.outbox
         output.append(token)
-        handles.append(seq.handle)
-        tokens.append(token)
+        outbox.token_handles.append(seq.handle)
+        outbox.token_ids.append(token)
         if token in seq.stop_token_ids:
             ended.append((seq, token))
         elif len(output) >= seq.max_output_tokens:

@@ -50,6 +50,7 @@ class KnownSequence:
     num_known = length
     max_reusable_tokens = length
     num_prompt_tokens = length
+    num_confirmed = length
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         return self.tokens[start:end]

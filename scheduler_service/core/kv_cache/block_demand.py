@@ -17,6 +17,8 @@ class BlockDemand:
         """Blocks of the states of a sequence that forks from another one."""
         self.per_token = sum(group.has_tokens for group in groups)
         """Most blocks that a sequence needs to write its next token to memory of its own."""
+        self.per_row = self.per_token + self.per_fork
+        """The same, with those of a copy of its states."""
 
     def of(self, num_tokens: int, num_forks: int = 0) -> int:
         """Most blocks that a sequence of `num_tokens` tokens has at a time, and its forks at

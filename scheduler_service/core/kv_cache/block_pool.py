@@ -59,10 +59,10 @@ class CachedBlocks:
     contents. Saved blocks are free, and less recently used than all others that are not expendable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self._index: defaultdict[int, dict[BlockKey, int]] = defaultdict(dict)
         """By group: the block that a key leads to."""
-        self._contents: dict[int, Contents] = {}
+        self._contents: list[Contents | None] = [None] * num_blocks
         self._entries: dict[int, tuple[int, ...]] = {}
         """By block: all blocks of its entry, the first one leads to them; absent if it is the only
         one."""
@@ -74,7 +74,7 @@ class CachedBlocks:
         """Other free blocks."""
 
     def __contains__(self, block: int) -> bool:
-        return block in self._contents
+        return self._contents[block] is not None
 
     @property
     def num_free(self) -> int:
@@ -92,7 +92,7 @@ class CachedBlocks:
 
     def contents_of(self, block: int) -> Contents | None:
         """The contents of a block; None if they have no key."""
-        return self._contents.get(block)
+        return self._contents[block]
 
     def find(self, key: BlockKey, group: int = 0) -> int | None:
         """A block of the group that this key leads to; None if there is none."""
@@ -114,6 +114,7 @@ class CachedBlocks:
     def is_confirmed(self, block: int) -> bool:
         """Whether a block with contents is found by the key at their end."""
         contents = self._contents[block]
+        assert contents is not None
         return self._index[contents.group].get(contents.key) == self.entry(block)[0]
 
     def add(self, block: int, contents: Contents, entry: Sequence[int] = ()) -> None:
@@ -129,30 +130,32 @@ class CachedBlocks:
                 self._tails[contents.group, contents.tail.parent][contents.tail.num_tokens] += 1
 
     def _set(self, block: int, contents: Contents, entry: Sequence[int]) -> None:
-        if block in self._contents:
+        if self._contents[block] is not None:
             entry = entry or self.entry(block)
             self.discard(block)
         self._contents[block] = contents
         if len(entry) > 1:
-            self._contents |= dict.fromkeys(entry, contents)
+            for member in entry:
+                self._contents[member] = contents
             self._entries |= dict.fromkeys(entry, tuple(entry))
 
     def hold(self, block: int, contents: Contents, entry: Sequence[int] = ()) -> Contents:
         """Give a block in use contents that are still being computed, unless it has some; returns
         those. It stays cached when it is freed, but is not found before they are confirmed."""
-        if block not in self._contents:
+        held = self._contents[block]
+        if held is None:
             self._set(block, contents, entry)
-        return self._contents[block]
+        return held or contents
 
     def confirm(self, block: int, held: Contents, contents: Contents) -> None:
         """Let a block be found by its contents if it is still the one with what was `held`."""
-        if self._contents.get(block) is held:
+        if self._contents[block] is held:
             self.add(block, contents)
 
     def discard(self, block: int) -> tuple[int, ...]:
         """Remove the contents of an entry in use, if it has any; returns its blocks."""
         entry = self.entry(block)
-        contents = self._contents.get(block)
+        contents = self._contents[block]
         if contents is None:
             return entry
         index, block = self._index[contents.group], entry[0]
@@ -165,13 +168,16 @@ class CachedBlocks:
             if index.get(key) == block:
                 del index[key]
         for member in entry:
-            del self._contents[member]
+            self._contents[member] = None
             self._entries.pop(member, None)
         return entry
 
-    def free(self, block: int, *, is_expendable: bool = False) -> None:
-        """Record that a block with contents is no longer in use."""
+    def free(self, block: int, *, is_expendable: bool = False) -> bool:
+        """Record that a block is no longer in use; False if it has no contents."""
+        if self._contents[block] is None:
+            return False
         (self._expendable if is_expendable else self._free)[block] = None
+        return True
 
     def use(self, block: int) -> None:
         """Record that a free block was found and is in use again."""
@@ -199,8 +205,9 @@ class CachedBlocks:
             for block in entry:
                 del self._free[block]
                 self._saved[block] = None
-            if self.is_confirmed(entry[0]):
-                entries.append((entry, self._contents[entry[0]]))
+            contents = self._contents[entry[0]]
+            if contents is not None and self.is_confirmed(entry[0]):
+                entries.append((entry, contents))
         return entries
 
     def evict(self) -> tuple[tuple[int, ...], Contents | None]:
@@ -220,8 +227,9 @@ class CachedBlocks:
         """All blocks with any of these units: the keys of a sequence, from its first token on."""
         return [
             block
-            for block, held in self._contents.items()
-            if held.units[0] in units or (held.tail is not None and held.tail.parent in units)
+            for block, held in enumerate(self._contents)
+            if held is not None
+            and (held.units[0] in units or (held.tail is not None and held.tail.parent in units))
         ]
 
     def check(self, ref_counts: dict[int, int]) -> None:
@@ -229,11 +237,13 @@ class CachedBlocks:
         for group, index in self._index.items():
             for key, block in index.items():
                 contents = self._contents[block]
+                assert contents is not None
                 assert contents.group == group
                 assert self.entry(block)[0] == block
                 assert key in (contents.units[0], contents.key)
         free = set(self.free_blocks())
-        assert free == self._contents.keys() - ref_counts.keys()
+        kept = {block for block, contents in enumerate(self._contents) if contents is not None}
+        assert free == kept - ref_counts.keys()
         assert len(free) == self.num_free, "a block is in two queues"
 
 
@@ -251,7 +261,7 @@ class BlockPool:
         """`on_evict` is called with the blocks of each entry that is lost although it could be
         found, unless it is expendable."""
         self.num_blocks = num_blocks
-        self.cached = CachedBlocks()
+        self.cached = CachedBlocks(num_blocks)
         self.num_allocated = 0
         """Blocks allocated so far."""
         self._ref_counts = [0] * num_blocks
@@ -326,9 +336,7 @@ class BlockPool:
             assert count >= 0, f"block {block} freed twice"
             if count == 0:
                 num_freed += 1
-                if block in self.cached:
-                    self.cached.free(block, is_expendable=is_expendable)
-                else:
+                if not self.cached.free(block, is_expendable=is_expendable):
                     self._free.append(block)
         return num_freed
 

@@ -63,12 +63,6 @@ class DeviceTables:
         return self.device.num_free_blocks - self._num_reserved
 
     @property
-    def is_full(self) -> bool:
-        """Whether a sequence may find no memory for its next token."""
-        num_needed = self._demand.per_token + self._demand.per_fork
-        return not self.device.has_free_blocks(num_needed + self._num_reserved)
-
-    @property
     def num_free_tokens(self) -> int:
         """Tokens of one sequence that would fit on the device; what is only cached there counts as
         free."""
@@ -126,6 +120,9 @@ class DeviceTables:
     def can_reserve(self, seq: CacheableSequence, length: int, num_others: int = 0) -> bool:
         """Whether the sequence's token number `length` can be made writable, so that `num_others`
         sequences can grow nevertheless."""
+        num_kept = self._num_reserved + num_others * self._demand.per_token
+        if self.device.has_free_blocks(self._demand.per_row + num_kept):
+            return True
         tables = self._tables[seq.seq_id].tables
         num_needed = sum(
             tables[number].needs_block((length - 1) // tokens, self.device)
@@ -134,8 +131,7 @@ class DeviceTables:
         if self._state_groups and self._shares_state(tables):
             head = tables[self._state_groups[0]].blocks[0]
             num_needed += self._demand.per_fork * (not self._state_copies.get(head))
-        num_kept = num_others * self._demand.per_token
-        return not num_needed or self._num_available >= num_needed + num_kept
+        return not num_needed or self.device.has_free_blocks(num_needed + num_kept)
 
     def reserve(self, seq: CacheableSequence, length: int) -> list[BlockUpdate]:
         """Make the sequence's token number `length` writable, by new blocks at the ends of its

@@ -379,12 +379,13 @@ class KVCacheManager(DeviceTables):
         held = self._tables[seq.seq_id]
         if self._has_spans:
             self._released.slide(seq, held, seq.next_position)
-        if self.is_full and not self.can_reserve(seq, seq.length):
+        length = seq.length
+        if not self.can_reserve(seq, length):
             return None
-        updates = self.reserve(seq, seq.length)
-        num_tokens = seq.num_confirmed
-        if num_tokens >= held.num_offered * self.tokens_per_unit + OFFERED_TOKENS:
-            self.offer(seq, num_tokens)
+        updates = self.reserve(seq, length)
+        min_offered = held.num_offered * self.tokens_per_unit + OFFERED_TOKENS
+        if length > min_offered and seq.num_confirmed >= min_offered:
+            self.offer(seq, seq.num_confirmed)
         if self._state_groups:
             self._states.roll(seq, held)
         return updates

@@ -85,7 +85,7 @@ def test_a_table_changes_where_a_sequence_outgrows_or_shares_its_memory() -> Non
     assert not cache.can_reserve(seq, 10, num_others=1), "one block is free"
     [(*_, copied_from)] = cache.reserve(seq, 10)
     assert copied_from is not None
-    assert cache.is_full
+    assert cache.num_free_tokens == 0
 
 
 def test_sequences_that_are_admitted_together_compute_their_common_tokens_once() -> None:
@@ -98,7 +98,7 @@ def test_sequences_that_are_admitted_together_compute_their_common_tokens_once()
     assert cache.can_admit_jointly(starts) is AllocStatus.OK
     cache.admit_jointly(starts)
     assert cache.device_blocks(first)[:1] == cache.device_blocks(second)[:1]
-    assert cache.is_full
+    assert cache.num_free_tokens == 0
     cache.check([first, second])
 
 
