@@ -96,7 +96,7 @@ def make_gguf(
     name, number = _ARCHITECTURES[config.architectures[0]]
     file = folder / f"{family}-{kind}.gguf"
     writer = gguf.GGUFWriter(file, name, split_max_tensors=parts)
-    _add_config(writer, config)
+    add_config(writer, config)
     _add_tokenizer(writer)
     metadata(writer)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -131,10 +131,7 @@ def make_gguf(
         assert stored_name is not None
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
         dequantized |= zip(of_each, torch.from_numpy(result).unbind(), strict=True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     reference = Path(shutil.copytree(source, folder / "reference"))
     dequantized = {name: tensor.contiguous().clone() for name, tensor in dequantized.items()}
     save_file(dequantized, reference / "model.safetensors", metadata={"format": "pt"})
@@ -179,7 +176,16 @@ def _random_blocks(values: Any, kind: str) -> Any:
     return data
 
 
-def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
+def write(writer: gguf.GGUFWriter) -> None:
+    """Write the file, and close it."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Add the metadata of a model with this configuration of `transformers`."""
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

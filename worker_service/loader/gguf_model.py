@@ -29,55 +29,43 @@ _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 """The models with a sliding window, and with experts, whose architecture is `llama`, too."""
 _WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA_NAMES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_QWEN_EXPERT_NAMES = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.*.gate_proj",
-    "ffn_up_exps": "mlp.experts.*.up_proj",
-    "ffn_down_exps": "mlp.experts.*.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_OTHER_NAMES = {
-    "gemma2": _GEMMA_NAMES,
-    "gemma3_text": _GEMMA_NAMES,
-    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-    "qwen2_moe": _QWEN_EXPERT_NAMES,
-    "qwen3_moe": _QWEN_EXPERT_NAMES,
-    "mixtral": {
-        "ffn_gate_inp": "block_sparse_moe.gate",
-        "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-        "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-        "ffn_down_exps": "block_sparse_moe.experts.*.w2",
-    },
-}
-"""By `model_type`: names that differ from `_LAYER_NAMES`. `*` stands for the expert's index."""
+_TENSORS = """
+all      token_embd           model.embed_tokens
+all      output_norm          model.norm
+all      output               lm_head
+all      attn_norm            input_layernorm
+all      attn_q               self_attn.q_proj
+all      attn_k               self_attn.k_proj
+all      attn_v               self_attn.v_proj
+all      attn_output          self_attn.o_proj
+all      attn_q_norm          self_attn.q_norm
+all      attn_k_norm          self_attn.k_norm
+all      ffn_norm             post_attention_layernorm
+all      ffn_gate             mlp.gate_proj
+all      ffn_up               mlp.up_proj
+all      ffn_down             mlp.down_proj
+gemma    post_attention_norm  post_attention_layernorm
+gemma    ffn_norm             pre_feedforward_layernorm
+gemma    post_ffw_norm        post_feedforward_layernorm
+phi3     attn_qkv             self_attn.qkv_proj
+phi3     ffn_up               mlp.gate_up_proj
+mixtral  ffn_gate_inp         block_sparse_moe.gate
+mixtral  ffn_gate_exps        block_sparse_moe.experts.*.w1
+mixtral  ffn_up_exps          block_sparse_moe.experts.*.w3
+mixtral  ffn_down_exps        block_sparse_moe.experts.*.w2
+qwen     ffn_gate_inp         mlp.gate
+qwen     ffn_gate_exps        mlp.experts.*.gate_proj
+qwen     ffn_up_exps          mlp.experts.*.up_proj
+qwen     ffn_down_exps        mlp.experts.*.down_proj
+qwen     ffn_gate_inp_shexp   mlp.shared_expert_gate
+qwen     ffn_gate_shexp       mlp.shared_expert.gate_proj
+qwen     ffn_up_shexp         mlp.shared_expert.up_proj
+qwen     ffn_down_shexp       mlp.shared_expert.down_proj
+"""
+"""The beginning of `model_type`, a tensor's name in GGUF files, and its name in `transformers`, of
+which later rows take precedence. `*` stands for an expert's index."""
 
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
@@ -137,7 +125,8 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     heads = {}
     if gguf.metadata["general.architecture"] == "llama":
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    names = {**_LAYER_NAMES, **_OTHER_NAMES.get(kind, {})}
+    rows = map(str.split, _TENSORS.strip().splitlines())
+    names = {stored: name for of, stored, name in rows if of == "all" or kind.startswith(of)}
     read_already = _LONG_ROPE.values() if kind == "phi3" else (_ROPE_FREQUENCIES,)
     return {
         part.name: replace(
@@ -152,13 +141,13 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     }
 
 
-def _name(name: str, layer_names: Mapping[str, str]) -> str:
+def _name(stored_name: str, names: Mapping[str, str]) -> str:
     """The name in `transformers`; an unknown name is returned unchanged, and refused later."""
-    match = _LAYER.fullmatch(name)
-    if match and match[2] in layer_names:
-        return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
-    stem, _, kind = name.rpartition(".")
-    return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
+    match = _TENSOR.fullmatch(stored_name)
+    if match is None or match[2] not in names:
+        return stored_name
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{layer}{names[match[2]]}.{match[3]}"
 
 
 def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from benchmarks.quantized_layers import CONFIGS, GROUP_SIZE
 from tests.support.checkpoints import checkpoint
+from tests.support.gguf_files import add_config, write
 from tests.support.peak_memory import measure
 
 HIDDEN, INNER, NUM_LAYERS, VOCAB_SIZE = 768, 2304, 16, 16_384
@@ -134,13 +136,7 @@ def _w8a8(path: Path) -> Path:
 def _gguf(kind: str, path: Path) -> Path:
     file = path.with_suffix(".gguf")
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(512)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(NUM_LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(12)
-    writer.add_head_count_kv(12)
-    writer.add_layer_norm_rms_eps(1e-6)
+    add_config(writer, LlamaConfig(**CONFIG))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, NUM_LAYERS)
     random = np.random.default_rng(0)
 
@@ -161,10 +157,7 @@ def _gguf(kind: str, path: Path) -> Path:
         stored = names.get_name(name, try_suffixes=(".weight",))
         assert stored is not None
         writer.add_tensor(stored, np.ones(HIDDEN, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     return file
 
 
