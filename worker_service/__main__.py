@@ -129,13 +129,10 @@ def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> 
 
 
 async def _run(config: WorkerConfig) -> None:
-    from worker_service.config import ModelConfig
     from worker_service.load_progress import LoadProgress
     from worker_service.service.lifecycle import make_worker
 
-    model = config.model
-    show_bar = model.show_progress if isinstance(model, ModelConfig) else False
-    progress = LoadProgress(show_bar=show_bar)
+    progress = LoadProgress()
     worker = make_worker(config, _executor_of(config, progress), progress)
     worker.handle_signals()
     try:

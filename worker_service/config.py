@@ -207,9 +207,6 @@ class ModelConfig:
     layout: Layout = field(default_factory=Layout)
     """The part of the model to load."""
 
-    show_progress: bool | None = None
-    """Whether to draw a progress bar on stderr; None draws it on a terminal only."""
-
     def __post_init__(self) -> None:
         _expect(bool(self.model), "model", "a directory or a hub id", "an empty string")
         _expect_one_of(DTYPES, "dtype", self.dtype)

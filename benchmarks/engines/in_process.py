@@ -148,7 +148,7 @@ def _model_config(settings: dict[str, Any]) -> ModelConfig:
     names = ("model", "dtype", "device", "threads", "max_model_len")
     names += ("attention_backend", "batch_invariant", "quantization")
     given = {name: settings[name] for name in names if name in settings}
-    return ModelConfig(**given, show_progress=False)
+    return ModelConfig(**given)
 
 
 def _request(

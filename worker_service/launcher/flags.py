@@ -298,7 +298,6 @@ MODEL = ConfigFlags(
     cpu_share=None,
     local_rank=None,
     layout=None,
-    show_progress=None,
 )
 CPU_AFFINITY = flag(
     "cpu_affinity",

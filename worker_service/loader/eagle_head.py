@@ -88,12 +88,7 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | Non
     )
     head = EagleHead(settings, model, context, kernels)
     num_parameters = sum(weight.target.numel() for weight in head.weight_targets())
-    load_weights(
-        head,
-        checkpoint,
-        on_filled=EagerPacking(head),
-        progress=LoadProgress(show_bar=target.config.show_progress),
-    )
+    load_weights(head, checkpoint, on_filled=EagerPacking(head), progress=LoadProgress())
     if copied := list(head.copied_targets()):
         _copy_from_target(copied, target, model)
     head.finish_loading()

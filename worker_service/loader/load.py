@@ -287,7 +287,7 @@ def load_model(
     """
     started = time.monotonic()
     cache = cache or CacheConfig()
-    progress = progress or LoadProgress(show_bar=config.show_progress)
+    progress = progress or LoadProgress()
     device = _device_of(config, cache)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches there, whatever device its tensors are on

@@ -14,7 +14,7 @@ import json, sys
 from worker_service.runner import torch_executor
 from worker_service.config import ModelConfig
 from worker_service.loader import load_model
-load_model(ModelConfig(model="embedded", device="cpu", dtype="float32", show_progress=False))
+load_model(ModelConfig(model="embedded", device="cpu", dtype="float32"))
 print(json.dumps([name for name in {heavy} if name in sys.modules]))
 """
 
