@@ -255,8 +255,9 @@ MIXED = [(2, 59, 60), (1, 0, 1), (0, 13, 33), (3, 0, 4)]
         {},
         pytest.param(OPTIONS["all"], marks=pytest.mark.long),
         {"batch_invariant": True},
+        {"chunk": 16},
     ],
-    ids=["plain", "all", "batch-invariant"],
+    ids=["plain", "all", "batch-invariant", "chunks"],
 )
 def test_a_padded_batch_agrees_whose_decodes_only_the_device_counts(
     options: dict[str, Any], num_decodes: int
@@ -283,14 +284,19 @@ def test_a_padded_batch_agrees_whose_decodes_only_the_device_counts(
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
         for name, value in options.items()
     }
+    chunk = given.pop("chunk", 0)
     output = paged_attention(
         torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 3), value=torch.nan).to(DEVICE),
         cache[:, 1, 0],
         cache[:, 1, 1],
-        on_device(metadata),
+        on_device(metadata).in_chunks(chunk, sequences.shape.block_size),
         scale=0.3,
         **given,
     )
+    if chunk:
+        expected = attended_in_chunks(sequences, parts, chunk, scale=0.3)
+        assert_agrees(output[: len(query)], expected)
+        return
     features = {name: value for name, value in options.items() if name != "batch_invariant"}
     assert_agrees(output[: len(query)], sequences.attend(parts, scale=0.3, **features))
 
