@@ -62,9 +62,9 @@ def logits(loaded: LoadedModel) -> Tensor:
     return PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
 
 
-def assert_same(path: Path, reference: Path) -> None:
+def assert_same(model: Path | LoadedModel, reference: Path) -> None:
     """Logits within rounding, and the same greedy tokens as `transformers` for the reference."""
-    loaded, oracle = load(path), Oracle(reference)
+    loaded, oracle = load(model) if isinstance(model, Path) else model, Oracle(reference)
     driver = PagedDriver(loaded.model)
     tokens = TOKENS + oracle.generate(TOKENS, 12)
     found, expected = driver.run([(0, 0, tokens)])[0], oracle.logits(tokens)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from pagewire_kernels.cpu.linear import NativeWeight
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import make_gguf
+from tests.support.loading import TOKENS, assert_same, load
 from tests.support.paged_driver import PagedDriver
 from tests.support.quantized_checkpoints import AWQ, FP8, NF4
 from tests.support.quantized_files import (
@@ -26,30 +27,14 @@ from tests.support.quantized_files import (
     make_quantized,
 )
 from tests.support.transformers_oracle import Oracle
-from worker_service.config import ModelConfig
 from worker_service.errors import BadCheckpoint
-from worker_service.loader import LoadedModel, load_model
+from worker_service.loader import LoadedModel
 from worker_service.models.transformers_backend.packed import (
     PackedExperts,
     PackedLinear,
 )
 
-TOKENS = list(range(3, 30))
 SHAPE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32}
-
-
-def _load(path: Path, **options: Any) -> LoadedModel:
-    return load_model(ModelConfig(model=str(path), device="cpu", **{"dtype": "float32", **options}))
-
-
-def _assert_same(loaded: LoadedModel, reference: Path) -> None:
-    """Logits within rounding, and the same greedy tokens."""
-    oracle = Oracle(reference)
-    driver = PagedDriver(loaded.model)
-    tokens = TOKENS + oracle.generate(TOKENS, 12)
-    found, expected = driver.run([(0, 0, tokens)])[0], oracle.logits(tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()) + 1e-4)
-    assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
 
 
 def _to_awq(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -112,15 +97,15 @@ def test_all_quantized_weights_stay_packed(
     settings, convert = KINDS[kind]
     path, reference = make_quantized(tmp_path, settings, convert, family=family, **SHAPE)
     with caplog.at_level(logging.INFO):
-        loaded = _load(path)
+        loaded = load(path)
     assert "weights dequantized" not in caplog.text
     bits = _bits(loaded)
     dense = {"lm_head", "shared_expert_gate", "embed_tokens"}
     assert all(found == ({""} if name in dense else {kind}) for name, found in bits.items())
     assert ("experts" in bits) == (family in MOE)
     assert loaded.batch_invariant
-    assert loaded.model.num_parameters == _load(reference).model.num_parameters
-    _assert_same(loaded, reference)
+    assert loaded.model.num_parameters == load(reference).model.num_parameters
+    assert_same(loaded, reference)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +116,7 @@ def test_embeddings_and_heads_of_gguf_files_stay_packed_tied_or_not(
 ) -> None:
     file, reference = make_gguf(family, "Q8_0", tmp_path)
     with caplog.at_level(logging.INFO):
-        loaded = _load(file)
+        loaded = load(file)
     assert "weights dequantized" not in caplog.text
     bits = _bits(loaded)
     assert bits["lm_head"] == bits["embed_tokens"] == {head}
@@ -140,7 +125,7 @@ def test_embeddings_and_heads_of_gguf_files_stay_packed_tied_or_not(
     is_tied = AutoModelForCausalLM.from_pretrained(reference).config.tie_word_embeddings
     assert is_tied == (family == "gemma3")
     assert (tables == [model._head.lm_head.packed.address]) == is_tied
-    _assert_same(loaded, reference)
+    assert_same(loaded, reference)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
@@ -150,13 +135,13 @@ def test_the_log_says_what_is_dequantized(
     settings = {**FP8, "weight_block_size": [8, 8]}
     path, reference = make_quantized(tmp_path, settings, _to_small_blocks, family=family)
     with caplog.at_level(logging.INFO):
-        loaded = _load(path)
+        loaded = load(path)
     stored = load_file(path / "model.safetensors")
     codes = [tensor for tensor in stored.values() if tensor.dtype == torch.float8_e4m3fn]
     message = next(r.getMessage() for r in caplog.records if "weights dequantized" in r.msg)
     num_bytes = 4 * sum(tensor.numel() for tensor in codes)
     assert f"num_tensors={len(codes)} num_bytes={num_bytes} names=model.layers.0." in message
-    _assert_same(loaded, reference)
+    assert_same(loaded, reference)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
@@ -166,7 +151,7 @@ def test_missing_tensors_are_named(family: str, tmp_path: Path) -> None:
     del tensors[next(name for name in tensors if "layers.1" in name and "down_proj" in name)]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadCheckpoint, match=r"(missing|misshapen) tensors: .*layers\.1\."):
-        _load(path)
+        load(path)
 
 
 def test_a_head_in_a_tied_checkpoint_is_read(tmp_path: Path) -> None:
@@ -175,5 +160,5 @@ def test_a_head_in_a_tied_checkpoint_is_read(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     oracle = Oracle(path)
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    found = PagedDriver(_load(path).model).run([(0, 0, TOKENS)])[0]
+    found = PagedDriver(load(path).model).run([(0, 0, TOKENS)])[0]
     torch.testing.assert_close(found, oracle.logits(TOKENS), rtol=1e-4, atol=1e-3)

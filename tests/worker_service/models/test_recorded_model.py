@@ -9,9 +9,8 @@ import torch
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.cpu.recorded_model import RecordedModel
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint
+from tests.support.loading import load
 from tests.support.paged_driver import PagedDriver
-from worker_service.config import ModelConfig
-from worker_service.loader import load_model
 from worker_service.models.native import NativeModel
 
 pytestmark = [
@@ -21,7 +20,7 @@ pytestmark = [
 
 
 def _model(family: str, dtype: str) -> NativeModel:
-    model = load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype=dtype)).model
+    model = load(checkpoint(family), dtype=dtype).model
     assert isinstance(model, NativeModel)
     return model
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.support.checkpoints import NATIVE_FAMILIES, TRANSFORMERS_FAMILIES, VOCAB_SIZE, checkpoint
+from tests.support.loading import load
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle, oracle
-from worker_service.config import ModelConfig
-from worker_service.loader import LoadedModel, load_model
+from worker_service.loader import LoadedModel
 from worker_service.models.native import NativeModel
 from worker_service.models.transformers_backend.model import TransformersModel
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @cache
 def _loaded(family: str, dtype: str = "float32") -> LoadedModel:
-    return load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype=dtype))
+    return load(checkpoint(family), dtype=dtype)
 
 
 def _prompts() -> list[list[int]]:
@@ -128,7 +128,7 @@ def test_any_number_of_decodes_gives_the_same_bits(family: str, num_rows: int) -
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_bfloat16_stays_near_float32(family: str) -> None:
     path = checkpoint(family)
-    model = load_model(ModelConfig(model=str(path), device="cpu", dtype="bfloat16")).model
+    model = load(path, dtype="bfloat16").model
     tokens = _prompts()[-1]
     (logits,) = PagedDriver(model).run([(0, 0, tokens)])
     expected = oracle(path).logits(tokens)

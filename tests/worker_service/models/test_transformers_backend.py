@@ -11,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.batch import StepBatch
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.support.loading import load
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle
-from worker_service.config import ModelConfig
 from worker_service.errors import UnsupportedModel
-from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.trial import try_model
 from worker_service.models.kv_cache_spec import KVCacheSpec
 
@@ -83,12 +82,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-def _load_dummy(path: Path, **options: Any) -> LoadedModel:
-    return load_model(
-        ModelConfig(model=str(path), device="cpu", dtype="float32", load_format="dummy", **options)
-    )
-
-
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_what_cannot_be_served_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
     config_class, settings, feature = REFUSED[architecture]
@@ -96,7 +89,7 @@ def test_what_cannot_be_served_is_refused_by_name(architecture: str, tmp_path: P
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=f"{architecture} cannot be served: .*{feature}"):
-        _load_dummy(tmp_path)
+        load(tmp_path, load_format="dummy")
 
 
 def test_code_that_attends_without_the_interface_is_refused(
@@ -109,7 +102,7 @@ def test_code_that_attends_without_the_interface_is_refused(
     with pytest.raises(
         UnsupportedModel, match=r"GPTNeoXForCausalLM cannot be served: .*attention interface"
     ):
-        _load_dummy(tmp_path)
+        load(tmp_path, load_format="dummy")
 
 
 def test_a_model_that_the_library_does_not_know_is_refused(tmp_path: Path) -> None:
@@ -117,7 +110,7 @@ def test_a_model_that_the_library_does_not_know_is_refused(tmp_path: Path) -> No
     with pytest.raises(
         UnsupportedModel, match="OddLM cannot be served: transformers does not know"
     ):
-        _load_dummy(tmp_path)
+        load(tmp_path, load_format="dummy")
 
 
 @pytest.mark.parametrize(("max_model_len", "prompt_len"), [(48, 40), (200, 60)])
@@ -134,9 +127,7 @@ def test_long_rotary_factors_are_chosen_by_the_length_served(
         "original_max_position_embeddings": 48,
     }
     path = make_checkpoint("phi3", tmp_path, rope_parameters=rope, sliding_window=None)
-    loaded = load_model(
-        ModelConfig(model=str(path), device="cpu", dtype="float32", max_model_len=max_model_len)
-    )
+    loaded = load(path, max_model_len=max_model_len)
     tokens = torch.arange(prompt_len).tolist()
     (logits,) = PagedDriver(loaded.model).run([(0, 0, tokens)])
     torch.testing.assert_close(logits, Oracle(path).logits(tokens), atol=1e-4, rtol=0)
@@ -161,7 +152,7 @@ class _KeepsNumbers(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["gemma2", "olmo2", "phi3"])
 def test_a_forward_pass_copies_nothing_to_the_host(family: str) -> None:
-    loaded = load_model(ModelConfig(model=str(checkpoint(family)), device="cpu", dtype="float32"))
+    loaded = load(checkpoint(family))
     driver = PagedDriver(loaded.model)
     with _KeepsNumbers():
         driver.run([(0, 0, [5, 6, 7]), (1, 0, [8])])
@@ -192,7 +183,7 @@ def test_a_model_that_ignores_positions_is_refused() -> None:
 
 
 def test_the_models_own_head_scales_and_caps_the_logits() -> None:
-    loaded = load_model(ModelConfig(model=str(checkpoint("gemma2")), device="cpu", dtype="float32"))
+    loaded = load(checkpoint("gemma2"))
     hidden = torch.randn(3, 64) * 100
     logits = loaded.model.compute_logits(hidden)
     assert logits.abs().max() <= 7.0  # the checkpoint's final soft cap

@@ -8,12 +8,12 @@ import torch
 
 from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
 from tests.support.checkpoints import checkpoint
+from tests.support.loading import load
 from tests.support.runners import host
 from tests.support.worker_driver import PlanBuilder, Row, column, sampler_params
-from worker_service.config import ModelConfig
 from worker_service.errors import InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import LoadedModel, load_model
+from worker_service.loader import LoadedModel
 from worker_service.service import wire
 
 BLOCK_SIZE = 4
@@ -61,7 +61,7 @@ SAMPLING: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load_model(ModelConfig(model=str(checkpoint("llama")), device="cpu", dtype="float32"))
+    return load(checkpoint("llama"))
 
 
 def kv_of(loaded: LoadedModel, **fields: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.eagle_heads import make_head, write_head
 from tests.support.in_process import InProcessEngine
+from tests.support.loading import load
 from tests.support.rank_threads import ParallelEngine
 from tests.support.speculation import (
     NUM_DRAFTS,
@@ -27,10 +28,10 @@ from tests.support.speculation import (
     loaded_executor,
 )
 from worker_service.array_types import Int64Array
-from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
+from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import load_eagle_head, load_model
+from worker_service.loader import load_eagle_head
 from worker_service.models.eagle import EagleHead
 from worker_service.runner.drafting.drafter import Draft
 from worker_service.runner.drafting.eagle_drafter import EagleDrafter
@@ -313,13 +314,13 @@ def test_a_head_that_does_not_fit_is_refused(
 ) -> None:
     head = make_head(tmp_path)
     change(head)
-    target = load_model(ModelConfig(model=str(checkpoint("llama")), device="cpu", dtype="float32"))
+    target = load(checkpoint("llama"))
     with pytest.raises(error, match=f"^speculative_model: .*{message}"):
         load_eagle_head(str(head), target, CacheConfig())
 
 
 def test_a_target_that_runs_through_transformers_is_refused(tmp_path: Path) -> None:
-    target = load_model(ModelConfig(model=str(checkpoint("phi3")), device="cpu", dtype="float32"))
+    target = load(checkpoint("phi3"))
     with pytest.raises(UnsupportedModel, match="got Phi3ForCausalLM, which runs through"):
         load_eagle_head(str(make_head(tmp_path)), target, CacheConfig())
 
