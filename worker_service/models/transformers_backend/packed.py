@@ -140,6 +140,7 @@ class PackedMixture(nn.Module):
         experts = mixture.experts
         experts.has_bias, experts._apply_gate = False, partial(_gate, experts.act_fn)
         self.experts = PackedExperts(experts, weights_inputs=True)
+        self.packed = self.experts.packed
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """hidden_states: [..., hidden_size]. Returns [num_tokens, hidden_size], and the logits of
@@ -454,16 +455,14 @@ class Packing:
             if isinstance(module, nn.Linear):
                 self._pack_linear(model, name, module.weight, embedding)
                 continue
-            is_mixture = _is_mixture(module)
-            experts = module.experts if is_mixture else module
+            experts = module.experts if _is_mixture(module) else module
             if can_pack(experts.down_proj.dtype, experts.down_proj.device):
                 weights = {part: getattr(experts, part).detach() for part in _EXPERT_PARTS}
-                is_transposed = is_mixture or experts.is_transposed
-                replacement = _replace(model, name)
-                experts = replacement.experts if is_mixture else replacement
+                is_transposed = getattr(experts, "is_transposed", True)
+                packed = _replace(model, name).packed
                 for part, stacked in weights.items():
                     for i, weight in enumerate(stacked.mT if is_transposed else stacked):
-                        experts.packed[part][i] = self._pack_dense(f"{name}.{part}", weight)
+                        packed[part][i] = self._pack_dense(f"{name}.{part}", weight)
 
     def _pack_linear(self, model: Any, name: str, weight: Tensor, embedding: Any) -> None:
         if not can_pack(weight.dtype, weight.device):
