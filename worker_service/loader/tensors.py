@@ -78,7 +78,7 @@ class OpenFiles:
 
 @dataclass(kw_only=True)
 class CheckpointTensor(ABC):
-    """A tensor of a checkpoint, with the methods of a slice of `safe_open`."""
+    """A tensor of a checkpoint, which is read when it is indexed."""
 
     name: str
     """As `transformers` names it in a text model, dense."""
@@ -95,14 +95,6 @@ class CheckpointTensor(ABC):
     def is_quantized(self) -> bool:
         """Whether this is a quantized matrix."""
         return False
-
-    def get_shape(self) -> Shape:
-        """The shape of the tensor."""
-        return self.shape
-
-    def get_dtype(self) -> str:
-        """The format in which it is stored."""
-        return self.type
 
     @abstractmethod
     def __getitem__(self, index: Index) -> Tensor:

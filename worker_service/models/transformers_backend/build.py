@@ -149,9 +149,9 @@ def build_transformers_model(
 ) -> TransformersModel:
     """Build the model in `model_dir` through `transformers`.
 
-    hf_config: content of `config.json`; max_model_len: None for the model's own limit; tensors:
-    slices with the methods of those of `safe_open`, by name; source: their file or folder, named
-    in errors; reader: opens the checkpoint for reading one tensor at a time, given the formats to
+    hf_config: content of `config.json`; max_model_len: None for the model's own limit; tensors: of
+    the checkpoint by name, read when they are indexed; source: their file or folder, named in
+    errors; reader: opens the checkpoint for reading one tensor at a time, given the formats to
     which tensors will be quantized, by name.
 
     Raises UnsupportedModel, naming the feature, if paged attention does not support it;

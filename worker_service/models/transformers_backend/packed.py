@@ -226,12 +226,12 @@ class Packing:
     def plan(self, tensors: Mapping[str, Any], source: Path) -> dict[str, Any]:
         """Choose the tensors that are packed while loading. Returns those left to `transformers`.
 
-        tensors: slices with the methods of those of `safe_open`, by name; source: their file or
-        folder. Raises BadCheckpoint if a tensor of an expert is missing or has another shape;
-        errors of `transformers` do not name it.
+        tensors: by name, read when they are indexed; source: their file or folder. Raises
+        BadCheckpoint if a tensor of an expert is missing or has another shape; errors of
+        `transformers` do not name it.
         """
         quantized = {n: t for n, t in tensors.items() if t.is_quantized}
-        self._sizes = {name: prod(tensor.get_shape()) for name, tensor in quantized.items()}
+        self._sizes = {name: prod(tensor.shape) for name, tensor in quantized.items()}
         sources = self._sources(tensors)
         unknown = sources.keys() - self._weights.keys()
         self.unused = {name for target in unknown for names in sources[target][1] for name in names}
@@ -242,7 +242,7 @@ class Packing:
         for target, (operations, columns) in sources.items():
             stacks = list(zip(*columns, strict=False))
             if self._is_packable(target, operations) and all(
-                self._fits(target, [tensors[name].get_shape() for name in names], columns)
+                self._fits(target, [tensors[name].shape for name in names], columns)
                 for names in stacks
             ):
                 self._stacks[target] = stacks
@@ -289,7 +289,7 @@ class Packing:
                     missing += [name for name in names if name not in tensors]
                 elif not column:
                     missing.append(f"those of a part of {target}")
-                shapes = ((name, tensors[name].get_shape()) for name in column)
+                shapes = ((name, tensors[name].shape) for name in column)
                 misshapen += [
                     f"{name} is {shape}, expected {expected}"
                     for name, shape in shapes
