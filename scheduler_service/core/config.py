@@ -242,6 +242,11 @@ class CacheGroup:
         return self.lifetime is CacheLifetime.GROWING
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether its layers attend to an encoder's output."""
+        return self.lifetime is CacheLifetime.FIXED
+
+    @property
     def has_tokens(self) -> bool:
         """Whether its blocks hold the tokens of a sequence."""
         return self.is_growing or self.span > 0
@@ -254,11 +259,14 @@ class CacheGroup:
             return position // self.span * self.span
         return 0
 
-    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+    def max_blocks(self, num_tokens: int, max_chunk: int, num_source_tokens: int = 0) -> int:
         """Most blocks that a sequence of `num_tokens` tokens has at a time, if its prompt is
-        computed in chunks of up to `max_chunk` tokens; 0: at once."""
+        computed in chunks of up to `max_chunk` tokens; 0: at once. `num_source_tokens`: of the
+        encoder's output that it attends to."""
         if self.is_state:
             return self.num_blocks
+        if self.is_fixed:
+            return -(-num_source_tokens // self.block_tokens)
         num_blocks = -(-num_tokens // self.block_tokens)
         if not self.span or not max_chunk:
             return num_blocks
@@ -300,11 +308,10 @@ class WorkerGroupCapacity:
         for name, minimum in (("num_gpu_blocks", max(1, num_state_blocks)), ("vocab_size", 1)):
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, is {getattr(self, name)}")
-        allowed = (CacheLifetime.GROWING, *_SPANNING, CacheLifetime.STATE)
-        lifetimes = [group.lifetime for group in self.cache_groups]
-        if not lifetimes or not set(lifetimes) <= set(allowed):
-            found = ", ".join(lifetimes) or "none"
-            raise ValueError(f"cache_groups must be {', '.join(allowed)}, are {found}")
+        if all(group.is_fixed for group in self.cache_groups):
+            needed = ", ".join(lifetime for lifetime in CacheLifetime if lifetime != "fixed")
+            found = ", ".join(group.lifetime for group in self.cache_groups) or "none"
+            raise ValueError(f"cache_groups must include one of {needed}, are {found}")
         if self.num_cpu_blocks < 0:
             raise ValueError(f"num_cpu_blocks must be at least 0, is {self.num_cpu_blocks}")
         if not 0 <= self.num_speculative_tokens <= MAX_LOOKAHEAD:
@@ -336,30 +343,48 @@ class WorkerGroupCapacity:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens of the longest sequence that fits in the device's blocks."""
-        return _longest_sequence(self.num_gpu_blocks, self.cache_groups, self.max_chunk_tokens)
+        """Tokens of the longest sequence that fits in the device's blocks, without a source."""
+        return self.num_cache_tokens_beside(0)
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether the model attends to an encoder's output, the *source* of a sequence."""
+        return any(group.is_fixed for group in self.cache_groups)
+
+    def num_cache_tokens_beside(self, num_source_tokens: int) -> int:
+        """Tokens of the longest sequence that fits together with its source; below 0 if the source
+        alone does not fit."""
+        sizes = self.num_gpu_blocks, self.cache_groups, self.max_chunk_tokens
+        return _longest_sequence(*sizes, num_source_tokens if self.reads_sources else 0)
 
     @property
     def size(self) -> tuple[int, tuple[CacheGroup, ...], int]:
         """Equal for worker groups that can hold the same requests."""
         return self.num_gpu_blocks, self.cache_groups, self.max_model_len
 
-    def kv_quota(self, num_tokens: int) -> int:
+    def kv_quota(self, num_tokens: int, num_source_tokens: int) -> int:
         """What a sequence of `num_tokens` tokens counts against `TenantConfig.max_kv_blocks`: the
         most blocks that it has at a time."""
-        return _max_blocks(self.cache_groups, num_tokens, self.max_chunk_tokens)
+        return _max_blocks(self.cache_groups, num_tokens, self.max_chunk_tokens, num_source_tokens)
 
 
-def _max_blocks(groups: tuple[CacheGroup, ...], num_tokens: int, max_chunk: int) -> int:
-    return sum(group.max_blocks(num_tokens, max_chunk) for group in groups)
+def _max_blocks(
+    groups: tuple[CacheGroup, ...], num_tokens: int, max_chunk: int, num_source_tokens: int = 0
+) -> int:
+    return sum(group.max_blocks(num_tokens, max_chunk, num_source_tokens) for group in groups)
 
 
 @lru_cache(maxsize=1024)
-def _longest_sequence(num_blocks: int, groups: tuple[CacheGroup, ...], max_chunk: int) -> int:
+def _longest_sequence(
+    num_blocks: int, groups: tuple[CacheGroup, ...], max_chunk: int, num_source_tokens: int
+) -> int:
     """Most tokens that need no more than `num_blocks` blocks; they need more with every token, up
     to the limit of windows."""
-    lengths = range(_UNLIMITED + 1)
-    return bisect_right(lengths, num_blocks, key=lambda n: _max_blocks(groups, n, max_chunk)) - 1
+
+    def num_needed(num_tokens: int) -> int:
+        return _max_blocks(groups, num_tokens, max_chunk, num_source_tokens)
+
+    return bisect_right(range(_UNLIMITED + 1), num_blocks, key=num_needed) - 1
 
 
 def check_capacity(config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:

@@ -43,6 +43,12 @@ class ContextPart:
 Context: TypeAlias = tuple[ContextPart, ...]
 
 
+def num_source_tokens(context: Context) -> int:
+    """Tokens of a request's media, which are those of its *source* where a model attends to the
+    output of an encoder."""
+    return sum(part.length for part in context if part.kind is ContextKind.MEDIA)
+
+
 def tenant_context(name: str) -> Context:
     """The salt of a tenant: no client's salt has its digest, because those have another domain."""
     digest = hashlib.blake2b(name.encode(), digest_size=DIGEST_BYTES, person=b"tenant").digest()

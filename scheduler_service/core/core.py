@@ -343,7 +343,7 @@ class SchedulerCore:
     def _fail_unroutable(self, model: ServedModel, now: float) -> None:
         """End requests that no worker group, present or expected back, is large enough for."""
         for seq_group in model.recovery.unroutable(model.capacities()):
-            caches = [capacity.num_cache_tokens for capacity in model.capacities()]
+            caches = list(map(seq_group.num_cache_tokens, model.capacities()))
             too_small = [cache for cache in caches if cache < seq_group.max_known_tokens]
             tokens = max(seq_group.placement.exceeded_tokens, *too_small, 0)
             error = GenerationFailed(

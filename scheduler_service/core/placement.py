@@ -17,6 +17,8 @@ class Placement:
     """Whether it was routed there because it may preempt others to find room."""
     kv_quota: int = 0
     """What it counts against its tenant's limit on KV memory while it is in a worker group."""
+    num_cache_tokens: int = 0
+    """Tokens of the longest of its sequences that the cache of its worker group can hold."""
     exceeded_tokens: int = 0
     """Tokens of the largest KV cache that it did not fit: only larger ones can hold it."""
     arithmetic: str = ""
@@ -29,10 +31,10 @@ class Placement:
     """Worker groups that had no room for it, by id, with their `num_changes` at that time. They are
     asked again only after that number, or the request, has changed."""
 
-    def place(self, tenant: TenantUsage, kv_quota: int) -> None:
+    def place(self, tenant: TenantUsage, kv_quota: int, num_cache_tokens: int) -> None:
         """End its wait: it goes to a worker group, where it may need `kv_quota`."""
         self.is_placed = self.was_placed = True
-        self.kv_quota = kv_quota
+        self.kv_quota, self.num_cache_tokens = kv_quota, num_cache_tokens
         tenant.kv_quota += kv_quota
         self.awaits = self.until_us = None
         self.refusals = {}

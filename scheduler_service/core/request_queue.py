@@ -70,6 +70,8 @@ class WaitingQueue:
         self._heap: RemovableHeap[SequenceGroup] = RemovableHeap()
         self._skipped: dict[SequenceGroup, None] = {}
         self._sizes: dict[SequenceGroup, tuple[int, int]] = {}
+        self.num_source_tokens = 0
+        """Tokens of the sources of all groups."""
         self.num_tokens = 0
         """Prompt tokens of all groups."""
         self.num_sequences = 0
@@ -104,6 +106,7 @@ class WaitingQueue:
         size = self._sizes[seq_group] = (seq_group.num_prompt_tokens, len(seq_group.waiting()))
         seq_group.tenant.num_queued_tokens += size[0]
         self.num_tokens += size[0]
+        self.num_source_tokens += seq_group.num_source_tokens
         self.num_sequences += size[1]
 
     def discard(self, seq_group: SequenceGroup) -> None:
@@ -117,6 +120,7 @@ class WaitingQueue:
         num_tokens, num_sequences = self._sizes.pop(seq_group)
         seq_group.tenant.num_queued_tokens -= num_tokens
         self.num_tokens -= num_tokens
+        self.num_source_tokens -= seq_group.num_source_tokens
         self.num_sequences -= num_sequences
 
     def skip(self, head: SequenceGroup) -> None:

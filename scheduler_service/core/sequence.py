@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 from scheduler_service.core.config import WorkerGroupCapacity
-from scheduler_service.core.context import Context
+from scheduler_service.core.context import Context, num_source_tokens
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
 from scheduler_service.core.placement import Placement, WorkerLosses
 from scheduler_service.core.request import EngineOutputs, Request
@@ -437,9 +437,12 @@ class SequenceGroup:
     """The error with which it failed, if it did."""
     num_prompt_tokens: int = field(init=False)
     """Tokens of the prompt."""
+    num_source_tokens: int = field(init=False)
+    """Tokens of its source, to which its tokens attend if the model has an encoder."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.num_source_tokens = num_source_tokens(self.request.context)
 
     @property
     def context(self) -> Context:
@@ -501,7 +504,8 @@ class SequenceGroup:
     def max_kv_quota(self, capacity: WorkerGroupCapacity) -> int:
         """What the memory that its sequences can need in a worker group counts against its tenant's
         limit, even if the group has less; what they share counts once per sequence."""
-        return self.num_unfinished * capacity.kv_quota(self.max_length(capacity) - 1)
+        num_tokens = self.max_length(capacity) - 1
+        return self.num_unfinished * capacity.kv_quota(num_tokens, self.num_source_tokens)
 
     def max_output_tokens(self, capacity: WorkerGroupCapacity) -> int:
         """Maximum number of tokens of each sequence's output in a worker group."""
@@ -513,7 +517,12 @@ class SequenceGroup:
         is_served = self.request.work.kind in capacity.work_kinds
         is_allowed = self.tenant.may_ever_hold(self.max_kv_quota(capacity))
         num_tokens = max(self.max_known_tokens, self.placement.exceeded_tokens + 1)
-        return is_served and is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
+        is_in_cache = num_tokens <= self.num_cache_tokens(capacity)
+        return is_served and is_in_model and is_allowed and is_in_cache
+
+    def num_cache_tokens(self, capacity: WorkerGroupCapacity) -> int:
+        """Tokens of the longest of its sequences that a worker group's cache can hold."""
+        return capacity.num_cache_tokens_beside(self.num_source_tokens)
 
     def max_length(self, capacity: WorkerGroupCapacity) -> int:
         """Maximum number of tokens that it requests and that a worker group's model allows."""
@@ -521,7 +530,7 @@ class SequenceGroup:
 
     def reach(self, capacity: WorkerGroupCapacity) -> int:
         """Maximum length of one of its sequences in a worker group's cache, if alone there."""
-        return min(self.max_length(capacity), capacity.num_cache_tokens + 1)
+        return min(self.max_length(capacity), self.num_cache_tokens(capacity) + 1)
 
     def unfinished(self) -> Iterator[Sequence]:
         """Its sequences that have not ended."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from pagewire.v1 import sampling_pb2
+from pagewire.v1 import context_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.support.waiting import until
@@ -27,6 +27,7 @@ def submission(
     generated: Mapping[int, Sequence[int]] | None = None,
     max_hold_ms: int = 0,
     pooling: sampling_pb2.PoolingParams | None = None,
+    context: Sequence[context_pb2.ContextPart] = (),
 ) -> pb.Submit:
     """A request for greedy tokens, or for a vector; its id is made of frontend and handle."""
     submit = pb.Submit(
@@ -35,6 +36,7 @@ def submission(
         model=model,
         prompt_token_ids=array("i", prompt).tobytes(),
         timeout_us=None if timeout_s is None else round(timeout_s * 1e6),
+        context=context,
         generation=pb.Generation(
             num_choices=num_choices,
             max_tokens=max_tokens,

@@ -25,7 +25,7 @@ from scheduler_service.core.beam_search import BeamParams
 from scheduler_service.core.config import CacheGroup, WorkKind
 from scheduler_service.core.request import Generation, Pooling, PoolingType
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
-from tests.support.promises import Promises
+from tests.support.promises import Promises, num_cache_tokens
 from tests.support.records import ChoiceRecord, RequestRecord, resumed
 from tests.support.symbolic_worker import (
     VECTOR_SIZE,
@@ -130,9 +130,8 @@ class CoreDriver:
             max_model_len=capacity.max_model_len,
         )
         self.links[capacity.worker_group_id] = WorkerLink(capacity, worker)
-        promises, num_tokens = self.promises, capacity.num_cache_tokens
-        promises.max_model_len = capacity.max_model_len
-        promises.least_cache_tokens = min(promises.least_cache_tokens, num_tokens)
+        self.promises.max_model_len = capacity.max_model_len
+        self.promises.workers.append(capacity)
 
     def lose_worker_group(self, group_id: str) -> None:
         """A worker dies, and with it the results that are on the wire."""
@@ -381,7 +380,9 @@ class CoreDriver:
                 longest = prompt + max(len(choice.tokens) for choice in record.choices)
                 if record.request.work.beam_search is not None:  # none of its tokens are reported
                     longest = capacity.max_model_len * record.request.work.beam_search.width
-                fits = prompt < capacity.max_model_len and longest <= capacity.num_cache_tokens
+                fits = prompt < capacity.max_model_len and longest <= num_cache_tokens(
+                    record, capacity
+                )
                 assert not fits or capacity.model != record.request.model, "it waits for nothing"
 
     # What frontends see.

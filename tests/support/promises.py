@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from scheduler_service.core import RequestTimings, SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.context import num_source_tokens
 from scheduler_service.core.request import Pooling, PoolingType
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import undisturbed, undisturbed_beams, undisturbed_vector
@@ -19,8 +20,8 @@ class Promises:
         """Prompt tokens of finished requests that were found in prefix caches."""
         self.max_model_len = 0
         """Of all workers; they serve the same model."""
-        self.least_cache_tokens = 2**31
-        """Of all workers there ever were."""
+        self.workers: list[WorkerGroupCapacity] = []
+        """All there ever were."""
         self._config = config
         self._capacities = capacities
 
@@ -107,14 +108,20 @@ class Promises:
             assert record.num_lone_losses >= self._config.max_worker_losses - 1
         if record.error.reason == "KV_CACHE_TOO_SMALL":
             longest = len(record.request.prompt_token_ids) + max(lengths)
-            assert longest > self.least_cache_tokens
+            assert longest > min(num_cache_tokens(record, worker) for worker in self.workers)
 
     def _most_cache_tokens(self, record: RequestRecord) -> int:
         """Of the groups there are in which a request can have all the tokens that it asks for."""
         model = record.request.model
         groups = [group for group in self._capacities() if group.model == model]
         longest = max(group.max_model_len for group in groups)
-        return max(group.num_cache_tokens for group in groups if group.max_model_len == longest)
+        groups = [group for group in groups if group.max_model_len == longest]
+        return max(num_cache_tokens(record, group) for group in groups)
+
+
+def num_cache_tokens(record: RequestRecord, capacity: WorkerGroupCapacity) -> int:
+    """Tokens of the longest sequence of a request that a worker can hold."""
+    return capacity.num_cache_tokens_beside(num_source_tokens(record.request.context))
 
 
 def _check_timings(record: RequestRecord, timings: RequestTimings, now: float) -> None:

@@ -34,6 +34,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.beam_search import BeamParams, BeamSearch
 from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.context import ContextKind, num_source_tokens
 from scheduler_service.core.step_plan import RowOutput
 
 History = bytes
@@ -157,12 +158,19 @@ class WorkerSequence:
     num_computed: int
     context: tuple[ContextPart, ...] = ()
     pooling: PoolingParams | None = None
+    reads_source: bool = False
+
+    @property
+    def media(self) -> bytes:
+        """What an encoder reads."""
+        return b"".join(part.packed() for part in self.context if part.kind is ContextKind.MEDIA)
 
     def content(self, position: int) -> History:
-        """What the slot of a position holds: the history and the parts that affect it, salts too.
-        Tokens depend on the history alone."""
+        """What the slot of a position holds: the history and the parts that affect it, salts too,
+        and with a source all media. Tokens depend on the history alone."""
         parts = sorted(part for part in self.context if part.start <= position)
-        return self.histories[position] + b"".join(part.packed() for part in parts)
+        content = self.histories[position] + b"".join(part.packed() for part in parts)
+        return content + self.media if self.reads_source else content
 
     @property
     def output(self) -> RowOutput:
@@ -330,6 +338,7 @@ class SymbolicWorker:
             tables=self._tables(new),
             num_computed=new.num_computed_tokens,
             context=new.context,
+            reads_source=any(group.is_fixed for group in self.cache_groups),
         )
         if new.parent_seq_id is not None:
             self._inherit(seq, new)
@@ -366,7 +375,7 @@ class SymbolicWorker:
     def _check_exclusive(self, seq: WorkerSequence) -> None:
         """Blocks that hold no computed prefix must be nobody else's."""
         for group, table in zip(self.cache_groups, seq.tables, strict=True):
-            if group.is_state and seq.num_computed:
+            if not group.has_tokens and seq.num_computed:
                 continue  # what a row then writes to is checked
             first = -(-seq.num_computed // max(1, group.block_tokens))
             for block in (block for index, block in table.items() if index >= first):
@@ -386,6 +395,8 @@ class SymbolicWorker:
         for number, group in enumerate(self.cache_groups):
             if group.is_state and seq.num_computed:
                 last = max(last, self._read_state(seq, number))
+            if group.is_fixed and seq.num_computed:
+                last = max(last, self._read_source(seq, number))
             positions = range(group.first_needed(seq.num_computed), seq.num_computed)
             for position in positions if group.has_tokens else ():
                 slot = self._slot(seq, number, position)
@@ -422,6 +433,7 @@ class SymbolicWorker:
         for seq_id, group, index, block in grouped(plan.block_updates, 4):
             require(0 <= group < len(self.cache_groups), f"there is no group {group}")
             self._check_block(block)
+            require(not self.cache_groups[group].is_fixed, f"the source of {seq_id} changes")
             seq = self.sequences.get(seq_id)
             require(seq is not None, f"block update for unknown sequence {seq_id}")
             assert seq is not None
@@ -478,6 +490,11 @@ class SymbolicWorker:
             for number, group in enumerate(self.cache_groups):
                 if group.is_state and 0 < start < end:
                     self._read_state(seq, number)
+                if group.is_fixed and start == 0 < end:
+                    for slot, content in self._source(seq, number):
+                        self._write_at(seq, slot, content, sharers)
+                if group.is_fixed and start < end:
+                    self._read_source(seq, number)
             for position in range(start, end):
                 self._write_slot(seq, position, seq.content(position), sharers)
             if end > start:
@@ -530,6 +547,26 @@ class SymbolicWorker:
             for index in range(group.num_blocks):
                 content = _kv(number, bytes([index]) + seq.content(end - 1))
                 self._write_at(seq, (seq.tables[number][index], 0), content, sharers)
+
+    def _source(self, seq: WorkerSequence, number: int) -> Iterable[tuple[Slot, History]]:
+        """Where a sequence has its source, and what it is."""
+        tokens, length = self.cache_groups[number].block_tokens, num_source_tokens(seq.context)
+        table = seq.tables[number]
+        wanted = [*range(-(-length // tokens))]
+        require([*table] == wanted, f"{seq.seq_id} has entries {[*table]} for {length} tokens")
+        for place in range(length):
+            content = _kv(number, seq.media + place.to_bytes(2, "little"))
+            yield (table[place // tokens], place % tokens), content
+
+    def _read_source(self, seq: WorkerSequence, number: int) -> int:
+        """Check a sequence's source; returns the step that computed it."""
+        last = 0
+        for (block, offset), wanted in self._source(seq, number):
+            require(block not in self.arriving, f"{seq.seq_id} reads {block} too early")
+            found, step = self.cache.get((block, offset), (None, 0))
+            require(found == wanted, f"{seq.seq_id} finds another source in block {block}")
+            last = max(last, step)
+        return last
 
     def _read_state(self, seq: WorkerSequence, number: int) -> int:
         """Check the state after a sequence's computed tokens; returns the step that computed it."""

@@ -12,6 +12,7 @@ from scheduler_service import attempts
 from scheduler_service.core.admission.deadlines import check_deadline
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
+from scheduler_service.core.context import ContextKind
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_queue import AnyQueue
 from scheduler_service.core.request_timing import to_us
@@ -79,6 +80,10 @@ def _refusal_by(
         return InvalidArgument(
             "prompt", f"token ids must be below the model's {capacity.vocab_size}"
         )
+    for index, part in enumerate(request.context):
+        if part.kind is ContextKind.MEDIA and part.length == 0 and capacity.reads_sources:
+            expected = "must be the number of tokens of the encoder's output, is 0"
+            return InvalidArgument(f"context[{index}].length", expected)
     error = None
     # A continued request may wait for the worker group that held it, so it is not too long until
     # that wait is over. If it has output, it then fails with another error.
@@ -121,14 +126,18 @@ def _too_long_error(
     # A sequence's last token is never computed: one that ends with its next token needs no slots
     # beyond those of its known tokens.
     num_tokens = seq_group.max_known_tokens if seq_group.num_unfinished else 0
-    if num_tokens > capacity.num_cache_tokens:
+    num_cache_tokens = seq_group.num_cache_tokens(capacity)
+    if num_tokens > num_cache_tokens:
+        num_source = seq_group.num_source_tokens if capacity.reads_sources else 0
+        source = f" beside the {num_source} tokens of the request's media" if num_source else ""
         return PromptTooLong(
             f"the prompt's {num_tokens} tokens do not fit the KV cache of "
-            f"{capacity.num_cache_tokens}",
+            f"{max(0, num_cache_tokens)}{source}",
             reason="PROMPT_LARGER_THAN_CACHE",
             details=details
             | {
-                "num_cache_tokens": capacity.num_cache_tokens,
+                "num_cache_tokens": max(0, num_cache_tokens),
+                "num_source_tokens": num_source,
                 "num_gpu_blocks": capacity.num_gpu_blocks,
                 "block_size": capacity.block_size,
             },

@@ -20,19 +20,22 @@ class BlockDemand:
         self.per_row = self.per_token + self.per_fork
         """The same, with those of a copy of its states."""
 
-    def of(self, num_tokens: int, num_forks: int = 0) -> int:
-        """Most blocks that a sequence of `num_tokens` tokens has at a time, and its forks at
-        first."""
-        num_blocks = sum(group.max_blocks(num_tokens, self._max_chunk) for group in self._groups)
-        return num_blocks + num_forks * self.per_fork
+    def of(self, num_tokens: int, num_source_tokens: int, num_forks: int = 0) -> int:
+        """Most blocks that a sequence of `num_tokens` tokens, with a source, has at a time, and its
+        forks at first."""
+        sizes = num_tokens, self._max_chunk, num_source_tokens
+        return sum(group.max_blocks(*sizes) for group in self._groups) + num_forks * self.per_fork
 
-    def of_all(self, num_tokens: int, count: int) -> int:
+    def of_all(self, num_tokens: int, num_source_tokens: int, count: int) -> int:
         """Blocks of `count` sequences with `num_tokens` tokens in all, and to grow."""
-        mean = -(-num_tokens // max(1, count))
+        mean, mean_source = (-(-n // max(1, count)) for n in (num_tokens, num_source_tokens))
         numbers = (
-            min(group.max_blocks(num_tokens, 0), count * group.max_blocks(mean, self._max_chunk))
+            min(
+                group.max_blocks(num_tokens, 0, num_source_tokens),
+                count * group.max_blocks(mean, self._max_chunk, mean_source),
+            )
             for group in self._groups
-            if group.has_tokens
+            if not group.is_state
         )
         return sum(numbers) + count * (self.per_token + self.per_fork)
 
@@ -54,7 +57,7 @@ class BlockDemand:
                 numbers.append(group.num_blocks * (1 + num_forks))
                 continue
             shared = [block >= 0 and is_shared(block) for block in found.full]
-            end = -(-num_tokens // group.block_tokens)
+            end = group.max_blocks(num_tokens, 0, hit.num_source_tokens)
             if not group.span:
                 numbers.append(end - sum(shared))
                 continue
@@ -63,14 +66,15 @@ class BlockDemand:
             numbers.append(max(number, -(-num_upfront // group.block_tokens) - first))
         return numbers
 
-    def hit_of(self, num_tokens: int) -> PrefixHit:
+    def hit_of(self, num_tokens: int, num_source_tokens: int) -> PrefixHit:
         """A hit of `num_tokens` tokens, which fill blocks in every group; its blocks stand for
         others. States are not among them."""
         groups = []
         for group in self._groups:
-            if not group.has_tokens:
+            if group.is_state:
                 groups.append(GroupHit())
                 continue
             first = group.first_needed(num_tokens) // group.block_tokens
-            groups.append(GroupHit(first, [0] * (num_tokens // group.block_tokens - first)))
-        return PrefixHit(num_tokens, groups)
+            end = group.max_blocks(num_tokens, 0, num_source_tokens)
+            groups.append(GroupHit(first, [0] * (end - first)))
+        return PrefixHit(num_tokens, groups, num_source_tokens)

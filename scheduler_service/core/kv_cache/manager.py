@@ -53,7 +53,7 @@ class KVCacheManager(DeviceTables):
 
     def __init__(self, config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:
         groups = capacity.cache_groups
-        self.tokens_per_unit = key_tokens(group.block_tokens for group in groups)
+        self.tokens_per_unit = key_tokens(g.block_tokens for g in groups if g.has_tokens)
         """Tokens that are found together."""
         self.host = HostCache(capacity.num_cpu_blocks)
         super().__init__(capacity, config.watermark, self.host.keep)
@@ -86,12 +86,15 @@ class KVCacheManager(DeviceTables):
         *,
         num_waiting_tokens: int,
         num_waiting: int,
+        num_waiting_source_tokens: int = 0,
         num_forks: int = 0,
     ) -> float:
         """The share of the memory in use that must be freed before a sequence of `num_tokens`
         tokens, and `num_forks` that share them, can be admitted after `num_waiting` groups with
-        `num_waiting_tokens` tokens; 0 or less if none."""
-        num_promised = self._demand.of_all(num_waiting_tokens, num_waiting)
+        `num_waiting_tokens` tokens, and these tokens of sources; 0 or less if none."""
+        num_promised = self._demand.of_all(
+            num_waiting_tokens, num_waiting_source_tokens, num_waiting
+        )
         num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used, num_forks=num_forks))
         num_short = self._num_short(num_new, num_promised)
         return num_short / max(1, self.device.num_blocks - self.device.num_free_blocks)
@@ -128,6 +131,8 @@ class KVCacheManager(DeviceTables):
         if held is None or not self._prefixes.is_enabled or end <= held.num_offered:
             return
         keys = self._prefixes.keys(seq, end)
+        if not held.num_offered:
+            self._offer_source(seq, held)
         for number, tokens in self._block_tokens.items():
             table, num_units = held.tables[number], tokens // self.tokens_per_unit
             first = max(held.num_offered // num_units, table.first)  # others have been released
@@ -141,6 +146,11 @@ class KVCacheManager(DeviceTables):
         if held.saved:
             self._states.confirm(seq, held)
 
+    def _offer_source(self, seq: CacheableSequence, held: SequenceTables) -> None:
+        for number, keys in self._prefixes.source_keys(seq).items():
+            for block, key in zip(held.tables[number].blocks, keys, strict=True):
+                self.device.cached.add(block, Contents(number, (key,), is_full=True))
+
     def confirm_plan(self, plan: int) -> None:
         """Let the states be found that ended sequences have left: a plan's result is in."""
         self._states.confirm_plan(plan)
@@ -152,15 +162,16 @@ class KVCacheManager(DeviceTables):
             held.is_withdrawn = True
         self._states.withdraw(seq)
         keys = {*seq.prefix_keys[self.tokens_per_unit], self._prefixes.root(seq)}
+        keys.update(*self._prefixes.source_keys(seq).values())
         for pool in (self.device, self.host.pool):
             for block in pool.cached.blocks_with(keys):
                 pool.forget(block)
 
     # Admission.
 
-    def max_forks(self, num_tokens: int) -> int:
+    def max_forks(self, num_tokens: int, num_source_tokens: int) -> int:
         """Most sequences that can fork from one of `num_tokens` tokens, if they are alone."""
-        num_blocks = self.device.num_blocks - self._demand.of(num_tokens)
+        num_blocks = self.device.num_blocks - self._demand.of(num_tokens, num_source_tokens)
         return max(0, num_blocks // max(1, self._demand.per_fork))
 
     def can_admit(
@@ -169,7 +180,7 @@ class KVCacheManager(DeviceTables):
         """Whether a sequence of `num_tokens` tokens, and `num_forks` that will share them, can be
         admitted once others have freed as much memory. Some stays reserved for running sequences,
         if there are any."""
-        if self._demand.of(num_tokens, num_forks) > self.device.num_blocks:
+        if self._demand.of(num_tokens, hit.num_source_tokens, num_forks) > self.device.num_blocks:
             return AllocStatus.NEVER
         num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used, num_forks=num_forks))
         return self._can_provide(num_new, -memory_freed)
@@ -208,7 +219,8 @@ class KVCacheManager(DeviceTables):
             shared = [(n, s.seq) for n, s in commons if not self.has_states or n > s.num_tokens]
             num_tokens, source = max(shared, key=lambda pair: pair[0], default=(0, None))
             if num_tokens > hit.num_tokens:
-                starts.append(JointStart(seq, no_hit(len(self.groups)), source, num_tokens))
+                none = no_hit(len(self.groups), hit.num_source_tokens)
+                starts.append(JointStart(seq, none, source, num_tokens))
             else:
                 starts.append(JointStart(seq, hit, None, hit.num_tokens))
         return starts
@@ -228,7 +240,7 @@ class KVCacheManager(DeviceTables):
         for start in starts:
             hit = start.hit
             if start.source is not None:
-                hit = self._demand.hit_of(start.num_tokens)
+                hit = self._demand.hit_of(start.num_tokens, hit.num_source_tokens)
             upfront = _num_upfront(start.seq, starts)
             length = start.seq.length
             num_blocks += sum(self._demand.after(length, hit, lambda _: True, num_upfront=upfront))
@@ -245,7 +257,7 @@ class KVCacheManager(DeviceTables):
         for start in starts:
             hit = start.hit
             if start.source is not None:
-                hit = self._hit_in(start.source, start.num_tokens)
+                hit = self._hit_in(start.source, start.num_tokens, hit.num_source_tokens)
             self._allocate(start.seq, hit, taken, moves, _num_upfront(start.seq, starts))
             if start.source is not None and self._state_groups:
                 branch = start.num_tokens, start.seq.seq_id
@@ -253,14 +265,15 @@ class KVCacheManager(DeviceTables):
         self.device.release(found)
         return moves
 
-    def _hit_in(self, seq: CacheableSequence, num_tokens: int) -> PrefixHit:
+    def _hit_in(self, seq: CacheableSequence, num_tokens: int, num_source_tokens: int) -> PrefixHit:
         """The first tokens of a sequence, which fill blocks in every group, to share them with
         another one. They may still have to be computed."""
         hits, tables = [], self._tables[seq.seq_id].tables
-        for table, hit in zip(tables, self._demand.hit_of(num_tokens).groups, strict=True):
+        shape = self._demand.hit_of(num_tokens, num_source_tokens)
+        for table, hit in zip(tables, shape.groups, strict=True):
             first = hit.first - table.first if hit.blocks else 0
             hits.append(GroupHit(hit.first, table.blocks[first : first + len(hit.blocks)]))
-        return PrefixHit(num_tokens, hits)
+        return PrefixHit(num_tokens, hits, num_source_tokens)
 
     def _allocate(
         self,
@@ -284,8 +297,9 @@ class KVCacheManager(DeviceTables):
         for group, found, number in zip(self.groups, hit.groups, numbers, strict=True):
             table = Table(found.first, self._begin(found, taken, moves))
             held.tables.append(table)
-            if group.is_state:
-                table.blocks += pool.allocate(group.num_blocks - len(table.blocks))
+            if not group.has_tokens:
+                end = group.max_blocks(0, 0, hit.num_source_tokens)
+                table.blocks += pool.allocate(end - len(table.blocks))
                 continue
             end = -(-(num_upfront if group.span else seq.length) // group.block_tokens)
             table.blocks += pool.allocate(max(0, end - table.end))

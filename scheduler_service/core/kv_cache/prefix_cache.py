@@ -17,11 +17,13 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.context import num_source_tokens
 from scheduler_service.core.kv_cache.block_pool import BlockKey, CachedBlocks, Contents, Tail
-from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
+from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import (
     CacheableSequence,
     root_key,
+    source_keys,
     tail_key,
     unit_keys,
 )
@@ -160,6 +162,7 @@ class PrefixCache:
         self.unit = unit
         self._seed = seed
         self._states = [number for number, group in enumerate(groups) if group.is_state]
+        self._sources = [(number, group) for number, group in enumerate(groups) if group.is_fixed]
         self._unconfirmed: dict[CacheableSequence, None] = {}
         """Sequences whose first tokens were being computed when the last one was admitted."""
         self._boundaries: dict[CacheableSequence, list[int]] = {}
@@ -177,9 +180,29 @@ class PrefixCache:
         if len(keys) > limit // self.unit:
             keys = keys[: limit // self.unit]
         if self._states:
-            return self._find_state(seq, limit, keys, pools, multiple)
-        matches = self._matches(keys, pools)
-        return self._hit(matches, _common_end(matches, len(keys) * self.unit, multiple))
+            hit = self._find_state(seq, limit, keys, pools, multiple)
+        else:
+            matches = self._matches(keys, pools)
+            hit = self._hit(matches, _common_end(matches, len(keys) * self.unit, multiple))
+        return self._with_source(seq, hit, pools) if self._sources else hit
+
+    def _with_source(
+        self, seq: CacheableSequence, hit: PrefixHit, pools: Sequence[CachedBlocks]
+    ) -> PrefixHit:
+        """A hit with the source that its rows read. As the row at position 0 writes that, it is
+        either found with the first tokens, or computed with them."""
+        hits = list(hit.groups)
+        for number, keys in self.source_keys(seq).items() if hit.num_tokens else ():
+            blocks = [block for key in keys for block in _entry(number, key, pools)]
+            if len(blocks) < len(keys):
+                return no_hit(len(hits), num_source_tokens(seq.context))
+            hits[number] = GroupHit(0, blocks)
+        return PrefixHit(hit.num_tokens, hits, num_source_tokens(seq.context))
+
+    def source_keys(self, seq: CacheableSequence) -> dict[int, list[BlockKey]]:
+        """By group: the keys of the blocks of a sequence's source."""
+        sizes = {n: g.max_blocks(0, 0, num_source_tokens(seq.context)) for n, g in self._sources}
+        return {n: source_keys(self.root(seq), size, self._seed) for n, size in sizes.items()}
 
     def _matches(
         self, keys: Sequence[BlockKey], pools: Sequence[CachedBlocks]
@@ -265,7 +288,7 @@ class PrefixCache:
 
     def root(self, seq: CacheableSequence) -> BlockKey:
         """The key before a sequence's first unit."""
-        return root_key(seq.context, self._seed)
+        return root_key(seq.context, self._seed, reads_source=bool(self._sources))
 
     def is_to_come(
         self,

@@ -44,6 +44,8 @@ class PrefixHit:
     num_tokens: int
     """On device and host together."""
     groups: Sequence[GroupHit]
+    num_source_tokens: int = 0
+    """Tokens of the source that it attends to, found or not."""
 
     @property
     def host_blocks(self) -> list[int]:
@@ -61,9 +63,9 @@ class PrefixHit:
         return len(self.host_blocks)
 
 
-def no_hit(num_groups: int) -> PrefixHit:
+def no_hit(num_groups: int, num_source_tokens: int) -> PrefixHit:
     """Nothing is found."""
-    return PrefixHit(0, [GroupHit()] * num_groups)
+    return PrefixHit(0, [GroupHit()] * num_groups, num_source_tokens)
 
 
 @dataclass(frozen=True, slots=True)

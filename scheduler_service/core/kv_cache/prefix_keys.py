@@ -14,7 +14,7 @@ from typing import Protocol
 
 import xxhash
 
-from scheduler_service.core.context import Context
+from scheduler_service.core.context import Context, ContextKind
 from scheduler_service.core.kv_cache.block_pool import BlockKey
 
 KEY_TOKENS = 16
@@ -30,10 +30,13 @@ def key_tokens(block_tokens: Iterable[int]) -> int:
     return gcd(KEY_TOKENS, *block_tokens)
 
 
-def root_key(context: Context = (), seed: int = 0) -> BlockKey:
+def root_key(context: Context = (), seed: int = 0, *, reads_source: bool = False) -> BlockKey:
     """The parent of the first unit's key; sequences whose parts at position 0 differ share nothing.
-    `seed`: without it, keys cannot be guessed."""
-    return xxhash.xxh3_128_digest(_beginning(context, 0, 1), seed)
+    `seed`: without it, keys cannot be guessed. `reads_source`: whether all tokens depend on all
+    media, wherever these begin, and on their order."""
+    media = (part for part in context if part.kind is ContextKind.MEDIA and reads_source)
+    parts = _beginning(context, 0, 1) + b"".join(part.packed() for part in media)
+    return xxhash.xxh3_128_digest(parts, seed)
 
 
 def tail_key(
@@ -79,6 +82,11 @@ def unit_keys(
 def _beginning(context: Context, start: int, end: int) -> bytes:
     """The parts that begin at positions from `start` to `end`, exclusive, whatever their order."""
     return b"".join(part.packed() for part in sorted(context) if start <= part.start < end)
+
+
+def source_keys(root: BlockKey, num_blocks: int, seed: int = 0) -> list[BlockKey]:
+    """The keys of the blocks of a source, on which everything after the root key depends."""
+    return unit_keys(root, range(num_blocks), 1, seed)
 
 
 class PrefixKeys(defaultdict[int, list[BlockKey]]):

@@ -72,7 +72,7 @@ class ReleasedBlocks:
         placed = [(r.end, r.block, r.contents) for r in held.retained]
         placed += [(s.position, s.block, s.contents) for s in held.saved if s.is_found]
         for number, table in enumerate(held.tables):
-            tokens = self._groups[number].block_tokens
+            tokens = self._groups[number].block_tokens * self._groups[number].has_tokens
             for index, block in enumerate(table.blocks, table.first + 1):
                 placed.append((index * tokens, block, None))
         for _, block, contents in sorted(placed, key=lambda entry: entry[:2], reverse=True):

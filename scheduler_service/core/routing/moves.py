@@ -41,7 +41,7 @@ def settle_exceeding(model: ServedModel, here: Scheduler, now_us: int) -> bool:
     exceeding = here.pop_exceeding()
     moving: set[SequenceGroup] = set()
     for seq_group in exceeding:
-        seq_group.placement.exceeded_tokens = here.capacity.num_cache_tokens
+        num_tokens = seq_group.placement.exceeded_tokens = seq_group.placement.num_cache_tokens
         if _fits_any(seq_group, here.capacity, model.capacities(), SequenceGroup.max_length):
             moving.add(seq_group)
             logger.info(
@@ -49,7 +49,7 @@ def settle_exceeding(model: ServedModel, here: Scheduler, now_us: int) -> bool:
                 "num_cache_tokens=%d",
                 seq_group.request.request_id,
                 here.capacity.worker_group_id,
-                here.capacity.num_cache_tokens,
+                num_tokens,
             )
         else:
             here.fail_exceeding(seq_group, now_us)

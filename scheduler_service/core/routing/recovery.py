@@ -86,7 +86,7 @@ class Recovery:
             self.accepted_until_us[seq_group] = fitting[-1].expected_until_us
         elif present and not seq_group.placement.exceeded_tokens:
             capacities = [*present, *(lost.capacity for lost in self.lost)]
-            max_tokens = max(capacity.num_cache_tokens for capacity in capacities)
+            max_tokens = max(1, *map(seq_group.num_cache_tokens, capacities))
             seq_group.placement.exceeded_tokens = max_tokens
 
     def unroutable(self, capacities: list[WorkerGroupCapacity]) -> list[SequenceGroup]:

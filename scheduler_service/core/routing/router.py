@@ -283,7 +283,8 @@ class RoutingRound:
     def _place(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         self.policy.record_placed(seq_group)
         kv_quota = seq_group.max_kv_quota(scheduler.capacity)
-        seq_group.placement.place(seq_group.tenant, kv_quota)
+        num_cache_tokens = seq_group.num_cache_tokens(scheduler.capacity)
+        seq_group.placement.place(seq_group.tenant, kv_quota, num_cache_tokens)
         scheduler.accept(seq_group, now_us)
         self.routed[seq_group] = scheduler
         if not scheduler.probe.has_room:

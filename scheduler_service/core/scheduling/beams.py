@@ -217,7 +217,7 @@ class BeamScheduler(StrategyScheduler):
         if not beams.is_due:
             return True
         held = beams.held
-        if held[0].length > self.running.cache.num_tokens:
+        if held[0].length > seq_group.placement.num_cache_tokens:
             return False
         while not self.running.cache.can_reserve_all(held):
             if not self.preemption.make_room(seq_group, batch):

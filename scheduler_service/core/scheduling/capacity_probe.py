@@ -76,6 +76,7 @@ class CapacityProbe:
             longest.num_known,
             hit,
             num_waiting_tokens=waiting.num_tokens,
+            num_waiting_source_tokens=waiting.num_source_tokens,
             num_waiting=len(waiting),
             num_forks=self._num_forks(seq_group),
         )
@@ -147,7 +148,9 @@ class CapacityProbe:
     def _num_forks(self, seq_group: SequenceGroup) -> int:
         """Sequences that would be admitted with the group's first one, to share its prompt."""
         num_fresh = sum(not seq.output_token_ids for seq in seq_group.waiting())
-        max_forks = self.running.cache.max_forks(seq_group.num_prompt_tokens)
+        max_forks = self.running.cache.max_forks(
+            seq_group.num_prompt_tokens, seq_group.num_source_tokens
+        )
         return max(0, min(num_fresh - 1, max_forks))
 
     @property

@@ -41,7 +41,9 @@ class SamplingScheduler(StrategyScheduler):
 
     def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
         """Admit the sequences one after the other, as long as there is room."""
-        max_forks = self.running.cache.max_forks(seq_group.num_prompt_tokens)
+        max_forks = self.running.cache.max_forks(
+            seq_group.num_prompt_tokens, seq_group.num_source_tokens
+        )
         for seq, forks in _starts(seq_group, max_forks):
             if batch.budget == 0:
                 return AllocStatus.LATER
@@ -106,7 +108,7 @@ class SamplingScheduler(StrategyScheduler):
         cache, length = self.running.cache, seq.length
         if length >= seq.max_length:
             return False  # its last token is in flight
-        if length > cache.num_tokens:
+        if length > seq.seq_group.placement.num_cache_tokens:
             if seq.num_in_flight == 0:
                 batch.exceeding.append(seq.seq_group)
             return False  # its tokens in flight may end it

@@ -170,7 +170,7 @@ class Scheduler:
 
     def fail_exceeding(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End a group that exceeds the cache and that no other worker group can continue."""
-        tokens = self.capacity.num_cache_tokens
+        tokens = seq_group.placement.num_cache_tokens
         error = GenerationFailed(
             f"the request has outgrown the KV cache of {tokens} tokens",
             reason="KV_CACHE_TOO_SMALL",

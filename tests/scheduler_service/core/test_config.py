@@ -56,6 +56,22 @@ def test_impossible_capacities_are_refused(changes: dict[str, object]) -> None:
         make_capacity(**changes)
 
 
+def test_a_model_that_only_reads_sources_is_refused() -> None:
+    problem = "must include one of growing, window, chunk, state, are fixed"
+    with pytest.raises(ValueError, match=problem):
+        make_capacity(cache_groups=(CacheGroup(lifetime=CacheLifetime.FIXED, block_tokens=4),))
+
+
+def test_a_source_leaves_less_of_the_cache_and_of_a_tenants_limit_to_a_sequence() -> None:
+    source = CacheGroup(lifetime=CacheLifetime.FIXED, block_tokens=8)
+    capacity = make_capacity(num_gpu_blocks=10, cache_groups=(CacheGroup(block_tokens=4), source))
+    lengths = [capacity.num_cache_tokens_beside(size) for size in (0, 1, 8, 9, 80, 81)]
+    assert lengths == [40, 36, 36, 32, 0, -1]
+    assert capacity.num_cache_tokens == 40
+    assert capacity.kv_quota(9, 17) == 3 + 3
+    assert make_capacity(num_gpu_blocks=10).num_cache_tokens_beside(81) == 40, "it reads no source"
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -5,7 +5,6 @@ the tokens of an undisturbed run; and the core's life, run again from its record
 same.
 """
 
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -43,6 +42,7 @@ from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import VECTOR_SIZE, Sampling
 
 WINDOW, CHUNK, STATE = CacheLifetime.WINDOW, CacheLifetime.CHUNK, CacheLifetime.STATE
+FIXED = CacheLifetime.FIXED
 ALL = CacheGroup(block_tokens=4)
 CACHE_GROUPS = {
     "all": (ALL,),
@@ -64,6 +64,13 @@ CACHE_GROUPS = {
         CacheGroup(lifetime=STATE, num_blocks=2),
         CacheGroup(block_tokens=8),
     ),
+    "all and source": (ALL, CacheGroup(lifetime=FIXED, block_tokens=4)),
+    "sources and others": (
+        CacheGroup(lifetime=FIXED, block_tokens=8),
+        CacheGroup(lifetime=WINDOW, block_tokens=4, span=6),
+        CacheGroup(lifetime=STATE, num_blocks=1),
+        CacheGroup(lifetime=FIXED, block_tokens=3),
+    ),
     "three": (
         CacheGroup(block_tokens=16),
         CacheGroup(lifetime=WINDOW, block_tokens=4, span=1),
@@ -80,7 +87,12 @@ TENANTS = {
     "few": TenantConfig(max_requests=3, max_queued_tokens=40),
     "small": TenantConfig(max_kv_blocks=SMALL + 2),
 }
-SALTS = [ContextPart(ContextKind.SALT, bytes([number]) * 32) for number in range(2)]
+PARTS = [
+    *(ContextPart(ContextKind.SALT, bytes([number]) * 32) for number in range(2)),
+    ContextPart(ContextKind.MEDIA, bytes(32), length=6),
+    ContextPart(ContextKind.MEDIA, bytes(32), start=6, length=13),
+    ContextPart(ContextKind.MEDIA, bytes([1]) * 32, length=5),
+]
 REFUSALS = (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -185,7 +197,7 @@ class CoreMachine(RuleBasedStateMachine):
         fails_at=st.sampled_from([None] * 7 + [0, 3]),
         timeout=st.sampled_from([None, None, 0.1, 5.0]),
         tenant=st.sampled_from(["", *TENANTS]),
-        salts=st.sets(st.sampled_from(SALTS)),
+        context=st.lists(st.sampled_from(PARTS), max_size=2, unique=True).map(tuple),
         priority=st.integers(-1, 1),
         max_hold_us=st.sampled_from([0, 3_000, 100_000, 100_000]),
     )
@@ -200,7 +212,6 @@ class CoreMachine(RuleBasedStateMachine):
         logprobs: bool,
         fails_at: int | None,
         priority: int,
-        salts: Collection[ContextPart] = (),
         **fields: Any,
     ) -> None:
         for i in range(count):
@@ -215,7 +226,6 @@ class CoreMachine(RuleBasedStateMachine):
                     prompt=make_prompt(1 + (length + 7 * i) % 40, num_shared, seed),
                     sampling=sampling,
                     stop_token_ids=frozenset(range(num_stop_tokens)),
-                    context=tuple(salts),
                     priority=priority + i % 2,
                     **fields,
                 )
@@ -232,6 +242,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_stop_tokens=st.sampled_from([0, 1, 3]),
         logprobs=st.booleans(),
         fails_at=st.sampled_from([None] * 7 + [0, 3]),
+        context=st.sampled_from([(), (), (PARTS[2],), (PARTS[3], PARTS[4])]),
     )
     def search(
         self,
@@ -244,6 +255,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_stop_tokens: int,
         logprobs: bool,
         fails_at: int | None,
+        context: tuple[ContextPart, ...],
         **beams: Any,
     ) -> None:
         params = BeamParams(num_logprobs=2 if logprobs else None, **beams)
@@ -257,6 +269,7 @@ class CoreMachine(RuleBasedStateMachine):
                     sampling=sampling,
                     stop_token_ids=frozenset(range(num_stop_tokens)),
                     beam_search=params,
+                    context=context,
                 )
 
     @rule(
@@ -297,7 +310,10 @@ class CoreMachine(RuleBasedStateMachine):
         prompt = [*record.request.prompt_token_ids, *choice.tokens, *range(num_more)]
         with suppress(*REFUSALS):
             self.driver.submit(
-                prompt=prompt, max_tokens=max_tokens, sampling=Sampling(seed=pick % 3)
+                prompt=prompt,
+                max_tokens=max_tokens,
+                sampling=Sampling(seed=pick % 3),
+                context=record.request.context,
             )
 
     # What disturbs them.

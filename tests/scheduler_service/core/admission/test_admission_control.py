@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_service.core import GeneratedTokens, SchedulerCore
+from scheduler_service.core import ContextKind, ContextPart, GeneratedTokens, SchedulerCore
+from scheduler_service.core.config import CacheGroup, CacheLifetime
 from scheduler_service.errors import (
     DuplicateRequest,
     InvalidArgument,
@@ -57,6 +58,39 @@ def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers() -> None:
         driver.core.submit(make_request(request_id="r2", handle=2, prompt_token_ids=[1] * 13), 0.0)
     assert caught.value.reason == "PROMPT_LARGER_THAN_CACHE"
     assert caught.value.details["num_cache_tokens"] == "12"
+
+
+SOURCE = CacheGroup(lifetime=CacheLifetime.FIXED, block_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("num_source_tokens", "message"),
+    [
+        (9, "the prompt's 5 tokens do not fit the KV cache of 4 beside the 9 tokens of the"),
+        (99, "the prompt's 5 tokens do not fit the KV cache of 0 beside the 99 tokens of the"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_beside_its_media_is_refused_with_the_numbers(
+    num_source_tokens: int, message: str
+) -> None:
+    groups = (CacheGroup(block_tokens=4), SOURCE)
+    driver = make_driver(make_capacity(num_gpu_blocks=4, cache_groups=groups))
+    media = ContextPart(ContextKind.MEDIA, bytes(32), length=num_source_tokens)
+    with pytest.raises(PromptTooLong, match=message) as caught:
+        driver.core.submit(make_request(prompt_token_ids=[1] * 5, context=(media,)), 0.0)
+    assert caught.value.details["num_source_tokens"] == str(num_source_tokens)
+    driver.core.submit(make_request(prompt_token_ids=[1] * 5), 0.0)
+
+
+def test_media_of_unknown_length_are_refused_where_an_encoder_reads_them() -> None:
+    salt = ContextPart(ContextKind.SALT, bytes(32))
+    media = ContextPart(ContextKind.MEDIA, bytes(32))
+    request = make_request(context=(salt, media))
+    make_driver().core.submit(request, 0.0)
+    driver = make_driver(make_capacity(cache_groups=(CacheGroup(block_tokens=4), SOURCE)))
+    with pytest.raises(InvalidArgument, match="number of tokens of the encoder's output") as caught:
+        driver.core.submit(request, 0.0)
+    assert caught.value.field == "context[1].length"
 
 
 def test_a_live_request_id_or_handle_is_not_taken_twice() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler_service.core.config import CacheGroup, CacheLifetime, SchedulerConfig
+from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from tests.support.blocks import KnownSequence
@@ -13,6 +14,9 @@ from tests.support.core_driver import make_capacity
 ALL = CacheGroup(block_tokens=12)
 WINDOW = CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=4, span=8)
 CHUNK = CacheGroup(lifetime=CacheLifetime.CHUNK, block_tokens=4, span=16)
+SOURCE = CacheGroup(lifetime=CacheLifetime.FIXED, block_tokens=4)
+MEDIA = ContextPart(ContextKind.MEDIA, bytes(32), length=9)
+OTHER_MEDIA = replace(MEDIA, digest=bytes([1]) * 32)
 STEP_TOKENS = 8
 """Tokens of a prompt in a step."""
 
@@ -28,8 +32,8 @@ def make_cache(
     )
 
 
-def make_seq(seq_id: int, num_tokens: int) -> KnownSequence:
-    return KnownSequence(seq_id, list(range(num_tokens)))
+def make_seq(seq_id: int, num_tokens: int, *media: ContextPart) -> KnownSequence:
+    return KnownSequence(seq_id, list(range(num_tokens)), context=media)
 
 
 def prefill(cache: KVCacheManager, seq: KnownSequence) -> list[int]:
@@ -199,3 +203,95 @@ def test_keys_do_not_depend_on_the_sizes_of_blocks() -> None:
 
 
 WINDOW_OF_320 = CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=320, span=512)
+
+
+def test_a_source_is_allocated_at_admission_and_stays_as_it_is() -> None:
+    cache, seq = make_cache(SOURCE, ALL, num_blocks=7), make_seq(1, 20, MEDIA)
+    assert cache.can_admit(20, cache.match_prefix(make_seq(2, 20, MEDIA))) is AllocStatus.OK
+    larger = replace(MEDIA, length=9 + 4 * 3)
+    assert cache.can_admit(20, cache.match_prefix(make_seq(2, 20, larger))) is AllocStatus.NEVER
+    prefill(cache, seq)
+    source, _ = cache.tables(seq)
+    assert len(source.block_ids) == 3
+    child = make_seq(2, 20, MEDIA)
+    cache.fork(seq, child)
+    for length in range(21, 30):
+        cache.reserve(seq, length)
+    assert cache.tables(seq)[0] == cache.tables(child)[0] == source
+    assert cache.max_forks(20, 9) == cache.max_forks(20, 0) - 3
+
+
+def test_a_prefix_is_found_together_with_its_source() -> None:
+    cache, first = make_cache(ALL, SOURCE), make_seq(1, 40, MEDIA)
+    prefill(cache, first)
+    hit = cache.match_prefix(make_seq(2, 40, MEDIA))
+    assert hit.num_tokens == 36
+    assert hit.groups[1].blocks == cache.tables(first)[1].block_ids
+    cache.free(first)
+    cache.device.forget(hit.groups[1].blocks[1])
+    assert cache.match_prefix(make_seq(2, 40, MEDIA)).num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "media",
+    [
+        (),
+        (OTHER_MEDIA,),
+        (replace(OTHER_MEDIA, start=30),),
+        (MEDIA, OTHER_MEDIA),
+        (replace(MEDIA, start=30),),
+    ],
+)
+def test_sequences_with_other_media_share_nothing_wherever_these_begin(
+    media: tuple[ContextPart, ...],
+) -> None:
+    cache = make_cache(ALL, SOURCE)
+    prefill(cache, make_seq(1, 40, MEDIA))
+    prefill(cache, KnownSequence(2, [9] * 40, context=media))  # their source is found
+    assert cache.match_prefix(make_seq(3, 40, *media)).num_tokens == 0
+
+
+def test_the_order_of_media_is_that_of_their_source() -> None:
+    cache = make_cache(ALL, SOURCE)
+    prefill(cache, make_seq(1, 40, MEDIA, OTHER_MEDIA))
+    assert cache.match_prefix(make_seq(2, 40, MEDIA, OTHER_MEDIA)).num_tokens == 36
+    assert cache.match_prefix(make_seq(3, 40, OTHER_MEDIA, MEDIA)).num_tokens == 0
+
+
+def test_nobody_finds_the_source_of_a_sequence_that_failed() -> None:
+    cache, seq = make_cache(ALL, SOURCE), make_seq(1, 40, MEDIA)
+    prefill(cache, seq)
+    source = cache.tables(seq)[1].block_ids
+    cache.withdraw(seq)
+    cache.free(seq)
+    assert not any(block in cache.device.cached for block in source)
+
+
+def test_a_source_that_left_the_device_comes_back_from_the_host() -> None:
+    cache = make_cache(ALL, SOURCE, num_blocks=8, num_host_blocks=8)
+    seq = make_seq(1, 40, MEDIA)
+    prefill(cache, seq)
+    cache.free(seq)
+    other = KnownSequence(2, [9] * 90)
+    prefill(cache, other)
+    cache.free(other)
+    again = make_seq(3, 40, MEDIA)
+    hit = cache.match_prefix(again, is_fetched=lambda *_: True)
+    assert (hit.num_tokens, hit.num_moves) == (36, 3 + 3)
+    assert len(cache.admit(again, hit).swap_in) == 2 * 6
+
+
+def test_sequences_that_wait_are_counted_with_their_sources() -> None:
+    cache, seq = make_cache(ALL, SOURCE, num_blocks=16), make_seq(1, 12, MEDIA)
+    prefill(cache, seq)
+    hit = cache.match_prefix(KnownSequence(2, [9] * 12))
+    shortages = [
+        cache.shortage(
+            12, hit, num_waiting_tokens=24, num_waiting_source_tokens=size, num_waiting=2
+        )
+        for size in (0, 16, 24)
+    ]
+    in_use, free = 4, 12
+    kept = 2 + 1  # by running sequences, and for the sequence itself
+    promised = 2 + 2  # of those that wait, to grow as well
+    assert shortages == [(kept + promised + n - free) / in_use for n in (0, 4, 6)]

@@ -7,34 +7,50 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import (
     Bundle,
+    MultipleResults,
     RuleBasedStateMachine,
     consumes,
     initialize,
     invariant,
+    multiple,
     rule,
 )
 
 from scheduler_service.core.config import CacheGroup, CacheLifetime
+from scheduler_service.core.context import Context, ContextKind, ContextPart, num_source_tokens
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_table import BlockUpdate
+from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
 from tests.support.blocks import BLOCK_SIZE, KnownSequence, make_manager
 
 ALL = CacheGroup(block_tokens=BLOCK_SIZE)
 WINDOW = CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=4, span=6)
 CHUNK = CacheGroup(lifetime=CacheLifetime.CHUNK, block_tokens=4, span=8)
+STATE = CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=2)
+FIXED = CacheGroup(lifetime=CacheLifetime.FIXED, block_tokens=4)
 GROUPS = [
     (ALL,),
     (WINDOW,),
     (CacheGroup(block_tokens=8), WINDOW),
     (ALL, CHUNK),
     (CHUNK, CacheGroup(block_tokens=12), WINDOW),
+    (STATE,),
+    (ALL, STATE),
+    (ALL, FIXED),
+    (FIXED, WINDOW, STATE, CacheGroup(lifetime=CacheLifetime.FIXED, block_tokens=6)),
+]
+CONTEXTS: list[Context] = [
+    (),
+    (ContextPart(ContextKind.MEDIA, bytes(32), length=7),),
+    (ContextPart(ContextKind.MEDIA, bytes(32), start=9, length=2),),
 ]
 STEP_TOKENS = 8
 
 Cell = tuple[int, int]
 """A block and a place in it."""
 Content = tuple[int, bytes]
-"""The cache group, and all tokens of a sequence up to one position, on which its KV depends."""
+"""The cache group, and what its KV depends on: the media, and all tokens of a sequence up to one
+position. In a source: the media and a place."""
 Pairs = Sequence[int]
 
 
@@ -58,7 +74,9 @@ class KVCacheMachine(RuleBasedStateMachine):
         watermark: float,
     ) -> None:
         self.groups = groups
-        self.num_blocks = num_blocks
+        self.per_token = sum(group.has_tokens for group in groups)
+        self.per_fork = sum(group.num_blocks for group in groups)
+        num_blocks = self.num_blocks = max(num_blocks, self.per_fork)
         self.num_host_blocks = num_host_blocks
         self.manager = make_manager(
             num_blocks, num_host_blocks, *groups, max_chunk_tokens=STEP_TOKENS, watermark=watermark
@@ -79,25 +97,50 @@ class KVCacheMachine(RuleBasedStateMachine):
             assert index >= 0, "a block that is still read was released"
             yield table.block_ids[index], position % tokens
 
+    def content(self, seq: KnownSequence, number: int, num_tokens: int) -> Content:
+        """What a group has after as many tokens of a sequence."""
+        reads_source = any(group.is_fixed for group in self.groups)
+        parts = media(seq, 2**31 if reads_source else num_tokens)
+        return number, parts + bytes(seq.tokens[:num_tokens])
+
+    def lasting(self, seq: KnownSequence, num_tokens: int) -> Iterator[tuple[Cell, Content]]:
+        """A sequence's states and sources: cells, and what they hold after as many tokens."""
+        for table, group in zip(self.manager.tables(seq), self.groups, strict=True):
+            if group.is_state:
+                state = self.content(seq, table.group, num_tokens)
+                yield from (((block, 0), state) for block in table.block_ids)
+            elif group.is_fixed:
+                yield from source(seq, table.group, group, table.block_ids)
+
     def owners(self, block: int) -> set[int]:
         return {n for n, seq in self.running.items() if block in self.manager.device_blocks(seq)}
 
     def write(self, seq: KnownSequence, first: int, end: int) -> None:
         """A row of tokens, which reads what came before."""
         self.read(seq, first)
-        for number in range(len(self.groups)):
-            cells = self.cells(seq, number, first, end)
-            for position, cell in zip(range(first, end), cells, strict=True):
-                assert self.owners(cell[0]) == {seq.seq_id}, "a write to a shared block"
-                self.memory[cell] = number, bytes(seq.tokens[: position + 1])
+        written = dict(self.lasting(seq, end))
+        if first:
+            written = {cell: state for cell, state in written.items() if self.is_state(state)}
+        for number, group in enumerate(self.groups):
+            cells = self.cells(seq, number, first, end) if group.has_tokens else ()
+            for position, cell in enumerate(cells, first):
+                written[cell] = self.content(seq, number, position + 1)
+        for (block, _), _ in written.items():
+            assert self.owners(block) == {seq.seq_id}, "a write to a shared block"
+        self.memory |= written
+
+    def is_state(self, content: Content) -> bool:
+        return self.groups[content[0]].is_state
 
     def read(self, seq: KnownSequence, position: int) -> None:
         """What the row at a position sees."""
         for number, group in enumerate(self.groups):
             first = group.first_needed(position)
-            cells = self.cells(seq, number, first, position)
-            for at, cell in zip(range(first, position), cells, strict=True):
-                assert self.memory[cell] == (number, bytes(seq.tokens[: at + 1]))
+            cells = self.cells(seq, number, first, position) if group.has_tokens else ()
+            for at, cell in enumerate(cells, first):
+                assert self.memory[cell] == self.content(seq, number, at + 1)
+        for cell, content in self.lasting(seq, position) if position else ():
+            assert self.memory[cell] == content
 
     def end_plan(
         self,
@@ -108,12 +151,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         has_rows: bool = True,
     ) -> None:
         """Move blocks: out, those that are evicted or will be as well, then in, then copies."""
-        kept = self.manager.end_plan(has_rows=has_rows).swap_out
-        out = [*swap_out, *kept]
+        moves = self.manager.end_plan(has_rows=has_rows)
+        out = [*swap_out, *moves.swap_out]
         assert len(set(out[1::2])) == len(out) // 2, "a target twice"
         self.move(out, self.memory, self.host_memory)
         self.move(swap_in, self.host_memory, self.memory)
-        self.move(copy, self.memory, self.memory)
+        self.move([*copy, *moves.copy], self.memory, self.memory)
 
     def move(
         self, pairs: Pairs, sources: dict[Cell, Content], targets: dict[Cell, Content]
@@ -121,7 +164,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Whole blocks, all sources read before any target is written."""
         read = {(block, place): content for (block, place), content in sources.items()}
         for source, target in zip(pairs[::2], pairs[1::2], strict=True):
-            for place in range(max(group.block_tokens for group in self.groups)):
+            for place in range(max(1, *(group.block_tokens for group in self.groups))):
                 targets.pop((target, place), None)
                 if (source, place) in read:
                     targets[target, place] = read[source, place]
@@ -140,38 +183,45 @@ class KVCacheMachine(RuleBasedStateMachine):
     @rule(
         target=sequences,
         tokens=st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=1, max_size=40),
+        context=st.sampled_from(CONTEXTS),
         fetches=st.booleans(),
         lag=st.integers(0, 3),
+        num_forks=st.sampled_from([0, 0, 0, 1, 2]),
     )
-    def admit(self, tokens: list[int], fetches: bool, lag: int) -> int | None:
-        """Compute a prompt, whose results arrive `lag` steps later."""
+    def admit(
+        self, tokens: list[int], context: Context, fetches: bool, lag: int, num_forks: int
+    ) -> MultipleResults[int]:
+        """Compute a prompt, whose results arrive `lag` steps later, and let others fork from it."""
         manager = self.manager
-        seq = KnownSequence(self.num_sequences + 1, tokens)
+        seq = KnownSequence(self.num_sequences + 1, tokens, context=context)
         hit = manager.match_prefix(seq, is_fetched=lambda *_: fetches)
-        verdict = manager.can_admit(len(tokens), hit)
+        verdict = manager.can_admit(len(tokens), hit, num_forks=num_forks)
         if not self.running and not self.swapped and verdict is not AllocStatus.NEVER:
             assert verdict is AllocStatus.OK, "an empty cache"
         if verdict is not AllocStatus.OK:
-            return None
+            return multiple()
         self.num_sequences += 1
-        moves = manager.admit(seq, hit)
+        moves = manager.admit(seq, hit, num_forks=num_forks)
         self.running[seq.seq_id] = seq
         self.end_plan(swap_in=moves.swap_in, copy=moves.copy, has_rows=not moves.swap_in)
-        ends = [*range(hit.num_tokens + STEP_TOKENS, len(tokens), STEP_TOKENS), len(tokens)]
-        for number, end in enumerate(ends):
-            start = ([hit.num_tokens, *ends])[number]
-            if manager.extend_prompt(seq, start, end) is None:
+        ends = [hit.num_tokens]
+        while (start := ends[-1]) < len(tokens):
+            ends.append(manager.chunk_end(seq, start, min(start + STEP_TOKENS, len(tokens))))
+            if manager.extend_prompt(seq, start, ends[-1]) is None:
                 self.leave(seq)
-                return None
+                return multiple()
             self.end_plan()
-            self.write(seq, start, end)
-            if number >= lag:
-                manager.offer(seq, ends[number - lag])
+            self.write(seq, start, ends[-1])
+            if len(ends) > lag + 1:
+                manager.offer(seq, ends[-1 - lag])
         manager.end_prompt(seq)
         manager.offer(seq, len(tokens))
-        return seq.seq_id
+        return multiple(seq.seq_id, *(self.add_fork(seq) for _ in range(num_forks)))
 
     def leave(self, seq: KnownSequence) -> None:
+        """Its last token has been sampled, and is not computed."""
+        seq.next_position = seq.length
+        seq.tokens.append(0)
         own = self.manager.memory_freed([seq])
         num_free, _ = self.manager.num_free_blocks
         self.manager.free(seq)
@@ -183,7 +233,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         if (seq := self.running.get(seq_id or 0)) is not None:
             self.manager.match_prefix(seq)
             self.manager.withdraw(seq)
-            other = KnownSequence(0, [*seq.tokens, 0])
+            other = KnownSequence(0, [*seq.tokens, 0], context=seq.context)
             assert self.manager.match_prefix(other, is_fetched=lambda *_: True).num_tokens == 0
 
     @rule(seq_id=sequences, token=st.sampled_from([0, 1]), is_offered=st.booleans())
@@ -202,11 +252,11 @@ class KVCacheMachine(RuleBasedStateMachine):
         length = seq.length + 1
         num_free, _ = self.manager.num_free_blocks
         if not self.manager.can_reserve(seq, length, num_others):
-            num_kept = num_others * len(self.groups)
-            assert num_free < len(self.groups) + num_kept, "refused while blocks are free"
+            num_kept = num_others * self.per_token + len(self.running) * self.per_fork
+            assert num_free < self.per_token + num_kept, "refused while blocks are free"
             return False
         updates = self.manager.reserve(seq, length)
-        assert not updates or num_free - len(updates) >= num_others * len(self.groups)
+        assert not updates or num_free - len(updates) >= num_others * self.per_token
         self.end_plan(copy=self.copies(updates))
         seq.tokens.append(token)
         self.write(seq, length - 1, length)
@@ -229,6 +279,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             if not self.grow(seq, draft, num_spare):
                 break
         del seq.tokens[num_tokens + num_right :]  # what others wrote is overwritten
+        states = self.lasting(seq, seq.length)
+        self.memory |= {cell: state for cell, state in states if self.is_state(state)}
 
     @rule(seq_id=sequences)
     def trim(self, seq_id: int | None) -> None:
@@ -238,14 +290,18 @@ class KVCacheMachine(RuleBasedStateMachine):
         before = self.manager.device_blocks(seq)
         assert self.manager.trim(seq, seq.length) == (before != self.manager.device_blocks(seq))
         for table, group in zip(self.manager.tables(seq), self.groups, strict=True):
-            assert table.first_index + len(table.block_ids) <= -(-seq.length // group.block_tokens)
+            size = group.max_blocks(seq.length, 0, num_source_tokens(seq.context))
+            assert table.first_index + len(table.block_ids) <= size
 
     @rule(target=sequences, parent_id=sequences)
     def fork(self, parent_id: int | None) -> int | None:
-        if (parent := self.running.get(parent_id or 0)) is None:
-            return None
+        parent = self.running.get(parent_id or 0)
+        return None if parent is None else self.add_fork(parent)
+
+    def add_fork(self, parent: KnownSequence) -> int:
         self.num_sequences += 1
-        child = KnownSequence(self.num_sequences, list(parent.tokens), parent.prefix_keys.fork())
+        keys = parent.prefix_keys.fork()
+        child = KnownSequence(self.num_sequences, list(parent.tokens), keys, parent.context)
         self.manager.fork(parent, child)
         self.running[child.seq_id] = child
         return child.seq_id
@@ -298,7 +354,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         before = [self.manager.host_blocks(seq) for seq in group]
         num_free_host, used = self.num_free[1], self.used()
         pairs = self.manager.swap_in(group)
-        assert self.num_free[1] == num_free_host, "read until the plan is done"
+        assert self.num_free[1] <= num_free_host, "read until the plan is done"
         assert not set(pairs[1::2]) & used
         targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         assert len(targets) == len(pairs) // 2, "each is moved once"
@@ -341,21 +397,45 @@ class KVCacheMachine(RuleBasedStateMachine):
     @invariant()
     def whatever_is_found_is_right(self) -> None:
         for seq in getattr(self, "running", {}).values():
-            other = KnownSequence(0, [*seq.tokens, 0], seq.prefix_keys)
+            other = KnownSequence(0, [*seq.tokens, 0], seq.prefix_keys, seq.context)
             for fetches in (False, True):
                 hit = self.manager.match_prefix(other, is_fetched=lambda *_, all=fetches: all)
-                for number, (group, found) in enumerate(zip(self.groups, hit.groups, strict=True)):
-                    for position in range(group.first_needed(hit.num_tokens), hit.num_tokens):
-                        index, place = divmod(position, group.block_tokens)
-                        block = found.blocks[index - found.first]
-                        memory = self.memory if block >= 0 else self.host_memory
-                        content = memory[block if block >= 0 else ~block, place]
-                        assert content == (number, bytes(other.tokens[: position + 1]))
+                for (block, place), content in self.found(other, hit):
+                    memory = self.memory if block >= 0 else self.host_memory
+                    assert memory[block if block >= 0 else ~block, place] == content
+
+    def found(self, seq: KnownSequence, hit: PrefixHit) -> Iterator[tuple[Cell, Content]]:
+        """The cells of a hit, and what they must hold."""
+        for number, (group, found) in enumerate(zip(self.groups, hit.groups, strict=True)):
+            if group.is_state:
+                state = self.content(seq, number, hit.num_tokens)
+                yield from (((block, 0), state) for block in found.blocks)
+            elif group.is_fixed and hit.num_tokens:
+                yield from source(seq, number, group, found.blocks)
+            elif group.has_tokens:
+                for position in range(group.first_needed(hit.num_tokens), hit.num_tokens):
+                    index, place = divmod(position, group.block_tokens)
+                    block = found.blocks[index - found.first]
+                    yield (block, place), self.content(seq, number, position + 1)
 
     @invariant()
     def every_sequence_finds_its_tokens(self) -> None:
         for seq in getattr(self, "running", {}).values():
             self.read(seq, seq.length)
+
+
+def media(seq: KnownSequence, end: int = 2**31) -> bytes:
+    """The media that begin before a position."""
+    return b"".join(part.packed() for part in seq.context if part.start < end)
+
+
+def source(
+    seq: KnownSequence, number: int, group: CacheGroup, blocks: Sequence[int]
+) -> Iterator[tuple[Cell, Content]]:
+    """The cells of a sequence's source, and what they hold."""
+    for place in range(num_source_tokens(seq.context)):
+        index, offset = divmod(place, group.block_tokens)
+        yield (blocks[index], offset), (number, media(seq) + b"source" + bytes([place]))
 
 
 TestKVCacheManager = KVCacheMachine.TestCase

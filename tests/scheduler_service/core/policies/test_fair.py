@@ -159,7 +159,7 @@ def test_prompts_are_charged_once_and_outputs_twice_their_number_by_weight() -> 
     fair, tenants = make_fair(heavy=4.0)
     group = make_group(tenants, "heavy", num_prompt_tokens=100)
     fair.record_placed(group)
-    group.placement.place(group.tenant, 0)
+    group.placement.place(group.tenant, 0, 0)
     fair.record_placed(group)
     assert fair.key(group)[0] == 25
     fair.record_tokens(group.sequences * 10)
