@@ -1,15 +1,21 @@
-"""Workers that keep the contract: ours with a model, the simulated one, and one in Node."""
+"""Workers that keep the contract: ours with models, the simulated one, and one in Node."""
 
 from pathlib import Path
 
 import pytest
 
 from conformance import cases
+from tests.support.checkpoints import checkpoint
 from tests.support.processes import node_worker, python_worker, run_kit, running
 
+CHUNKED = "model with chunks"
 COMMANDS = {
     "model": python_worker(
         *("--model", "embedded", "--dtype", "float32", "--swap-space", "64MiB"),
+        *("--speculative", "suffix", "--num-speculative-tokens", "5"),
+    ),
+    CHUNKED: python_worker(
+        *("--dtype", "float32", "--kv-cache-memory", "64MiB", "--swap-space", "16MiB"),
         *("--speculative", "suffix", "--num-speculative-tokens", "5"),
     ),
     "simulated": python_worker(
@@ -68,7 +74,19 @@ OF_ONE_GROUP = [
 ] + [case.full_name for case in cases.ALL if case.group == "swaps" or case.name in ON_BLOCKS]
 """Cases that give a sequence blocks of the main group alone."""
 
+OF_SEVERAL_GROUPS = (
+    "released blocks may be given to others",
+    "a sequence returns with tables that begin at its windows",
+    "a block in tables of two groups is refused",
+    "an update with a block of another groups table is refused",
+)
+OF_NO_CHUNKS = {
+    *(name for name in NO_GROUPS if name.removeprefix("groups: ") not in OF_SEVERAL_GROUPS),
+    *(*OF_ONE_GROUP, *POOLING),
+}
+
 SKIPPED = {
+    CHUNKED: [case.full_name for case in cases.ALL if case.full_name in OF_NO_CHUNKS],
     "model": [*NO_GROUPS, *POOLING],
     "simulated": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
     "cache groups": [*NO_PROFILER, *OF_ONE_GROUP, *REFUSES_POOLING, *NO_TEXTS],
@@ -80,7 +98,8 @@ SKIPPED = {
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_it_passes_all_cases_and_registers_drains_and_stops(kind: str, tmp_path: Path) -> None:
     listen, core = f"unix:{tmp_path}/worker.sock", f"unix:{tmp_path}/core.sock"
-    command = [*COMMANDS[kind], "--listen", listen, "--core", core]
+    model = ["--model", str(checkpoint("llama4"))] if kind == CHUNKED else []
+    command = [*COMMANDS[kind], *model, "--listen", listen, "--core", core]
     with running(command, tmp_path) as process:
         run = run_kit("--core-listen", core, "--timeout", "60")
         assert run.returncode == 0, run.stdout + run.stderr
