@@ -91,12 +91,9 @@ def without_inert(kind: Any, value: dict[str, Any]) -> dict[str, Any]:
     return {
         name: item
         for name, item in value.items()
-        if item is not None and name not in ignored and not _is_redundant(name, item)
+        if not (item is None or name in ignored or item in NEUTRAL.get(name, ()))
+        and not (name in FIXED and item == FIXED[name])
     }
-
-
-def _is_redundant(name: str, item: Any) -> bool:
-    return item in NEUTRAL.get(name, ()) or (name in FIXED and item == FIXED[name])
 
 
 @lru_cache

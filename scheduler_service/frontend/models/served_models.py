@@ -255,7 +255,8 @@ class ModelDirectory:
             if model is not None:
                 return model
             if name is None:
-                wanted, may_come = "no model that this API key may use is", self._serves(tenant)
+                wanted = "no model that this API key may use is"
+                may_come = any(may_use(tenant, info) for info in self._served.values())
             else:
                 wanted, may_come = f"model {name!r} is not", name in self._known
             is_bounded = bool(self._served) and not may_come
@@ -283,10 +284,6 @@ class ModelDirectory:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _serves(self, tenant: Principal) -> bool:
-        """Whether any of the served models may be used."""
-        return any(may_use(tenant, info) for info in self._served.values())
 
     def _find(
         self, name: str | None, tenant: Principal, *, is_continued: bool = False

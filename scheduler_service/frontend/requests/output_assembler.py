@@ -96,8 +96,14 @@ class OutputAssembler:
 
     def write(self, response: inference_pb.GenerateResponse) -> bool:
         """Write what is new to a response; return whether it is full, and there may be more."""
-        self._write_started(response)
-        self._write_prompt_logprobs(response)
+        if not self._started_sent:
+            self._started_sent = True
+            response.started.seed = self.request.seed
+            response.started.model = self.request.model.info.name
+            response.started.prompt_token_ids.extend(self.request.prompt_token_ids)
+        if self._prompt_logprobs is not None and self._prompt_logprobs.is_complete:
+            response.prompt_logprobs.extend(self._prompt_logprobs.positions)
+            self._prompt_logprobs = None
         room = MAX_LOGPROBS_PER_RESPONSE // (1 + (self.request.num_logprobs or 0))
         for index, choice in enumerate(self.returned):
             if choice.has_output and room > 0:
@@ -105,18 +111,6 @@ class OutputAssembler:
                 room -= len(deltas[0].token_ids)
                 response.choices.extend(deltas)
         return room <= 0
-
-    def _write_started(self, response: inference_pb.GenerateResponse) -> None:
-        if not self._started_sent:
-            self._started_sent = True
-            response.started.seed = self.request.seed
-            response.started.model = self.request.model.info.name
-            response.started.prompt_token_ids.extend(self.request.prompt_token_ids)
-
-    def _write_prompt_logprobs(self, response: inference_pb.GenerateResponse) -> None:
-        if self._prompt_logprobs is not None and self._prompt_logprobs.is_complete:
-            response.prompt_logprobs.extend(self._prompt_logprobs.positions)
-            self._prompt_logprobs = None
 
     def write_end(self, response: inference_pb.GenerateResponse, stopwatch: Stopwatch) -> None:
         """Write the account of a complete output."""
