@@ -31,7 +31,7 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[
         [*QUEUES, "--record", "--steps", "3"],
         "groups",
         "recording_us",
-        [1, 4],
+        [1, 1, 4, 4],  # without and with windows
     ),
     "speculation_embedded_float32_ngram": (
         speculation.main,
