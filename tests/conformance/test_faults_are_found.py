@@ -6,40 +6,29 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
 from conformance import cases
-from conformance.runner import Outcome, Verdict, run
-from conformance.worker import Worker
+from conformance.runner import Verdict
 from pagewire import columns
 from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
+from tests.conformance.faults import (
+    FaultTable,
+    assert_found,
+    assert_passed,
+    named,
+    on_new,
+    on_plan,
+    on_result,
+    outcomes,
+    serving,
+)
 from tests.support.mutant import Fault, mutant
-from tests.support.processes import node_worker, python_worker, running
-
-TIMEOUT_S = 5.0
-
-
-def on_plan(change: Callable[[plan_pb2.StepPlan], None]) -> Callable[[], Fault]:
-    return lambda: Fault(plan=change)
-
-
-def on_result(change: Callable[[plan_pb2.StepResult], None]) -> Callable[[], Fault]:
-    return lambda: Fault(result=change)
-
-
-def on_new(change: Callable[[plan_pb2.NewSequence], None]) -> Callable[[], Fault]:
-    """A fault in how new sequences are taken in."""
-
-    def change_all(plan: plan_pb2.StepPlan) -> None:
-        for new in plan.new_sequences:
-            change(new)
-
-    return on_plan(change_all)
+from tests.support.processes import node_worker, python_worker
 
 
 def on_params(**fields: Any) -> Callable[[], Fault]:
@@ -243,7 +232,7 @@ def _hides(code: grpc.StatusCode) -> Callable[[], Fault]:
     return lambda: Fault(status=status)
 
 
-FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
+FAULTS: FaultTable = {
     # Cache operations.
     "ignores swap_in": (
         ignores("swap_in"),
@@ -458,37 +447,20 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A worker without a fault."""
-    folder: Path = tmp_path_factory.mktemp("healthy")
-    address = f"unix:{folder}/worker.sock"
-    with running(node_worker("--listen", address), folder):
-        Worker(address)  # waits until it listens
+    with serving(node_worker(), tmp_path_factory.mktemp("healthy")) as address:
         yield address
-
-
-def outcomes(address: str, names: list[str]) -> list[Outcome]:
-    """What becomes of the cases with these names."""
-    for name in names:
-        assert any(name in case.full_name for case in cases.ALL), f"no case is called {name}"
-    chosen = [case for case in cases.ALL if any(name in case.full_name for name in names)]
-    return list(run(chosen, Worker(address, timeout_s=TIMEOUT_S)))
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_it_finds_a_worker_that(name: str, healthy: str) -> None:
     make_fault, expected = FAULTS[name]
-    with mutant(healthy, make_fault) as address:
-        for outcome in outcomes(address, expected):
-            assert outcome.verdict is Verdict.FAIL, outcome.case.full_name
-            assert outcome.explanation
+    assert_found(healthy, make_fault, named(expected))
 
 
 def test_a_proxy_without_a_fault_passes_what_the_others_fail(healthy: str) -> None:
     names = sorted({case for _, expected in FAULTS.values() for case in expected})
     not_forwarded = ("the health service says serving", "reflection lists")
-    with mutant(healthy, Fault) as address:
-        found = outcomes(address, [name for name in names if name not in not_forwarded])
-    failed = [outcome.case.full_name for outcome in found if outcome.verdict is not Verdict.PASS]
-    assert failed == []
+    assert_passed(healthy, named([name for name in names if name not in not_forwarded]))
 
 
 def _not_invariant(noise: float) -> Callable[[], Fault]:
@@ -510,12 +482,8 @@ def _not_invariant(noise: float) -> Callable[[], Fault]:
 
 def test_rounding_is_no_fault_of_a_worker_that_is_not_batch_invariant(healthy: str) -> None:
     names = ["a prompt in chunks", "a copied block", "the blocks contents", "forks draw"]
-    with mutant(healthy, _not_invariant(noise=0.05)) as address:
-        for outcome in outcomes(address, names):
-            assert outcome.verdict is Verdict.PASS, outcome.explanation
-    with mutant(healthy, _not_invariant(noise=1.0)) as address:
-        for outcome in outcomes(address, names[:2]):
-            assert outcome.verdict is Verdict.FAIL, outcome.case.full_name
+    assert_passed(healthy, named(names), _not_invariant(noise=0.05))
+    assert_found(healthy, _not_invariant(noise=1.0), named(names[:2]))
 
 
 def _garbles(result: plan_pb2.StepResult) -> None:
@@ -561,7 +529,7 @@ def test_every_case_can_fail(healthy: str) -> None:
     left = {case.full_name: case for case in cases.ALL if case.group not in elsewhere}
     for make_fault in BROAD.values():
         with mutant(healthy, make_fault) as address:
-            for outcome in run(list(left.values()), Worker(address, timeout_s=TIMEOUT_S)):
+            for outcome in outcomes(address, list(left.values()), timeout_s=5.0):
                 if outcome.verdict is Verdict.FAIL:
                     del left[outcome.case.full_name]
     assert " + ".join(sorted(left)) == ""
@@ -601,7 +569,7 @@ def _ignores_digests(new: plan_pb2.NewSequence) -> None:
         part.digest = bytes(32)
 
 
-GROUP_FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
+GROUP_FAULTS: FaultTable = {
     "ignores digests": (on_new(_ignores_digests), ["adapters and media are distinguished"]),
     "takes copies of states after its step": (
         partial(_delays, "copy"),
@@ -637,27 +605,21 @@ GROUP_FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A worker whose model has cache groups of several lifetimes."""
-    folder: Path = tmp_path_factory.mktemp("grouped")
-    address = f"unix:{folder}/worker.sock"
     groups = ("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3,fixed:16")
     command = python_worker("--simulate", "--simulate-vocab-size", "997", *groups)
-    with running([*command, "--listen", address], folder):
-        Worker(address)  # waits until it listens
+    with serving(command, tmp_path_factory.mktemp("grouped")) as address:
         yield address
 
 
 @pytest.mark.parametrize("name", GROUP_FAULTS)
 def test_it_finds_a_worker_with_cache_groups_that(name: str, grouped: str) -> None:
     make_fault, expected = GROUP_FAULTS[name]
-    with mutant(grouped, make_fault) as address:
-        for outcome in outcomes(address, expected):
-            assert outcome.verdict is Verdict.FAIL, outcome.case.full_name
+    assert_found(grouped, make_fault, named(expected))
 
 
 def test_every_case_of_cache_groups_can_fail(grouped: str) -> None:
     names = [name for _, expected in GROUP_FAULTS.values() for name in expected]
-    found = {case.full_name for case in cases.ALL if any(name in case.name for name in names)}
+    found = {case.full_name for case in named(names)}
     of_groups = {c.full_name for c in cases.ALL if c.group in ("groups", "contexts")}
     assert of_groups <= found
-    with mutant(grouped, Fault) as address:
-        assert {outcome.verdict for outcome in outcomes(address, names)} == {Verdict.PASS}
+    assert_passed(grouped, named(names))
