@@ -107,7 +107,7 @@ class Deployment:
         """The core's status."""
         with grpc.insecure_channel(self.cluster.core_address) as channel:
             request = pb.SchedulerServiceGetStatusRequest(detail=DETAIL)
-            return SchedulerServiceStub(channel).GetStatus(request, timeout=20).status
+            return SchedulerServiceStub(channel).GetStatus(request, timeout=60).status
 
     def __enter__(self) -> Self:
         return self

@@ -129,7 +129,7 @@ class ChaosCluster:
         """The core's status. Raises grpc.RpcError."""
         async with grpc.aio.insecure_channel(self.members[CORE].address) as channel:
             request = scheduler_pb.SchedulerServiceGetStatusRequest()
-            answer = await SchedulerServiceStub(channel).GetStatus(request, timeout=10)
+            answer = await SchedulerServiceStub(channel).GetStatus(request, timeout=60)
             status: EngineStatus = answer.status
             return status
 

@@ -10,7 +10,7 @@ from pagewire_client import RetryPolicy
 from tests.support.client_facade import CLIENTS
 from tests.support.fake_frontend import FakeFrontend
 
-FAST_RETRY = RetryPolicy(initial_backoff_s=0.01, max_backoff_s=0.05, recovery_timeout_s=5.0)
+FAST_RETRY = RetryPolicy(initial_backoff_s=0.01, max_backoff_s=0.05, recovery_timeout_s=60.0)
 
 MakeClient = Callable[..., Any]
 

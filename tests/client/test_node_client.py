@@ -118,7 +118,7 @@ def test_a_timeout_ends_the_request(frontend: FakeFrontend) -> None:
     run = run_node("--address", frontend.address, "--timeout", "0.5", "Hello")
     assert run.returncode == 1
     assert "eadline" in run.stderr
-    assert frontend.ended_early.wait(5)
+    assert frontend.ended_early.wait(60)
 
 
 @pytest.mark.parametrize(

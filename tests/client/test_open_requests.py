@@ -92,7 +92,7 @@ def test_threads_wait_for_their_turn(frontend: FakeFrontend) -> None:
         closer.join()
         assert len(frontend.requests) == LIMIT
         frontend.hold.set()
-        assert all(future.result(20).finished for future in running)
+        assert all(future.result(60).finished for future in running)
 
 
 def test_a_client_needs_a_connection() -> None:

@@ -103,7 +103,7 @@ def test_it_passes_all_cases_and_registers_drains_and_stops(kind: str, tmp_path:
     with running(command, tmp_path) as process:
         run = run_kit("--core-listen", core, "--timeout", "60")
         assert run.returncode == 0, run.stdout + run.stderr
-        process.wait(timeout=20)
+        process.wait(timeout=60)
     lines = run.stdout.splitlines()
     skipped = [line.split("  ")[1].split(" (")[0] for line in lines if line.startswith("SKIP")]
     assert skipped == SKIPPED[kind]

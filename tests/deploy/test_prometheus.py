@@ -138,7 +138,7 @@ class Prometheus:
         """The answer of its HTTP API."""
         query = urllib.parse.urlencode(parameters)
         url = f"http://{self.address}/api/v1/{path}?{query}"
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             answer = json.load(response)
         assert answer["status"] == "success", answer
         return answer["data"]

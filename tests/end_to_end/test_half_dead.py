@@ -64,7 +64,7 @@ def streaming(stub: InferenceServiceStub) -> Iterator[Callable[[], list[list[int
 def groups(cluster: Cluster) -> dict[str, status_pb2.WorkerGroupStatus]:
     with grpc.insecure_channel(cluster.core_address) as channel:
         request = scheduler_service_pb2.SchedulerServiceGetStatusRequest()
-        status = SchedulerServiceStub(channel).GetStatus(request, timeout=10).status
+        status = SchedulerServiceStub(channel).GetStatus(request, timeout=60).status
     return {group.group_id: group for group in status.groups}
 
 

@@ -133,7 +133,7 @@ def test_streams_survive_a_killed_worker_on_another_one(
 
 def worker_info(cluster: Cluster) -> worker_pb.GetInfoResponse:
     with grpc.insecure_channel(f"unix:{cluster.folder}/worker-0.sock") as channel:
-        return WorkerServiceStub(channel).GetInfo(worker_pb.GetInfoRequest(), timeout=20)
+        return WorkerServiceStub(channel).GetInfo(worker_pb.GetInfoRequest(), timeout=60)
 
 
 def test_streams_survive_two_killed_cores_and_the_worker_keeps_its_weights(

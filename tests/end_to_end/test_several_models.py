@@ -98,7 +98,7 @@ def test_each_request_gets_the_tokens_of_its_own_model(
 
 
 def test_status_and_facts_tell_the_models_apart(stub: InferenceServiceStub) -> None:
-    status = stub.GetStatus(pb.GetStatusRequest(), timeout=10).status
+    status = stub.GetStatus(pb.GetStatusRequest(), timeout=60).status
     assert sorted(group.model for group in status.groups) == [EMBEDDED, TINY]
     facts = [stub.GetModel(pb.GetModelRequest(model=name)).model for name in (EMBEDDED, TINY)]
     assert facts[0].fingerprint != facts[1].fingerprint

@@ -69,7 +69,7 @@ class Streams:
 def groups(cluster: Cluster) -> list[WorkerGroupStatus]:
     with grpc.insecure_channel(cluster.core_address) as channel:
         request = scheduler_pb.SchedulerServiceGetStatusRequest()
-        status = SchedulerServiceStub(channel).GetStatus(request, timeout=10).status
+        status = SchedulerServiceStub(channel).GetStatus(request, timeout=60).status
     return [group for group in status.groups if group.state == READY]
 
 

@@ -35,7 +35,7 @@ class HostileCore(GrpcCaller):
             request_serializer=pb.GetInfoRequest.SerializeToString,
             response_deserializer=pb.GetInfoResponse.FromString,
         )
-        info = await call(pb.GetInfoRequest(), timeout=10)
+        info = await call(pb.GetInfoRequest(), timeout=60)
         return min(info.last_epoch + 1, 2**64 - 1)
 
 

@@ -85,7 +85,7 @@ class Growth:
 def blame_what_is_open(client: Client, outcome: Outcome) -> None:
     """Wait until no requests and no used blocks are left."""
     deadline = time.monotonic() + SETTLE_S
-    while (left := _open(client.get_status(timeout=10))) and time.monotonic() < deadline:
+    while (left := _open(client.get_status(timeout=60))) and time.monotonic() < deadline:
         time.sleep(0.1)
     if left:
         outcome.blame(f"after the run there are {left}")

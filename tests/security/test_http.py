@@ -35,7 +35,7 @@ def client(frontend: Frontend, ca: Path, issued: Issued | None = None) -> httpx.
     if issued is not None:
         context.load_cert_chain(issued.cert, issued.key)
     url = f"https://{frontend.http.address}"
-    return httpx.AsyncClient(base_url=url, verify=context, timeout=20, trust_env=False)
+    return httpx.AsyncClient(base_url=url, verify=context, timeout=60, trust_env=False)
 
 
 async def test_http_speaks_tls_and_follows_the_certificate_on_disk(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def get_health(
     """The session after an answer. Raises OSError unless there is one."""
     host, _, port = address.rpartition(":")
     with (
-        socket.create_connection((host, int(port)), timeout=20) as plain,
+        socket.create_connection((host, int(port)), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname=host, session=session) as secured,
     ):
         secured.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")

@@ -252,7 +252,7 @@ async def test_strangers_do_not_even_connect(
             )
             async with channel:
                 check = health_pb2_grpc.HealthStub(channel).Check
-                error = await error_of(check(health_pb2.HealthCheckRequest(), timeout=20))
+                error = await error_of(check(health_pb2.HealthCheckRequest(), timeout=60))
                 assert error.code() == grpc.StatusCode.UNAVAILABLE
 
 
@@ -270,7 +270,7 @@ async def test_members_do_not_talk_to_who_is_none(authority: Authority, tmp_path
             frontend = make_frontend(core.address, files(authority.cert, member))
             try:
                 call = frontend.core.stub.GetStatus(
-                    scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
+                    scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=60
                 )
                 error = await error_of(call)
                 assert error.code() == grpc.StatusCode.UNAVAILABLE
@@ -298,7 +298,7 @@ async def test_new_certificates_on_disk_are_used_without_a_restart(
         credentials = Cluster(ClusterConfig(**files(ca, member))).channel(core.address, [])
         async with credentials as channel:
             await SchedulerServiceStub(channel).GetStatus(
-                scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=20
+                scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=60
             )
         for stream in list(core.frontends._streams.values()):
             stream.close(RuntimeError("the test ends the stream"))
@@ -310,7 +310,7 @@ async def test_new_certificates_on_disk_are_used_without_a_restart(
             grpc.ssl_channel_credentials(new.cert.read_bytes(), *_pair(later)),
             [("grpc.ssl_target_name_override", MEMBER_NAME)],
         ) as channel:
-            await WorkerServiceStub(channel).GetInfo(worker_pb.GetInfoRequest(), timeout=20)
+            await WorkerServiceStub(channel).GetInfo(worker_pb.GetInfoRequest(), timeout=60)
 
 
 LINKS = {

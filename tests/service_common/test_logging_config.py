@@ -109,7 +109,7 @@ def test_an_unread_pipe_blocks_nobody_and_what_is_dropped_is_counted() -> None:
     say(handler, "the last")
     handler.close()
     os.close(writer)
-    reading.join(10)
+    reading.join(60)
     told = [line for line in lines if "dropped" in line]
     num_dropped = sum(int(line.rpartition("=")[2]) for line in told)
     assert num_dropped > 0

@@ -164,7 +164,7 @@ class Cluster:
             stub = SchedulerServiceStub(channel)
             request = scheduler_pb.SchedulerServiceGetStatusRequest()
             while True:
-                groups = stub.GetStatus(request, timeout=10).status.groups
+                groups = stub.GetStatus(request, timeout=60).status.groups
                 if [group.state for group in groups].count(READY) == num_groups:
                     return
                 if time.monotonic() > deadline:

@@ -25,7 +25,7 @@ from tests.support.tokenizers import EOS, byte_level, model_files
 VOCAB_SIZE = 405
 """A little more than `byte_level()` has tokens, as models are padded."""
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 """After which a test that waits has failed."""
 
 

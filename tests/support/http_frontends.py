@@ -34,7 +34,7 @@ async def http_client(frontend: Frontend) -> AsyncIterator[httpx.AsyncClient]:
     """A client whose paths are relative to the frontend."""
     assert frontend.http is not None
     url = f"http://{frontend.http.address}"
-    async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
         yield client
 
 
@@ -63,7 +63,7 @@ async def raw_connection(
     """A connection to a frontend for bytes that a test chooses."""
     assert frontend.http is not None
     host, _, port = frontend.http.address.rpartition(":")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
             yield reader, writer

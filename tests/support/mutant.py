@@ -139,7 +139,7 @@ def mutant(address: str, make_fault: Callable[[], Fault]) -> Iterator[str]:
         try:
             yield f"127.0.0.1:{port}"
         finally:
-            server.stop(0).wait(5)
+            server.stop(0).wait(60)
 
 
 def _until_cancelled(requests: Any) -> Iterator[Any]:

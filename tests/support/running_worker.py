@@ -123,4 +123,4 @@ async def running_worker(
     if not task.done():
         worker.end_at_once()
         with suppress(WorkerError):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 60)

@@ -64,5 +64,5 @@ def scrape(service: Service) -> Scrape:
 def scrape_at(address: str) -> Scrape:
     """The metrics at HOST:PORT."""
     asked = urllib.request.Request(f"http://{address}/metrics", headers={"Accept": OF_PROMETHEUS_2})
-    with urllib.request.urlopen(asked, timeout=10) as response:
+    with urllib.request.urlopen(asked, timeout=60) as response:
         return Scrape(response.read().decode())

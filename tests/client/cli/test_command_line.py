@@ -330,7 +330,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(frontend: FakeFron
         chat.stdin.flush()
         assert chat.stdout.read(1) == " ", "the answer has begun"
         chat.send_signal(signal.SIGINT)
-        assert frontend.ended_early.wait(20)
+        assert frontend.ended_early.wait(60)
         frontend.hold.set()
         _, errors = chat.communicate("Again\n/exit\n", timeout=30)
         assert chat.returncode == 0, errors
@@ -340,10 +340,10 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(frontend: FakeFron
 
 def test_who_waits_is_told_that_it_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.note_if_slow("still waiting", after_s=0) as timer:
-        timer.join(20)
+        timer.join(60)
     with terminal.note_if_slow("never said", after_s=1000) as timer:
         pass
-    timer.join(20)
+    timer.join(60)
     assert not timer.is_alive()
     assert capsys.readouterr().err == "still waiting\n"
 
@@ -357,7 +357,7 @@ def test_ctrl_c_ends_generate_quietly(frontend: FakeFrontend) -> None:
         _, errors = generate.communicate(timeout=30)
         assert generate.returncode == 130
         assert errors == ""
-    assert frontend.ended_early.wait(20)
+    assert frontend.ended_early.wait(60)
 
 
 def test_status_shows_queues_and_workers(invoke: Any) -> None:

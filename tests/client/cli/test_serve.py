@@ -120,7 +120,7 @@ def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
         serve.process.send_signal(signal.SIGINT)
         serve.wait_for("SIGINT: stopping when running requests are finished")
         serve.process.send_signal(signal.SIGINT)
-        assert serve.process.wait(20) == 0
+        assert serve.process.wait(60) == 0
         assert not any(service.is_running() for service in services)
         stream.close()
 
@@ -131,7 +131,7 @@ def test_signals_that_come_together_end_everything_without_a_traceback(tmp_path:
         services = serve.services()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             serve.process.send_signal(number)
-        assert serve.process.wait(20) == 0
+        assert serve.process.wait(60) == 0
         assert not any(service.is_running() for service in services)
     assert "Traceback" not in "".join(serve.said)
 

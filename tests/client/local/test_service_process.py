@@ -38,7 +38,7 @@ class Lines:
         return int(pid)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -72,7 +72,7 @@ def run(lines: Lines) -> Iterator[Callable[..., ServiceProcess]]:
     yield start
     for service in started:
         service.kill()
-        service.join(10)
+        service.join(60)
 
 
 def test_a_service_is_ended_by_sigterm(run: Callable[..., ServiceProcess], lines: Lines) -> None:
@@ -80,7 +80,7 @@ def test_a_service_is_ended_by_sigterm(run: Callable[..., ServiceProcess], lines
     pid = lines.next_pid()
     assert service.pid == pid
     service.terminate()
-    service.join(20)
+    service.join(60)
     assert is_gone(pid)
     assert service.pid is None
     assert service.failure is None
@@ -197,5 +197,5 @@ def test_children_end_with_a_parent_that_is_killed(how: signal.Signals, tmp_path
         pid = int(parent.stdout.readline().split()[1])
         assert not is_gone(pid)
         parent.send_signal(how)
-        parent.wait(10)
+        parent.wait(60)
         assert wait_until(lambda: is_gone(pid))

@@ -23,6 +23,6 @@ async def test_a_core_that_cannot_announce_models_any_more_ends_with_the_error(
     worker = FakeWorker()
     await worker.start(address)
     with pytest.raises(RuntimeError, match="a bug"):
-        await asyncio.wait_for(serving, 30)
+        await asyncio.wait_for(serving, 60)
     await worker.kill()
     assert "background task failed" in caplog.text

@@ -108,7 +108,7 @@ async def test_a_group_whose_caches_are_being_made_is_drained_at_once(
     await fleet.start(worker)
     await until(lambda: worker.num_profiles, "it is being sized")
     service.registry.drain("starting")
-    await until(lambda: worker.stop_reason == "drained", "it was asked to stop", timeout_s=10)
+    await until(lambda: worker.stop_reason == "drained", "it was asked to stop")
     assert worker.directives == ["serve", "drain", "stop"]
     worker.may_initialize.set()
 

@@ -58,7 +58,7 @@ async def test_what_is_pending_is_sent_before_the_stream_is_closed() -> None:
     attachment.deliver(EngineOutputs(accepted=[1]))
     attachment.close(Unavailable("going"))
     reader.may_take.release()
-    done, _ = await asyncio.wait([writing], timeout=5)
+    done, _ = await asyncio.wait([writing], timeout=60)
     assert isinstance(next(iter(done)).exception(), Unavailable)
     assert [from_column(message.accepted, "") for message in reader.messages] == [[1]]
 

@@ -77,7 +77,7 @@ async def test_nothing_is_made_for_an_epoch_that_another_has_taken_over_meanwhil
     may_go_on = threading.Event()
 
     def be_at_something() -> None:
-        may_go_on.wait(20)
+        may_go_on.wait(60)
 
     try:
         engine._thread.post(be_at_something)

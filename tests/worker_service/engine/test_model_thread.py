@@ -31,7 +31,7 @@ async def test_jobs_go_on_while_what_follows_one_waits() -> None:
     order: list[str] = []
 
     def wait() -> None:
-        assert may_end.wait(10)
+        assert may_end.wait(60)
         order.append("followed")
 
     thread.post(lambda: thread.follow_up(wait))
@@ -66,7 +66,7 @@ class Hang:
 
     def __call__(self) -> None:
         self.begun.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
 
 
 @pytest.mark.parametrize("where", ["job", "sequel"])

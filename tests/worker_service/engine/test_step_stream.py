@@ -15,7 +15,7 @@ from worker_service.engine.step_stream import StepStream
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError
 from worker_service.plan import StepPlan, StepResult, StepTimings
 
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 class Launched:

@@ -25,7 +25,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import GroupBroken
 
 NUM_BLOCKS = 64
-SOON_S = 20
+SOON_S = 60
 """Far less than gloo's own patience."""
 SHORT = timedelta(seconds=1)
 

@@ -26,7 +26,7 @@ from worker_service.runner.batch.micro_batches import MIN_TOKENS, micro_batches
 from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.service import wire
 
-SOON_S = 30
+SOON_S = 60
 GROUPS = [CacheGroup(block_tokens=4)]
 
 

@@ -161,7 +161,7 @@ async def test_an_idle_worker_that_is_told_to_end_takes_what_the_core_has_just_s
         assert values((await steps.result()).token_ids) == [next_token([2])]
         assert not running.task.done()
         assert await steps.finish() == grpc.StatusCode.OK
-        await asyncio.wait_for(running.task, 10)
+        await asyncio.wait_for(running.task, 60)
 
 
 @pytest.mark.parametrize("how", ["stop", "end of the stream"])
@@ -179,7 +179,7 @@ async def test_an_idle_worker_that_is_told_to_end_is_released_by_the_core(
         await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is notified")
         assert not running.task.done()
         stream.directives.put_nowait(stop if how == "stop" else None)
-        await asyncio.wait_for(running.task, 10)
+        await asyncio.wait_for(running.task, 60)
 
 
 async def test_the_grace_period_bounds_the_end() -> None:
@@ -189,7 +189,7 @@ async def test_the_grace_period_bounds_the_end() -> None:
         await steps.send(PlanBuilder().plan([]))
         await steps.result()
         running.worker.end()
-        await asyncio.wait_for(running.task, 10)
+        await asyncio.wait_for(running.task, 60)
         assert (await steps.error()).code() in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.CANCELLED,
@@ -205,7 +205,7 @@ async def test_a_worker_that_is_sent_away_ends_with_the_reason(core_address: str
     ):
         (await first_stream(registry)).directives.put_nowait(stop)
         with pytest.raises(WorkerRejected, match=reason):
-            await asyncio.wait_for(running.task, 10)
+            await asyncio.wait_for(running.task, 60)
 
 
 async def test_a_worker_can_end_while_it_loads() -> None:
@@ -213,13 +213,13 @@ async def test_a_worker_can_end_while_it_loads() -> None:
 
     def load():  # type: ignore[no-untyped-def]
         loading.set()
-        assert may_load.wait(20)
+        assert may_load.wait(60)
         raise AssertionError("nobody waits for this any more")
 
     async with running_worker(load=load) as running:
         await until(loading.is_set, "loading has begun")
         running.worker.end()
-        await asyncio.wait_for(running.task, 10)
+        await asyncio.wait_for(running.task, 60)
         may_load.set()
 
 
@@ -229,4 +229,4 @@ async def test_a_model_that_cannot_be_loaded_ends_the_worker(tmp_path: Path) -> 
 
     async with running_worker(CountingModel(), load=load) as running:
         with pytest.raises(WorkerRejected, match="no such model"):
-            await asyncio.wait_for(running.task, 10)
+            await asyncio.wait_for(running.task, 60)

@@ -38,7 +38,7 @@ class BlockedModel(CountingModel):
 
     def forward(self, batch: StepBatch) -> Tensor:
         self.entered.set()
-        assert self.proceed.wait(20)
+        assert self.proceed.wait(60)
         return super().forward(batch)
 
 
@@ -150,7 +150,7 @@ async def test_a_worker_whose_device_is_lost_in_a_step_ends() -> None:
         await steps.send(plans.plan([Row(1, 3)]))
         assert (await steps.error()).code() == grpc.StatusCode.INTERNAL
         with pytest.raises(DeviceLost, match="it answers nothing any more"):
-            await asyncio.wait_for(running.task, 10)
+            await asyncio.wait_for(running.task, 60)
 
 
 async def test_a_worker_whose_device_is_lost_between_steps_ends() -> None:
@@ -160,7 +160,7 @@ async def test_a_worker_whose_device_is_lost_between_steps_ends() -> None:
                 pb.ProfileBlocksRequest(max_num_seqs=1, max_num_batched_tokens=1)
             )
         with pytest.raises(DeviceLost, match="it answers nothing any more"):
-            await asyncio.wait_for(running.task, 10)
+            await asyncio.wait_for(running.task, 60)
 
 
 async def test_plans_of_a_cancelled_stream_are_dropped() -> None:
@@ -172,7 +172,7 @@ async def test_plans_of_a_cancelled_stream_are_dropped() -> None:
         await steps.send(*(plans.plan([Row(1)]) for _ in range(8)))
         await until(model.entered.is_set, "the first plan runs")
         steps.cancel()
-        await asyncio.wait_for(running.worker.wait_idle(), 10)
+        await asyncio.wait_for(running.worker.wait_idle(), 60)
         model.proceed.set()
         await running.initialize(2)
         assert len(model.batches) == 1
@@ -196,7 +196,7 @@ async def test_health_turns_to_serving_once_the_model_is_loaded() -> None:
     may_load = threading.Event()
 
     def load() -> LoadedModel:
-        assert may_load.wait(20)
+        assert may_load.wait(60)
         return loaded_counting_model()
 
     async with running_worker(load=load) as running:

@@ -46,12 +46,12 @@ async def simulated_worker(**simulation: object) -> AsyncIterator[RunningWorker]
     )
     worker = make_worker(config, SimulatedExecutor(model, block_size=4))
     task = asyncio.create_task(worker.run())
-    await asyncio.wait_for(worker.ready.wait(), 10)
+    await asyncio.wait_for(worker.ready.wait(), 60)
     async with grpc.aio.insecure_channel(str(worker.address)) as channel:
         yield RunningWorker(worker, WorkerServiceStub(channel), channel, task)
     worker.end_at_once()
     with suppress(WorkerError):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 def first_plan(builder: PlanBuilder) -> plan_pb2.StepPlan:
@@ -150,9 +150,9 @@ def test_it_starts_serves_and_ends_where_no_torch_is_installed(tmp_path: Path) -
             time.sleep(0.05)
         with grpc.insecure_channel(address) as channel:
             stub = WorkerServiceStub(channel)
-            stub.InitializeCache(pb.InitializeCacheRequest(num_gpu_blocks=8, epoch=1), timeout=5)
+            stub.InitializeCache(pb.InitializeCacheRequest(num_gpu_blocks=8, epoch=1), timeout=60)
             plans = iter([pb.ExecuteStepsRequest(plans=[first_plan(PlanBuilder(block_size=16))])])
-            result = next(iter(stub.ExecuteSteps(plans, timeout=5))).results[0]
+            result = next(iter(stub.ExecuteSteps(plans, timeout=60))).results[0]
             assert np.frombuffer(result.token_ids, "<i4")[0] >= 0
     finally:
         process.send_signal(signal.SIGTERM)

@@ -119,7 +119,7 @@ async def test_an_idle_connection_does_not_hold_up_the_end() -> None:
     async with FakeCore() as core:
         async with http_frontend(core.address) as frontend, http_client(frontend) as client:
             await client.get("/health")
-            await asyncio.wait_for(frontend.stop(), 20)
+            await asyncio.wait_for(frontend.stop(), 60)
         with pytest.raises(httpx.ConnectError):
             async with http_client(frontend) as late:
                 await late.get("/health")

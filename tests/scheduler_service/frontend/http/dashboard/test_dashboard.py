@@ -82,7 +82,7 @@ def make_status(uptime_s: float = 1.0, num_running: int = 1) -> status_pb2.Engin
 
 
 async def next_message(lines: AsyncIterator[str]) -> Any:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return json.loads(await anext(lines))
 
 
@@ -166,7 +166,7 @@ async def test_the_cores_loss_is_told_and_the_next_core_is_followed(
 async def test_the_core_is_followed_over_a_new_channel_when_the_former_is_closed(
     core: WatchedCore,
 ) -> None:
-    async with core, asyncio.timeout(20):
+    async with core, asyncio.timeout(60):
         connection = CoreConnection(Cluster(NO_CLUSTER), core.address)
         hub = Hub(connection)
         async with aclosing(hub.lines()) as lines:
