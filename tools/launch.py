@@ -5,6 +5,7 @@ users' deployments consist of, keeps its services alive instead.)
 """
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -29,11 +30,13 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface on which no process listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface on which no process listens at the moment. It is below
+    those that Linux gives to outgoing connections, so that none takes it before it is used."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)  # no generator that tests seed
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def module(*words: str) -> list[str]:
