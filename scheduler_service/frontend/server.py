@@ -110,7 +110,7 @@ class Frontend:
             await changed.wait()
 
 
-def build(config: FrontendConfig) -> Frontend:
+def make_frontend(config: FrontendConfig) -> Frontend:
     """A frontend and its parts. Call this on the event loop."""
     authentication = authentication_of(config)
     core = CoreConnection(Cluster(config.cluster), config.core)
@@ -160,7 +160,7 @@ def build(config: FrontendConfig) -> Frontend:
 
 async def serve(config: FrontendConfig) -> None:
     """Run a frontend until SIGTERM or SIGINT. Raises CannotListen, or a background task's error."""
-    frontend = build(config)
+    frontend = make_frontend(config)
     async with published(frontend.http_services.registry, config.metrics):
         await frontend.start()
         gc.freeze()

@@ -25,7 +25,7 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import CoreService, make_core_service
 from scheduler_service.frontend.config import FrontendConfig
-from scheduler_service.frontend.server import Frontend, build
+from scheduler_service.frontend.server import Frontend, make_frontend
 from service_common.cluster import MEMBER_NAME, Cluster, ClusterConfig
 from tests.support.certificates import Authority, Issued
 from tests.support.frontends import client_of, error_of, eventually, generate_request, read_all
@@ -75,10 +75,10 @@ async def running_worker(core: str | None, **credentials: Any) -> AsyncIterator[
         await task
 
 
-def make_frontend(core: str, credentials: Any) -> Frontend:
+def frontend_with(core: str, credentials: Any) -> Frontend:
     cluster = ClusterConfig(**credentials)
     config = FrontendConfig(core=core, listen="127.0.0.1:0", grace_period_s=0, cluster=cluster)
-    return build(config)
+    return make_frontend(config)
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ async def whole(**credentials: Any) -> AsyncIterator[tuple[CoreService, Worker, 
         running_core(**credentials) as core,
         running_worker(core.address, **credentials) as worker,
     ):
-        frontend = make_frontend(core.address, credentials)
+        frontend = frontend_with(core.address, credentials)
         await frontend.start()
         try:
             yield core, worker, frontend
@@ -267,7 +267,7 @@ async def test_members_do_not_talk_to_who_is_none(authority: Authority, tmp_path
             running_core(**files(both, impostor)) as core,
             running_worker(core.address, **files(authority.cert, member)),
         ):
-            frontend = make_frontend(core.address, files(authority.cert, member))
+            frontend = frontend_with(core.address, files(authority.cert, member))
             try:
                 call = frontend.core.stub.GetStatus(
                     scheduler_pb.SchedulerServiceGetStatusRequest(), timeout=60
@@ -352,7 +352,7 @@ async def test_a_service_that_cannot_reach_another_says_which_credentials_differ
     async with running_core(**called) as core, running_worker(core.address, **caller):
         await eventually(lambda: is_explained(caplog, "trying", LINKS[link]))
         caplog.clear()
-        frontend = make_frontend(core.address, caller)
+        frontend = frontend_with(core.address, caller)
         await frontend.start()
         try:
             await eventually(lambda: is_explained(caplog, f" core={core.address} ", LINKS[link]))

@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 from scheduler_service.frontend.config import FrontendConfig
-from scheduler_service.frontend.server import Frontend, build
+from scheduler_service.frontend.server import Frontend, make_frontend
 from tests.support.fake_core import TIMEOUT_S
 
 
@@ -19,7 +19,7 @@ from tests.support.fake_core import TIMEOUT_S
 async def running_frontend(core: str, **settings: Any) -> AsyncIterator[Frontend]:
     """A started frontend; stopped at the end unless the test has."""
     settings = {"grace_period_s": 0.0} | settings
-    frontend = build(FrontendConfig(core=core, listen="127.0.0.1:0", **settings))
+    frontend = make_frontend(FrontendConfig(core=core, listen="127.0.0.1:0", **settings))
     await frontend.start()
     try:
         yield frontend

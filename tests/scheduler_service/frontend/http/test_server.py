@@ -9,7 +9,7 @@ import pytest
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.http.middleware import HttpServices
 from scheduler_service.frontend.http.server import HttpServer, bind
-from scheduler_service.frontend.server import build
+from scheduler_service.frontend.server import make_frontend
 from service_common.errors import CannotListen
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import eventually
@@ -29,7 +29,7 @@ async def test_health_is_503_until_a_model_can_be_served() -> None:
 
 async def test_callers_wait_from_the_bind_until_the_libraries_are_there() -> None:
     async with FakeCore() as core:
-        frontend = build(
+        frontend = make_frontend(
             FrontendConfig(core=core.address, listen="127.0.0.1:0", http="127.0.0.1:0")
         )
         assert frontend.http is not None
@@ -46,7 +46,7 @@ async def test_a_taken_port_is_an_error_that_names_the_flag() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         config = FrontendConfig(core="127.0.0.1:1", listen="127.0.0.1:0", http=address)
-        frontend = build(config)
+        frontend = make_frontend(config)
         with pytest.raises(
             CannotListen, match=f"{address} for HTTP: address already in use; --http"
         ):
@@ -138,7 +138,7 @@ class HttpThatCannotStart(HttpServer):
 
 async def test_a_frontend_whose_http_cannot_start_says_why_instead_of_staying_unready() -> None:
     async with FakeCore() as core:
-        frontend = build(FrontendConfig(core=core.address, listen="127.0.0.1:0"))
+        frontend = make_frontend(FrontendConfig(core=core.address, listen="127.0.0.1:0"))
         frontend.http = HttpThatCannotStart("127.0.0.1:0")
         await frontend.start()
         with pytest.raises(RuntimeError, match="a library is missing"):
