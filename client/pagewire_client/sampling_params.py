@@ -1,9 +1,12 @@
 """Sampling parameters, under vLLM's names."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from pagewire.v1 import sampling_pb2
 
@@ -13,6 +16,14 @@ _EARLY_STOPPING = {
     False: sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS,
     "never": sampling_pb2.EARLY_STOPPING_NEVER,
 }
+_MAXIMA = {FieldDescriptor.TYPE_UINT32: 2**32 - 1, FieldDescriptor.TYPE_UINT64: 2**64 - 1}
+_RANGES = {
+    field.name: f"an integer from 0 to {_MAXIMA[field.type]}"
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.type in _MAXIMA and not field.is_repeated
+}
+"""The numbers that the fields of counts can hold."""
+_MODULES = re.compile(r"collections\.abc\.|typing\.")
 
 
 class _Default(int):
@@ -113,9 +124,12 @@ class SamplingParams:
         proto = sampling_pb2.SamplingParams()
         for name, (kind, value) in given.items():
             try:
+                if kind == bool | None and value not in (True, False):
+                    raise TypeError("expected True or False")
                 _set(proto, name, value)
             except (TypeError, ValueError, LookupError, AttributeError) as error:
-                raise ValueError(f"{name} must be {kind}, not {value!r}: {error}") from None
+                allowed = _RANGES.get(name) or _MODULES.sub("", str(kind))
+                raise ValueError(f"{name} must be {allowed}, not {value!r}: {error}") from None
         return proto
 
 
