@@ -247,7 +247,10 @@ def test_only_where_nothing_listens_does_the_hint_start_a_server() -> None:
     ("arguments", "words"),
     [
         (["generate", "Hello", "--model", "other"], "no model 'other' is served"),
-        (["generate", "Hello", "--seed", "-1"], "seed must be int"),
+        (
+            ["generate", "Hello", "--seed", "-1"],
+            "seed must be an integer from 0 to 18446744073709551615, not -1",
+        ),
         (["generate", "Hello", "--tls-ca", "/none.pem"], "No such file"),
     ],
 )
