@@ -422,6 +422,9 @@ def checked_config(flags: Flags, assignment: RankAssignment | RanksToLaunch) -> 
 
 
 def _model(flags: Flags, assignment: RankAssignment) -> ModelConfig:
+    for parameter in (*SIMULATION.parameters, *COST.parameters):
+        if (got := flags[parameter.name]) != parameter.default:
+            raise InvalidOption(f"{parameter.name}: expected none without simulate, got {got!r}")
     affinity, share = flags["cpu_affinity"], cpu_share(flags)
     return ModelConfig(
         **MODEL.fields_of(flags),

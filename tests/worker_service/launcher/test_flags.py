@@ -175,6 +175,12 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
         (["--dtype", "float8"], 2, "dtype: expected one of"),
         (["--dtype", "float8", "--tensor-parallel-size", "2"], 2, "dtype: expected one of"),
         (["--threads", "0"], 2, "threads: expected at least 1, got 0"),
+        (
+            ["--simulate-cache-groups", "fixed:x"],
+            2,
+            "simulate_cache_groups: expected none without simulate, got 'fixed:x'",
+        ),
+        (["--simulate-step-us", "5"], 2, "simulate_step_us: expected none without simulate"),
         (["--cpu-affinity", "0-x"], 2, "cpu_affinity: expected a list such as 0,2-5, got '0-x'"),
         (["--cpu-affinity", f"{ONE_CPU},{ONE_CPU}"], 2, "cpu_affinity: expected CPUs of"),
         (["--cpu-affinity", ONE_CPU, "--threads", "2"], 2, "threads: expected at most the 1 of"),
