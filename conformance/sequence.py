@@ -7,7 +7,7 @@ from typing import Any
 from conformance.cache_groups import NO_BLOCK
 from conformance.generation import Sampled
 from pagewire import columns
-from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, plan_pb2, pooling_pb2, sampling_pb2
 
 NOTHING, TOKEN, CANDIDATES, VECTOR = range(4)
 """What a row brings."""
@@ -74,7 +74,7 @@ class Sequence:
     """Its tables in the other groups; NO_BLOCK where a block was released."""
 
     sampling: sampling_pb2.SamplerParams = field(default_factory=lambda: GREEDY)
-    pooling: sampling_pb2.PoolingParams | None = None
+    pooling: pooling_pb2.PoolingParams | None = None
     """How its hidden states become a vector; None: it generates tokens."""
 
     choice_index: int = 0

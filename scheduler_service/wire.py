@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pagewire.columns import columns_of
-from pagewire.v1 import context_pb2, model_pb2, plan_pb2, sampling_pb2, scheduler_service_pb2
+from pagewire.v1 import (
+    context_pb2,
+    model_pb2,
+    plan_pb2,
+    pooling_pb2,
+    sampling_pb2,
+    scheduler_service_pb2,
+)
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.columns import from_column, from_columns
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
@@ -53,9 +60,9 @@ FINISH_REASONS: Mapping[str, inference_pb.FinishReason.ValueType] = {
 }
 
 POOLING_TYPES: Mapping[int, PoolingType] = {
-    sampling_pb2.POOLING_TYPE_LAST: PoolingType.LAST,
-    sampling_pb2.POOLING_TYPE_MEAN: PoolingType.MEAN,
-    sampling_pb2.POOLING_TYPE_CLS: PoolingType.CLS,
+    pooling_pb2.POOLING_TYPE_LAST: PoolingType.LAST,
+    pooling_pb2.POOLING_TYPE_MEAN: PoolingType.MEAN,
+    pooling_pb2.POOLING_TYPE_CLS: PoolingType.CLS,
 }
 
 EARLY_STOPPING: Mapping[int, EarlyStopping] = {
@@ -211,7 +218,7 @@ def _decode_work(submit: scheduler_service_pb2.Submit) -> Generation | Pooling:
     raise InvalidArgument("work", "expected one of generation and pooling")
 
 
-def _decode_pooling(pooling: sampling_pb2.PoolingParams) -> Pooling:
+def _decode_pooling(pooling: pooling_pb2.PoolingParams) -> Pooling:
     if pooling.type not in POOLING_TYPES:
         raise InvalidArgument("pooling.type", "expected POOLING_TYPE_LAST, _MEAN or _CLS")
     return Pooling(type=POOLING_TYPES[pooling.type], dimensions=pooling.dimensions, pooling=pooling)

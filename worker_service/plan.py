@@ -139,6 +139,17 @@ class PoolingType(Enum):
     LAST = auto()
     MEAN = auto()
     CLS = auto()
+    ALL = auto()
+    """One vector per token."""
+
+
+class PoolingHead(Enum):
+    """What is computed from the pooled hidden states."""
+
+    UNSPECIFIED = auto()
+    """A vector."""
+    CLASSIFIER = auto()
+    """Logits of labels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +160,9 @@ class PoolingParams:
     normalize: bool = False
     dimensions: int = 0
     """0: all."""
+    head: PoolingHead = PoolingHead.UNSPECIFIED
+    second_text_start: int = 0
+    """Position of the second text's first token; 0: there is none."""
 
 
 class RowOutput(IntEnum):

@@ -8,12 +8,12 @@ from conformance.case import case, refusal_case, stream_case
 from conformance.sequence import TOKEN, VECTOR, Row, Sequence
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
-from pagewire.v1 import model_pb2, sampling_pb2
+from pagewire.v1 import model_pb2, pooling_pb2
 
 LAST, MEAN, CLS = (
-    sampling_pb2.POOLING_TYPE_LAST,
-    sampling_pb2.POOLING_TYPE_MEAN,
-    sampling_pb2.POOLING_TYPE_CLS,
+    pooling_pb2.POOLING_TYPE_LAST,
+    pooling_pb2.POOLING_TYPE_MEAN,
+    pooling_pb2.POOLING_TYPE_CLS,
 )
 TOLERANCE = 1e-3
 """Maximum difference of a number, relative to the vector's norm."""
@@ -23,21 +23,21 @@ def pooled(
     worker: Worker,
     stream: StepStream,
     tokens: list[int],
-    type: sampling_pb2.PoolingType.ValueType,
+    type: pooling_pb2.PoolingType.ValueType,
     **fields: Any,
 ) -> Sequence:
     """A new sequence for a vector; `fields`: of its parameters, or its own. Raises Skipped if the
     worker pools none."""
     if model_pb2.WORK_KIND_POOLING not in worker.info.model.work_kinds:
         raise Skipped("the worker pools no vectors")
-    names = sampling_pb2.PoolingParams.DESCRIPTOR.fields_by_name
+    names = pooling_pb2.PoolingParams.DESCRIPTOR.fields_by_name
     of_params = {name: fields.pop(name) for name in names.keys() & fields.keys()}
-    params = sampling_pb2.PoolingParams(type=type, **of_params)
+    params = pooling_pb2.PoolingParams(type=type, **of_params)
     return stream.new(tokens, pooling=params, **fields)
 
 
 def vector_of(
-    worker: Worker, tokens: list[int], type: sampling_pb2.PoolingType.ValueType, **fields: object
+    worker: Worker, tokens: list[int], type: pooling_pb2.PoolingType.ValueType, **fields: object
 ) -> list[float]:
     """The vector of some tokens, computed in one row of a batch of its own."""
     with worker.open() as stream:
@@ -56,11 +56,11 @@ def expect_equal(what: str, found: list[float], wanted: list[float]) -> None:
 def a_vector_has_as_many_numbers_as_the_model(worker: Worker) -> None:
     for type in (LAST, MEAN, CLS):
         vector = vector_of(worker, worker.prompt(1), type)
-        expect("numbers in the vector", len(vector), worker.info.model.vector_size)
+        expect("numbers in the vector", len(vector), worker.info.model.pooling.vector_size)
         expect_true(all(map(math.isfinite, vector)), "the vector holds NaN or infinity")
 
 
-@case("sampling", "Only the first numbers of the vector, taken before it is normalized.")
+@case("pooling", "Only the first numbers of the vector, taken before it is normalized.")
 def dimensions_are_the_first_numbers_of_the_vector(worker: Worker) -> None:
     prompt = worker.prompt(1)
     full = vector_of(worker, prompt, LAST)
@@ -74,7 +74,7 @@ def dimensions_are_the_first_numbers_of_the_vector(worker: Worker) -> None:
     )
 
 
-@case("sampling", "Divide the vector by its Euclidean norm.")
+@case("pooling", "Divide the vector by its Euclidean norm.")
 def a_normalized_vector_has_the_norm_1(worker: Worker) -> None:
     for type in (LAST, MEAN, CLS):
         plain = vector_of(worker, worker.prompt(1), type)
@@ -83,7 +83,7 @@ def a_normalized_vector_has_the_norm_1(worker: Worker) -> None:
         expect_equal("the normalized vector", found, wanted)
 
 
-@case("sampling", "Which hidden states")
+@case("pooling", "Which hidden states")
 def types_pool_the_last_all_and_the_first_hidden_states(worker: Worker) -> None:
     """A prefix's last hidden state is that of the token in a longer text."""
     prompt = worker.prompt(1, 6)
@@ -189,9 +189,9 @@ def a_mean_over_cached_tokens_is_refused(worker: Worker, stream: StepStream) -> 
     )
 
 
-@refusal_case("sampling", "Only the first numbers of the vector", "pooling.dimensions")
+@refusal_case("pooling", "Only the first numbers of the vector", "pooling.dimensions")
 def more_dimensions_than_the_model_has_are_refused(worker: Worker, stream: StepStream) -> None:
-    size = worker.info.model.vector_size
+    size = worker.info.model.pooling.vector_size
     stream.send(pooled(worker, stream, worker.prompt(1), LAST, dimensions=size + 1))
 
 
@@ -199,5 +199,5 @@ def more_dimensions_than_the_model_has_are_refused(worker: Worker, stream: StepS
 def a_worker_that_pools_no_vectors_refuses_them(worker: Worker, stream: StepStream) -> None:
     if model_pb2.WORK_KIND_POOLING in worker.info.model.work_kinds:
         raise Skipped("the worker pools vectors")
-    params = sampling_pb2.PoolingParams(type=LAST)
+    params = pooling_pb2.PoolingParams(type=LAST)
     stream.send(stream.new(worker.prompt(1), pooling=params))

@@ -252,7 +252,7 @@ class WorkerSession:
                 num_speculative_tokens=num_speculative_tokens,
                 arithmetic=model.arithmetic,
                 work_kinds=frozenset(map(_work_kind, model.work_kinds)) or GENERATION_ONLY,
-                vector_size=model.vector_size,
+                vector_size=max(model.pooling.vector_size, len(model.pooling.labels)),
                 whole_prompt=model.whole_prompt,
             )
         except ValueError as error:

@@ -91,6 +91,22 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             self.requests, _deadline(context), lambda: self.authentication.authenticate(credentials)
         ).run(read, context.write)
 
+    async def Embed(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        """Not served yet."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Embed: not served yet")
+
+    async def Score(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        """Not served yet."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Score: not served yet")
+
+    async def Rank(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        """Not served yet."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Rank: not served yet")
+
+    async def Classify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        """Not served yet."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Classify: not served yet")
+
     @_rpc
     async def Abort(
         self, request: inference_pb.AbortRequest, context: Context, tenant: Principal

@@ -32,7 +32,8 @@ import xxhash
 from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pagewire.v1.sampling_pb2 import PoolingParams, SamplerParams
+from pagewire.v1.pooling_pb2 import PoolingParams
+from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service.core import EngineOutputs, SchedulerConfig, SchedulerCore, StepPlan
 from scheduler_service.core.request import Pooling
 from service_common.version import VERSION

@@ -14,7 +14,7 @@ import pytest
 from conformance import cases
 from conformance.runner import Verdict
 from pagewire import columns
-from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, plan_pb2, pooling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.conformance.faults import (
     FaultTable,
@@ -151,7 +151,7 @@ def _changes_a_number(result: plan_pb2.StepResult) -> None:
 
 def _pools_the_last(new: plan_pb2.NewSequence) -> None:
     if new.HasField("pooling"):
-        new.pooling.type = sampling_pb2.POOLING_TYPE_LAST
+        new.pooling.type = pooling_pb2.POOLING_TYPE_LAST
 
 
 def _pools_the_last_chunk() -> Fault:
@@ -161,7 +161,7 @@ def _pools_the_last_chunk() -> Fault:
         is_last = not plan.output or plan.output[0] == 3
         for new in plan.new_sequences:
             if new.HasField("pooling") and not is_last:
-                new.pooling.type = sampling_pb2.POOLING_TYPE_LAST
+                new.pooling.type = pooling_pb2.POOLING_TYPE_LAST
 
     return Fault(plan=change)
 

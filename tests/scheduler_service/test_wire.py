@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.columns import columns_of, pack, pack_floats
-from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, plan_pb2, pooling_pb2, sampling_pb2
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
@@ -73,7 +73,7 @@ NEW_SEQUENCE = {
 }
 POOLED = NEW_SEQUENCE | {
     "sampling": st.none(),
-    "pooling": st.builds(sampling_pb2.PoolingParams, type=st.integers(1, 3), dimensions=count),
+    "pooling": st.builds(pooling_pb2.PoolingParams, type=st.integers(1, 3), dimensions=count),
 }
 PLAN = {
     "step_id": st.integers(1, 2**63),
@@ -265,7 +265,7 @@ def unset_fields(values: Any) -> set[str]:
 
 @pytest.mark.parametrize("type", list(wire.POOLING_TYPES))
 def test_a_submission_for_a_vector_keeps_every_field(type: Any) -> None:
-    params = sampling_pb2.PoolingParams(type=type, normalize=True, dimensions=3)
+    params = pooling_pb2.PoolingParams(type=type, normalize=True, dimensions=3)
     message = submit()
     message.pooling.CopyFrom(params)
     work = wire.decode_submit(message, "front", now=0.0).work

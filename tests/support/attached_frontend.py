@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from pagewire.v1 import context_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, pooling_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.support.waiting import until
@@ -26,7 +26,7 @@ def submission(
     timeout_s: float | None = None,
     generated: Mapping[int, Sequence[int]] | None = None,
     max_hold_ms: int = 0,
-    pooling: sampling_pb2.PoolingParams | None = None,
+    pooling: pooling_pb2.PoolingParams | None = None,
     context: Sequence[context_pb2.ContextPart] = (),
 ) -> pb.Submit:
     """A request for greedy tokens, or for a vector; its id is made of frontend and handle."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pagewire.v1.sampling_pb2 import PoolingParams
+from pagewire.v1.pooling_pb2 import PoolingParams
 from scheduler_service.core import (
     ContextPart,
     EngineOutputs,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from pagewire.v1.sampling_pb2 import (
+from pagewire.v1.pooling_pb2 import (
     POOLING_TYPE_CLS,
     POOLING_TYPE_LAST,
     POOLING_TYPE_MEAN,

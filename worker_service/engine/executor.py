@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 from worker_service.cache_groups import CacheGroup
 from worker_service.plan import StepPlan, StepResult
+from worker_service.pooling_facts import PoolingFacts
 
 
 class WorkKind(Enum):
@@ -73,8 +74,8 @@ class ModelFacts:
     """Whether decode steps are replayed as CUDA graphs."""
 
     work_kinds: tuple[WorkKind, ...] = (WorkKind.GENERATION,)
-    vector_size: int = 0
-    """Numbers in a pooled vector; 0 if the worker pools none."""
+    pooling: PoolingFacts | None = None
+    """What it pools; None without the work kind pooling."""
 
     whole_prompt: bool = False
     """Whether a prompt must be computed in one row."""

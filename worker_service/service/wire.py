@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from pagewire.columns import Column, columns_of, pack
-from pagewire.v1 import context_pb2, model_pb2, plan_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, model_pb2, plan_pb2, pooling_pb2, sampling_pb2
 from pagewire.validation import find_violation
 from worker_service.array_types import Float32Array, Int32Array
 from worker_service.engine.executor import ModelFacts
@@ -25,6 +25,7 @@ from worker_service.plan import (
     ContextKind,
     ContextPart,
     NewSequence,
+    PoolingHead,
     PoolingParams,
     PoolingType,
     RowOutput,
@@ -34,6 +35,7 @@ from worker_service.plan import (
     StepTimings,
     Thought,
 )
+from worker_service.pooling_facts import PoolingFacts
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
@@ -48,7 +50,10 @@ _CONTEXT_KINDS = {
     context_pb2.ContextKind.Value(f"CONTEXT_KIND_{kind.name}"): kind for kind in ContextKind
 }
 _POOLING_TYPES = {
-    sampling_pb2.PoolingType.Value(f"POOLING_TYPE_{kind.name}"): kind for kind in PoolingType
+    pooling_pb2.PoolingType.Value(f"POOLING_TYPE_{kind.name}"): kind for kind in PoolingType
+}
+_POOLING_HEADS = {
+    pooling_pb2.PoolingHead.Value(f"POOLING_HEAD_{head.name}"): head for head in PoolingHead
 }
 
 
@@ -128,10 +133,31 @@ def encode_model_info(
         )
         for group in facts.cache_groups
     ]
+    if facts.pooling is not None:
+        values["pooling"] = _encode_pooling(facts.pooling)
     values["work_kinds"] = [f"WORK_KIND_{kind.name}" for kind in facts.work_kinds]
     for of_worker in ("device", "attention_backend", "num_speculative_tokens"):
         del values[of_worker]
     return model_pb2.ModelInfo(name=name, aliases=aliases, **values)
+
+
+def _encode_pooling(facts: PoolingFacts) -> pooling_pb2.PoolingInfo:
+    kinds = {
+        name: f"POOLING_TYPE_{getattr(facts, name).name}"
+        for name in ("default_type", "classifier_type")
+    }
+    return pooling_pb2.PoolingInfo(
+        **asdict(facts)
+        | kinds
+        | {
+            "types": [f"POOLING_TYPE_{kind.name}" for kind in facts.types],
+            "label_activation": f"LABEL_ACTIVATION_{facts.label_activation.name}",
+            "similarity": f"SIMILARITY_{facts.similarity.name}",
+            "prompts": [
+                pooling_pb2.NamedPrompt(name=name, text=text) for name, text in facts.prompts
+            ],
+        }
+    )
 
 
 def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequence:
@@ -183,10 +209,14 @@ def _decode_pooling(message: plan_pb2.NewSequence, path: str) -> PoolingParams |
     pooling = message.pooling
     if pooling.type not in _POOLING_TYPES:
         raise InvalidPlan(f"{path}.type", f"expected a type of pooling, got {pooling.type}")
+    if pooling.head not in _POOLING_HEADS:
+        raise InvalidPlan(f"{path}.head", f"expected a head, got {pooling.head}")
     return PoolingParams(
         type=_POOLING_TYPES[pooling.type],
         normalize=pooling.normalize,
         dimensions=pooling.dimensions,
+        head=_POOLING_HEADS[pooling.head],
+        second_text_start=pooling.second_text_start,
     )
 
 

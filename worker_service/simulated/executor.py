@@ -16,6 +16,7 @@ from worker_service.engine.executor import BlockCounts, FinishedStep, ModelFacts
 from worker_service.errors import OutOfOrder
 from worker_service.plan import (
     Candidates,
+    PoolingType,
     PromptLogprobs,
     RowErrorReason,
     RowOutput,
@@ -25,6 +26,7 @@ from worker_service.plan import (
     TokenLogprobs,
     monotonic_us,
 )
+from worker_service.pooling_facts import PoolingFacts
 from worker_service.simulated.memory_model import MemoryModel
 from worker_service.simulated.model import (
     VECTOR_SIZE,
@@ -294,7 +296,10 @@ class SimulatedExecutor:
             attention_backend="",
             arithmetic="simulated/1",
             work_kinds=tuple(WorkKind),
-            vector_size=VECTOR_SIZE,
+            pooling=PoolingFacts(
+                vector_size=VECTOR_SIZE,
+                types=(PoolingType.LAST, PoolingType.MEAN, PoolingType.CLS),
+            ),
             num_speculative_tokens=self._max_drafts,
         )
 

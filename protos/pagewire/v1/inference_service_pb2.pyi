@@ -14,6 +14,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pagewire.v1 import model_pb2 as _model_pb2
+from pagewire.v1 import pooling_pb2 as _pooling_pb2
 from pagewire.v1 import sampling_pb2 as _sampling_pb2
 from pagewire.v1 import status_pb2 as _status_pb2
 import builtins as _builtins
@@ -50,6 +51,30 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """By max_tokens, or by the model's length."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
+
+class _TruncationSide:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TruncationSideEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TruncationSide.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRUNCATION_SIDE_UNSPECIFIED: _TruncationSide.ValueType  # 0
+    """The model's tokenizer decides, usually the right one."""
+    TRUNCATION_SIDE_LEFT: _TruncationSide.ValueType  # 1
+    """The beginning."""
+    TRUNCATION_SIDE_RIGHT: _TruncationSide.ValueType  # 2
+    """The end."""
+
+class TruncationSide(_TruncationSide, metaclass=_TruncationSideEnumTypeWrapper):
+    """An end of a text."""
+
+TRUNCATION_SIDE_UNSPECIFIED: TruncationSide.ValueType  # 0
+"""The model's tokenizer decides, usually the right one."""
+TRUNCATION_SIDE_LEFT: TruncationSide.ValueType  # 1
+"""The beginning."""
+TRUNCATION_SIDE_RIGHT: TruncationSide.ValueType  # 2
+"""The end."""
+Global___TruncationSide: _TypeAlias = TruncationSide  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -998,7 +1023,7 @@ Global___GenerateManyResponse: _TypeAlias = GenerateManyResponse  # noqa: Y015
 
 @_typing.final
 class RequestError(_message.Message):
-    """Why a request on a GenerateMany stream failed."""
+    """Why one of many requests or texts of a call failed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1007,7 +1032,7 @@ class RequestError(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's id; empty if it had none."""
+    """The request's id; empty if it had none, and for a text."""
     code: _builtins.int
     """A canonical gRPC status code."""
     message: _builtins.str
@@ -1068,6 +1093,653 @@ class AbortResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
+
+@_typing.final
+class PoolingOptions(_message.Message):
+    """What the texts of one call have in common."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """A served model's name. May be absent when one model is served."""
+    priority: _builtins.int
+    """Lower values are served earlier if the scheduler's policy is `priority`; ignored
+    otherwise. Default 0.
+    """
+    truncate_prompt_tokens: _builtins.int
+    """Most tokens of a text, special tokens included; longer ones are cut at truncation_side.
+    -1: the model's own limit. Absent: a text that is too long for the model fails.
+    """
+    truncation_side: Global___TruncationSide.ValueType
+    """Which end of a text that is too long is cut."""
+    add_special_tokens: _builtins.bool
+    """Whether the model's special tokens are added around texts. Default true."""
+    cache_salt: _builtins.str
+    """As in GenerateRequest."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str | None = ...,
+        priority: _builtins.int | None = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
+        truncation_side: Global___TruncationSide.ValueType = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        cache_salt: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "model", b"model", "priority", b"priority", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+
+Global___PoolingOptions: _TypeAlias = PoolingOptions  # noqa: Y015
+
+@_typing.final
+class PoolingInput(_message.Message):
+    """One text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PAIR_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, tokenized with the model's special tokens. Not empty."""
+    @_builtins.property
+    def token_ids(self) -> Global___PromptTokens:
+        """Token ids, used unchanged. Not empty."""
+
+    @_builtins.property
+    def pair(self) -> Global___TextPair:
+        """Two texts for a model that reads them together, such as a cross-encoder. Neither is
+        empty.
+        """
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___PromptTokens | None = ...,
+        pair: Global___TextPair | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "pair", b"pair", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "pair", b"pair", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "token_ids", "pair"]  # noqa: Y015
+    _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
+
+Global___PoolingInput: _TypeAlias = PoolingInput  # noqa: Y015
+
+@_typing.final
+class TextPair(_message.Message):
+    """Two texts, for example a query and a document."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    SECOND_FIELD_NUMBER: _builtins.int
+    first: _builtins.str
+    """The first one."""
+    second: _builtins.str
+    """The second one."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.str = ...,
+        second: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "second", b"second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextPair: _TypeAlias = TextPair  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """Texts whose vectors are requested."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    EMBED_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def options(self) -> Global___PoolingOptions:
+        """In the first message only."""
+
+    @_builtins.property
+    def embed(self) -> Global___EmbedOptions:
+        """In the first message only."""
+
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolingInput]:
+        """The next texts."""
+
+    def __init__(
+        self,
+        *,
+        options: Global___PoolingOptions | None = ...,
+        embed: Global___EmbedOptions | None = ...,
+        inputs: _abc.Iterable[Global___PoolingInput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["embed", b"embed", "options", b"options"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embed", b"embed", "inputs", b"inputs", "options", b"options"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedOptions(_message.Message):
+    """How texts become vectors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    PROMPT_NAME_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    dimensions: _builtins.int
+    """Only the first numbers of the vector, of models trained for that (Matryoshka). Absent:
+    all.
+    """
+    normalize: _builtins.bool
+    """Whether the vector is divided by its Euclidean norm. Absent: as the model's own files
+    say, or else true.
+    """
+    type: _pooling_pb2.PoolingType.ValueType
+    """How the hidden states of a text's tokens become its vector. Unspecified: as the model's
+    own files say. ALL gives one vector per token.
+    """
+    prompt_name: _builtins.str
+    """The name of a prompt of the model, for example `query`, which precedes all texts.
+    Absent: the model's default prompt, if it has one. Empty: none.
+    """
+    prompt: _builtins.str
+    """A prompt of the client's own instead."""
+    def __init__(
+        self,
+        *,
+        dimensions: _builtins.int | None = ...,
+        normalize: _builtins.bool | None = ...,
+        type: _pooling_pb2.PoolingType.ValueType = ...,
+        prompt_name: _builtins.str | None = ...,
+        prompt: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt", b"_prompt", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "normalize", b"normalize", "prompt", b"prompt", "prompt_name", b"prompt_name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_prompt", b"_prompt", "_prompt_name", b"_prompt_name", "dimensions", b"dimensions", "normalize", b"normalize", "prompt", b"prompt", "prompt_name", b"prompt_name", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__prompt: _TypeAlias = _typing.Literal["prompt"]  # noqa: Y015
+    _WhichOneofArgType__prompt: _TypeAlias = _typing.Literal["_prompt", b"_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_name: _TypeAlias = _typing.Literal["prompt_name"]  # noqa: Y015
+    _WhichOneofArgType__prompt_name: _TypeAlias = _typing.Literal["_prompt_name", b"_prompt_name"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt) -> _WhichOneofReturnType__prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_name) -> _WhichOneofReturnType__prompt_name | None: ...
+
+Global___EmbedOptions: _TypeAlias = EmbedOptions  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """The next vectors, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """One entry per text; of a text with one vector per token, as many as they fill."""
+
+    @_builtins.property
+    def usage(self) -> Global___PoolingUsage:
+        """In the last response only."""
+
+    def __init__(
+        self,
+        *,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: Global___PoolingUsage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """A vector, or the reason why there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index of the text in the call."""
+    values: _builtins.bytes
+    """The numbers; with one vector per token, those of consecutive tokens. Little-endian
+    float32.
+    """
+    num_tokens: _builtins.int
+    """Tokens of the text."""
+    first_token: _builtins.int
+    """With one vector per token: index of the first token above. Entries of a text are in
+    order.
+    """
+    @_builtins.property
+    def error(self) -> Global___RequestError:
+        """Instead of the numbers."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+        first_token: _builtins.int = ...,
+        error: Global___RequestError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "first_token", b"first_token", "index", b"index", "num_tokens", b"num_tokens", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
+class PoolingUsage(_message.Message):
+    """Token counts of a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    """Tokens of all texts that did not fail."""
+    cached_tokens: _builtins.int
+    """Those of them that were found in the prefix cache."""
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolingUsage: _TypeAlias = PoolingUsage  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    """Pairs of texts whose scores are requested: of a model that reads them together its score,
+    of one that makes vectors their similarity.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def options(self) -> Global___PoolingOptions:
+        """In the first message only."""
+
+    @_builtins.property
+    def score(self) -> Global___ScoreOptions:
+        """In the first message only."""
+
+    @_builtins.property
+    def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextPair]:
+        """The next pairs."""
+
+    def __init__(
+        self,
+        *,
+        options: Global___PoolingOptions | None = ...,
+        score: Global___ScoreOptions | None = ...,
+        pairs: _abc.Iterable[Global___TextPair] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "score", b"score"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "pairs", b"pairs", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class ScoreOptions(_message.Message):
+    """How pairs get scores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLY_ACTIVATION_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_FIELD_NUMBER: _builtins.int
+    apply_activation: _builtins.bool
+    """Whether the model's own activation, usually a sigmoid, is applied to its score. Default
+    true. Not for models that make vectors.
+    """
+    instruction: _builtins.str
+    """What the model is to judge by, for those whose template has a place for it."""
+    def __init__(
+        self,
+        *,
+        apply_activation: _builtins.bool | None = ...,
+        instruction: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_apply_activation", b"_apply_activation", "_instruction", b"_instruction", "apply_activation", b"apply_activation", "instruction", b"instruction"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_apply_activation", b"_apply_activation", "_instruction", b"_instruction", "apply_activation", b"apply_activation", "instruction", b"instruction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__apply_activation: _TypeAlias = _typing.Literal["apply_activation"]  # noqa: Y015
+    _WhichOneofArgType__apply_activation: _TypeAlias = _typing.Literal["_apply_activation", b"_apply_activation"]  # noqa: Y015
+    _WhichOneofReturnType__instruction: _TypeAlias = _typing.Literal["instruction"]  # noqa: Y015
+    _WhichOneofArgType__instruction: _TypeAlias = _typing.Literal["_instruction", b"_instruction"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__apply_activation) -> _WhichOneofReturnType__apply_activation | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__instruction) -> _WhichOneofReturnType__instruction | None: ...
+
+Global___ScoreOptions: _TypeAlias = ScoreOptions  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    """The next scores, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCORES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairScore]:
+        """One entry per pair."""
+
+    @_builtins.property
+    def usage(self) -> Global___PoolingUsage:
+        """In the last response only."""
+
+    def __init__(
+        self,
+        *,
+        scores: _abc.Iterable[Global___PairScore] | None = ...,
+        usage: Global___PoolingUsage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scores", b"scores", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class PairScore(_message.Message):
+    """A score, or the reason why there is none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index of the pair in the call."""
+    score: _builtins.float
+    """The score: the greater, the better."""
+    num_tokens: _builtins.int
+    """Tokens of the pair."""
+    @_builtins.property
+    def error(self) -> Global___RequestError:
+        """Instead of the score."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        score: _builtins.float = ...,
+        num_tokens: _builtins.int = ...,
+        error: Global___RequestError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "index", b"index", "num_tokens", b"num_tokens", "score", b"score"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairScore: _TypeAlias = PairScore  # noqa: Y015
+
+@_typing.final
+class RankRequest(_message.Message):
+    """Documents to sort by their scores with a query."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    QUERY_FIELD_NUMBER: _builtins.int
+    TOP_N_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    query: _builtins.str
+    """In the first message only. Not empty."""
+    top_n: _builtins.int
+    """In the first message only: the number of documents to return. Absent: all."""
+    @_builtins.property
+    def options(self) -> Global___PoolingOptions:
+        """In the first message only."""
+
+    @_builtins.property
+    def score(self) -> Global___ScoreOptions:
+        """In the first message only."""
+
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The next documents."""
+
+    def __init__(
+        self,
+        *,
+        options: Global___PoolingOptions | None = ...,
+        score: Global___ScoreOptions | None = ...,
+        query: _builtins.str = ...,
+        top_n: _builtins.int | None = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_n", b"_top_n", "options", b"options", "score", b"score", "top_n", b"top_n"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_n", b"_top_n", "documents", b"documents", "options", b"options", "query", b"query", "score", b"score", "top_n", b"top_n"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__top_n: _TypeAlias = _typing.Literal["top_n"]  # noqa: Y015
+    _WhichOneofArgType__top_n: _TypeAlias = _typing.Literal["_top_n", b"_top_n"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_n) -> _WhichOneofReturnType__top_n | None: ...
+
+Global___RankRequest: _TypeAlias = RankRequest  # noqa: Y015
+
+@_typing.final
+class RankResponse(_message.Message):
+    """Documents in descending order of their scores, the lowest index first among equals."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedCompositeFieldContainer[Global___PairScore]:
+        """The scores of the documents, by index in the call; those that failed come last, and are
+        not limited by top_n.
+        """
+
+    @_builtins.property
+    def usage(self) -> Global___PoolingUsage:
+        """Token counts."""
+
+    def __init__(
+        self,
+        *,
+        documents: _abc.Iterable[Global___PairScore] | None = ...,
+        usage: Global___PoolingUsage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankResponse: _TypeAlias = RankResponse  # noqa: Y015
+
+@_typing.final
+class ClassifyRequest(_message.Message):
+    """Texts to classify."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    CLASSIFY_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def options(self) -> Global___PoolingOptions:
+        """In the first message only."""
+
+    @_builtins.property
+    def classify(self) -> Global___ClassifyOptions:
+        """In the first message only."""
+
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolingInput]:
+        """The next texts."""
+
+    def __init__(
+        self,
+        *,
+        options: Global___PoolingOptions | None = ...,
+        classify: Global___ClassifyOptions | None = ...,
+        inputs: _abc.Iterable[Global___PoolingInput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["classify", b"classify", "options", b"options"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classify", b"classify", "inputs", b"inputs", "options", b"options"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassifyRequest: _TypeAlias = ClassifyRequest  # noqa: Y015
+
+@_typing.final
+class ClassifyOptions(_message.Message):
+    """How texts are classified."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    APPLY_ACTIVATION_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
+    apply_activation: _builtins.bool
+    """Whether the model's activation is applied to its logits: a softmax over several labels, a
+    sigmoid for one or for labels that do not exclude each other. Default true.
+    """
+    type: _pooling_pb2.PoolingType.ValueType
+    """ALL for the labels of each token, of models trained for that. Unspecified: as the model
+    does.
+    """
+    def __init__(
+        self,
+        *,
+        apply_activation: _builtins.bool | None = ...,
+        type: _pooling_pb2.PoolingType.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_apply_activation", b"_apply_activation", "apply_activation", b"apply_activation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_apply_activation", b"_apply_activation", "apply_activation", b"apply_activation", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__apply_activation: _TypeAlias = _typing.Literal["apply_activation"]  # noqa: Y015
+    _WhichOneofArgType__apply_activation: _TypeAlias = _typing.Literal["_apply_activation", b"_apply_activation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__apply_activation) -> _WhichOneofReturnType__apply_activation | None: ...
+
+Global___ClassifyOptions: _TypeAlias = ClassifyOptions  # noqa: Y015
+
+@_typing.final
+class ClassifyResponse(_message.Message):
+    """The next classifications, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    CLASSIFICATIONS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the labels: in the first response only."""
+
+    @_builtins.property
+    def classifications(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """One entry per text; of a text with labels per token, as many as they fill."""
+
+    @_builtins.property
+    def usage(self) -> Global___PoolingUsage:
+        """In the last response only."""
+
+    def __init__(
+        self,
+        *,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+        classifications: _abc.Iterable[Global___Embedding] | None = ...,
+        usage: Global___PoolingUsage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classifications", b"classifications", "labels", b"labels", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassifyResponse: _TypeAlias = ClassifyResponse  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Text generation, with tokenization, model information and status.
+    """Text generation, vectors and scores of texts, tokenization, model information and status.
     """
 
     def __init__(self, channel):
@@ -49,6 +49,26 @@ class InferenceServiceStub(object):
                 '/pagewire.v1.InferenceService/Abort',
                 request_serializer=pagewire_dot_v1_dot_inference__service__pb2.AbortRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.stream_stream(
+                '/pagewire.v1.InferenceService/Embed',
+                request_serializer=pagewire_dot_v1_dot_inference__service__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.stream_stream(
+                '/pagewire.v1.InferenceService/Score',
+                request_serializer=pagewire_dot_v1_dot_inference__service__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Rank = channel.stream_unary(
+                '/pagewire.v1.InferenceService/Rank',
+                request_serializer=pagewire_dot_v1_dot_inference__service__pb2.RankRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.RankResponse.FromString,
+                _registered_method=True)
+        self.Classify = channel.stream_stream(
+                '/pagewire.v1.InferenceService/Classify',
+                request_serializer=pagewire_dot_v1_dot_inference__service__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.ClassifyResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/pagewire.v1.InferenceService/Tokenize',
@@ -78,7 +98,7 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Text generation, with tokenization, model information and status.
+    """Text generation, vectors and scores of texts, tokenization, model information and status.
     """
 
     def Generate(self, request, context):
@@ -101,6 +121,36 @@ class InferenceServiceServicer(object):
 
     def Abort(self, request, context):
         """Ends a running request; its stream ends with CANCELLED. NOT_FOUND if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request_iterator, context):
+        """Returns a vector for each of many texts, or one for each of their tokens, in any order.
+        The error of one text does not end the call. A text's vector has the same bits in every
+        call, on every worker of the same arithmetic: a call that broke can be repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request_iterator, context):
+        """Returns a score for each of many pairs of texts, in any order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rank(self, request_iterator, context):
+        """Sorts documents by how well they answer a query.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Classify(self, request_iterator, context):
+        """Returns the labels of each of many texts, or of their tokens, in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +210,26 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.AbortRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_inference__service__pb2.AbortResponse.SerializeToString,
             ),
+            'Embed': grpc.stream_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.EmbedRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_inference__service__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.stream_stream_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.ScoreRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_inference__service__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Rank': grpc.stream_unary_rpc_method_handler(
+                    servicer.Rank,
+                    request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.RankRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_inference__service__pb2.RankResponse.SerializeToString,
+            ),
+            'Classify': grpc.stream_stream_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.ClassifyRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_inference__service__pb2.ClassifyResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.TokenizeRequest.FromString,
@@ -194,7 +264,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Text generation, with tokenization, model information and status.
+    """Text generation, vectors and scores of texts, tokenization, model information and status.
     """
 
     @staticmethod
@@ -268,6 +338,114 @@ class InferenceService(object):
             '/pagewire.v1.InferenceService/Abort',
             pagewire_dot_v1_dot_inference__service__pb2.AbortRequest.SerializeToString,
             pagewire_dot_v1_dot_inference__service__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pagewire.v1.InferenceService/Embed',
+            pagewire_dot_v1_dot_inference__service__pb2.EmbedRequest.SerializeToString,
+            pagewire_dot_v1_dot_inference__service__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pagewire.v1.InferenceService/Score',
+            pagewire_dot_v1_dot_inference__service__pb2.ScoreRequest.SerializeToString,
+            pagewire_dot_v1_dot_inference__service__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rank(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pagewire.v1.InferenceService/Rank',
+            pagewire_dot_v1_dot_inference__service__pb2.RankRequest.SerializeToString,
+            pagewire_dot_v1_dot_inference__service__pb2.RankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/pagewire.v1.InferenceService/Classify',
+            pagewire_dot_v1_dot_inference__service__pb2.ClassifyRequest.SerializeToString,
+            pagewire_dot_v1_dot_inference__service__pb2.ClassifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

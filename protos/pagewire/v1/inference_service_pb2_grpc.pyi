@@ -32,7 +32,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Text generation, with tokenization, model information and status."""
+    """Text generation, vectors and scores of texts, tokenization, model information and status."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -50,6 +50,17 @@ class InferenceServiceStub:
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]
     """Ends a running request; its stream ends with CANCELLED. NOT_FOUND if there is none."""
+    Embed: _grpc.StreamStreamMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]
+    """Returns a vector for each of many texts, or one for each of their tokens, in any order.
+    The error of one text does not end the call. A text's vector has the same bits in every
+    call, on every worker of the same arithmetic: a call that broke can be repeated.
+    """
+    Score: _grpc.StreamStreamMultiCallable[_inference_service_pb2.ScoreRequest, _inference_service_pb2.ScoreResponse]
+    """Returns a score for each of many pairs of texts, in any order."""
+    Rank: _grpc.StreamUnaryMultiCallable[_inference_service_pb2.RankRequest, _inference_service_pb2.RankResponse]
+    """Sorts documents by how well they answer a query."""
+    Classify: _grpc.StreamStreamMultiCallable[_inference_service_pb2.ClassifyRequest, _inference_service_pb2.ClassifyResponse]
+    """Returns the labels of each of many texts, or of their tokens, in any order."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]
     """Returns the token ids of a text or a chat, by the model's own tokenizer and
     template.
@@ -65,7 +76,7 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Text generation, with tokenization, model information and status."""
+    """Text generation, vectors and scores of texts, tokenization, model information and status."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_service_pb2.GenerateRequest, _inference_service_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -80,6 +91,17 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.AbortRequest, _inference_service_pb2.AbortResponse]  # type: ignore[assignment]
     """Ends a running request; its stream ends with CANCELLED. NOT_FOUND if there is none."""
+    Embed: _aio.StreamStreamMultiCallable[_inference_service_pb2.EmbedRequest, _inference_service_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Returns a vector for each of many texts, or one for each of their tokens, in any order.
+    The error of one text does not end the call. A text's vector has the same bits in every
+    call, on every worker of the same arithmetic: a call that broke can be repeated.
+    """
+    Score: _aio.StreamStreamMultiCallable[_inference_service_pb2.ScoreRequest, _inference_service_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Returns a score for each of many pairs of texts, in any order."""
+    Rank: _aio.StreamUnaryMultiCallable[_inference_service_pb2.RankRequest, _inference_service_pb2.RankResponse]  # type: ignore[assignment]
+    """Sorts documents by how well they answer a query."""
+    Classify: _aio.StreamStreamMultiCallable[_inference_service_pb2.ClassifyRequest, _inference_service_pb2.ClassifyResponse]  # type: ignore[assignment]
+    """Returns the labels of each of many texts, or of their tokens, in any order."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.TokenizeRequest, _inference_service_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Returns the token ids of a text or a chat, by the model's own tokenizer and
     template.
@@ -94,7 +116,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Snapshots at a regular interval."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Text generation, with tokenization, model information and status."""
+    """Text generation, vectors and scores of texts, tokenization, model information and status."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -125,6 +147,41 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.AbortResponse, _abc.Awaitable[_inference_service_pb2.AbortResponse]]:
         """Ends a running request; its stream ends with CANCELLED. NOT_FOUND if there is none."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_service_pb2.EmbedRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.EmbedResponse], _abc.AsyncIterator[_inference_service_pb2.EmbedResponse]]:
+        """Returns a vector for each of many texts, or one for each of their tokens, in any order.
+        The error of one text does not end the call. A text's vector has the same bits in every
+        call, on every worker of the same arithmetic: a call that broke can be repeated.
+        """
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_service_pb2.ScoreRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.ScoreResponse], _abc.AsyncIterator[_inference_service_pb2.ScoreResponse]]:
+        """Returns a score for each of many pairs of texts, in any order."""
+
+    @_abc_1.abstractmethod
+    def Rank(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_service_pb2.RankRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.RankResponse, _abc.Awaitable[_inference_service_pb2.RankResponse]]:
+        """Sorts documents by how well they answer a query."""
+
+    @_abc_1.abstractmethod
+    def Classify(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_service_pb2.ClassifyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.ClassifyResponse], _abc.AsyncIterator[_inference_service_pb2.ClassifyResponse]]:
+        """Returns the labels of each of many texts, or of their tokens, in any order."""
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from pagewire.v1 import pooling_pb2 as _pooling_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -119,7 +120,7 @@ class ModelInfo(_message.Message):
     MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATION_DEFAULTS_FIELD_NUMBER: _builtins.int
     WORK_KINDS_FIELD_NUMBER: _builtins.int
-    VECTOR_SIZE_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     WHOLE_PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -141,7 +142,7 @@ class ModelInfo(_message.Message):
     dtype: _builtins.str
     """Compute type, for example float32, bfloat16 or float16."""
     block_bytes: _builtins.int
-    """Bytes of one block on one rank, the same in all cache groups."""
+    """Bytes of one block on one rank, the same in all cache groups; 0 without any."""
     num_parameters: _builtins.int
     """Number of parameters."""
     batch_invariant: _builtins.bool
@@ -178,8 +179,6 @@ class ModelInfo(_message.Message):
     """Most tokens of prompt and output together that one sequence can have in the KV cache of
     a worker group that serves the model: set by the core, 0 before a cache was sized.
     """
-    vector_size: _builtins.int
-    """Numbers in a pooled vector; 0 if the worker pools none."""
     whole_prompt: _builtins.bool
     """Whether a prompt must be computed in one row, because tokens see those that follow. The
     core then refuses prompts that are longer than a step, and reuses no cached prefix.
@@ -191,7 +190,9 @@ class ModelInfo(_message.Message):
     """
     @_builtins.property
     def cache_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
-        """The model's cache groups; plans name them by their index here. Ranks must agree."""
+        """The model's cache groups; plans name them by their index here. Ranks must agree. None for
+        a model that keeps nothing of a sequence: then every prompt is computed in one row.
+        """
 
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -209,6 +210,10 @@ class ModelInfo(_message.Message):
     @_builtins.property
     def work_kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___WorkKind.ValueType]:
         """What the worker does. The core refuses other requests. Empty: generation."""
+
+    @_builtins.property
+    def pooling(self) -> _pooling_pb2.PoolingInfo:
+        """What it pools. Absent without the work kind pooling."""
 
     def __init__(
         self,
@@ -235,13 +240,13 @@ class ModelInfo(_message.Message):
         max_cached_tokens: _builtins.int = ...,
         generation_defaults: _abc.Iterable[_builtins.str] | None = ...,
         work_kinds: _abc.Iterable[Global___WorkKind.ValueType] | None = ...,
-        vector_size: _builtins.int = ...,
+        pooling: _pooling_pb2.PoolingInfo | None = ...,
         whole_prompt: _builtins.bool = ...,
         cache_layout: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "bos_token_id", b"bos_token_id", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vector_size", b"vector_size", "vocab_size", b"vocab_size", "weights", b"weights", "whole_prompt", b"whole_prompt", "work_kinds", b"work_kinds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "bos_token_id", b"bos_token_id", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "pooling", b"pooling", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights", "whole_prompt", b"whole_prompt", "work_kinds", b"work_kinds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

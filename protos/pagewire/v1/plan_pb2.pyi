@@ -14,6 +14,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pagewire.v1 import context_pb2 as _context_pb2
+from pagewire.v1 import pooling_pb2 as _pooling_pb2
 from pagewire.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -130,7 +131,8 @@ class StepPlan(_message.Message):
     logits and appended to the sequence. 2: candidates for the next token, in sequences
     with num_candidates, and only there. 3: a vector, in sequences with `pooling`, and only
     there. Empty: 1 in every row. Rows with 1 or 2 sample. A row that brings anything
-    computes up to and including the last token the sequence has.
+    computes up to and including the last token the sequence has, unless it brings a vector
+    for each of its tokens.
     """
     appended_tokens: _builtins.bytes
     """Pairs (sequence id, token), int32 column: tokens the core has chosen among the
@@ -251,10 +253,10 @@ class NewSequence(_message.Message):
         """How tokens are sampled."""
 
     @_builtins.property
-    def pooling(self) -> _sampling_pb2.PoolingParams:
-        """How the hidden states of all its tokens become one vector. Such a sequence has no
-        output tokens and no forks. Unless the type is LAST, none of its tokens was computed
-        before.
+    def pooling(self) -> _pooling_pb2.PoolingParams:
+        """How the hidden states of its tokens become a vector. Such a sequence has no output
+        tokens and no forks. Unless the type is LAST, none of its tokens was computed before.
+        With the type ALL all its rows have the output 3, with others its last one.
         """
 
     @_builtins.property
@@ -273,7 +275,7 @@ class NewSequence(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         tables: _abc.Iterable[Global___BlockTable] | None = ...,
         sampling: _sampling_pb2.SamplerParams | None = ...,
-        pooling: _sampling_pb2.PoolingParams | None = ...,
+        pooling: _pooling_pb2.PoolingParams | None = ...,
         parent_seq_id: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
         traceparent: _builtins.str = ...,
@@ -416,7 +418,7 @@ Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 
 @_typing.final
 class RowVector(_message.Message):
-    """A pooled vector."""
+    """What a row with the output 3 brings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -425,7 +427,8 @@ class RowVector(_message.Message):
     row: _builtins.int
     """Index of the row in the batch."""
     values: _builtins.bytes
-    """As many numbers as the sequence's PoolingParams.dimensions, or the model's vector_size.
+    """As many numbers as the sequence's PoolingParams.dimensions, or the model's vector_size or
+    labels; with the type ALL, those of the tokens that the row computed, one after the other.
     Little-endian float32.
     """
     def __init__(

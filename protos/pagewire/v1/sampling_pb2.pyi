@@ -49,34 +49,6 @@ EARLY_STOPPING_NEVER: EarlyStopping.ValueType  # 3
 """When no running beam can beat a finished one (`"never"`)."""
 Global___EarlyStopping: _TypeAlias = EarlyStopping  # noqa: Y015
 
-class _PoolingType:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PoolingTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolingType.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    POOLING_TYPE_UNSPECIFIED: _PoolingType.ValueType  # 0
-    """Not specified."""
-    POOLING_TYPE_LAST: _PoolingType.ValueType  # 1
-    """The last token's."""
-    POOLING_TYPE_MEAN: _PoolingType.ValueType  # 2
-    """The mean over all tokens."""
-    POOLING_TYPE_CLS: _PoolingType.ValueType  # 3
-    """The first token's."""
-
-class PoolingType(_PoolingType, metaclass=_PoolingTypeEnumTypeWrapper):
-    """Which hidden states of the model's last layer, after its final norm, make a vector."""
-
-POOLING_TYPE_UNSPECIFIED: PoolingType.ValueType  # 0
-"""Not specified."""
-POOLING_TYPE_LAST: PoolingType.ValueType  # 1
-"""The last token's."""
-POOLING_TYPE_MEAN: PoolingType.ValueType  # 2
-"""The mean over all tokens."""
-POOLING_TYPE_CLS: PoolingType.ValueType  # 3
-"""The first token's."""
-Global___PoolingType: _TypeAlias = PoolingType  # noqa: Y015
-
 @_typing.final
 class SamplingParams(_message.Message):
     """How tokens are sampled, as a client states it.
@@ -705,33 +677,3 @@ class TokenSequence(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
-
-@_typing.final
-class PoolingParams(_message.Message):
-    """How the hidden states of a request's tokens become one vector."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TYPE_FIELD_NUMBER: _builtins.int
-    NORMALIZE_FIELD_NUMBER: _builtins.int
-    DIMENSIONS_FIELD_NUMBER: _builtins.int
-    type: Global___PoolingType.ValueType
-    """Which hidden states."""
-    normalize: _builtins.bool
-    """Divide the vector by its Euclidean norm."""
-    dimensions: _builtins.int
-    """Only the first numbers of the vector, taken before it is normalized. 0: all."""
-    def __init__(
-        self,
-        *,
-        type: Global___PoolingType.ValueType = ...,
-        normalize: _builtins.bool = ...,
-        dimensions: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dimensions", b"dimensions", "normalize", b"normalize", "type", b"type"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PoolingParams: _TypeAlias = PoolingParams  # noqa: Y015

@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from pagewire.v1 import context_pb2 as _context_pb2
 from pagewire.v1 import inference_service_pb2 as _inference_service_pb2
 from pagewire.v1 import model_pb2 as _model_pb2
+from pagewire.v1 import pooling_pb2 as _pooling_pb2
 from pagewire.v1 import sampling_pb2 as _sampling_pb2
 from pagewire.v1 import status_pb2 as _status_pb2
 import builtins as _builtins
@@ -185,7 +186,7 @@ class Submit(_message.Message):
         """Tokens."""
 
     @_builtins.property
-    def pooling(self) -> _sampling_pb2.PoolingParams:
+    def pooling(self) -> _pooling_pb2.PoolingParams:
         """A vector."""
 
     @_builtins.property
@@ -202,7 +203,7 @@ class Submit(_message.Message):
         priority: _builtins.int = ...,
         prompt_token_ids: _builtins.bytes = ...,
         generation: Global___Generation | None = ...,
-        pooling: _sampling_pb2.PoolingParams | None = ...,
+        pooling: _pooling_pb2.PoolingParams | None = ...,
         timeout_us: _builtins.int | None = ...,
         attempt: _builtins.int = ...,
         fingerprint: _builtins.bytes = ...,
@@ -405,8 +406,8 @@ class SchedulerMessage(_message.Message):
 
     @_builtins.property
     def vectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledVector]:
-        """Pooled vectors. Where there are many, they travel in several messages; a request's vector
-        precedes its end.
+        """Pooled vectors. Where there are many, they travel in several messages; a request's vectors
+        precede its end.
         """
 
     @_builtins.property
@@ -566,25 +567,33 @@ Global___PromptLogprobsUpdate: _TypeAlias = PromptLogprobsUpdate  # noqa: Y015
 
 @_typing.final
 class PooledVector(_message.Message):
-    """The vector of a request."""
+    """The vector of a request, or those of some of its tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The request's handle."""
     values: _builtins.bytes
-    """Its numbers. Little-endian float32."""
+    """The numbers; with one vector per token, those of consecutive tokens. Little-endian
+    float32.
+    """
+    first_token: _builtins.int
+    """With one vector per token: index of the first token above. After the loss of a worker
+    tokens may come once more, with the same numbers.
+    """
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         values: _builtins.bytes = ...,
+        first_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "handle", b"handle", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

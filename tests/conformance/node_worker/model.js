@@ -15,7 +15,7 @@ export const facts = {
   dtype: "float64",
   batch_invariant: true,
   work_kinds: ["WORK_KIND_GENERATION", "WORK_KIND_POOLING"],
-  vector_size: VOCAB_SIZE,
+  pooling: { vector_size: VOCAB_SIZE },
 };
 
 /** A 32-bit word that looks like nothing the words it is made of had in common. */

@@ -96,7 +96,7 @@ export class Sequences {
       params: message.pooling
         ? NO_PARAMS
         : readParams(message.sampling, this.model.vocab_size, `${path}.sampling`),
-      pooling: readPooling(message, this.model.vector_size, path),
+      pooling: readPooling(message, this.model.pooling.vector_size, path),
       promptLogprobsStart: message.prompt_logprobs_start,
       tables: readTables(message.tables, groups, numComputed, `${path}.tables`),
       media: parent?.media ?? readMedia(message.context, groups, `${path}.context`),

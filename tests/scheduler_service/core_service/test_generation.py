@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import sampling_pb2
+from pagewire.v1 import pooling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.request import EngineOutputs, RequestFinished, RequestTimings
 from scheduler_service.core_service.frontend_streams import MAX_VECTOR_BYTES, in_parts
@@ -34,7 +34,7 @@ async def test_vectors_of_many_requests_come_before_their_ends(
     service: CoreService, fleet: Fleet
 ) -> None:
     worker = await fleet.start(FakeWorker(pools=True))
-    params = sampling_pb2.PoolingParams(type=sampling_pb2.POOLING_TYPE_LAST, dimensions=3)
+    params = pooling_pb2.PoolingParams(type=pooling_pb2.POOLING_TYPE_LAST, dimensions=3)
     async with AttachedFrontend(service.address) as frontend:
         for handle in range(1, 21):
             await frontend.submit(handle, range(handle + 1), pooling=params)
@@ -53,7 +53,7 @@ async def test_a_vector_of_a_model_that_only_generates_is_refused_by_kind(
     service: CoreService, fleet: Fleet
 ) -> None:
     await fleet.start(FakeWorker())
-    params = sampling_pb2.PoolingParams(type=sampling_pb2.POOLING_TYPE_LAST)
+    params = pooling_pb2.PoolingParams(type=pooling_pb2.POOLING_TYPE_LAST)
     async with AttachedFrontend(service.address) as frontend:
         await frontend.submit(1, [1, 2], pooling=params)
         failed = await frontend.wait_failed(1)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, plan_pb2, pooling_pb2, sampling_pb2
 from tests.support.checkpoints import checkpoint
 from tests.support.loading import load
 from tests.support.runners import host
@@ -113,7 +113,7 @@ def test_a_salt_changes_no_kv(loaded: LoadedModel) -> None:
 
 
 def test_a_sequence_for_a_vector_is_refused(loaded: LoadedModel) -> None:
-    pooling = sampling_pb2.PoolingParams(type=sampling_pb2.POOLING_TYPE_LAST)
+    pooling = pooling_pb2.PoolingParams(type=pooling_pb2.POOLING_TYPE_LAST)
     with pytest.raises(InvalidPlan, match="pooling"):
         kv_of(loaded, pooling=pooling)
 

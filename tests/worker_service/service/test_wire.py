@@ -9,13 +9,14 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from pagewire.columns import columns_of, pack
-from pagewire.v1 import plan_pb2, sampling_pb2
+from pagewire.v1 import plan_pb2, pooling_pb2, sampling_pb2
 from tests.support.worker_driver import sampler_params
 from worker_service.errors import InvalidPlan
 from worker_service.plan import (
     Candidates,
     ConstraintKind,
     ContextKind,
+    PoolingHead,
     PoolingType,
     PromptLogprobs,
     RowErrorReason,
@@ -83,6 +84,7 @@ def filled_plan() -> plan_pb2.StepPlan:
     fork.ClearField("context")
     pooled.ClearField("parent_seq_id")
     fill(pooled.pooling)
+    pooled.pooling.head = pooling_pb2.POOLING_HEAD_CLASSIFIER
     return message
 
 
@@ -99,8 +101,9 @@ def test_a_plan_keeps_every_field() -> None:
     assert_kept(part, sent_part, other={"kind"})
     assert part.kind is ContextKind.SALT
     assert pooled.pooling is not None
-    assert_kept(pooled.pooling, sent_pooled.pooling, other={"type"})
+    assert_kept(pooled.pooling, sent_pooled.pooling, other={"type", "head"})
     assert pooled.pooling.type is PoolingType.LAST
+    assert pooled.pooling.head is PoolingHead.CLASSIFIER
 
 
 def test_sampling_parameters_keep_every_field() -> None:
