@@ -7,6 +7,7 @@
     eagle.py               the draft head of EAGLE-3
     native.py              base classes of native models: forward pass, weights, packing
     layers.py linear.py    the layers of native models; packed and sharded linear layers
+    pooling.py             what follows the pooling: dense layers, the labels of a classifier
     transformers_backend/  every other model of `transformers`, with its attention replaced
 
 All sequences of a step are flattened to one axis of rows. A model writes the keys and values of

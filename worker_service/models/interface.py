@@ -14,6 +14,8 @@ from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.kv_cache_spec import KVCacheSpec
+from worker_service.plan import PoolingHead
+from worker_service.pooling_facts import PoolingFacts
 
 
 class Model(Protocol):
@@ -46,6 +48,31 @@ class ComputesLogits(Protocol):
         ...
 
 
+@runtime_checkable
+class Pools(Protocol):
+    """A model whose last hidden states become vectors, or logits of labels.
+
+    The runner chooses hidden states, or averages them, and calls `pool`; it shortens and normalizes
+    what that returns.
+    """
+
+    pooling: PoolingFacts
+    """What it makes according to its own configuration. The loader adds what the files of
+    sentence-transformers and options say."""
+
+    uses_token_types: bool
+    """Whether `StepBatch.token_types` must be there."""
+
+    def pool(self, pooled: torch.Tensor, head: PoolingHead) -> torch.Tensor:
+        """Compute what follows the pooling: with UNSPECIFIED a vector, with CLASSIFIER the logits
+        of `pooling.labels`, of which there are some.
+
+        pooled: float32 [n, hidden_size], last hidden states after the final norm, or means of them.
+        Returns float32 [n, size]. A row has the same bits whatever the other rows are.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelContext:
     """Dtype and device of weights, activations and KV, and the ranks that share them."""
@@ -62,6 +89,9 @@ class ModelContext:
     quantization: str | None = None
     """The format to which dense weights of linear layers are quantized: `int8`, `int4` or `fp8`;
     None: they are not."""
+
+    generates: bool = True
+    """Whether logits of tokens are needed; a model without them needs no LM head."""
 
     packs_with_triton: bool = False
     """Whether quantized weights stay packed on a GPU, for the Triton kernels. Their dense forms are

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
-from worker_service.distributed.layout import Layout
+from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
 from worker_service.models.layers import (
@@ -22,6 +22,9 @@ from worker_service.models.layers import (
     norm_targets,
 )
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
+from worker_service.models.pooling import head_context
+from worker_service.plan import PoolingHead
+from worker_service.pooling_facts import PoolingFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,9 @@ class ModelSettings:
     tie_word_embeddings: bool
     sliding_windows: tuple[int | None, ...] = ()
     """The sliding window of each layer, None for full attention; empty if no layer has one."""
+
+    num_labels: int = 0
+    """Labels of which the model computes logits instead of those of tokens; 0: none."""
 
     def windows_within(self, max_model_len: int) -> Iterator[int | None]:
         """The sliding window of each layer; None where it hides nothing of any sequence."""
@@ -155,6 +161,15 @@ class NativeModel(LoadableModule):
     norm: RMSNorm | LayerNorm | None
     """Applied before the head."""
 
+    score: Linear | None
+    """Logits of labels; None without labels, and on earlier stages."""
+
+    default_pooling: ClassVar[PoolingFacts] = PoolingFacts(normalize=True)
+    """How the model makes vectors where no file says it."""
+
+    pooling: PoolingFacts
+    uses_token_types = False
+
     def __init__(
         self, settings: ModelSettings, max_model_len: int, context: ModelContext, kernels: Kernels
     ) -> None:
@@ -178,10 +193,14 @@ class NativeModel(LoadableModule):
             dtype=context.kv_dtype,
             stage=self._layer_range,
         )
-        self.embedding = self.head = self.norm = None
+        self.embedding = self.head = self.norm = self.score = None
         if layout.is_first_stage:
             self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, context, kernels.layers)
-        if layout.is_last_stage:
+        if layout.is_last_stage and s.num_labels:
+            of_labels = [Shard.full(s.num_labels)]
+            inputs, in_float32 = Shard.full(s.hidden_size), head_context(context)
+            self.score = Linear(inputs, of_labels, bias=False, context=in_float32)
+        if layout.is_last_stage and context.generates:
             tied_to = self.embedding if s.tie_word_embeddings else None
             self.head = VocabHead(s.vocab_size, s.embedding_size, context, tied_to)
         self.layers = nn.ModuleList()
@@ -213,6 +232,8 @@ class NativeModel(LoadableModule):
             yield from layer.weight_targets(name)
         if self.norm is not None:
             yield from norm_targets(self.norm_name, self.norm)
+        if self.score is not None:
+            yield from self.score.targets("score")
 
     @property
     def head_name(self) -> str:
@@ -314,6 +335,14 @@ class NativeModel(LoadableModule):
         if self.head is None:
             return hidden_states.float()
         return self._apply_head(hidden_states)
+
+    @torch.inference_mode()
+    def pool(self, pooled: Tensor, head: PoolingHead) -> Tensor:
+        """See `interface.Pools`: the logits of labels, or the hidden states themselves."""
+        if head is PoolingHead.UNSPECIFIED:
+            return pooled
+        assert self.score is not None, "it has labels"
+        return self.score(pooled)
 
     def _apply_head(self, hidden_states: Tensor) -> Tensor:
         assert self.head is not None

@@ -10,6 +10,7 @@ from worker_service.models.interface import ModelContext
 from worker_service.models.layers import ACTIVATIONS
 from worker_service.models.llama import LlamaModel, llama_settings
 from worker_service.models.native import ModelSettings, NativeModel
+from worker_service.models.pooling import facts_of
 
 ReadSettings = Callable[[Mapping[str, Any]], ModelSettings | None]
 """Reads settings from the content of `config.json`; None for an unsupported variant."""
@@ -92,7 +93,9 @@ def build_native_model(
         return None
     _, model = NATIVE_MODELS[config["architectures"][0]]
     length = limit_model_len(max_model_len, settings.max_model_len)
-    return model(settings, length, context, kernels)
+    built = model(settings, length, context, kernels)
+    built.pooling = facts_of(config, settings.hidden_size, model.default_pooling)
+    return built
 
 
 def limit_model_len(requested: int | None, limit: int) -> int:

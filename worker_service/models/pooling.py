@@ -1,0 +1,152 @@
+"""What follows the pooling of hidden states: dense layers, and the logits of labels."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from worker_service.distributed.layout import Shard
+from worker_service.errors import UnsupportedModel
+from worker_service.models.interface import ModelContext, Pools
+from worker_service.models.linear import Linear
+from worker_service.plan import PoolingHead, PoolingType
+from worker_service.pooling_facts import LabelActivation, PoolingFacts
+
+_LABEL_ACTIVATIONS = {
+    "Identity": LabelActivation.UNSPECIFIED,
+    "Sigmoid": LabelActivation.SIGMOID,
+    "Softmax": LabelActivation.SOFTMAX,
+}
+"""By the class name in torch."""
+
+_TASK_ACTIVATIONS = {
+    "regression": LabelActivation.UNSPECIFIED,
+    "single_label_classification": LabelActivation.SOFTMAX,
+    "multi_label_classification": LabelActivation.SIGMOID,
+}
+"""By `problem_type` in `config.json`."""
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Identity": lambda rows: rows,
+    "Tanh": torch.tanh,
+    "Sigmoid": torch.sigmoid,
+    "ReLU": torch.relu,
+    "GELU": nn.functional.gelu,
+    "SiLU": nn.functional.silu,
+}
+"""Those of dense layers, by the class name in torch."""
+
+
+def facts_of(config: Mapping[str, Any], hidden_size: int, default: PoolingFacts) -> PoolingFacts:
+    """What a model pools according to its `config.json`.
+
+    config: its content; default: how it makes vectors. A model for classification has labels and
+    makes no vectors.
+    """
+    architecture = config["architectures"][0]
+    if architecture.endswith("ForTokenClassification"):
+        return classifier_facts(config, PoolingType.ALL)
+    if architecture.endswith("ForSequenceClassification"):
+        return classifier_facts(config, default.default_type)
+    return replace(default, vector_size=hidden_size, types=tuple(PoolingType))
+
+
+def classifier_facts(config: Mapping[str, Any], kind: PoolingType) -> PoolingFacts:
+    """The labels in `config.json`, with the defaults of `transformers`, and what turns their logits
+    into probabilities: what sentence-transformers stored, or the task of the model, or a sigmoid
+    for one label and softmax for several."""
+    labels = _labels(config)
+    activation = LabelActivation.SIGMOID if len(labels) == 1 else LabelActivation.SOFTMAX
+    activation = _TASK_ACTIVATIONS.get(config.get("problem_type") or "", activation)
+    stored = (config.get("sentence_transformers") or {}).get("activation_fn")
+    stored = stored or config.get("sbert_ce_default_activation_function")
+    if stored is not None:
+        activation = _LABEL_ACTIVATIONS.get(class_name(stored)) or _refuse_activation(stored)
+    return PoolingFacts(
+        default_type=kind,
+        types=(kind,),
+        labels=labels,
+        classifier_type=kind,
+        label_activation=activation,
+        scores_pairs=len(labels) == 1,
+    )
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = config.get("id2label")
+    if names:
+        return tuple(names[key] for key in sorted(names, key=int))
+    return tuple(f"LABEL_{index}" for index in range(config.get("num_labels") or 2))
+
+
+def class_name(path: str) -> str:
+    """`Tanh` of `torch.nn.modules.activation.Tanh`."""
+    return path.rpartition(".")[2]
+
+
+def _refuse_activation(path: str) -> LabelActivation:
+    raise UnsupportedModel(
+        "config.json: sentence_transformers.activation_fn: expected one of"
+        f" {', '.join(_LABEL_ACTIVATIONS)} of torch, got {path}"
+    )
+
+
+def head_context(context: ModelContext) -> ModelContext:
+    """The context of a layer after the pooling: of the same device, but in float32. There is one
+    row for a text, so nothing is gained by computing it in fewer bits."""
+    return replace(context, dtype=torch.float32, quantization=None, packs_with_triton=False)
+
+
+class Dense(nn.Module):
+    """A linear layer in float32, and an activation."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        context: ModelContext,
+        *,
+        bias: bool = True,
+        activation: str = "Identity",
+    ) -> None:
+        """activation: one of `ACTIVATIONS`."""
+        super().__init__()
+        self.out_features = out_features
+        self.linear = Linear(
+            Shard.full(in_features),
+            [Shard.full(out_features)],
+            bias=bias,
+            context=head_context(context),
+        )
+        self._activation = activation
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: float32 [n, in_features]; returns float32 [n, out_features]."""
+        rows, activate = self.linear(rows), ACTIVATIONS[self._activation]
+        if self._activation == "Identity":
+            return rows
+        # Row by row: vectorized loops compute the end of a tensor in another way.
+        return torch.stack([activate(row) for row in rows.unbind()])
+
+
+class Pooler:
+    """A model's own head, and dense layers that precede it; a `Pools` of any model."""
+
+    uses_token_types: bool
+
+    def __init__(self, model: Pools, pooling: PoolingFacts, layers: Sequence[Dense] = ()) -> None:
+        """pooling: what the configuration and all files say together; layers: in order."""
+        self.pooling = pooling
+        self.uses_token_types = model.uses_token_types
+        self._model = model
+        self._layers = layers
+
+    @torch.inference_mode()
+    def pool(self, pooled: Tensor, head: PoolingHead) -> Tensor:
+        """As `Pools.pool`."""
+        if head is PoolingHead.UNSPECIFIED:
+            for layer in self._layers:
+                pooled = layer(pooled)
+        return self._model.pool(pooled, head)
