@@ -51,6 +51,19 @@ class AttentionMetadata:
     """Values that a backend has derived from the batch once for all layers."""
 
     @classmethod
+    def of_texts(cls, lengths: Sequence[int], device: torch.device) -> "AttentionMetadata":
+        """Of texts of these lengths that are computed without a cache, all rows at once."""
+        counts = torch.tensor(lengths, dtype=torch.int32)
+        return cls(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+            context_lens=counts.to(device),
+            block_tables=torch.empty(len(lengths), 0, dtype=torch.int32, device=device),
+            slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
+            max_query_len=max(lengths),
+            max_context_len=max(lengths),
+        )
+
+    @classmethod
     def of_ranges(
         cls, ranges: Sequence[tuple[int, int]], tables: Tensor, block_size: int, chunk: int = 0
     ) -> "AttentionMetadata":
@@ -125,10 +138,13 @@ class StepBatch:
     """int64 [num_tokens]."""
 
     attention: tuple[AttentionMetadata, ...]
-    """By cache group."""
+    """By cache group; of a model without any, that of its texts."""
 
     caches: Sequence[LayerCaches]
-    """By layer."""
+    """By layer; empty for a model without a cache."""
+
+    token_types: Tensor | None = None
+    """int64 [num_tokens]: rows of the table of token types; None if the model has none."""
 
     sampled: Tensor | None = None
     """int64 [num_sampled]: the rows whose logits will be computed; None: none, or not known yet."""

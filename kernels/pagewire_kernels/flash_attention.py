@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, Unpack
 import torch
 from torch import Tensor
 
+from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Abilities, AttentionOptions, CacheScales, are_scaled
 
@@ -296,6 +297,8 @@ class FlashBackend:
         query = query if query.stride(-1) == 1 else query.contiguous()
         tables = _readable_tables(metadata, key_cache, options.get("sliding_window"))
         return self._call(Attend(query, key_cache, value_cache, metadata, tables, options))
+
+    packed_attention = staticmethod(reference.packed_attention)
 
 
 def _readable_tables(metadata: AttentionMetadata, cache: Tensor, window: int | None) -> Tensor:

@@ -25,14 +25,18 @@ def are_scaled(options: CacheScales) -> bool:
     return options.get("key_scale", 1.0) != 1.0 or options.get("value_scale", 1.0) != 1.0
 
 
-class RotaryOptions(CacheScales, total=False):
-    """Keywords of `rotate_and_write_kv`: weights of an RMS norm of each head before RoPE,
-    [head_dim], if the model has them (Qwen3)."""
+class HeadNorms(TypedDict, total=False):
+    """Keywords of `rotate`: weights of an RMS norm of each head before RoPE, [head_dim], if the
+    model has them (Qwen3)."""
 
     query_norm: Tensor | None
     key_norm: Tensor | None
     eps: float
     """Of these norms; 1e-6 by default."""
+
+
+class RotaryOptions(CacheScales, HeadNorms, total=False):
+    """Keywords of `rotate_and_write_kv`."""
 
 
 class AttentionOptions(CacheScales, total=False):
@@ -45,6 +49,14 @@ class AttentionOptions(CacheScales, total=False):
     alibi_slopes: Tensor | None
 
 
+class PackedOptions(TypedDict, total=False):
+    """Keywords of `packed_attention`; see `reference.packed_attention`."""
+
+    scale: Required[float]
+    window: int | None
+    bias: Tensor | None
+
+
 class LayerKernels(Protocol):
     """Row-wise operations, which are defined by the functions of the same names in
     `pagewire_kernels.reference`.
@@ -55,8 +67,8 @@ class LayerKernels(Protocol):
 
     name: str
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Gather rows of a table."""
+    def embed(self, table: Tensor, indices: Tensor, sums: Tensor | None = None) -> Tensor:
+        """Gather rows of a table; if `sums` are given, add them to these in place."""
 
     def copy(self, x: Tensor) -> Tensor:
         """Copy the rows of x, [num_tokens, size], which are overwritten later."""
@@ -97,6 +109,20 @@ class LayerKernels(Protocol):
     ) -> None:
         """Apply RoPE to `query` in place; write RoPE'd keys and raw values to the KV cache. key is
         undefined afterwards."""
+
+    def rotate(
+        self,
+        query: Tensor,
+        key: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        **norms: Unpack[HeadNorms],
+    ) -> None:
+        """Apply RoPE to `query` and `key` in place."""
+
+    def sum_rows(self, hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
+        """Add the rows of each text to its sum, in order."""
 
 
 FP8 = torch.float8_e4m3fn
@@ -193,8 +219,8 @@ _FEATURES = {
 
 
 class AttentionBackend(Protocol):
-    """Writes to and attends over a paged KV cache. Arguments are those of the functions of the same
-    names in `pagewire_kernels.reference`.
+    """Writes to and attends over a paged KV cache, or attends without one. Arguments are those of
+    the functions of the same names in `pagewire_kernels.reference`.
 
     The last block of a cache is the *null block*: it is in no table, and zero. Keys and values that
     no row sees may be anything, NaN included, and blocks before a window may have been released: a
@@ -229,6 +255,16 @@ class AttentionBackend(Protocol):
         **options: Unpack[AttentionOptions],
     ) -> Tensor:
         """Causal attention of flattened query rows over their sequences' cached blocks."""
+
+    def packed_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        **options: Unpack[PackedOptions],
+    ) -> Tensor:
+        """Attention over all rows of whole texts, without a cache."""
 
 
 class HeadOutput(NamedTuple):

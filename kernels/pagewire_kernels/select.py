@@ -173,14 +173,14 @@ class Kernels:
         """The backend of layers with this window."""
         return self.attention if window is None else self.windowed or self.attention
 
-    def prepare(self, embed: Embed, layers: Layers, head: Head) -> ForwardFn:
+    def prepare(self, embed: Embed, layers: Layers, head: Head | None) -> ForwardFn:
         """Return a function that computes a model's parts in order: eagerly, or as a recorded
-        program."""
+        program. head: None for a model without one."""
         if self.layers.name == "native" and (found := library()) is not None:
             return RecordedModel(embed, layers, head, found)
 
         def run(batch: StepBatch) -> Computed:
-            return Computed(layers(embed(batch.token_ids, batch.positions), batch))
+            return Computed(layers(embed(batch), batch))
 
         return run
 

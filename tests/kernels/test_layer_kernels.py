@@ -115,3 +115,48 @@ def test_turning_keeps_lengths_and_the_angle_between_equal_positions(
     assert torch.equal(value, heads[0, 4])
     cache[1, :, 1] = 0
     assert not cache.any()
+
+
+@pytest.mark.parametrize("rotary_dim", [24, 16, 6])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_without_a_cache_gives_the_bits_of_a_cache_write(
+    kernels: LayerKernels, rotary_dim: int, normed: bool
+) -> None:
+    heads, angles = _random(7, 6, 24), _random(8, rotary_dim // 2, seed=1)
+    positions, tables = torch.tensor([7, 0, 1, 2, 3, 4, 7]), (angles.cos(), angles.sin())
+    norms = {"query_norm": _random(24, seed=2), "key_norm": _random(24, seed=3)} if normed else {}
+    written, cache = heads.clone(), torch.zeros(2, 2, 4, 1, 24)
+    kernels.rotate_and_write_kv(
+        *written.split([4, 1, 1], dim=1), *cache.unbind(1), torch.arange(7), positions, *tables,
+        **norms,
+    )  # fmt: skip
+    rotated = heads.clone()
+    kernels.rotate(rotated[:, :4], rotated[:, 4:5], positions, *tables, **norms)
+    torch.testing.assert_close(rotated[:, :4], written[:, :4])
+    torch.testing.assert_close(rotated[:, 4], cache[:, 0].flatten(0, 1)[:7, 0])
+    assert torch.equal(rotated[:, 5], heads[:, 5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_sum_of_a_text_has_the_same_bits_in_any_chunks(
+    kernels: LayerKernels, dtype: torch.dtype
+) -> None:
+    hidden, size = _random(60, 70).to(dtype), 70
+    expected = torch.zeros(size)
+    for row in hidden[20:]:
+        expected += row.float()
+    sums = torch.zeros(3, size)
+    for first, end in ((20, 21), (21, 50), (50, 60)):
+        chunk = torch.cat([hidden[:5], hidden[first:end]])
+        starts = torch.tensor([0, 5, 5, 5 + end - first], dtype=torch.int32)
+        kernels.sum_rows(chunk, starts, sums)
+    assert torch.equal(sums[2], expected)
+    assert not sums[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_several_tables_are_added(kernels: LayerKernels, dtype: torch.dtype) -> None:
+    words, positions = (_random(9, 70, seed=seed).to(dtype) for seed in (0, 1))
+    indices = torch.tensor([8, 0, 3]), torch.tensor([0, 1, 2])
+    sums = kernels.embed(positions[1:], indices[1], kernels.embed(words, indices[0]))
+    assert torch.equal(sums, words[[8, 0, 3]] + positions[[1, 2, 3]])

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
@@ -163,14 +163,14 @@ class OPTModel(NativeModel):
             if projects:
                 self.project_out = Linear(inner, [size], bias=False, context=context)
 
-    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, batch: StepBatch) -> Tensor:
         assert self.embedding is not None
         assert self.position_embedding is not None
-        x = self.embedding(token_ids)
+        x = self.embedding(batch.token_ids)
         if self.project_in is not None:
             x = self.project_in(x)
-        rows = positions + self._position_offset if self._position_offset else positions
-        return x + nn.functional.embedding(rows, self.position_embedding)
+        positions = self.position_embedding[self._position_offset :]
+        return self._kernels.layers.embed(positions, batch.positions, x)
 
     def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
         x = super().run_layers(residual, batch)

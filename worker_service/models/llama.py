@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -159,9 +160,9 @@ class LlamaModel(NativeModel):
         if context.communicator.layout.is_last_stage:
             self.norm = RMSNorm(s.hidden_size, s.norm_eps, context, kernels.layers)
 
-    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, batch: StepBatch) -> Tensor:
         assert self.embedding is not None
-        return self.embedding(token_ids)
+        return self.embedding(batch.token_ids)
 
     def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
         for name, layer in self.named_layers():

@@ -261,7 +261,7 @@ class NativeModel(LoadableModule):
             self._run = self._kernels.prepare(self.embed, self.run_layers, self._apply_head)
 
     @abstractmethod
-    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, batch: StepBatch) -> Tensor:
         """Compute the input of the first layer: [num_tokens, hidden_size]."""
 
     def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
@@ -305,7 +305,7 @@ class NativeModel(LoadableModule):
         layout = self.communicator.layout
         earlier: Sequence[Tensor] = ()
         if layout.is_first_stage:
-            x = self.embed(token_ids, positions)
+            x = self.embed(batch)
         else:
             received = self.communicator.receive(token_ids, positions, like=self._received_like)
             x, *earlier = received.split(self.hidden_size, dim=1)

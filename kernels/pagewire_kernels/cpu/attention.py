@@ -9,6 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import (
@@ -125,6 +126,8 @@ class NativeBackend:
         launch(self._library.kernel(name), task, num_threads)
         return output
 
+    packed_attention = staticmethod(reference.packed_attention)
+
     def _give_scratch(self, task: AttentionTask, num_threads: int) -> None:
         """Assign scratch memory for up to `num_threads` threads to `task`."""
         self._library.kernel("attention_slot_bytes").call(ctypes.addressof(task))
@@ -144,7 +147,7 @@ class NativeBackend:
             return batch_of(num_rows, slot_mapping=metadata.slot_mapping)
         if self._last is None or self._last[0] is not metadata:
             batch = Batch()
-            describe_batch(batch, metadata)
+            describe_batch(batch, num_rows, metadata)
             self._last = metadata, batch
         return self._last[1]
 

@@ -93,13 +93,17 @@ class NativeLayerKernels:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Gather rows of a table, with zeros for token ids out of range."""
-        require(token_ids.dtype == torch.int64, "int64 token ids")
-        token_ids = token_ids.contiguous()
-        num_rows = token_ids.shape[0]
-        batch = batch_of(num_rows, token_ids=token_ids)
-        return take(self._library, table, num_rows, batch, "num_rows", "token_ids")
+    rotate = staticmethod(reference.rotate)
+    sum_rows = staticmethod(reference.sum_rows)
+
+    def embed(self, table: Tensor, indices: Tensor, sums: Tensor | None = None) -> Tensor:
+        """Gather rows of a table, with zeros for indices out of range."""
+        require(indices.dtype == torch.int64, "int64 indices")
+        indices = indices.contiguous()
+        num_rows = indices.shape[0]
+        batch = batch_of(num_rows, token_ids=indices)
+        rows = take(self._library, table, num_rows, batch, "num_rows", "token_ids")
+        return rows if sums is None else sums.add_(rows)
 
     def copy(self, x: Tensor) -> Tensor:
         """Copy the rows."""

@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.native_library import Kernel, Library, NativeStruct
 from pagewire_kernels.cpu.tasks import Batch, address, fields_of
@@ -78,6 +80,7 @@ class Program:
         # Placeholders for a step's inputs while recording; no kernel reads them.
         self.token_ids = torch.empty(max_rows, dtype=torch.int64)
         self.positions = torch.empty(max_rows, dtype=torch.int64)
+        self.token_types = torch.empty(max_rows, dtype=torch.int64)
         self.slot_mappings = [torch.empty(max_rows, dtype=torch.int64) for _ in self.batches]
         self.num_sampled: int | None = None
         """Maximum number of rows that sample, once the steps for them are recorded."""
@@ -102,6 +105,17 @@ class Program:
         self._list = (ProgramStep * len(steps))(*steps)
         self._program.steps = ctypes.addressof(self._list)
         self._program.num_steps = len(steps)
+
+    def inputs_of(self, batch: StepBatch) -> StepBatch:
+        """The batch with placeholders for what differs between steps."""
+        groups = zip(batch.attention, self.slot_mappings, strict=True)
+        return replace(
+            batch,
+            token_ids=self.token_ids,
+            positions=self.positions,
+            token_types=None if batch.token_types is None else self.token_types,
+            attention=tuple(replace(metadata, slot_mapping=slots) for metadata, slots in groups),
+        )
 
     @property
     def num_steps(self) -> int:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from enum import Enum, auto
 
 import torch
@@ -19,8 +18,8 @@ from pagewire_kernels.interface import Computed, HeadOutput
 
 logger = logging.getLogger(__name__)
 
-Embed = Callable[[Tensor, Tensor], Tensor]
-"""Maps token ids and positions, int64 [num_tokens], to [num_tokens, hidden_size]."""
+Embed = Callable[[StepBatch], Tensor]
+"""Maps the batch to the embedding of its tokens, [num_tokens, hidden_size]."""
 
 Layers = Callable[[Tensor, StepBatch], Tensor]
 """Maps x [num_tokens, hidden_size], which may be overwritten, and the batch to hidden states
@@ -48,14 +47,15 @@ class RecordedModel:
     may use an object at a time.
     """
 
-    def __init__(self, embed: Embed, layers: Layers, head: Head, library: Library) -> None:
+    def __init__(self, embed: Embed, layers: Layers, head: Head | None, library: Library) -> None:
+        """head: None for a model without one."""
         self._embed, self._layers, self._head = embed, layers, head
         self._library = library
         self._recording: _Recording | None = None
         self._max_rows = self._max_sampled = 0
         """Maxima over all batches so far. A program has room for both, so that alternating batches
         of many rows and batches of many samples do not record it again and again."""
-        self._parts = set(Part)
+        self._parts = set(Part) if head is not None else {Part.EMBEDDING}
         self._records = True
 
     def __call__(self, batch: StepBatch) -> Computed:
@@ -63,7 +63,7 @@ class RecordedModel:
         call."""
         recording = self._recording
         if recording is None or not recording.fits(batch):
-            x = self._embed(batch.token_ids, batch.positions)
+            x = self._embed(batch)
             recording = self._record(x, batch)
             if recording is None:
                 return Computed(self._layers(x, batch))
@@ -86,9 +86,9 @@ class RecordedModel:
 
     def _record_parts(self, recording: "_Recording", x: Tensor, batch: StepBatch) -> None:
         with recording.record():
-            recording.embed(self._embed, x, is_recorded=Part.EMBEDDING in self._parts)
+            recording.embed(self._embed, x, batch, is_recorded=Part.EMBEDDING in self._parts)
             recording.run_layers(self._layers, batch)
-            if Part.HEAD in self._parts:
+            if self._head is not None and Part.HEAD in self._parts:
                 recording.run_head(self._head)
 
     def _leave_out(self, part: Part | None, error: NotRecordable) -> None:
@@ -130,21 +130,18 @@ class _Recording:
             self._program.buffers.num_bytes,
         )
 
-    def embed(self, embed: Embed, like: Tensor, *, is_recorded: bool) -> None:
+    def embed(self, embed: Embed, like: Tensor, batch: StepBatch, *, is_recorded: bool) -> None:
         """like: rows of the embedding."""
         self.at = Part.EMBEDDING
         if is_recorded:
-            self._x = embed(self._program.token_ids, self._program.positions)
+            self._x = embed(self._program.inputs_of(batch))
         else:
             self._embed = embed
             self._x = new_rows(self._program.max_rows, like.shape[1], like.dtype)
 
     def run_layers(self, layers: Layers, batch: StepBatch) -> None:
         self.at = None
-        groups = zip(batch.attention, self._program.slot_mappings, strict=True)
-        attention = tuple(replace(metadata, slot_mapping=slots) for metadata, slots in groups)
-        batch = replace(batch, positions=self._program.positions, attention=attention)
-        self._hidden = layers(self._x, batch)
+        self._hidden = layers(self._x, self._program.inputs_of(batch))
 
     def run_head(self, head: Head) -> None:
         self.at = Part.HEAD
@@ -168,9 +165,9 @@ class _Recording:
         token_ids, positions, sampled = batch.token_ids, batch.positions, batch.sampled
         num_rows = token_ids.shape[0]
         if self._embed is not None:
-            self._x[:num_rows].copy_(self._embed(token_ids, positions))
+            self._x[:num_rows].copy_(self._embed(batch))
         for native, metadata in zip(self._program.batches, batch.attention, strict=True):
-            describe_batch(native, metadata, positions, token_ids, sampled)
+            describe_batch(native, num_rows, metadata, positions, token_ids, sampled)
         self._program.run(self._num_threads)
         hidden = self._hidden[:num_rows]
         if self._head is None or sampled is None:
@@ -187,6 +184,6 @@ def _num_sampled(batch: StepBatch) -> int:
     return 0 if batch.sampled is None else batch.sampled.shape[0]
 
 
-def _identity(caches: Sequence[LayerCaches]) -> tuple[int, int, torch.Size, torch.dtype]:
-    keys = caches[0][0]
-    return len(caches), keys.data_ptr(), keys.shape, keys.dtype
+def _identity(caches: Sequence[LayerCaches]) -> list[tuple[int, torch.Size, torch.dtype]]:
+    """What differs between caches: the first layer's keys, by layer, and nothing without any."""
+    return [(keys.data_ptr(), keys.shape, keys.dtype) for keys, _ in caches[:1]] * len(caches)

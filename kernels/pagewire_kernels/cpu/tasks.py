@@ -38,6 +38,7 @@ class Batch(NativeStruct):
 
 def describe_batch(
     batch: Batch,
+    num_rows: int,
     metadata: AttentionMetadata,
     positions: Tensor | None = None,
     token_ids: Tensor | None = None,
@@ -52,7 +53,7 @@ def describe_batch(
     for column in (metadata.slot_mapping, positions, token_ids, sampled):
         if column is not None:
             require(column.dtype == torch.int64 and column.is_contiguous(), "dense int64 columns")
-    batch.num_rows = metadata.slot_mapping.shape[0]
+    batch.num_rows = num_rows
     batch.num_seqs = metadata.context_lens.shape[0]
     batch.token_ids = address(token_ids)
     batch.positions = address(positions)

@@ -1,13 +1,13 @@
 """The definition of every kernel in plain torch: the oracle of the tests.
 
-attention.py  attention over a paged cache
+attention.py  attention over a paged cache, and over whole texts without one
 kv_cache.py   writes to a paged cache, int8 heads, copies of blocks
 layers.py     embedding, norms, rotary embedding, activations
 sampling.py   a step's inputs; edits of logits, sampling, log probabilities
 backend.py    the reference as an attention backend and as layer kernels
 """
 
-from pagewire_kernels.reference.attention import paged_attention
+from pagewire_kernels.reference.attention import packed_attention, paged_attention
 from pagewire_kernels.reference.kv_cache import swap_blocks, write_kv
 from pagewire_kernels.reference.layers import (
     ACTIVATIONS,
@@ -16,7 +16,9 @@ from pagewire_kernels.reference.layers import (
     embed,
     layer_norm,
     rms_norm,
+    rotate,
     rotate_and_write_kv,
+    sum_rows,
 )
 from pagewire_kernels.reference.sampling import (
     apply_bitmask,
@@ -35,11 +37,14 @@ __all__ = [
     "embed",
     "gather_logprobs",
     "layer_norm",
+    "packed_attention",
     "paged_attention",
     "prepare",
     "rms_norm",
+    "rotate",
     "rotate_and_write_kv",
     "sample",
+    "sum_rows",
     "swap_blocks",
     "write_kv",
 ]

@@ -1,4 +1,6 @@
-"""Paged attention in plain torch."""
+"""Attention in plain torch: over a paged cache, and over whole texts."""
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -92,6 +94,46 @@ def paged_attention(
     result = torch.empty_like(query)
     result[rows[is_row]] = outputs[is_row].to(query.dtype)
     return result
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of whole texts without a cache: every row attends to all rows of its text.
+
+    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], with
+    the texts one after the other, from `metadata.query_start`; consecutive query heads share a KV
+    head. scale: of the scores. A row at position p attends to positions p - window to p + window
+    only. bias: float32 [num_heads, 2 * n - 1], where n is at least the length of the longest text:
+    column j - i + n - 1 is added to the score of row i for key j (relative positions). Returns
+    [num_tokens, num_heads, head_dim] in query's dtype; sums in float32.
+
+    Texts are computed one by one, so that the bits of a text do not depend on its batch.
+    """
+    output = query.new_empty(query.shape)
+    group = query.shape[1] // key.shape[1]
+    for first, end in pairwise(metadata.query_start.tolist()):
+        queries, keys, values = (
+            rows[first:end].float().transpose(0, 1).contiguous() for rows in (query, key, value)
+        )
+        keys, values = (heads.repeat_interleave(group, dim=0) for heads in (keys, values))
+        at = torch.arange(end - first, device=query.device)
+        distance = at - at[:, None]
+        scores = queries @ keys.transpose(1, 2) * scale
+        if bias is not None:
+            scores += bias[:, distance + bias.shape[1] // 2]
+        if window is not None:
+            scores.masked_fill_(distance.abs() > window, -torch.inf)
+        attended = torch.softmax(scores, dim=-1) @ values
+        output[first:end] = attended.transpose(0, 1).to(query.dtype)
+    return output
 
 
 def _tiles(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ class ReferenceBackend:
     abilities = Abilities(fp8_cache=True, int8_cache=True, cuda_graphs=False)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
+    packed_attention = staticmethod(reference.packed_attention)
 
 
 class TorchLayerKernels:
@@ -26,3 +27,5 @@ class TorchLayerKernels:
     activate = staticmethod(reference.activate)
     act_and_mul = staticmethod(reference.act_and_mul)
     rotate_and_write_kv = staticmethod(reference.rotate_and_write_kv)
+    rotate = staticmethod(reference.rotate)
+    sum_rows = staticmethod(reference.sum_rows)

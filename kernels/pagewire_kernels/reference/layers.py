@@ -12,9 +12,13 @@ from pagewire_kernels.reference.kv_cache import write_kv
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
-def embed(table: Tensor, token_ids: Tensor) -> Tensor:
-    """Gather rows of a table. table: [vocab_size, size]; token_ids: int64 [num_rows]."""
-    return functional.embedding(token_ids, table)
+def embed(table: Tensor, indices: Tensor, sums: Tensor | None = None) -> Tensor:
+    """Gather rows of a table. table: [num_entries, size]; indices: int64 [num_rows].
+
+    With `sums`, [num_rows, size] in the table's dtype, the rows are added to them in place.
+    """
+    rows = functional.embedding(indices, table)
+    return rows if sums is None else sums.add_(rows)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -83,6 +87,35 @@ def rotate_and_write_kv(
         key_scale=key_scale,
         value_scale=value_scale,
     )
+
+
+def rotate(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Apply RoPE to `query` and `key` in place, without a cache; as `rotate_and_write_kv`."""
+    rows = cos[positions].float()[:, None], sin[positions].float()[:, None]
+    for heads, weight in ((query, query_norm), (key, key_norm)):
+        heads.copy_(_norm_and_rotate(heads, *rows, weight, eps))
+
+
+def sum_rows(hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
+    """Add rows `starts[i]` to `starts[i + 1]` to `sums[i]`, one after the other, so that the sum of
+    a text does not depend on its chunks, nor on its batch.
+
+    hidden: [num_tokens, size]; starts: int32 [num_seqs + 1]; sums: float32 [num_seqs, size].
+    """
+    lengths = starts.diff()
+    for offset in range(int(lengths.max())):
+        seqs = (lengths > offset).nonzero().squeeze(1)
+        sums[seqs] += hidden[starts[seqs] + offset].float()
 
 
 def _norm_and_rotate(

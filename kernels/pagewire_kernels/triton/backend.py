@@ -27,6 +27,7 @@ class TritonBackend:
     abilities = Abilities(fp8_cache=True, batch_invariant=True)
 
     write_kv = staticmethod(write_kv)
+    packed_attention = staticmethod(reference.packed_attention)
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
@@ -58,3 +59,5 @@ class TritonLayerKernels:
     activate = staticmethod(activate)
     act_and_mul = staticmethod(act_and_mul)
     rotate_and_write_kv = staticmethod(rotate_and_write_kv)
+    rotate = staticmethod(reference.rotate)
+    sum_rows = staticmethod(reference.sum_rows)

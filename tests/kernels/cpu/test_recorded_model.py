@@ -50,14 +50,14 @@ class Layers:
         angles = torch.rand(50, HEAD_DIM // 2, generator=generator)
         self.tables = angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.kernels.embed(self.table, token_ids)
+    def embed(self, batch: StepBatch) -> Tensor:
+        return self.kernels.embed(self.table, batch.token_ids)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.head_weight.apply(hidden, output_dtype=torch.float32)
 
-    def embed_by_torch(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        return self.table[token_ids]
+    def embed_by_torch(self, batch: StepBatch) -> Tensor:
+        return self.table[batch.token_ids]
 
     def __call__(self, x: Tensor, batch: StepBatch) -> Tensor:
         update = None
