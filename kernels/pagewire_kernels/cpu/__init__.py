@@ -7,7 +7,7 @@ instructions, `library()` is None, and torch and the reference are used instead.
     src/vectors.h   vector arithmetic; avx2.h, avx512.h and neon.h hold one instruction set each
     src/team.h      the signature of a kernel, and how threads share its work
     src/batch.h     the layout of a step's batch
-    src/attention*  paged attention; attention.h explains the algorithm
+    src/attention*  attention, over a paged cache or none; attention.h explains the algorithm
     src/cache_write.cpp  writes new keys and values to their slots
     src/int8_head.h  a key or value in int8: codes and their scale
     src/block_copy.cpp   copies whole blocks
@@ -15,12 +15,12 @@ instructions, `library()` is None, and torch and the reference are used instead.
     src/quantized.h  quantized weights: packing, and products
     src/w8a8.cpp     products of 8-bit activations with 8-bit weights
     src/share.h     how threads take over the items of a thread that lost its core
-    src/layers.h    embedding, norms, activations, RoPE with the cache write, argmax
+    src/layers.h    embedding, norms, activations, RoPE, sums of rows, argmax
     src/program.cpp a list of kernels run by one team, without returning in between
     build.py        compiles one library per instruction set
     native_library.py  finds and loads the library for this processor
     tasks.py        the C structures, for ctypes
-    attention.py    `NativeBackend`: paged attention and cache writes
+    attention.py    `NativeBackend`: attention and cache writes
     block_copy.py    `move_blocks`: copies within a cache, or between two
     linear.py       `NativeWeight`, `NativeGatedWeight`: weights packed for products
     w8a8.py         quantizes activations to 8 bits

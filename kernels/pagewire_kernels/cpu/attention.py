@@ -9,26 +9,29 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import (
     ABILITIES,
     DTYPES,
+    check_bias,
     check_cache,
+    check_packed,
     kernel_over,
     with_dense_heads,
 )
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import batch_of, launch, new_rows, recording
 from pagewire_kernels.cpu.tasks import AttentionTask, Batch, CacheWriteTask, address, describe_batch
-from pagewire_kernels.interface import AttentionOptions, CacheScales
+from pagewire_kernels.interface import AttentionOptions, CacheScales, PackedOptions
 
 MAX_ROWS = 256
 """Maximum number of query rows of one KV head in a work item, unless one token has more."""
 
 _ALIGNMENT = 64
 
+_UNBOUNDED = 1 << 30
+"""More keys than there are."""
 
 _SERIAL_WORK = 1 << 18
 """Fewer multiply-adds end before other threads have woken up, and use one thread."""
@@ -93,40 +96,69 @@ class NativeBackend:
     ) -> Tensor:
         """Causal attention of flattened query rows; as `reference.paged_attention`."""
         check_cache(key_cache, value_cache, query, options)
-        query = query if query.stride(2) == 1 else query.contiguous()
-        num_rows, num_heads, head_dim = query.shape
-        num_kv_heads, size = key_cache.shape[2], query.element_size()
-        group = num_heads // num_kv_heads
-        output = new_rows(num_rows, num_heads * head_dim, query.dtype).unflatten(1, query.shape[1:])
         sinks, slopes = _floats(options.get("sinks")), _floats(options.get("alibi_slopes"))
         task = AttentionTask(
-            batch=ctypes.addressof(self._batch_of(metadata, num_rows)),
-            query=query.data_ptr(),
-            query_token_bytes=query.stride(0) * size,
-            query_head_bytes=query.stride(1) * size,
-            output=output.data_ptr(),
-            output_token_bytes=output.stride(0) * size,
             **_cache_fields(key_cache, value_cache),
             head_bytes=key_cache.stride(2) * key_cache.element_size(),
-            num_kv_heads=num_kv_heads,
-            group=group,
-            head_dim=head_dim,
-            tile_tokens=max(1, MAX_ROWS // group),
-            window=options.get("sliding_window") or 0,
+            num_kv_heads=key_cache.shape[2],
+            keys_before=(options.get("sliding_window") or _UNBOUNDED) - 1,
             sinks=address(sinks),
             alibi_slopes=address(slopes),
             scale=options["scale"],
             soft_cap=options.get("soft_cap") or 0.0,
         )
+        return self._attend(kernel_over(key_cache, "attention"), task, query, metadata)
+
+    def packed_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        **options: Unpack[PackedOptions],
+    ) -> Tensor:
+        """Attention over all rows of whole texts; as `reference.packed_attention`."""
+        if key.stride() != value.stride() or key.stride(2) != 1:
+            key, value = key.contiguous(), value.contiguous()
+        check_packed(query, key, value, metadata)
+        size, bias, window = key.element_size(), options.get("bias"), options.get("window")
+        if bias is not None:
+            check_bias(bias, query.shape[1], metadata.max_context_len)
+        keys_around = _UNBOUNDED if window is None else window
+        task = AttentionTask(
+            key_cache=key.data_ptr(),
+            value_cache=value.data_ptr(),
+            token_bytes=key.stride(0) * size,
+            head_bytes=key.stride(1) * size,
+            num_kv_heads=key.shape[1],
+            keys_before=keys_around,
+            keys_after=keys_around,
+            bias=address(bias),
+            bias_width=0 if bias is None else bias.shape[1],
+            scale=options["scale"],
+        )
+        return self._attend("attention", task, query, metadata)
+
+    def _attend(
+        self, kernel: str, task: AttentionTask, query: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Launch a task that lacks queries, output and scratch."""
+        query = query if query.stride(2) == 1 else query.contiguous()
+        (num_rows, num_heads, head_dim), size = query.shape, query.element_size()
+        output = new_rows(num_rows, num_heads * head_dim, query.dtype).unflatten(1, query.shape[1:])
+        task.batch = ctypes.addressof(self._batch_of(metadata, num_rows))
+        task.query, task.output = query.data_ptr(), output.data_ptr()
+        task.query_token_bytes, task.query_head_bytes = (query.stride(i) * size for i in (0, 1))
+        task.output_token_bytes = output.stride(0) * size
+        task.group = num_heads // task.num_kv_heads
+        task.head_dim = head_dim
+        task.tile_tokens = max(1, MAX_ROWS // task.group)
         work = query.numel() * metadata.max_context_len
         is_small = work < _SERIAL_WORK and recording() is None
         num_threads = 1 if is_small else torch.get_num_threads()
         self._give_scratch(task, num_threads)
-        name = f"{kernel_over(key_cache, 'attention')}_{DTYPES[query.dtype]}"
-        launch(self._library.kernel(name), task, num_threads)
+        launch(self._library.kernel(f"{kernel}_{DTYPES[query.dtype]}"), task, num_threads)
         return output
-
-    packed_attention = staticmethod(reference.packed_attention)
 
     def _give_scratch(self, task: AttentionTask, num_threads: int) -> None:
         """Assign scratch memory for up to `num_threads` threads to `task`."""

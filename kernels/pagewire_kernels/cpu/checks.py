@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Abilities, CacheScales, are_scaled, stored_head_size
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -48,6 +49,30 @@ def check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor, scales: Ca
             f"expected rows with a multiple of {num_heads} heads that fit {size} stored elements,"
             f" got shape {tuple(rows.shape)}"
         )
+
+
+def check_packed(query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> None:
+    """Raise TypeError or ValueError for rows of whole texts that the kernels do not support: key
+    and value [num_tokens, num_kv_heads, head_dim], of equal strides and with dense heads."""
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"expected rows of one dtype, float32 or bfloat16, got {query.dtype},"
+            f" {key.dtype} and {value.dtype}"
+        )
+    (num_rows, num_heads, head_dim), num_kv_heads = query.shape, key.shape[1]
+    require(key.shape == value.shape == (num_rows, num_kv_heads, head_dim), "rows of one shape")
+    require(num_heads % num_kv_heads == 0, "a multiple of the key heads as query heads")
+
+
+def check_bias(bias: Tensor, num_heads: int, longest: int) -> None:
+    """Raise ValueError unless this is a bias by distance for texts of up to `longest` rows."""
+    require(bias.dtype == torch.float32 and bias.is_contiguous(), "a dense float32 bias")
+    (rows, width), least = bias.shape, 2 * longest - 1
+    require(
+        rows == num_heads and width % 2 == 1 and width >= least,
+        f"a bias of shape [{num_heads}, 2 * n - 1] with at least {least} columns, got"
+        f" {list(bias.shape)}",
+    )
 
 
 def kernel_over(cache: Tensor, name: str) -> str:

@@ -14,41 +14,60 @@ from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import DTYPES, kernel_over, require
 from pagewire_kernels.cpu.native_library import Library
-from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows, new_tensor
+from pagewire_kernels.cpu.program import (
+    batch_of,
+    batch_with,
+    count_address,
+    launch,
+    new_rows,
+    new_tensor,
+)
 from pagewire_kernels.cpu.tasks import (
     ActivationTask,
     Batch,
     LargestTask,
     NormTask,
     RotateTask,
+    SumRowsTask,
     TakeTask,
     address,
     rows_of,
 )
-from pagewire_kernels.interface import RotaryOptions, stored_head_size
+from pagewire_kernels.interface import HeadNorms, RotaryOptions, stored_head_size
 
 
 def take(
-    library: Library, table: Tensor, num_rows: int, batch: Batch, count: str, indices: str
+    library: Library,
+    table: Tensor,
+    num_rows: int,
+    batch: Batch,
+    count: str,
+    indices: str,
+    sums: Tensor | None = None,
 ) -> Tensor:
     """Gather rows of a table by indices in the batch.
 
     table: [n, size]; num_rows: maximum number of indices; count, indices: names of the fields of
-    `Batch` that hold their number and address. Returns [num_rows, size], with zeros for indices out
-    of range.
+    `Batch` that hold their number and address; sums: [num_rows, size], to which the rows are added
+    if it is given. Returns these, or else [num_rows, size], with zeros for indices out of range.
     """
-    y, task = _take_task(table, num_rows)
+    y, task = _take_task(table, num_rows, sums)
     task.num_rows = ctypes.addressof(batch) + getattr(Batch, count).offset
     task.indices = ctypes.addressof(batch) + getattr(Batch, indices).offset
-    launch(library.kernel("take"), task, 1)
+    kernel = "take" if sums is None else f"add_rows_{DTYPES[table.dtype]}"
+    launch(library.kernel(kernel), task, threads.count_for(num_rows * table.shape[1]))
     return y
 
 
-def _take_task(table: Tensor, num_rows: int) -> tuple[Tensor, TakeTask]:
+def _take_task(table: Tensor, num_rows: int, sums: Tensor | None = None) -> tuple[Tensor, TakeTask]:
     """Return the tensor that is filled, and a task that lacks the number of rows and indices."""
     require(table.stride(1) == 1, "a table with a dense last axis")
     size, item = table.shape[1], table.element_size()
-    y = new_rows(num_rows, size, table.dtype)
+    y = new_rows(num_rows, size, table.dtype) if sums is None else sums
+    require(
+        _is_rows(y, num_rows, table.dtype) and y.shape[1] == size,
+        "sums of the table's dtype and row size, with a dense last axis",
+    )
     task = TakeTask(
         table=table.data_ptr(),
         table_row_bytes=table.stride(0) * item,
@@ -93,17 +112,12 @@ class NativeLayerKernels:
     def __init__(self, library: Library) -> None:
         self._library = library
 
-    rotate = staticmethod(reference.rotate)
-    sum_rows = staticmethod(reference.sum_rows)
-
     def embed(self, table: Tensor, indices: Tensor, sums: Tensor | None = None) -> Tensor:
         """Gather rows of a table, with zeros for indices out of range."""
         require(indices.dtype == torch.int64, "int64 indices")
         indices = indices.contiguous()
-        num_rows = indices.shape[0]
-        batch = batch_of(num_rows, token_ids=indices)
-        rows = take(self._library, table, num_rows, batch, "num_rows", "token_ids")
-        return rows if sums is None else sums.add_(rows)
+        batch, name = batch_with(indices)
+        return take(self._library, table, indices.shape[0], batch, "num_rows", name, sums)
 
     def copy(self, x: Tensor) -> Tensor:
         """Copy the rows."""
@@ -203,65 +217,96 @@ class NativeLayerKernels:
 
         The cache has the dtype of the rows or is int8, so scales are ignored.
         """
-        (num_rows, num_heads, head_dim), num_kv_heads = query.shape, key.shape[1]
-        dtype, tables, caches = query.dtype, (cos, sin), (key_cache, value_cache)
-        norms = options.get("query_norm"), options.get("key_norm")
-        require(head_dim <= MAX_HEAD_DIM, f"heads of at most {MAX_HEAD_DIM} elements")
-        require(
-            all(_is_rows(rows, num_rows, dtype) for rows in (query, key, value)),
-            "query, key and value of as many rows, of one dtype, with a dense last axis",
-        )
+        caches = key_cache, value_cache
+        require(_is_rows(value, len(key), key.dtype), "values as many and of the dtype of the keys")
         require(
             key_cache.stride() == value_cache.stride()
             and all(_is_cache(cache, key) for cache in caches),
             "key and value caches of one layout that fits the keys",
         )
         require(
-            all(_is_dense(table, cos.shape, dtype) for table in tables),
-            "dense cos and sin tables of one shape and the rows' dtype",
+            _is_dense(slot_mapping, (len(key),), torch.int64), "a dense int64 slot for each row"
         )
+        task = _rotate_task(query, key, positions, cos, sin, options)
+        batch = batch_of(len(key), positions=positions, slot_mapping=slot_mapping)
+        task.batch = ctypes.addressof(batch)
+        task.value, task.value_stride, task.value_head_stride = address(value), *value.stride()[:2]
+        task.key_cache, task.value_cache = address(key_cache), address(value_cache)
+        task.block_stride, task.slot_stride, task.cache_head_stride = key_cache.stride()[:3]
+        task.block_size = key_cache.shape[1]
+        num_numbers = query.numel() + 2 * key.numel()
+        self._launch(kernel_over(key_cache, "rotate_and_write"), task, query.dtype, num_numbers)
+
+    def rotate(
+        self,
+        query: Tensor,
+        key: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        **norms: Unpack[HeadNorms],
+    ) -> None:
+        """Apply norms and RoPE to `query` and `key` in place."""
+        task = _rotate_task(query, key, positions, cos, sin, norms)
+        task.batch = ctypes.addressof(batch_of(len(key), positions=positions))
+        self._launch("rotate", task, query.dtype, query.numel() + key.numel())
+
+    def sum_rows(self, hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
+        """Add the rows of each text to its sum, one after the other."""
+        num_seqs, size = sums.shape
+        require(_is_dense(starts, (num_seqs + 1,), torch.int32), "a dense int32 start of each text")
+        require(_is_rows(hidden, len(hidden), hidden.dtype), "rows with a dense last axis")
         require(
-            all(_is_dense(norm, (head_dim,), dtype) for norm in norms),
-            "dense norm weights of a head's size and dtype",
+            _is_rows(sums, num_seqs, torch.float32) and hidden.shape[1] == size,
+            "float32 sums of the rows' size with a dense last axis",
         )
-        require(
-            all(
-                _is_dense(column, (num_rows,), torch.int64) for column in (slot_mapping, positions)
-            ),
-            "a dense int64 slot and position for each row",
+        task = SumRowsTask(
+            **rows_of(x=hidden, sums=sums), starts=starts.data_ptr(), num_seqs=num_seqs, size=size
         )
-        batch = batch_of(num_rows, positions=positions, slot_mapping=slot_mapping)
-        task = RotateTask(
-            batch=ctypes.addressof(batch),
-            **rows_of(query=query, key=key, value=value),
-            query_head_stride=query.stride(1),
-            key_head_stride=key.stride(1),
-            value_head_stride=value.stride(1),
-            key_cache=key_cache.data_ptr(),
-            value_cache=value_cache.data_ptr(),
-            block_stride=key_cache.stride(0),
-            slot_stride=key_cache.stride(1),
-            cache_head_stride=key_cache.stride(2),
-            block_size=key_cache.shape[1],
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            table_stride=cos.shape[1],
-            query_norm=address(norms[0]),
-            key_norm=address(norms[1]),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            half=cos.shape[1],
-            eps=options.get("eps", 1e-6),
-        )
-        num_numbers = num_rows * (num_heads + 2 * num_kv_heads) * head_dim
-        self._launch(kernel_over(key_cache, "rotate_and_write"), task, dtype, num_numbers)
+        self._launch("sum_rows", task, hidden.dtype, hidden.numel())
 
     def _launch(
         self, name: str, task: ctypes.Structure, dtype: torch.dtype, num_numbers: int
     ) -> None:
         kernel = self._library.kernel(f"{name}_{DTYPES[dtype]}")
         launch(kernel, task, threads.count_for(num_numbers))
+
+
+def _rotate_task(
+    query: Tensor, key: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms
+) -> RotateTask:
+    """A task that lacks its batch, and values and caches if they are written."""
+    (num_rows, num_heads, head_dim), dtype = query.shape, query.dtype
+    weights = norms.get("query_norm"), norms.get("key_norm")
+    require(head_dim <= MAX_HEAD_DIM, f"heads of at most {MAX_HEAD_DIM} elements")
+    require(
+        _is_rows(query, num_rows, dtype) and _is_rows(key, num_rows, dtype),
+        "query and key of as many rows, of one dtype, with a dense last axis",
+    )
+    require(
+        all(_is_dense(table, cos.shape, dtype) for table in (cos, sin)),
+        "dense cos and sin tables of one shape and the rows' dtype",
+    )
+    require(
+        all(_is_dense(weight, (head_dim,), dtype) for weight in weights),
+        "dense norm weights of a head's size and dtype",
+    )
+    require(_is_dense(positions, (num_rows,), torch.int64), "a dense int64 position for each row")
+    return RotateTask(
+        **rows_of(query=query, key=key),
+        query_head_stride=query.stride(1),
+        key_head_stride=key.stride(1),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        table_stride=cos.shape[1],
+        query_norm=address(weights[0]),
+        key_norm=address(weights[1]),
+        num_heads=num_heads,
+        num_kv_heads=key.shape[1],
+        head_dim=head_dim,
+        half=cos.shape[1],
+        eps=norms.get("eps", 1e-6),
+    )
 
 
 def _is_rows(rows: Tensor, num_rows: int, dtype: torch.dtype) -> bool:

@@ -231,11 +231,23 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return _state.program.buffers.take(shape, dtype)
 
 
+def batch_with(indices: Tensor) -> tuple[Batch, str]:
+    """The batch that a task reads, as by `batch_of`, and the name of its field that holds the
+    indices, int64 [num_rows]: token ids, positions or token types."""
+    name = "token_ids"
+    if (program := _state.program) is not None:
+        columns = ("token_ids", "positions", "token_types")
+        addresses = {getattr(program, column).data_ptr(): column for column in columns}
+        name = addresses.get(indices.data_ptr(), name)
+    return batch_of(indices.shape[0], **{name: indices}), name
+
+
 def batch_of(
     num_rows: int,
     *,
     token_ids: Tensor | None = None,
     positions: Tensor | None = None,
+    token_types: Tensor | None = None,
     slot_mapping: Tensor | None = None,
 ) -> Batch:
     """The batch that a task reads: that of the recorded program, or one for a single launch.
@@ -248,9 +260,14 @@ def batch_of(
         batch.num_rows = num_rows
         batch.token_ids = address(token_ids)
         batch.positions = address(positions)
+        batch.token_types = address(token_types)
         batch.slot_mapping = address(slot_mapping)
         return batch
-    expected = (token_ids, [program.token_ids]), (positions, [program.positions])
+    expected = (
+        (token_ids, [program.token_ids]),
+        (positions, [program.positions]),
+        (token_types, [program.token_types]),
+    )
     group = 0
     for given, own in (*expected, (slot_mapping, program.slot_mappings)):
         if given is not None:

@@ -162,12 +162,11 @@ class _Recording:
         )
 
     def run(self, batch: StepBatch) -> Computed:
-        token_ids, positions, sampled = batch.token_ids, batch.positions, batch.sampled
-        num_rows = token_ids.shape[0]
+        num_rows, sampled = batch.token_ids.shape[0], batch.sampled
         if self._embed is not None:
             self._x[:num_rows].copy_(self._embed(batch))
         for native, metadata in zip(self._program.batches, batch.attention, strict=True):
-            describe_batch(native, num_rows, metadata, positions, token_ids, sampled)
+            describe_batch(native, num_rows, metadata, batch)
         self._program.run(self._num_threads)
         hidden = self._hidden[:num_rows]
         if self._head is None or sampled is None:

@@ -5,7 +5,7 @@ from ctypes import c_float, c_int64
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from pagewire_kernels.cpu.checks import require
 from pagewire_kernels.cpu.native_library import NativeStruct
 
@@ -31,39 +31,37 @@ class Batch(NativeStruct):
     """`pagewire::Batch` in src/batch.h."""
 
     _fields_ = fields_of(
-        "num_rows num_seqs token_ids positions slot_mapping query_start context_lens block_tables "
-        "table_width num_sampled sampled"
+        "num_rows num_seqs token_ids positions token_types slot_mapping query_start context_lens "
+        "block_tables table_width num_sampled sampled"
     )
 
 
 def describe_batch(
-    batch: Batch,
-    num_rows: int,
-    metadata: AttentionMetadata,
-    positions: Tensor | None = None,
-    token_ids: Tensor | None = None,
-    sampled: Tensor | None = None,
+    batch: Batch, num_rows: int, metadata: AttentionMetadata, step: StepBatch | None = None
 ) -> None:
-    """Set the fields of `batch` to the tensors of a step, which must outlive its use.
+    """Set the fields of `batch` to the tensors of a step, which must outlive its use. step: None
+    for the attention of a single layer, which reads the metadata only.
 
     Raises ValueError for tensors that are not contiguous or have other dtypes.
     """
     for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables):
         require(tensor.dtype == torch.int32 and tensor.is_contiguous(), "dense int32 metadata")
-    for column in (metadata.slot_mapping, positions, token_ids, sampled):
+    names = ("token_ids", "positions", "token_types", "sampled")
+    columns = {name: getattr(step, name, None) for name in names}
+    for column in (metadata.slot_mapping, *columns.values()):
         if column is not None:
             require(column.dtype == torch.int64 and column.is_contiguous(), "dense int64 columns")
+    for name, column in columns.items():
+        setattr(batch, name, address(column))
     batch.num_rows = num_rows
     batch.num_seqs = metadata.context_lens.shape[0]
-    batch.token_ids = address(token_ids)
-    batch.positions = address(positions)
     batch.slot_mapping = metadata.slot_mapping.data_ptr()
     batch.query_start = metadata.query_start.data_ptr()
     batch.context_lens = metadata.context_lens.data_ptr()
     batch.block_tables = metadata.block_tables.data_ptr()
     batch.table_width = metadata.block_tables.shape[1]
+    sampled = columns["sampled"]
     batch.num_sampled = 0 if sampled is None else sampled.shape[0]
-    batch.sampled = address(sampled)
 
 
 class AttentionTask(NativeStruct):
@@ -72,8 +70,8 @@ class AttentionTask(NativeStruct):
     _fields_ = fields_of(
         "next_item next_slot num_slots slot_bytes scratch batch query query_token_bytes "
         "query_head_bytes output output_token_bytes key_cache value_cache block_bytes "
-        "token_bytes head_bytes block_size num_kv_heads group head_dim tile_tokens window "
-        "sinks alibi_slopes",
+        "token_bytes head_bytes block_size num_kv_heads group head_dim tile_tokens keys_before "
+        "keys_after sinks alibi_slopes bias bias_width",
         "scale soft_cap",
     )
 
@@ -114,6 +112,12 @@ class TakeTask(NativeStruct):
     _fields_ = fields_of(
         "next_item num_rows indices table table_row_bytes y y_row_bytes row_bytes table_rows"
     )
+
+
+class SumRowsTask(NativeStruct):
+    """`SumRowsTask` of src/layers.h."""
+
+    _fields_ = fields_of("next_item x x_stride starts num_seqs size sums sums_stride")
 
 
 class PermuteTask(NativeStruct):

@@ -22,6 +22,7 @@ from pagewire_kernels.interface import stored_head_size
 from pagewire_kernels.quantized_weight import SIGNED_TABLE, Int8Activations
 from tests.support.emulated_kernels import EmulatedLibrary
 from tests.support.native import native_libraries
+from tests.support.packed_texts import PackedTexts
 from tests.support.paged_batch import PagedSequences, Rows, Shape
 from tests.support.quantized_files import NF4
 from tests.support.quantized_rows import multiply_quantized_rows
@@ -195,6 +196,32 @@ def test_attention(
     assert torch.equal(attend(avx2, everything), output)
 
 
+@each_dtype
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_of_whole_texts(
+    neon: Library, avx2: Library, biased: bool, dtype: torch.dtype
+) -> None:
+    texts = PackedTexts([70, 3, 1], 4, 2, 40, dtype)
+    options = {"window": 20, "bias": texts.random_bias(70) if biased else None}
+    output = texts.attend(NativeBackend(neon), scale=0.2, **options)
+    expected = texts.attend_by_torch(scale=0.2, **options)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(output.float(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(texts.attend(NativeBackend(avx2), scale=0.2, **options), output)
+
+
+def _rotate(kernels: NativeLayerKernels, x: Tensor) -> Tensor:
+    heads, (cos, sin) = x.clone().unflatten(1, (2, 19)), _random(2, 10, 7, dtype=x.dtype)
+    kernels.rotate(heads[:, :1], heads[:, 1:], torch.tensor([0, 5, 2, 9, 9]), cos, sin)
+    return heads
+
+
+def _sum_rows(kernels: NativeLayerKernels, x: Tensor) -> Tensor:
+    sums = torch.zeros(2, 38)
+    kernels.sum_rows(x, torch.tensor([0, 2, 5], dtype=torch.int32), sums)
+    return sums
+
+
 def _activate(name: str, kernels: NativeLayerKernels, x: Tensor) -> Tensor:
     return kernels.act_and_mul(x, name)
 
@@ -202,6 +229,9 @@ def _activate(name: str, kernels: NativeLayerKernels, x: Tensor) -> Tensor:
 Layer = Callable[[NativeLayerKernels, Tensor], Tensor]
 LAYERS: dict[str, Layer] = {
     "embed": lambda kernels, x: kernels.embed(x, torch.tensor([2, 0, 9])),
+    "embed, added": lambda kernels, x: kernels.embed(x, torch.tensor([2, 0, 9]), x[:3].clone()),
+    "rotate": _rotate,
+    "sum_rows": _sum_rows,
     "rms_norm": lambda kernels, x: kernels.rms_norm(x, x[0], 1e-6, x[[1, 0, 3, 2, 4]].clone()),
     "layer_norm": lambda kernels, x: kernels.layer_norm(x, x[0], x[1], 1e-6),
     **{name: partial(_activate, name) for name in reference.ACTIVATIONS},

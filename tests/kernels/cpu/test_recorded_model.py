@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.attention import NativeBackend
 from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.linear import HugeMemory, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
@@ -148,6 +149,62 @@ def test_a_program_gives_the_same_bits_and_the_same_cache(
             assert computed.head.best.tolist() == logits.numpy().argmax(axis=1).tolist()
             assert torch.equal(computed.head.largest, logits.amax(dim=1))
     assert set(calls) == {64, 128, 1024}, "a program computes every batch"
+
+
+class Encoder:
+    """A layer of every operation of a model without a cache."""
+
+    def __init__(self, library: Library, dtype: torch.dtype) -> None:
+        self.kernels, self.attention = NativeLayerKernels(library), NativeBackend(library)
+        draw = torch.Generator().manual_seed(0)
+        self.tables = torch.randn(3, NUM_TOKENS, SIZE, generator=draw).to(dtype)
+        qkv = torch.randn(3 * SIZE, SIZE, generator=draw).to(dtype) / 10
+        self.qkv = NativeWeight(qkv, library, HugeMemory())
+        angles = torch.rand(NUM_TOKENS, HEAD_DIM // 2, generator=draw)
+        self.angles = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def embed(self, batch: StepBatch) -> Tensor:
+        words, positions, types = self.tables
+        assert batch.token_types is not None
+        x = self.kernels.embed(words, batch.token_ids)
+        self.kernels.embed(positions[2:], batch.positions, x)
+        return self.kernels.embed(types, batch.token_types, x)
+
+    def __call__(self, x: Tensor, batch: StepBatch) -> Tensor:
+        query, key, value = self.qkv.apply(x).unflatten(1, (3, -1, HEAD_DIM)).unbind(1)
+        self.kernels.rotate(query, key, batch.positions, *self.angles)
+        attended = self.attention.packed_attention(
+            query, key, value, batch.attention[0], scale=0.25, window=40
+        )
+        return self.kernels.layer_norm(attended.flatten(1), None, None, 1e-5, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_program_of_a_model_without_cache_and_head_gives_the_same_bits(
+    library: Library, dtype: torch.dtype
+) -> None:
+    torch.set_num_threads(2)
+    encoder, calls = Encoder(library, dtype), []
+
+    def counted(x: Tensor, batch: StepBatch) -> Tensor:
+        calls.append(len(x))
+        return encoder(x, batch)
+
+    recorded = RecordedModel(encoder.embed, counted, None, library)
+    for lengths in ([10], [3, 1, 90, 1], [5] * 30, [2]):
+        num_rows = sum(lengths)
+        batch = StepBatch(
+            token_ids=torch.randint(NUM_TOKENS, (num_rows,)),
+            positions=torch.cat([torch.arange(length) for length in lengths]),
+            token_types=torch.randint(2, (num_rows,)),
+            attention=(AttentionMetadata.of_texts(lengths, torch.device("cpu")),),
+            caches=(),
+        )
+        with torch.inference_mode():
+            computed = recorded(batch)
+            assert torch.equal(computed.hidden, encoder(encoder.embed(batch), batch))
+        assert computed.head is None
+    assert set(calls) == {64, 128, 256}, "a program computes every batch"
 
 
 def test_another_cache_is_written_to_once_it_is_given(library: Library) -> None:

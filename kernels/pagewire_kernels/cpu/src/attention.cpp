@@ -86,14 +86,14 @@ class Attention {
 
   // Computes all rows for all keys that any of them sees.
   void walk_keys(const Item& item, Items& items) {
-    const int64_t end = item.end_key();
-    find_keys(item, item.first_key(task_.window), offsets_);
-    for (int64_t key = item.first_key(task_.window); key < end; key += kStep) {
+    const int64_t end = item.end_key;
+    find_keys(item, item.first_key(task_.keys_before), offsets_);
+    for (int64_t key = item.first_key(task_.keys_before); key < end; key += kStep) {
       const Item* const after = key + kStep < end ? &item : items.upcoming();
       if (after == &item) {
         find_keys(item, key + kStep, offsets_after_);
       } else if (after != nullptr) {
-        find_keys(*after, after->first_key(task_.window), offsets_after_);
+        find_keys(*after, after->first_key(task_.keys_before), offsets_after_);
       }
       for (int64_t head = 0; head < item.num_heads; ++head) {
         Ahead ahead = ahead_of(after, head, item.num_heads);
@@ -117,8 +117,8 @@ class Attention {
   void take_head(const Item& item, int64_t key, int64_t head, Ahead& ahead) {
     const int64_t at = (item.first_head + head) * task_.head_bytes;
     const int64_t rows_per_head = item.num_tokens * task_.group;
-    const int64_t num_keys = smaller(kStep, item.end_key() - key);
-    const int64_t first = larger(0, item.first_visible_key(task_.window) - key);
+    const int64_t num_keys = smaller(kStep, item.end_key - key);
+    const int64_t first = larger(0, item.first_visible_key(task_.keys_before) - key);
     gather(task_.key_cache + at, first, num_keys, scratch_.padded_keys, keys_, key_scales_);
     gather(task_.value_cache + at, first, num_keys, scratch_.padded_values, values_, value_scales_);
     const bool is_direct = rows_per_head <= kRows;
@@ -143,16 +143,25 @@ class Attention {
   // past the item's end, the nearest one's is repeated: blocks before a window may have been released,
   // and their entries in the table be negative.
   void find_keys(const Item& item, int64_t key, int64_t* offsets) const {
+    if (task_.block_size == 0) return find_rows(item, key, offsets);
     const int32_t* const table = task_.batch->block_tables + item.seq * task_.batch->table_width;
-    const int64_t first = larger(key, item.first_visible_key(task_.window));
+    const int64_t first = larger(key, item.first_visible_key(task_.keys_before));
     int64_t block = first / task_.block_size, offset = first % task_.block_size;
     for (int64_t i = 0; i < kStep; ++i) {
       offsets[i] = table[block] * task_.block_bytes + offset * task_.token_bytes;
       const int64_t after = key + i + 1;
-      if (after > first && after < item.end_key() && ++offset == task_.block_size) {
+      if (after > first && after < item.end_key && ++offset == task_.block_size) {
         offset = 0;
         ++block;
       }
+    }
+  }
+
+  // The same without a cache.
+  void find_rows(const Item& item, int64_t key, int64_t* offsets) const {
+    const int64_t first_row = task_.batch->query_start[item.seq];
+    for (int64_t i = 0; i < kStep; ++i) {
+      offsets[i] = (first_row + smaller(key + i, item.end_key - 1)) * task_.token_bytes;
     }
   }
 
@@ -291,8 +300,13 @@ class Attention {
   KeyRange keys_seen(const Item& item, int64_t key, int64_t first_row, int64_t num_rows) const {
     const int64_t first_token = token_of(item, first_row) - item.first_row;
     const int64_t last_token = token_of(item, first_row + num_rows - 1) - item.first_row;
-    return {task_.window > 0 ? item.position + first_token - task_.window + 1 - key : 0,
-            smaller(kStep, item.position + last_token + 1 - key)};
+    return {item.position + first_token - task_.keys_before - key,
+            smaller(kStep, end_of(item, last_token) - key)};
+  }
+
+  // After the last key that a token sees.
+  int64_t end_of(const Item& item, int64_t token) const {
+    return smaller(item.end_key, item.position + token + 1 + task_.keys_after);
   }
 
   // Computes a few rows for the step's keys and values, packed or as they are in the cache.
@@ -355,10 +369,16 @@ class Attention {
     const int64_t position = item.position + token - key;
     const float slope =
         task_.alibi_slopes != nullptr ? task_.alibi_slopes[head_of(item, row)] : 0.0f;
-    const int64_t first = task_.window > 0 ? position - task_.window + 1 : 0;
-    const int64_t end = smaller(kStep, position + 1);
+    const int64_t end = smaller(kStep, end_of(item, token) - key);
     const float* const key_scales = kHasScales ? key_scales_ : nullptr;
-    return {task_.scale, task_.soft_cap, slope, first, end, position, key_scales};
+    ScoreRule rule = {task_.scale, task_.soft_cap, slope, position - task_.keys_before, end,
+                      position, key_scales, nullptr, 0};
+    if (task_.bias != nullptr) {
+      const int64_t at = task_.bias_width / 2 - position;
+      rule.bias = task_.bias + head_of(item, row) * task_.bias_width + at;
+      rule.bias_left = task_.bias_width - at;
+    }
+    return rule;
   }
 
   // Divides each row by its total, which includes the sink of its head, and stores it.

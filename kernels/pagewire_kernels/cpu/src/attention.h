@@ -1,4 +1,5 @@
-// Paged attention: its task, and constants that its parts share.
+// Attention over a paged cache, and over whole texts without one: its task, and constants that its
+// parts share.
 //
 // A work item is a tile of consecutive query tokens of one sequence with one KV head, or a single
 // token with several KV heads; its rows are the tile's tokens times the query heads that share a KV
@@ -16,6 +17,9 @@
 // not see have weight zero, so that the result of a row does not depend on its tile. With bfloat16,
 // weights are rounded to bfloat16, in the total as well, and pairs of products are added by one
 // instruction if the processor has it, or by tiles (attention_sums.h).
+//
+// Without a cache, keys and values are rows of the batch, as queries are: a sequence's are those from
+// `query_start` on, and a row sees keys after its own position, too.
 //
 // With an int8 cache, float32 numbers are multiplied by codes: scores are multiplied by the scales of
 // their keys afterwards, and weights by the scales of their values before.
@@ -42,19 +46,22 @@ struct AttentionTask : Task {
   int64_t query_head_bytes;
   char* output;  // [num_rows, num_heads, head_dim], heads one after the other
   int64_t output_token_bytes;
-  const char* key_cache;
+  const char* key_cache;  // without blocks, the keys of the batch's rows; the same for values
   const char* value_cache;
-  int64_t block_bytes;  // strides of both caches
+  int64_t block_bytes;  // strides of both
   int64_t token_bytes;
   int64_t head_bytes;
-  int64_t block_size;
+  int64_t block_size;  // 0 without a cache
   int64_t num_kv_heads;
   int64_t group;  // query heads per KV head
   int64_t head_dim;
   int64_t tile_tokens;
-  int64_t window;  // 0 without
+  int64_t keys_before;  // that a row sees at most, before its position and after it
+  int64_t keys_after;
   const float* sinks;         // [num_heads] or null
   const float* alibi_slopes;  // [num_heads] or null
+  const float* bias;  // [num_heads, bias_width] or null: by distance of the key, 0 in the middle
+  int64_t bias_width;
   float scale;
   float soft_cap;  // 0 without
 };

@@ -41,16 +41,16 @@ struct Item {
   int64_t first_row;  // of the batch
   int64_t num_tokens;
   int64_t position;  // of the first token
+  int64_t end_key;  // after the last key that any row sees
   int64_t first_head;
   int64_t num_heads;
 
-  int64_t end_key() const { return position + num_tokens; }
   // The first key that any row sees.
-  int64_t first_visible_key(int64_t window) const {
-    return window > 0 ? larger(0, position - window + 1) : 0;
-  }
+  int64_t first_visible_key(int64_t keys_before) const { return larger(0, position - keys_before); }
   // The first key of its step.
-  int64_t first_key(int64_t window) const { return first_visible_key(window) / kStep * kStep; }
+  int64_t first_key(int64_t keys_before) const {
+    return first_visible_key(keys_before) / kStep * kStep;
+  }
 };
 
 // The smallest factor above 1 of n > 1.
@@ -101,7 +101,9 @@ class Items {
     item_.first_row = query_start[0] + tile * task_.tile_tokens;
     const int64_t rows_left = query_start[1] - item_.first_row;
     item_.num_tokens = smaller(task_.tile_tokens, rows_left);
-    item_.position = task_.batch->context_lens[item_.seq] - rows_left;
+    const int64_t num_keys = task_.batch->context_lens[item_.seq];
+    item_.position = num_keys - rows_left;
+    item_.end_key = smaller(num_keys, item_.position + item_.num_tokens + task_.keys_after);
     item_.first_head = taken % parts * taken_heads_;
     // The heads of a decode are computed together, so that blocks are read sequentially; those of a
     // prefill one after the other, so that its rows stay in the processor's cache.

@@ -19,9 +19,17 @@ struct ScoreRule {
   int64_t end;
   int64_t position;  // the row's own, counted from the step's first key
   const float* key_scales;  // [kStep] or null
+  const float* bias;  // [bias_left], at least of the keys that the row sees; or null
+  int64_t bias_left;
 };
 
-inline Floats adjusted(Floats score, const ScoreRule& rule, Words keys) {
+// The bias of a register of keys; that of keys which the row does not see is arbitrary.
+inline Floats bias_of(const ScoreRule& rule, int64_t key) {
+  const int64_t left = rule.bias_left - key;
+  return left > 0 ? load_some(rule.bias + key, left) : zeros();
+}
+
+inline Floats adjusted(Floats score, const ScoreRule& rule, int64_t key, Words keys) {
   score = multiply(score, broadcast(rule.scale));
   if (rule.soft_cap > 0) {
     const Floats cap = broadcast(rule.soft_cap);
@@ -31,6 +39,7 @@ inline Floats adjusted(Floats score, const ScoreRule& rule, Words keys) {
     const Words behind = broadcast_word(static_cast<int32_t>(-rule.position));
     score = multiply_add(broadcast(rule.slope), to_floats(add_words(keys, behind)), score);
   }
+  if (rule.bias != nullptr) score = add(score, bias_of(rule, key));
   if (rule.first > 0 || rule.end < kStep) {
     const Mask begun = less_than(broadcast_word(static_cast<int32_t>(rule.first) - 1), keys);
     const Mask visible = both(begun, less_than(keys, broadcast_word(static_cast<int32_t>(rule.end))));
@@ -66,7 +75,7 @@ inline Floats adjust(const float* scores, const ScoreRule& rule, Floats (&score)
     if (rule.key_scales != nullptr) {
       score[j] = multiply(score[j], load_floats(rule.key_scales + j * kLanes));
     }
-    score[j] = adjusted(score[j], rule, keys);
+    score[j] = adjusted(score[j], rule, j * kLanes, keys);
     keys = add_words(keys, broadcast_word(kLanes));
   }
   Floats greatest = score[0];

@@ -11,7 +11,8 @@ struct Batch {
   int64_t num_seqs;
   const int64_t* token_ids;     // [num_rows]
   const int64_t* positions;     // [num_rows]
-  const int64_t* slot_mapping;  // [num_rows]; negative: not written
+  const int64_t* token_types;   // [num_rows] or null
+  const int64_t* slot_mapping;  // [num_rows]; negative: not written. Without a cache there are none
   const int32_t* query_start;   // [num_seqs + 1]
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* block_tables;  // [num_seqs, table_width]

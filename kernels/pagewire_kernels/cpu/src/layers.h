@@ -36,7 +36,7 @@ struct ActivationTask : Task {
 struct RotateTask : Task {
   const Batch* batch;
   void* query;       // [num_rows, num_heads, head_dim], rotated in place
-  const void* key;   // [num_rows, num_kv_heads, head_dim]
+  void* key;         // [num_rows, num_kv_heads, head_dim], rotated in place without a cache
   const void* value; // as key
   int64_t query_stride, query_head_stride;
   int64_t key_stride, key_head_stride;
@@ -57,7 +57,8 @@ struct RotateTask : Task {
   float eps;
 };
 
-// Gathers rows of a table, such as embeddings of tokens, or the hidden states of rows that sample.
+// Gathers rows of a table, such as embeddings of tokens, or the hidden states of rows that sample, or
+// adds them to y.
 struct TakeTask : Task {
   const int64_t* num_rows;
   const int64_t* const* indices;  // [*num_rows]; those beyond the table give zeros
@@ -67,6 +68,17 @@ struct TakeTask : Task {
   int64_t y_row_bytes;  // from row to row
   int64_t row_bytes;    // of each
   int64_t table_rows;
+};
+
+// Adds the rows of each text to its sum, one after the other.
+struct SumRowsTask : Task {
+  const void* x;  // [starts[num_seqs], size]
+  int64_t x_stride;
+  const int32_t* starts;  // [num_seqs + 1]
+  int64_t num_seqs;
+  int64_t size;
+  float* sums;  // [num_seqs, size]
+  int64_t sums_stride;
 };
 
 // Reorders the columns of each row.

@@ -65,7 +65,7 @@ void norm_and_rotate(const RotateTask& task, int64_t position, const Number* fro
 
 template <class Number, class Cached>
 void store_key_and_value(const RotateTask& task, int64_t row, int64_t position, int64_t slot) {
-  const auto* key = static_cast<const Number*>(task.key) + row * task.key_stride;
+  const Number* key = static_cast<const Number*>(task.key) + row * task.key_stride;
   const auto* value = static_cast<const Number*>(task.value) + row * task.value_stride;
   const int64_t at = slot / task.block_size * task.block_stride +
                      slot % task.block_size * task.slot_stride;
@@ -87,17 +87,36 @@ void store_key_and_value(const RotateTask& task, int64_t row, int64_t position, 
   }
 }
 
+template <class Number>
+void rotate_query(const RotateTask& task, int64_t row, int64_t position) {
+  Number* query = static_cast<Number*>(task.query) + row * task.query_stride;
+  for (int64_t h = 0; h < task.num_heads; ++h) {
+    Number* head = query + h * task.query_head_stride;
+    norm_and_rotate(task, position, head, task.query_norm, head);
+  }
+}
+
+template <class Number>
+void rotate(RotateTask& task) {
+  const Batch& batch = *task.batch;
+  const int64_t row_size = (task.num_heads + task.num_kv_heads) * task.head_dim;
+  for_each_row(task, batch.num_rows, row_size, [&](int64_t row) {
+    rotate_query<Number>(task, row, batch.positions[row]);
+    Number* key = static_cast<Number*>(task.key) + row * task.key_stride;
+    for (int64_t h = 0; h < task.num_kv_heads; ++h) {
+      Number* head = key + h * task.key_head_stride;
+      norm_and_rotate(task, batch.positions[row], head, task.key_norm, head);
+    }
+  });
+}
+
 template <class Number, class Cached = Number>
 void rotate_and_write(RotateTask& task) {
   const Batch& batch = *task.batch;
   const int64_t row_size = (task.num_heads + 2 * task.num_kv_heads) * task.head_dim;
   for_each_row(task, batch.num_rows, row_size, [&](int64_t row) {
     const int64_t position = batch.positions[row], slot = batch.slot_mapping[row];
-    Number* query = static_cast<Number*>(task.query) + row * task.query_stride;
-    for (int64_t h = 0; h < task.num_heads; ++h) {
-      Number* head = query + h * task.query_head_stride;
-      norm_and_rotate(task, position, head, task.query_norm, head);
-    }
+    rotate_query<Number>(task, row, position);
     if (slot >= 0) store_key_and_value<Number, Cached>(task, row, position, slot);
   });
 }
@@ -107,6 +126,8 @@ void rotate_and_write(RotateTask& task) {
 
 using namespace pagewire;
 
+PAGEWIRE_KERNEL pw_rotate_float32(RotateTask* task) { rotate<float>(*task); }
+PAGEWIRE_KERNEL pw_rotate_bfloat16(RotateTask* task) { rotate<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_rotate_and_write_float32(RotateTask* task) { rotate_and_write<float>(*task); }
 PAGEWIRE_KERNEL pw_rotate_and_write_bfloat16(RotateTask* task) {
   rotate_and_write<BFloat16>(*task);

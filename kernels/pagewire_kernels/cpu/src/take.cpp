@@ -1,4 +1,4 @@
-// Gathers of rows, reordered columns, and the argmax of logits; see layers.h.
+// Gathers and sums of rows, reordered columns, and the argmax of logits; see layers.h.
 #include "layers.h"
 #include "rows.h"
 
@@ -64,6 +64,48 @@ void take_row(const TakeTask& task, int64_t row) {
   }
 }
 
+template <class Number>
+void add_row(const TakeTask& task, int64_t row) {
+  const int64_t index = (*task.indices)[row];
+  if (index < 0 || index >= task.table_rows) return;
+  auto* y = reinterpret_cast<Number*>(static_cast<char*>(task.y) + row * task.y_row_bytes);
+  const auto* from = reinterpret_cast<const Number*>(static_cast<const char*>(task.table) +
+                                                     index * task.table_row_bytes);
+  const int64_t size = task.row_bytes / static_cast<int64_t>(sizeof(Number));
+  for (int64_t i = 0; i < size; i += kLanes) {
+    store_some(y + i, add(load_some(y + i, size - i), load_some(from + i, size - i)), size - i);
+  }
+}
+
+template <class Number>
+void add_rows(TakeTask& task) {
+  for_each_row(task, *task.num_rows, task.row_bytes,
+               [&](int64_t row) { add_row<Number>(task, row); });
+}
+
+// A work item is a range of columns of one text's sum.
+template <class Number>
+void sum_rows(SumRowsTask& task) {
+  constexpr int64_t kVectors = 4, kColumns = kVectors * kLanes;
+  const int64_t parts = divide_up(task.size, kColumns);
+  for (int64_t item = take_item(task); item < task.num_seqs * parts; item = take_item(task)) {
+    const int64_t seq = item / parts, first = item % parts * kColumns, left = task.size - first;
+    float* const sums = task.sums + seq * task.sums_stride + first;
+    const auto visit = [&](auto visit_register) {
+      for (int64_t j = 0; j < kVectors && j * kLanes < left; ++j) {
+        visit_register(j, left - j * kLanes);
+      }
+    };
+    Floats sum[kVectors];
+    visit([&](int64_t j, int64_t count) { sum[j] = load_some(sums + j * kLanes, count); });
+    for (int64_t row = task.starts[seq]; row < task.starts[seq + 1]; ++row) {
+      const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride + first;
+      visit([&](int64_t j, int64_t count) { sum[j] = add(sum[j], load_some(x + j * kLanes, count)); });
+    }
+    visit([&](int64_t j, int64_t count) { store_some(sums + j * kLanes, sum[j], count); });
+  }
+}
+
 // Number: an integer of the same size as the elements.
 template <class Number>
 void permute(PermuteTask& task) {
@@ -82,6 +124,12 @@ using namespace pagewire;
 PAGEWIRE_KERNEL pw_take(TakeTask* task) {
   for_each_row(*task, *task->num_rows, task->row_bytes, [&](int64_t row) { take_row(*task, row); });
 }
+
+PAGEWIRE_KERNEL pw_add_rows_float32(TakeTask* task) { add_rows<float>(*task); }
+PAGEWIRE_KERNEL pw_add_rows_bfloat16(TakeTask* task) { add_rows<BFloat16>(*task); }
+
+PAGEWIRE_KERNEL pw_sum_rows_float32(SumRowsTask* task) { sum_rows<float>(*task); }
+PAGEWIRE_KERNEL pw_sum_rows_bfloat16(SumRowsTask* task) { sum_rows<BFloat16>(*task); }
 
 PAGEWIRE_KERNEL pw_permute_float32(PermuteTask* task) { permute<uint32_t>(*task); }
 PAGEWIRE_KERNEL pw_permute_bfloat16(PermuteTask* task) { permute<uint16_t>(*task); }
