@@ -23,14 +23,13 @@ from pagewire.v1 import (
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.columns import from_column, from_columns
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.config import CacheGroup, CacheLifetime
+from scheduler_service.core.config import CacheGroup, CacheLifetime, PoolingHead, PoolingType
 from scheduler_service.core.context import DIGEST_BYTES, ContextKind, ContextPart
 from scheduler_service.core.request import (
     EngineOutputs,
     GeneratedTokens,
     Generation,
     Pooling,
-    PoolingType,
     Request,
     RequestFinished,
 )
@@ -48,6 +47,7 @@ from scheduler_service.errors import InvalidArgument, PagewireError
 from scheduler_service.status_codes import status_code
 
 MAX_HANDLE = 2**31 - 1
+INT32_BYTES = 4
 
 _PLAN = columns_of(plan_pb2.StepPlan.DESCRIPTOR)
 _NEW_SEQUENCE = columns_of(plan_pb2.NewSequence.DESCRIPTOR)
@@ -63,6 +63,12 @@ POOLING_TYPES: Mapping[int, PoolingType] = {
     pooling_pb2.POOLING_TYPE_LAST: PoolingType.LAST,
     pooling_pb2.POOLING_TYPE_MEAN: PoolingType.MEAN,
     pooling_pb2.POOLING_TYPE_CLS: PoolingType.CLS,
+    pooling_pb2.POOLING_TYPE_ALL: PoolingType.ALL,
+}
+
+POOLING_HEADS: Mapping[int, PoolingHead] = {
+    pooling_pb2.POOLING_HEAD_UNSPECIFIED: PoolingHead.VECTOR,
+    pooling_pb2.POOLING_HEAD_CLASSIFIER: PoolingHead.CLASSIFIER,
 }
 
 EARLY_STOPPING: Mapping[int, EarlyStopping] = {
@@ -104,6 +110,18 @@ def decode_cache_group(message: model_pb2.CacheGroup) -> CacheGroup:
         name = str(message.lifetime)
     lifetime = CacheLifetime(name.removeprefix("CACHE_LIFETIME_").lower())
     return _copied(CacheGroup, message, lifetime=lifetime)
+
+
+def decode_pooling_info(message: pooling_pb2.PoolingInfo) -> dict[str, Any]:
+    """What a model pools, as fields of `WorkerGroupCapacity`; types that this software does not
+    know are none of it."""
+    types = {POOLING_TYPES[number] for number in message.types if number in POOLING_TYPES}
+    return {
+        "vector_size": message.vector_size,
+        "pooling_types": frozenset(types if message.vector_size else ()),
+        "num_labels": len(message.labels),
+        "classifier_type": POOLING_TYPES.get(message.classifier_type, PoolingType.LAST),
+    }
 
 
 def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
@@ -214,14 +232,25 @@ def _decode_work(submit: scheduler_service_pb2.Submit) -> Generation | Pooling:
         case "generation":
             return _decode_generation(submit.generation)
         case "pooling":
-            return _decode_pooling(submit.pooling)
+            return _decode_pooling(submit.pooling, len(submit.prompt_token_ids) // INT32_BYTES)
     raise InvalidArgument("work", "expected one of generation and pooling")
 
 
-def _decode_pooling(pooling: pooling_pb2.PoolingParams) -> Pooling:
+def _decode_pooling(pooling: pooling_pb2.PoolingParams, num_tokens: int) -> Pooling:
     if pooling.type not in POOLING_TYPES:
-        raise InvalidArgument("pooling.type", "expected POOLING_TYPE_LAST, _MEAN or _CLS")
-    return Pooling(type=POOLING_TYPES[pooling.type], dimensions=pooling.dimensions, pooling=pooling)
+        raise InvalidArgument("pooling.type", "expected POOLING_TYPE_LAST, _MEAN, _CLS or _ALL")
+    if pooling.head not in POOLING_HEADS:
+        raise InvalidArgument("pooling.head", "expected none or POOLING_HEAD_CLASSIFIER")
+    if pooling.second_text_start >= max(1, num_tokens):
+        expected = f"expected less than {num_tokens}, the number of tokens"
+        raise InvalidArgument("pooling.second_text_start", expected)
+    head = POOLING_HEADS[pooling.head]
+    for name in ("normalize", "dimensions") if head is PoolingHead.CLASSIFIER else ():
+        if getattr(pooling, name):
+            raise InvalidArgument(f"pooling.{name}", "expected none with POOLING_HEAD_CLASSIFIER")
+    return Pooling(
+        type=POOLING_TYPES[pooling.type], head=head, dimensions=pooling.dimensions, pooling=pooling
+    )
 
 
 def _decode_generation(generation: scheduler_service_pb2.Generation) -> Generation:
@@ -291,8 +320,8 @@ def encode_outbox(outbox: EngineOutputs) -> scheduler_service_pb2.SchedulerMessa
             for handle, entry in outbox.prompt_logprobs
         ],
         vectors=[
-            scheduler_service_pb2.PooledVector(handle=handle, values=values)
-            for handle, values in outbox.vectors
+            scheduler_service_pb2.PooledVector(handle=handle, first_token=first, values=values)
+            for handle, first, values in outbox.vectors
         ],
         choices_finished=[
             _copied(

@@ -90,7 +90,10 @@ class SimulationConfig:
     cache_groups: str = ""
     """The simulated model's cache groups, such as growing:64,window:64:512,state:4,fixed:64. What
     follows a lifetime are the tokens per block, and those of a window or a chunk; or the number of
-    blocks of a state. Default: one growing group."""
+    blocks of a state. Default: one growing group. none: it keeps nothing, and only pools."""
+
+    num_labels: int = 3
+    """Labels that the simulated model has a logit for; 1: the score of two texts."""
 
     cost: CostModel = field(default_factory=CostModel)
 
@@ -99,6 +102,7 @@ class SimulationConfig:
             ("max_model_len", self.max_model_len, 1),
             ("simulate_gpu_blocks", self.num_gpu_blocks, 1),
             ("simulate_cpu_blocks", self.num_cpu_blocks, 0),
+            ("simulate_labels", self.num_labels, 0),
         )
         for flag, got, minimum in limits:
             _expect(got >= minimum, flag, f"at least {minimum}", got)
@@ -109,6 +113,8 @@ class SimulationConfig:
 
     def groups(self, block_size: int) -> tuple[CacheGroup, ...]:
         """The cache groups; `block_size`: tokens per block where none are named."""
+        if self.cache_groups == "none":
+            return ()
         if not self.cache_groups:
             return (CacheGroup(block_tokens=block_size),)
         return tuple(map(_cache_group, self.cache_groups.split(",")))
@@ -128,7 +134,7 @@ def _cache_group(text: str) -> CacheGroup:
     name, *numbers = text.strip().split(":")
     names = {lifetime.value: lifetime for lifetime in _GROUP_FIELDS}
     flag = "simulate_cache_groups"
-    _expect(name in names, flag, f"one of {', '.join(names)}", repr(name))
+    _expect(name in names, flag, f"one of {', '.join(names)}, or none alone", repr(name))
     fields = _GROUP_FIELDS[names[name]]
     is_right = len(numbers) == len(fields) and all(n.isdecimal() and int(n) for n in numbers)
     _expect(is_right, flag, ":".join((name, *fields)) + " with numbers of at least 1", repr(text))

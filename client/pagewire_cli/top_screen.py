@@ -225,7 +225,7 @@ def _group_line(group: WorkerGroupStatus, rates: RecentStatuses) -> Text:
         "  [",
         ("=" * filled, "green" if filled < _BAR_CHARACTERS - 1 else "yellow"),
         " " * (_BAR_CHARACTERS - filled),
-        f"] {used} of {group.num_gpu_blocks} blocks",
+        f"] {used} of {group.num_gpu_blocks} blocks" if group.num_gpu_blocks else "] no cache",
         (f"  {group.num_running_sequences} sequences  {_number(steps)} steps/s", "dim"),
     )
 

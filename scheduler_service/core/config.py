@@ -57,6 +57,24 @@ class WorkKind(StrEnum):
     POOLING = "pooling"
 
 
+class PoolingType(StrEnum):
+    """Which tokens' hidden states make a vector."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+    ALL = "all"
+    """One vector for each token."""
+
+
+class PoolingHead(StrEnum):
+    """What is computed from the pooled hidden states."""
+
+    VECTOR = "vector"
+    CLASSIFIER = "classifier"
+    """The logits of the model's labels."""
+
+
 class PreemptionMode(StrEnum):
     """The fate of the KV blocks of a request that is preempted because memory ran out."""
 
@@ -282,7 +300,8 @@ class WorkerGroupCapacity:
     num_gpu_blocks: int
     num_cpu_blocks: int
     cache_groups: tuple[CacheGroup, ...]
-    """Plans name them by their index."""
+    """Plans name them by their index. None: nothing of a sequence is kept, and there are no
+    blocks."""
     max_model_len: int
     """Maximum number of tokens of prompt and output together."""
     vocab_size: int
@@ -299,36 +318,60 @@ class WorkerGroupCapacity:
     """What its workers do."""
     vector_size: int = 0
     """Numbers in a pooled vector; 0 if they pool none."""
+    pooling_types: frozenset[PoolingType] = frozenset()
+    """Which tokens' hidden states they make vectors of."""
+    num_labels: int = 0
+    """Labels that their head has a logit for; 0 if they classify nothing."""
+    classifier_type: PoolingType = PoolingType.LAST
+    """Which tokens' hidden states get labels."""
     whole_prompt: bool = False
     """Whether a prompt must be computed in one row, and no cached prefix can be reused."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
-        num_state_blocks = sum(group.num_blocks for group in self.cache_groups)
-        for name, minimum in (("num_gpu_blocks", max(1, num_state_blocks)), ("vocab_size", 1)):
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, is {getattr(self, name)}")
-        if all(group.is_fixed for group in self.cache_groups):
-            needed = ", ".join(lifetime for lifetime in CacheLifetime if lifetime != "fixed")
-            found = ", ".join(group.lifetime for group in self.cache_groups) or "none"
-            raise ValueError(f"cache_groups must include one of {needed}, are {found}")
-        if self.num_cpu_blocks < 0:
-            raise ValueError(f"num_cpu_blocks must be at least 0, is {self.num_cpu_blocks}")
+        self._check_cache()
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, is {self.vocab_size}")
         if not 0 <= self.num_speculative_tokens <= MAX_LOOKAHEAD:
             raise ValueError(
                 f"num_speculative_tokens must be 0 to {MAX_LOOKAHEAD}, "
                 f"is {self.num_speculative_tokens}"
             )
-        if (WorkKind.POOLING in self.work_kinds) != (self.vector_size > 0):
+        if (WorkKind.POOLING in self.work_kinds) != (self.vector_size + self.num_labels > 0):
             kinds = ", ".join(sorted(self.work_kinds))
             raise ValueError(
-                f"vector_size must be above 0 with the work kind pooling, and else 0, is "
-                f"{self.vector_size} with {kinds}"
+                f"vector_size or num_labels must be above 0 with the work kind pooling, and else "
+                f"both 0, are {self.vector_size} and {self.num_labels} with {kinds}"
+            )
+        if (self.vector_size > 0) != bool(self.pooling_types):
+            types = ", ".join(sorted(self.pooling_types)) or "none"
+            raise ValueError(
+                f"pooling_types must be set with a vector_size, and only then, are {types} with "
+                f"{self.vector_size}"
             )
         if self.whole_prompt and WorkKind.GENERATION in self.work_kinds:
             raise ValueError("whole_prompt must be false with the work kind generation, is true")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, is {self.max_model_len}")
+
+    def _check_cache(self) -> None:
+        """Raise ValueError unless there are blocks for the cache groups, and for nothing else."""
+        num_blocks = {name: getattr(self, name) for name in ("num_gpu_blocks", "num_cpu_blocks")}
+        minima = dict.fromkeys(num_blocks, 0)
+        if self.cache_groups:
+            num_state_blocks = sum(group.num_blocks for group in self.cache_groups)
+            minima["num_gpu_blocks"] = max(1, num_state_blocks)
+        elif not self.whole_prompt:
+            raise ValueError("cache_groups must not be empty unless whole_prompt is true")
+        elif any(num_blocks.values()):
+            raise ValueError(f"without cache_groups there must be no blocks, are {num_blocks}")
+        for name, minimum in minima.items():
+            if num_blocks[name] < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, is {num_blocks[name]}")
+        if self.cache_groups and all(group.is_fixed for group in self.cache_groups):
+            needed = ", ".join(lifetime for lifetime in CacheLifetime if lifetime != "fixed")
+            found = ", ".join(group.lifetime for group in self.cache_groups)
+            raise ValueError(f"cache_groups must include one of {needed}, are {found}")
 
     @property
     def is_on_cpu(self) -> bool:
@@ -337,9 +380,11 @@ class WorkerGroupCapacity:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of the first group that keeps all tokens, or of the first one."""
+        """Tokens per block of the first group that keeps all tokens, or of the first one; 0 without
+        groups."""
         growing = (group for group in self.cache_groups if group.is_growing)
-        return next(growing, self.cache_groups[0]).block_tokens
+        sizes = [group.block_tokens for group in (*growing, *self.cache_groups)]
+        return next(iter(sizes), 0)
 
     @property
     def num_cache_tokens(self) -> int:
@@ -392,9 +437,10 @@ def check_capacity(config: SchedulerConfig, capacity: WorkerGroupCapacity) -> No
 
     Without chunked prefill a prompt is computed in one step, together with up to max_num_seqs - 1
     decodes; if these two did not fit together, a long prompt would wait until the batch has
-    drained.
+    drained. Where all prompts are computed at once, nothing decodes, and a prompt that is longer
+    than a step is refused.
     """
-    if config.enable_chunked_prefill:
+    if config.enable_chunked_prefill or capacity.whole_prompt:
         return
     needed = capacity.max_model_len + config.max_num_seqs - 1
     if config.max_num_batched_tokens < needed:

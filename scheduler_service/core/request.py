@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from scheduler_service.core.beam_search import BeamParams
-from scheduler_service.core.config import WorkerGroupCapacity, WorkKind
+from scheduler_service.core.config import (
+    PoolingHead,
+    PoolingType,
+    WorkerGroupCapacity,
+    WorkKind,
+)
 from scheduler_service.core.context import Context
 from scheduler_service.core.step_plan import RowLogprobs, RowPromptLogprobs
 
@@ -49,28 +53,15 @@ class Generation:
         """Sequences that are computed for it."""
         return self.num_choices if self.beam_search is None else self.beam_search.width
 
-    def vector_size(self, model_size: int) -> int:
-        """None: it gets no vector."""
-        del model_size
-        return 0
-
     def max_output_tokens(self, capacity: WorkerGroupCapacity, num_prompt_tokens: int) -> int:
         """Maximum number of tokens after the prompt in a worker group; none if it is too long."""
         return min(self.max_tokens, capacity.max_model_len - num_prompt_tokens)
 
 
-class PoolingType(StrEnum):
-    """Which tokens' hidden states make a vector."""
-
-    LAST = "last"
-    MEAN = "mean"
-    CLS = "cls"
-
-
 @dataclass(slots=True, kw_only=True)
 class Pooling:
-    """What a request wants: a vector. It counts as one token of output, which is not computed and
-    needs no position of the model."""
+    """What a request wants: a vector, or one for each token. They count as one token of output,
+    which is not computed and needs no position of the model."""
 
     kind: ClassVar = WorkKind.POOLING
     max_tokens: ClassVar[int] = 1
@@ -89,12 +80,30 @@ class Pooling:
     type: PoolingType
     dimensions: int = 0
     """Numbers of the vector; 0: all."""
+    head: PoolingHead = PoolingHead.VECTOR
     pooling: Any = None
     """The worker's `PoolingParams`, which the core does not read."""
 
-    def vector_size(self, model_size: int) -> int:
-        """Numbers of its vector, if the model's have `model_size`."""
-        return self.dimensions or model_size
+    def vector_size(self, capacity: WorkerGroupCapacity) -> int:
+        """Numbers of a vector of a worker group."""
+        if self.head is PoolingHead.CLASSIFIER:
+            return capacity.num_labels
+        return self.dimensions or capacity.vector_size
+
+    def refusal(self, capacity: WorkerGroupCapacity) -> tuple[str, str] | None:
+        """The field with a value that a worker group does not compute, and what is allowed; None if
+        there is none."""
+        classifies = self.head is PoolingHead.CLASSIFIER
+        types = {capacity.classifier_type} if classifies else capacity.pooling_types
+        if not (capacity.num_labels if classifies else capacity.vector_size):
+            lacks, other = ("labels", "vector") if classifies else ("vectors", "classifier")
+            return "head", f"must be {other}, is {self.head}: the model has no {lacks}"
+        if self.type not in types:
+            return "type", f"must be {' or '.join(sorted(types))}, is {self.type}"
+        if self.dimensions > capacity.vector_size:
+            expected = f"must be 0 to the model's {capacity.vector_size}"
+            return "dimensions", f"{expected}, is {self.dimensions}"
+        return None
 
     def max_output_tokens(self, capacity: WorkerGroupCapacity, num_prompt_tokens: int) -> int:
         """One, for the vector; none if the prompt is too long for a worker group."""
@@ -196,8 +205,9 @@ class EngineOutputs:
     """(choice handle, log probabilities), in the order of the tokens."""
     prompt_logprobs: list[tuple[int, RowPromptLogprobs]] = field(default_factory=list)
     """(request handle, log probabilities)."""
-    vectors: list[tuple[int, bytes]] = field(default_factory=list)
-    """(request handle, float32 numbers as on the wire)."""
+    vectors: list[tuple[int, int, bytes]] = field(default_factory=list)
+    """(request handle, index of the first token if each has a vector, float32 numbers as on the
+    wire)."""
     choices_finished: list[ChoiceFinished] = field(default_factory=list)
     requests_finished: list[RequestFinished] = field(default_factory=list)
     requests_failed: list[tuple[int, Exception]] = field(default_factory=list)

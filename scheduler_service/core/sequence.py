@@ -393,6 +393,10 @@ class Strategy:
     """Whether its sequences advance and leave the batch only together."""
     output: ClassVar[RowOutput] = RowOutput.TOKEN
     """What the last row of a prefill brings."""
+    brings_all: bool = False
+    """Whether the other rows of a prefill bring the same, for their tokens."""
+    vector_bytes: int = 0
+    """Bytes of a vector of its worker group."""
     reuses_prefixes: bool = True
     """Whether tokens may come from the prefix cache."""
     streams: ClassVar[bool] = True

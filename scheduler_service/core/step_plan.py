@@ -113,6 +113,18 @@ class RowCandidates:
     """Numbers that float32 can represent."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowVectors:
+    """The vectors of a row."""
+
+    first_token: int
+    """Index of the first one's token, if each token has a vector."""
+    values: bytes
+    """Float32 numbers as on the wire."""
+    is_last: bool
+    """Whether its sequence brings no others."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RowError:
     """The reason why a row failed."""

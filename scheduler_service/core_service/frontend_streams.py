@@ -1,6 +1,7 @@
 """The streams of attached frontends: requests in, outputs out, and how long outputs may be held.
 
-All outputs of a step for one frontend are one message. Requests that allow it (`max_hold_ms`) have
+All outputs of a step for one frontend are one message; many vectors travel in later ones, each with
+the tokens that have come meanwhile. Requests that allow it (`max_hold_ms`) have
 their tokens held, so that more of them travel in one message.
 """
 
@@ -8,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import fields, replace
+from itertools import accumulate
 from typing import TypeAlias
 
 import grpc
@@ -17,6 +19,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
 from scheduler_service.columns import from_column
 from scheduler_service.core.request import EngineOutputs
+from scheduler_service.core.scheduling.pooling import MAX_PART_BYTES
 from scheduler_service.core_service.counters import EventCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
@@ -115,9 +118,13 @@ class FrontendStream:
         message itself is malformed.
         """
         core, now = self._driver.core, self._driver.clock()
-        for handle in from_column(message.cancels, "cancels"):
+        cancels = from_column(message.cancels, "cancels")
+        for handle in cancels:
             self._hold_times.end(handle)
             core.cancel(self.frontend_id, handle, now)
+        if cancels and self._pending.vectors:
+            unwanted, vectors = set(cancels), self._pending.vectors
+            self._pending.vectors = [entry for entry in vectors if entry[0] not in unwanted]
         for stop in message.stops:
             core.stop_choice(self.frontend_id, stop.handle, stop.num_tokens, now)
         for submit in message.submits:
@@ -130,7 +137,8 @@ class FrontendStream:
                 raise Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN")
             now = self._driver.clock()
             self._driver.core.submit(wire.decode_submit(submit, self.frontend_id, now), now)
-            self._hold_times.begin(submit.handle, submit.generation.max_hold_ms / 1000)
+            if submit.HasField("generation"):  # a vector is sent at once, and holds up no token
+                self._hold_times.begin(submit.handle, submit.generation.max_hold_ms / 1000)
         except PagewireError as error:
             logger.debug("request refused request_id=%s reason=%s", submit.request_id, error.reason)
             self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
@@ -152,25 +160,27 @@ class FrontendStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            for message in self._next_messages():
+            if (message := self._next_message()) is not None:
                 await shielded(
                     context.write(pb.AttachResponse(message=message)), LAST_WRITE_TIMEOUT_S
                 )
+            if self._pending.vectors:
+                self._wake.set()
             if self._closed is not None and not self._wake.is_set():
                 raise self._closed
 
-    def _next_messages(self) -> list[pb.SchedulerMessage]:
+    def _next_message(self) -> pb.SchedulerMessage | None:
         if self._hold is not None:
             self._hold.cancel()
             self._hold = None
         if not self._pending and self._models is None:
-            return []
-        messages = [wire.encode_outbox(part) for part in in_parts(self._pending)]
-        self._pending = EngineOutputs()
+            return None
+        outputs, self._pending = split(self._pending)
+        message = wire.encode_outbox(outputs)
         if self._models is not None:
-            messages[0].models.CopyFrom(self._models)
+            message.models.CopyFrom(self._models)
             self._models = None
-        return messages
+        return message
 
 
 class FrontendStreams:
@@ -253,24 +263,25 @@ class FrontendStreams:
             logger.info("frontend detached frontend_id=%s", stream.frontend_id)
 
 
-MAX_VECTOR_BYTES = 4 << 20
-"""Maximum size of the vectors in a message, unless one alone is larger."""
-
-
-def in_parts(outputs: EngineOutputs) -> list[EngineOutputs]:
-    """The outputs in as many parts as their vectors need. What precedes a vector is in the first
-    part, and what follows one, such as its request's end, in the last."""
-    parts: list[EngineOutputs] = []
-    part, num_bytes = EngineOutputs(accepted=outputs.accepted), 0
-    for handle, vector in outputs.vectors:
-        if part.vectors and num_bytes + len(vector) > MAX_VECTOR_BYTES:
-            parts.append(part)
-            part, num_bytes = EngineOutputs(), 0
-        part.vectors.append((handle, vector))
-        num_bytes += len(vector)
-    if not parts:
-        return [outputs]
-    return [*parts, replace(outputs, accepted=[], vectors=part.vectors)]
+def split(outputs: EngineOutputs) -> tuple[EngineOutputs, EngineOutputs]:
+    """What the next message holds, and what waits for later ones: vectors beyond `MAX_PART_BYTES`,
+    and the ends of their requests. No token waits for a vector."""
+    sizes = accumulate(len(values) for _, _, values in outputs.vectors)
+    number = max(1, sum(size <= MAX_PART_BYTES for size in sizes))
+    later = EngineOutputs(vectors=outputs.vectors[number:])
+    if not later.vectors:
+        return outputs, later
+    waiting = {handle for handle, _, _ in later.vectors}
+    ended, failed = outputs.requests_finished, outputs.requests_failed
+    later.requests_finished = [end for end in ended if end.handle in waiting]
+    later.requests_failed = [end for end in failed if end[0] in waiting]
+    now = replace(
+        outputs,
+        vectors=outputs.vectors[:number],
+        requests_finished=[end for end in ended if end.handle not in waiting],
+        requests_failed=[end for end in failed if end[0] not in waiting],
+    )
+    return now, later
 
 
 _COLUMNS = tuple(column.name for column in fields(EngineOutputs))

@@ -291,6 +291,7 @@ class CoreMetrics:
             {
                 label: 1 - group.num_free_gpu_blocks / group.num_gpu_blocks
                 for label, group in labels.items()
+                if group.num_gpu_blocks
             }
         )
         facts = CACHE_CONFIG.labels[1:]

@@ -326,8 +326,9 @@ def _checked(first: pb.WorkerHeartbeat) -> pb.WorkerRegistration:
     for field in ("worker_id", "group_id", "address"):
         if not getattr(registration, field):
             raise InvalidArgument(f"registration.{field}", "required")
+    model = registration.model
     for field in ("name", "fingerprint", "max_model_len", "vocab_size", "cache_groups"):
-        if not getattr(registration.model, field):
+        if not getattr(model, field) and not (field == "cache_groups" and model.whole_prompt):
             raise InvalidArgument(f"registration.model.{field}", "required")
     if registration.last_epoch > MAX_EPOCH:
         raise InvalidArgument("registration.last_epoch", f"expected at most {MAX_EPOCH}")

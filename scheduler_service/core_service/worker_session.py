@@ -42,7 +42,7 @@ from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.core_service.step_watchdog import HangCounter, StepTimeout, StepTimes
 from scheduler_service.errors import PagewireError
 from scheduler_service.tasks import run_all
-from scheduler_service.wire import decode_cache_group
+from scheduler_service.wire import decode_cache_group, decode_pooling_info
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class WorkerSession:
             num_gpu_blocks=min(counts.num_gpu_blocks for counts in found),
             num_cpu_blocks=min(counts.num_cpu_blocks for counts in found),
         )
-        if blocks.num_gpu_blocks < 1:
+        if self.ranks[0].model.cache_groups and blocks.num_gpu_blocks < 1:
             raise CannotServe("not a single block fits into the worker's memory")
         return blocks
 
@@ -252,8 +252,8 @@ class WorkerSession:
                 num_speculative_tokens=num_speculative_tokens,
                 arithmetic=model.arithmetic,
                 work_kinds=frozenset(map(_work_kind, model.work_kinds)) or GENERATION_ONLY,
-                vector_size=max(model.pooling.vector_size, len(model.pooling.labels)),
                 whole_prompt=model.whole_prompt,
+                **decode_pooling_info(model.pooling),
             )
         except ValueError as error:
             raise CannotServe(str(error)) from error

@@ -434,7 +434,7 @@ def test_outputs_keep_every_field() -> None:
                 timings=RequestTimings(**TIMINGS),
             )
         ],
-        vectors=[(7, pack_floats([0.5]))],
+        vectors=[(7, 2, pack_floats([0.5]))],
         requests_failed=[(3, QueueFull("full", retry_delay_s=0.5, details={"limit": 2}))],
         worker_losses=[4, 5],
         lone_worker_losses=[5],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from pagewire.v1.pooling_pb2 import PoolingParams
+from pagewire.v1.pooling_pb2 import POOLING_HEAD_CLASSIFIER, PoolingParams
 from scheduler_service.core import (
     ContextPart,
     EngineOutputs,
@@ -22,12 +22,13 @@ from scheduler_service.core import (
     WorkerGroupCapacity,
 )
 from scheduler_service.core.beam_search import BeamParams
-from scheduler_service.core.config import CacheGroup, WorkKind
-from scheduler_service.core.request import Generation, Pooling, PoolingType
+from scheduler_service.core.config import CacheGroup, PoolingHead, PoolingType, WorkKind
+from scheduler_service.core.request import Generation, Pooling
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
 from tests.support.promises import Promises, num_cache_tokens
 from tests.support.records import ChoiceRecord, RequestRecord, resumed
 from tests.support.symbolic_worker import (
+    NUM_LABELS,
     VECTOR_SIZE,
     Sampling,
     SymbolicWorker,
@@ -79,6 +80,9 @@ def make_capacity(
         "vocab_size": 32,
         "work_kinds": frozenset(WorkKind),
         "vector_size": VECTOR_SIZE,
+        "pooling_types": frozenset(PoolingType),
+        "num_labels": NUM_LABELS,
+        "classifier_type": PoolingType.ALL,
     }
     return WorkerGroupCapacity(**(values | changes))  # type: ignore[arg-type]
 
@@ -262,13 +266,21 @@ class CoreDriver:
         return later
 
     def submit_pooled(
-        self, prompt: Sequence[int], type: PoolingType, *, dimensions: int = 0, **fields: Any
+        self,
+        prompt: Sequence[int],
+        type: PoolingType,
+        *,
+        dimensions: int = 0,
+        head: PoolingHead = PoolingHead.VECTOR,
+        **fields: Any,
     ) -> RequestRecord:
         """Submit a request for a vector. Raises what the core raises; it is then not recorded."""
         handle = self.next_handle
         self.next_handle += 1
         params = PoolingParams(type=f"POOLING_TYPE_{type.name}", dimensions=dimensions)
-        work = Pooling(type=type, dimensions=dimensions, pooling=params)
+        if head is PoolingHead.CLASSIFIER:
+            params.head = POOLING_HEAD_CLASSIFIER
+        work = Pooling(type=type, head=head, dimensions=dimensions, pooling=params)
         values = {"frontend_id": "f0", "request_id": f"r{handle}", "model": MODEL}
         values |= {"fingerprint": b"of this request"} | fields
         request = Request(handle=handle, prompt_token_ids=prompt, work=work, **values)
@@ -425,10 +437,8 @@ class CoreDriver:
                     assert logprobs == logprobs_of(token)
                 assert logprobs.token_ids[:4] == token.to_bytes(4, "little")
                 choice.num_logprobs += 1
-        for handle, vector in outbox.vectors:
-            record = self.records[frontend_id, handle]
-            assert record.vector is None, "two vectors"
-            record.vector = vector
+        for handle, first_token, values in outbox.vectors:
+            self.records[frontend_id, handle].add_vectors(first_token, values)
         for finished in outbox.choices_finished:
             record, choice = self._choice(frontend_id, finished.handle)
             assert not record.is_live or choice.finish_reason is None, "finished twice"

@@ -110,7 +110,7 @@ class FakeWorker(WorkerServiceServicer):
             weights="Q4_1",
             cache_layout="growing of 4 tokens (cpu), 0.0% unused",
             reasoning_parser=reasoning_parser,
-            pooling={"vector_size": VECTOR_SIZE} if pools else None,
+            pooling={"vector_size": VECTOR_SIZE, "types": [1, 2, 3, 4]} if pools else None,
             work_kinds=["WORK_KIND_POOLING", "WORK_KIND_GENERATION"] if pools else [],
         )
         self.epochs: list[int] = []

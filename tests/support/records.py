@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.core import GeneratedTokens, Request, RequestTimings
+from scheduler_service.core.config import PoolingType
 from scheduler_service.core.request import Generation, Pooling
 from scheduler_service.errors import PagewireError
+from tests.support.symbolic_worker import vector_bytes
 
 
 @dataclass
@@ -53,6 +55,7 @@ class RequestRecord:
     cached_tokens: int = 0
     error: PagewireError | None = None
     vector: bytes | None = None
+    """With one for each token, those of its first tokens."""
     num_prompt_logprobs: int = 0
     num_losses: int = 0
     """Workers that died while computing it, as reported to its frontend."""
@@ -60,6 +63,17 @@ class RequestRecord:
     """Those of them that died in steps that it had to itself."""
     num_recent_lone_losses: int = 0
     """Those of the latter that followed its last output, which a new core gets."""
+
+    def add_vectors(self, first_token: int, values: bytes) -> None:
+        """Those of consecutive tokens may come again, and are then the same."""
+        work, known = self.request.work, self.vector or b""
+        assert isinstance(work, Pooling)
+        assert self.vector is None or work.type is PoolingType.ALL, "two vectors"
+        start = first_token * vector_bytes(work.pooling)
+        again = known[start : start + len(values)]
+        assert start <= len(known), "the vectors of a token are missing"
+        assert again == values[: len(again)], "other numbers than before"
+        self.vector = known[:start] + values + known[start + len(values) :]
 
     @property
     def is_live(self) -> bool:

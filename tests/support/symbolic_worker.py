@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from pagewire.v1.pooling_pb2 import (
+    POOLING_HEAD_CLASSIFIER,
+    POOLING_TYPE_ALL,
     POOLING_TYPE_CLS,
     POOLING_TYPE_LAST,
     POOLING_TYPE_MEAN,
@@ -173,6 +175,11 @@ class WorkerSequence:
         return content + self.media if self.reads_source else content
 
     @property
+    def brings_all(self) -> bool:
+        """Whether every row brings the vectors of its tokens."""
+        return self.pooling is not None and self.pooling.type == POOLING_TYPE_ALL
+
+    @property
     def output(self) -> RowOutput:
         """What its last row brings."""
         if self.pooling is not None:
@@ -301,7 +308,7 @@ class SymbolicWorker:
     @property
     def _offsets(self) -> range:
         """Places in a block of any group. A state is in the first one."""
-        return range(max(1, *(group.block_tokens for group in self.cache_groups)))
+        return range(max([1, *(group.block_tokens for group in self.cache_groups)]))
 
     def _copy(self, plan: StepPlan) -> None:
         pairs = grouped(plan.copy, 2)
@@ -468,8 +475,14 @@ class SymbolicWorker:
                 require(later, f"fork {new.seq_id} comes before its parent")
         for seq_id, num, brings in zip(plan.seq_ids, num_tokens, output, strict=True):
             require(num > 0 or (seq_id in forks and brings), f"row of {seq_id} computes nothing")
-            expected = self.sequences[seq_id].output
-            require(brings in (0, expected), f"row of {seq_id} brings {brings}, not {expected}")
+            seq = self.sequences[seq_id]
+            expected, may_bring_nothing = seq.output, not seq.brings_all
+            require(
+                brings == expected or (may_bring_nothing and not brings),
+                f"row of {seq_id} brings {brings}, not {expected}",
+            )
+            is_complete = num == len(seq.tokens)
+            require(bool(self.cache_groups) or is_complete, f"{seq_id} is computed in parts")
         sequences = [self.sequences[seq_id] for seq_id in plan.seq_ids]
         return list(zip(sequences, num_tokens, output, strict=True))
 
@@ -486,7 +499,8 @@ class SymbolicWorker:
             start, end = seq.num_computed, seq.num_computed + num_tokens
             starts.append(start)
             require(end <= len(seq.tokens), f"{seq.seq_id} computes tokens that it does not have")
-            require(not sample or end == len(seq.tokens), f"{seq.seq_id} samples in mid-prompt")
+            is_early = sample and end < len(seq.tokens) and not seq.brings_all
+            require(not is_early, f"{seq.seq_id} samples in mid-prompt")
             for number, group in enumerate(self.cache_groups):
                 if group.is_state and 0 < start < end:
                     self._read_state(seq, number)
@@ -629,7 +643,8 @@ class SymbolicWorker:
             if seq.sampling.prompt_logprobs:
                 self._report_prompt(result, row, seq, starts[row], starts[row] + num_tokens)
             if seq.pooling is not None and sample:
-                result.vectors[row] = vector_of(seq.histories, seq.pooling)
+                end = starts[row] + num_tokens
+                result.vectors[row] = vectors_of(seq.histories, seq.pooling, starts[row], end)
             if not sample or seq.pooling is not None:
                 continue
             num_sampled.append(1)
@@ -698,17 +713,31 @@ class SymbolicWorker:
 
 
 VECTOR_SIZE = 4
+NUM_LABELS = 3
 
 
-def vector_of(histories: Sequence[History], pooling: PoolingParams) -> bytes:
-    """What stands for a vector: numbers that depend on all tokens that its type pools."""
+def vector_bytes(pooling: PoolingParams) -> int:
+    """Size of a vector."""
+    size = NUM_LABELS if pooling.head == POOLING_HEAD_CLASSIFIER else VECTOR_SIZE
+    return 4 * (pooling.dimensions or size)
+
+
+def vectors_of(histories: Sequence[History], pooling: PoolingParams, start: int, end: int) -> bytes:
+    """What stands for the vectors of a row that computes some of a sequence's tokens: numbers that
+    depend on all tokens that their type pools."""
     pooled = {
-        POOLING_TYPE_LAST: histories[-1:],
-        POOLING_TYPE_MEAN: histories,
-        POOLING_TYPE_CLS: histories[:1],
+        POOLING_TYPE_LAST: [histories[-1:]],
+        POOLING_TYPE_MEAN: [histories],
+        POOLING_TYPE_CLS: [histories[:1]],
+        POOLING_TYPE_ALL: [[history] for history in histories[start:end]],
     }[pooling.type]
-    digest = blake2b(b"".join(pooled), digest_size=VECTOR_SIZE).digest()
-    return struct.pack(f"<{VECTOR_SIZE}f", *digest)[: 4 * (pooling.dimensions or VECTOR_SIZE)]
+    return b"".join(_vector(b"".join(states), pooling) for states in pooled)
+
+
+def _vector(states: bytes, pooling: PoolingParams) -> bytes:
+    digest = blake2b(states, digest_size=VECTOR_SIZE, person=bytes([pooling.head])).digest()
+    size = vector_bytes(pooling)
+    return (struct.pack(f"<{VECTOR_SIZE}f", *digest) * size)[:size]
 
 
 def undisturbed_vector(prompt: Iterable[int], pooling: PoolingParams) -> bytes:
@@ -716,7 +745,7 @@ def undisturbed_vector(prompt: Iterable[int], pooling: PoolingParams) -> bytes:
     histories = [START]
     for token in prompt:
         histories.append(extend(histories[-1], token))
-    return vector_of(histories[1:], pooling)
+    return vectors_of(histories[1:], pooling, 0, len(histories) - 1)
 
 
 def _kv(group: int, history: History) -> History:

@@ -132,8 +132,10 @@ class Engine:
         if self.is_draining:
             raise NotReady("the worker is shutting down")
         self._check_loaded()
-        if num_gpu_blocks < 1:
-            raise InvalidPlan("num_gpu_blocks", "expected at least 1")
+        has_cache = bool(self.facts.cache_groups)
+        if has_cache != (num_gpu_blocks > 0):
+            expected = "at least 1" if has_cache else "0, as the model has no cache groups"
+            raise InvalidPlan("num_gpu_blocks", f"expected {expected}, got {num_gpu_blocks}")
         if epoch <= self.last_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above {self.last_epoch}, seen before")
         self._check_within_reach(epoch)

@@ -387,6 +387,7 @@ SIMULATION = ConfigFlags(
     prefix="simulate_",
     num_gpu_blocks="simulate_gpu_blocks",
     num_cpu_blocks="simulate_cpu_blocks",
+    num_labels="simulate_labels",
     model=None,
     max_model_len=None,
     cost=None,

@@ -99,6 +99,7 @@ class SimulatedRunner:
             self._memory,
             vocab_size=self._config.vocab_size,
             max_model_len=self._config.max_model_len,
+            num_labels=self._config.num_labels,
         )
 
     def launch(self, plan: StepPlan) -> FinishedStep:
@@ -220,8 +221,9 @@ class SimulatedRunner:
             elif row.output == RowOutput.VECTOR:
                 params = row.sequence.pooling
                 assert params is not None, "its output says so"
-                vector = pooled(row.sequence, params)
-                outcome.vectors[row.index] = vector
+                start = row.sequence.num_computed - row.num_tokens
+                vectors = pooled(row.sequence, params, start, self._config.num_labels)
+                outcome.vectors[row.index] = vectors
             elif row.samples:
                 self._sample_row(row, drafts.get(row.index, []), outcome)
             if row.samples:
@@ -295,16 +297,21 @@ class SimulatedExecutor:
             device="simulated",
             attention_backend="",
             arithmetic="simulated/1",
-            work_kinds=tuple(WorkKind),
+            work_kinds=tuple(WorkKind) if self._groups else (WorkKind.POOLING,),
             pooling=PoolingFacts(
                 vector_size=VECTOR_SIZE,
-                types=(PoolingType.LAST, PoolingType.MEAN, PoolingType.CLS),
+                types=tuple(PoolingType),
+                labels=tuple(f"label {number}" for number in range(config.num_labels)),
+                scores_pairs=config.num_labels == 1,
             ),
+            whole_prompt=not self._groups,
             num_speculative_tokens=self._max_drafts,
         )
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """The configured numbers."""
+        if not self._groups:
+            return BlockCounts(num_gpu_blocks=0, num_cpu_blocks=0)
         return BlockCounts(
             num_gpu_blocks=self._config.num_gpu_blocks, num_cpu_blocks=self._config.num_cpu_blocks
         )

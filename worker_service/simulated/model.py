@@ -15,6 +15,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from itertools import accumulate
 
@@ -27,6 +28,7 @@ from worker_service.plan import (
     Candidates,
     ContextKind,
     ContextPart,
+    PoolingHead,
     PoolingParams,
     PoolingType,
     PromptLogprobs,
@@ -228,16 +230,33 @@ VECTOR_SIZE = 16
 """Numbers in a hidden state."""
 
 
-def pooled(sequence: SimulatedSequence, params: PoolingParams) -> Float32Array:
-    """The vector of a sequence: each token's hidden state is a function of its history."""
-    histories = sequence.histories
-    if params.type is not PoolingType.MEAN:
-        histories = histories[-1:] if params.type is PoolingType.LAST else histories[:1]
-    vector = np.mean([_hidden_state(history) for history in histories], axis=0)
-    vector = vector[: params.dimensions or VECTOR_SIZE]
+def pooled(
+    sequence: SimulatedSequence, params: PoolingParams, start: int, num_labels: int
+) -> Float32Array:
+    """What a row brings that computes the tokens from `start` on: each token's hidden state is a
+    function of its history. float32 [number of vectors, their size]"""
+    histories, end = sequence.histories, sequence.num_computed
+    which = {
+        PoolingType.LAST: slice(end - 1, end),
+        PoolingType.MEAN: slice(end),
+        PoolingType.CLS: slice(1),
+        PoolingType.ALL: slice(start, end),
+    }[params.type]
+    vectors = np.stack([_hidden_state(history) for history in histories[which]])
+    if params.type is PoolingType.MEAN:
+        vectors = vectors.mean(axis=0, keepdims=True)
+    if params.head is PoolingHead.CLASSIFIER:
+        return (vectors @ _label_weights(num_labels)).astype(np.float32)
+    vectors = vectors[:, : params.dimensions or VECTOR_SIZE]
     if params.normalize:
-        vector = vector / np.linalg.norm(vector)
-    return vector.astype(np.float32)
+        vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors.astype(np.float32)
+
+
+@cache
+def _label_weights(num_labels: int) -> npt.NDArray[np.float64]:
+    """One column for each label."""
+    return np.stack([_hidden_state(label) for label in range(num_labels)], axis=1)
 
 
 def _hidden_state(history: History) -> npt.NDArray[np.float64]:

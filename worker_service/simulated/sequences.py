@@ -14,6 +14,7 @@ from worker_service.plan import (
     Candidates,
     ContextKind,
     NewSequence,
+    PoolingHead,
     PoolingType,
     RowErrorReason,
     RowOutput,
@@ -56,8 +57,15 @@ class KnownSequence(SimulatedSequence):
         return self._sampler.choose(distribution, self.tokens, self.num_prompt_tokens)
 
     @property
-    def outputs(self) -> tuple[RowOutput, RowOutput]:
+    def brings_all(self) -> bool:
+        """Whether every row brings the vectors of its tokens."""
+        return self.pooling is not None and self.pooling.type is PoolingType.ALL
+
+    @property
+    def outputs(self) -> tuple[RowOutput, ...]:
         """What its rows may bring."""
+        if self.brings_all:
+            return (RowOutput.VECTOR,)
         if self.pooling is not None:
             return RowOutput.NOTHING, RowOutput.VECTOR
         if self.sampling.num_candidates is not None:
@@ -92,8 +100,11 @@ class KnownSequence(SimulatedSequence):
 class SimulatedSequenceTable:
     """Known sequences by id; each holds its table's blocks in the memory model."""
 
-    def __init__(self, memory: MemoryModel, *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, memory: MemoryModel, *, vocab_size: int, max_model_len: int, num_labels: int
+    ) -> None:
         self._memory = memory
+        self._num_labels = num_labels
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._known: dict[int, KnownSequence] = {}
@@ -240,8 +251,14 @@ class SimulatedSequenceTable:
         pooling = new.pooling
         if pooling is None:
             return
-        if pooling.dimensions > VECTOR_SIZE:
-            problem = f"expected 0 to {VECTOR_SIZE}, got {pooling.dimensions}"
+        max_dimensions = VECTOR_SIZE
+        if pooling.head is PoolingHead.CLASSIFIER:
+            max_dimensions = 0
+            if not self._num_labels:
+                problem = "expected none, as the model has no labels"
+                raise InvalidPlan(f"{field}.pooling.head", problem)
+        if pooling.dimensions > max_dimensions:
+            problem = f"expected 0 to {max_dimensions}, got {pooling.dimensions}"
             raise InvalidPlan(f"{field}.pooling.dimensions", problem)
         if new.num_computed_tokens and pooling.type is not PoolingType.LAST:
             problem = f"expected 0 with this type of pooling, got {new.num_computed_tokens}"
@@ -440,7 +457,9 @@ def _check_length(row: Row, groups: Sequence[CacheGroup], max_model_len: int) ->
     field = "num_tokens"
     if end > known:
         problem = f"computes {end} tokens of {known}"
-    elif row.output and end != known:
+    elif not groups and row.num_tokens != known:
+        problem = f"computes {row.num_tokens} of {known} tokens, which are computed in one row"
+    elif row.output and end != known and not sequence.brings_all:
         field, problem = "output", "brings something before its last token"
     elif row.output not in sequence.outputs:
         expected = " or ".join(str(int(output)) for output in sequence.outputs)

@@ -89,6 +89,7 @@ FLAGS = (
     Flag("simulate_gpu_blocks", int, "worker", "KV blocks on the simulated device."),
     Flag("simulate_cpu_blocks", int, "worker", "KV blocks on the simulated host."),
     Flag("simulate_cache_groups", str, "worker", "Simulated groups, as growing:64,state:4."),
+    Flag("simulate_labels", int, "worker", "Labels of the simulated model."),
     Flag("simulate_vocab_size", int, "worker", "Vocabulary size of the simulated model."),
     Flag("simulate_eos_token_id", int, "worker", "End-of-sequence token of the simulated model."),
     Flag("simulate_step_us", float, "worker", "Microseconds per simulated step."),

@@ -173,9 +173,9 @@ class ProfileBlocksResponse(_message.Message):
     NUM_GPU_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_CPU_BLOCKS_FIELD_NUMBER: _builtins.int
     num_gpu_blocks: _builtins.int
-    """In device memory."""
+    """In device memory; 0 for a model without cache groups."""
     num_cpu_blocks: _builtins.int
-    """In host memory, for swapping."""
+    """In host memory, for swapping; 0 for a model without cache groups."""
     def __init__(
         self,
         *,
@@ -202,7 +202,7 @@ class InitializeCacheRequest(_message.Message):
     NUM_CPU_BLOCKS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     num_gpu_blocks: _builtins.int
-    """In device memory, at least 1."""
+    """In device memory, at least 1; 0 for a model without cache groups."""
     num_cpu_blocks: _builtins.int
     """In host memory."""
     epoch: _builtins.int

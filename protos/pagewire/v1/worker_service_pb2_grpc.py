@@ -108,9 +108,9 @@ class WorkerServiceServicer(object):
     def InitializeCache(self, request, context):
         """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
         that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
-        than any before, with INVALID_ARGUMENT if there are no device blocks, and with
-        FAILED_PRECONDITION if the worker cannot serve with its present settings: then the
-        core stops it.
+        than any before, with INVALID_ARGUMENT if there are no device blocks for cache groups,
+        or blocks without any, and with FAILED_PRECONDITION if the worker cannot serve with its
+        present settings: then the core stops it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,9 +49,9 @@ class WorkerServiceStub:
     InitializeCache: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.InitializeCacheRequest, _worker_service_pb2.InitializeCacheResponse]
     """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
     that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
-    than any before, with INVALID_ARGUMENT if there are no device blocks, and with
-    FAILED_PRECONDITION if the worker cannot serve with its present settings: then the
-    core stops it.
+    than any before, with INVALID_ARGUMENT if there are no device blocks for cache groups,
+    or blocks without any, and with FAILED_PRECONDITION if the worker cannot serve with its
+    present settings: then the core stops it.
     """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]
     """Executes plans in order and answers each, whether or not the next has arrived. A
@@ -92,9 +92,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     InitializeCache: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.InitializeCacheRequest, _worker_service_pb2.InitializeCacheResponse]  # type: ignore[assignment]
     """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
     that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
-    than any before, with INVALID_ARGUMENT if there are no device blocks, and with
-    FAILED_PRECONDITION if the worker cannot serve with its present settings: then the
-    core stops it.
+    than any before, with INVALID_ARGUMENT if there are no device blocks for cache groups,
+    or blocks without any, and with FAILED_PRECONDITION if the worker cannot serve with its
+    present settings: then the core stops it.
     """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
     """Executes plans in order and answers each, whether or not the next has arrived. A
@@ -156,9 +156,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_service_pb2.InitializeCacheResponse, _abc.Awaitable[_worker_service_pb2.InitializeCacheResponse]]:
         """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
         that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
-        than any before, with INVALID_ARGUMENT if there are no device blocks, and with
-        FAILED_PRECONDITION if the worker cannot serve with its present settings: then the
-        core stops it.
+        than any before, with INVALID_ARGUMENT if there are no device blocks for cache groups,
+        or blocks without any, and with FAILED_PRECONDITION if the worker cannot serve with its
+        present settings: then the core stops it.
         """
 
     @_abc_1.abstractmethod

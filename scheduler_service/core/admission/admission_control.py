@@ -13,12 +13,13 @@ from scheduler_service.core.admission.deadlines import check_deadline
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
 from scheduler_service.core.context import ContextKind
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Pooling, Request
 from scheduler_service.core.request_queue import AnyQueue
 from scheduler_service.core.request_timing import to_us
 from scheduler_service.core.routing.fleet import Fleet
 from scheduler_service.core.routing.poison import resume_suspicion
 from scheduler_service.core.scheduling.beams import check_beam_search
+from scheduler_service.core.scheduling.pooling import MAX_ROW_BYTES, row_bytes
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.throughput import QueueThroughput, retry_delay_s
 from scheduler_service.errors import (
@@ -72,10 +73,9 @@ def _refusal_by(
     tokens = request.prompt_token_ids
     if request.work.kind not in capacity.work_kinds:
         return _unsupported(request, capacity)
-    if request.work.vector_size(0) > capacity.vector_size:
-        return InvalidArgument(
-            "pooling.dimensions", f"must be 0 to the model's {capacity.vector_size}"
-        )
+    if isinstance(request.work, Pooling) and (refusal := request.work.refusal(capacity)):
+        field, problem = refusal
+        return InvalidArgument(f"pooling.{field}", problem)
     if min(tokens) < 0 or max(tokens) >= capacity.vocab_size:
         return InvalidArgument(
             "prompt", f"token ids must be below the model's {capacity.vocab_size}"
@@ -91,6 +91,7 @@ def _refusal_by(
         seq_group.placement.exceeded_tokens and not request.work.generated
     ):
         error = _too_long_error(seq_group, capacity, config)
+    error = error or _step_error(request, capacity, config)
     return error or _tenant_error(seq_group, capacity)
 
 
@@ -116,13 +117,6 @@ def _too_long_error(
             f"the model takes {capacity.max_model_len}",
             details=details,
         )
-    if capacity.whole_prompt and len(tokens) > config.max_num_batched_tokens:
-        return PromptTooLong(
-            f"the prompt has {len(tokens)} tokens, which the model computes in one step; a step "
-            f"computes max_num_batched_tokens={config.max_num_batched_tokens}",
-            reason="PROMPT_LARGER_THAN_STEP",
-            details=details | {"max_num_batched_tokens": config.max_num_batched_tokens},
-        )
     # A sequence's last token is never computed: one that ends with its next token needs no slots
     # beyond those of its known tokens.
     num_tokens = seq_group.max_known_tokens if seq_group.num_unfinished else 0
@@ -142,6 +136,28 @@ def _too_long_error(
                 "block_size": capacity.block_size,
             },
         )
+    return None
+
+
+def _step_error(
+    request: Request, capacity: WorkerGroupCapacity, config: SchedulerConfig
+) -> PagewireError | None:
+    """Why a prompt that is computed in one row exceeds a step."""
+    if config.enable_chunked_prefill and not capacity.whole_prompt:
+        return None
+    num_tokens, work = len(request.prompt_token_ids), request.work
+    num_bytes = row_bytes(work, num_tokens, capacity) if isinstance(work, Pooling) else 0
+    maxima = {"max_num_batched_tokens": (num_tokens, config.max_num_batched_tokens)}
+    maxima["max_row_bytes"] = num_bytes, MAX_ROW_BYTES
+    for name, (number, maximum) in maxima.items():
+        if number > maximum:
+            kind = "bytes of vectors" if name == "max_row_bytes" else "tokens"
+            return PromptTooLong(
+                f"the prompt has {number} {kind}, which the model computes in one step; a step "
+                f"computes {name}={maximum}",
+                reason="PROMPT_LARGER_THAN_STEP",
+                details={"num_prompt_tokens": num_tokens, name: maximum},
+            )
     return None
 
 

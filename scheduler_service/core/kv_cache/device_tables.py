@@ -42,7 +42,7 @@ class DeviceTables:
         self._block_tokens = {n: g.block_tokens for n, g in enumerate(groups) if g.has_tokens}
         """By group that holds tokens."""
         reach = {*self._block_tokens.values(), *([ROLLING_TOKENS] if self._state_groups else ())}
-        self._smallest, *self._other_tokens = sorted(reach)
+        self._smallest, *self._other_tokens = sorted(reach) or [1]
         self._watermark_blocks = int(watermark * capacity.num_gpu_blocks)
         if len(groups) > 1:  # a sequence may need one of each to write a token
             self._watermark_blocks = max(self._watermark_blocks, len(groups))
@@ -66,6 +66,8 @@ class DeviceTables:
     def num_free_tokens(self) -> int:
         """Tokens of one sequence that would fit on the device; what is only cached there counts as
         free."""
+        if not self.groups:
+            return self.num_tokens
         return max(0, self._num_available) * self.num_tokens // self.device.num_blocks
 
     def round_up(self, num_tokens: int) -> int:

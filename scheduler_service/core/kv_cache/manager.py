@@ -450,7 +450,10 @@ class KVCacheManager(DeviceTables):
         return self.memory_freed(sequences, growing[0]) * self._block_tokens[growing[0]]
 
     def can_swap_out(self, sequences: Iterable[CacheableSequence]) -> bool:
-        """Whether the host has room for these sequences, if its cached blocks are evicted."""
+        """Whether the host has room for these sequences, if its cached blocks are evicted. False
+        without cache groups: nothing of a sequence could be moved."""
+        if not self.groups:
+            return False
         contents = self._contents_of(sequences)
         return self.host.num_needed(contents.values()) <= self.host.pool.num_free_blocks
 

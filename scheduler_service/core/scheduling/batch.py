@@ -53,8 +53,11 @@ class Batch:
         self._appended_tokens: list[int] = []
         self._other_outputs: dict[int, RowOutput] = {}
         """The rows that bring something other than a token."""
-        self.num_vectors = 0
-        """Rows that bring vectors."""
+        self.vectors: dict[int, tuple[int, int]] = {}
+        """By row that brings vectors: the first token's index, 0 without one for each, and their
+        number."""
+        self.vector_bytes = 0
+        """Bytes of all vectors."""
         self._block_updates: list[int] = []
         self._prefill_tokens: list[int] = []
         self.prefilled: set[Sequence] = set()
@@ -99,10 +102,15 @@ class Batch:
     def add_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
         """Add a row of prompt tokens, or of none where a fork samples from its parent's logits.
         The sequence counts them as computed already."""
-        output = seq.seq_group.strategy.output if is_last else RowOutput.NOTHING
+        strategy = seq.seq_group.strategy
+        output = strategy.output if is_last or strategy.brings_all else RowOutput.NOTHING
         if output is not RowOutput.TOKEN:
             self._other_outputs[len(self.rows)] = output
-            self.num_vectors += output is RowOutput.VECTOR
+        if output is RowOutput.VECTOR:
+            is_each = strategy.brings_all
+            vectors = (seq.num_computed - num_tokens, num_tokens) if is_each else (0, 1)
+            self.vectors[len(self.rows)] = vectors
+            self.vector_bytes += vectors[1] * strategy.vector_bytes
         self.rows.append(seq)
         self._prefill_tokens.append(num_tokens)
         self._prefills.append((seq, seq.num_computed, is_last))
@@ -175,6 +183,7 @@ class Batch:
             plan.lookahead,
             self._prefills,
             self._other_outputs,
+            self.vectors,
             self._work(),
         )
 

@@ -34,7 +34,7 @@ from scheduler_service.core.scheduling.resources import Entrants, acquire_all, f
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.strategy import AddRows, StrategyScheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, Strategy
-from scheduler_service.core.step_plan import RowCandidates, RowLogprobs, RowOutput
+from scheduler_service.core.step_plan import RowCandidates, RowLogprobs, RowOutput, RowVectors
 from scheduler_service.errors import GenerationFailed, InvalidArgument
 
 
@@ -183,15 +183,14 @@ class BeamScheduler(StrategyScheduler):
             _beams(seq.seq_group).source_of[seq] = start.source
         self.running.enter(seq, idle, batch.now_us)
 
-    def may_prefill(self, seq: Sequence, batch: Batch) -> bool:
-        """Whether a beam that is recomputed may get a row: only once the tokens that it shares are
-        computed."""
+    def max_row_tokens(self, seq: Sequence, batch: Batch) -> int:
+        """A beam that is recomputed gets a row only once the tokens that it shares are computed."""
         source = _beams(seq.seq_group).source_of.get(seq)
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
-            return False
+            return 0
         if self.running.is_unintroduced(seq):
             seq.rejoin(batch.step_id)
-        return True
+        return StrategyScheduler.max_row_tokens(self, seq, batch)
 
     # One token for each beam.
 
@@ -264,7 +263,7 @@ class BeamScheduler(StrategyScheduler):
     # Results.
 
     def receive(
-        self, seq: Sequence, step_id: int, value: RowCandidates | bytes, now_us: int
+        self, seq: Sequence, step_id: int, value: RowCandidates | RowVectors, now_us: int
     ) -> None:
         """Collect the candidates for a beam's next token; with those of all beams, continue the
         search. Results of steps from before a preemption are ignored."""

@@ -22,10 +22,6 @@ MAX_HOLD_US = 100_000
 for all steps that are already planned."""
 
 
-FLOAT_BYTES = 4
-"""Bytes of a number of a vector."""
-
-
 class ResultMismatch(Exception):
     """A worker's result does not answer the oldest open plan: the worker cannot be trusted."""
 
@@ -47,6 +43,8 @@ class InFlightStep:
     whether these are all. Forks, whose parents compute for them, are among them."""
     other_outputs: dict[int, RowOutput]
     """What rows bring that bring something other than a token, in order."""
+    vectors: dict[int, tuple[int, int]]
+    """By row that brings vectors: the first token's index, and their number."""
     work: StepWork
     """Estimated duration on the worker."""
 
@@ -96,7 +94,6 @@ class Pipeline:
         self.clock = StepClock(now_us)
         self.rates = StepRates()
         self._vocab_size = capacity.vocab_size
-        self._vector_size = capacity.vector_size
         self._depth = config.pipeline_depth
         self._max_results = config.max_results
         self.may_hold_results = self._max_results > 1
@@ -197,8 +194,10 @@ class Pipeline:
             tokens = candidates.token_ids
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
                 raise ResultMismatch(f"a candidate is not below {self._vocab_size}")
-        for row, vector in result.vectors.items():
-            size = step.rows[row].seq_group.request.work.vector_size(self._vector_size)
-            if len(vector) != size * FLOAT_BYTES:
-                got = f"{len(vector)} bytes, expected {size} numbers"
-                raise ResultMismatch(f"the vector of row {row} has {got}")
+        for row, vectors in result.vectors.items():
+            _, number = step.vectors[row]
+            expected = number * step.rows[row].seq_group.strategy.vector_bytes
+            if len(vectors) != expected:
+                what = f"the {number} vectors" if number > 1 else "the vector"
+                got = f"{len(vectors)} bytes, expected {expected}"
+                raise ResultMismatch(f"{what} of row {row}: {got}")

@@ -35,15 +35,15 @@ class PrefillScheduler:
                 continue
             if not batch.fits(seq, seq.num_computed):
                 return
-            if self.strategies.of(seq.seq_group).may_prefill(seq, batch):
-                self._add_row(seq, batch)  # others may have memory if this one has none
+            if max_tokens := self.strategies.of(seq.seq_group).max_row_tokens(seq, batch):
+                self._add_row(seq, batch, max_tokens)  # others may have memory if it has none
 
-    def _add_row(self, seq: Sequence, batch: Batch) -> None:
+    def _add_row(self, seq: Sequence, batch: Batch, max_tokens: int) -> None:
         """Add a row for a sequence's next tokens, unless memory for them is short; its strategy
         decides what follows the last."""
         cache = self.running.cache
         start = seq.num_computed
-        end = min(start + batch.max_chunk(start), seq.length)
+        end = start + min(batch.max_chunk(start), max_tokens)
         num_tokens = cache.chunk_end(seq, start, end) - start
         updates = cache.extend_prompt(seq, start, start + num_tokens)
         if updates is None:

@@ -19,7 +19,14 @@ from scheduler_service.core.sequence import (
     SequenceStatus,
     deliver_all,
 )
-from scheduler_service.core.step_plan import RowError, RowLogprobs, RowPromptLogprobs, StepResult
+from scheduler_service.core.step_plan import (
+    RowCandidates,
+    RowError,
+    RowLogprobs,
+    RowPromptLogprobs,
+    RowVectors,
+    StepResult,
+)
 from scheduler_service.errors import GenerationFailed
 
 RUNNING = SequenceStatus.RUNNING
@@ -195,7 +202,13 @@ class ResultProcessor:
     def _receive_others(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
         """Hand what rows bring other than tokens to their strategies."""
         for row in step.other_outputs:
-            seq, value = step.rows[row], result.candidates.get(row) or result.vectors.get(row)
+            seq: Sequence = step.rows[row]
+            value: RowCandidates | RowVectors | None = result.candidates.get(row)
+            if (values := result.vectors.get(row)) is not None:
+                first, number = step.vectors[row]
+                is_last = not seq.seq_group.strategy.brings_all
+                is_last |= first + number == seq.num_prompt_tokens
+                value = RowVectors(first, values, is_last)
             if value is not None:
                 self.strategies.of(seq.seq_group).receive(seq, step.step_id, value, now_us)
 

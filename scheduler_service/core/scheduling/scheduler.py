@@ -247,7 +247,7 @@ def make_scheduler(
         {
             Sampling: SamplingScheduler(running, rates, preemption, departures),
             Beams: BeamScheduler(running, pipeline, preemption, departures, totals),
-            Pooled: PoolingScheduler(running, rates, preemption, departures, capacity),
+            Pooled: PoolingScheduler(running, rates, preemption, departures, config, capacity),
         }
     )
     probe = CapacityProbe(config, capacity, placed, running, rates, policy)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.step_plan import RowCandidates
+from scheduler_service.core.step_plan import RowCandidates, RowVectors
 
 AddRows: TypeAlias = Callable[[Iterable[Sequence], Batch], None]
 """Adds rows for the next tokens of sequences that prefill."""
@@ -25,10 +25,10 @@ class StrategyScheduler(ABC):
     def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
         """Admit the waiting sequences of a group to the batch; LATER if some keep waiting."""
 
-    def may_prefill(self, seq: Sequence, batch: Batch) -> bool:
-        """Whether an admitted sequence may get a row now."""
-        del seq, batch
-        return True
+    def max_row_tokens(self, seq: Sequence, batch: Batch) -> int:
+        """Most tokens of an admitted sequence's next row; 0 if it may get none now."""
+        del batch
+        return seq.length - seq.num_computed
 
     @abstractmethod
     def end_prefill(self, seq: Sequence, batch: Batch) -> None:
@@ -40,7 +40,7 @@ class StrategyScheduler(ABC):
         this step, or has one already."""
 
     def receive(
-        self, seq: Sequence, step_id: int, value: RowCandidates | bytes, now_us: int
+        self, seq: Sequence, step_id: int, value: RowCandidates | RowVectors, now_us: int
     ) -> None:
         """Process the result of a row, other than a token."""
         raise AssertionError(f"seq_id={seq.seq_id} has no use for {type(value).__name__}")

@@ -24,8 +24,14 @@ from scheduler_service.core import (
     SchedulerConfig,
     TenantConfig,
 )
-from scheduler_service.core.config import CacheGroup, CacheLifetime, PreemptionMode
-from scheduler_service.core.request import PoolingType
+from scheduler_service.core.config import (
+    CacheGroup,
+    CacheLifetime,
+    PoolingHead,
+    PoolingType,
+    PreemptionMode,
+    WorkKind,
+)
 from scheduler_service.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -34,6 +40,7 @@ from scheduler_service.errors import (
     QueueFull,
     RequestTakenOver,
     TenantLimit,
+    UnsupportedByModel,
 )
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.inspections import check_inspection
@@ -71,6 +78,7 @@ CACHE_GROUPS = {
         CacheGroup(lifetime=STATE, num_blocks=1),
         CacheGroup(lifetime=FIXED, block_tokens=3),
     ),
+    "none": (),
     "three": (
         CacheGroup(block_tokens=16),
         CacheGroup(lifetime=WINDOW, block_tokens=4, span=1),
@@ -100,6 +108,7 @@ REFUSALS = (
     PromptTooLong,
     QueueFull,
     TenantLimit,
+    UnsupportedByModel,
 )
 
 GROUP_EVENTS = ["join", "lose", "drain", "drain", "part"]
@@ -170,11 +179,13 @@ class CoreMachine(RuleBasedStateMachine):
     def add_worker_group(self, num_gpu_blocks: int) -> None:
         capacity = make_capacity(
             f"g{self.num_groups}",
-            num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=self.host_blocks,
+            num_gpu_blocks=num_gpu_blocks if self.cache_groups else 0,
+            num_cpu_blocks=self.host_blocks if self.cache_groups else 0,
             cache_groups=self.cache_groups,
             max_model_len=MAX_MODEL_LEN,
             num_speculative_tokens=self.num_speculative_tokens,
+            whole_prompt=not self.cache_groups,
+            work_kinds=frozenset(WorkKind if self.cache_groups else {WorkKind.POOLING}),
         )
         self.num_groups += 1
         self.driver.add_worker_group(capacity)
@@ -277,7 +288,8 @@ class CoreMachine(RuleBasedStateMachine):
         length=st.integers(1, 40),
         num_shared=st.sampled_from([0, 8, 21, 40]),
         seed=st.integers(0, 1000),
-        type=st.sampled_from(PoolingType),
+        type=st.sampled_from([*PoolingType, PoolingType.ALL]),
+        head=st.sampled_from([PoolingHead.VECTOR, *PoolingHead]),
         dimensions=st.sampled_from([0, 1, VECTOR_SIZE]),
         timeout=st.sampled_from([None, None, 0.1, 5.0]),
         tenant=st.sampled_from(["", *TENANTS]),

@@ -55,8 +55,7 @@ from scheduler_service.core import (
     TenantConfig,
     WorkerGroupSnapshot,
 )
-from scheduler_service.core.config import PreemptionMode, WorkKind
-from scheduler_service.core.request import PoolingType
+from scheduler_service.core.config import PoolingType, PreemptionMode, WorkKind
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.report import show_plan
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -324,7 +323,7 @@ class Scenario:
         for handle in outbox.token_handles:
             tokens[name(handle)] = tokens.get(name(handle), 0) + 1
         lines = [f"{choice} gets {count}" for choice, count in tokens.items()]
-        lines += [f"{name(handle)} gets a vector" for handle, _ in outbox.vectors]
+        lines += [f"{name(handle)} gets a vector" for handle, *_ in outbox.vectors]
         lines += [f"{name(end.handle)} ends by {end.reason}" for end in outbox.choices_finished]
         names = {record.request.handle: name for name, record in self.records.items()}
         for end in outbox.requests_finished:

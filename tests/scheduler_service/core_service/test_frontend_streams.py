@@ -12,11 +12,12 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.request import EngineOutputs, Request
+from scheduler_service.core.request import EngineOutputs, Request, RequestFinished, RequestTimings
+from scheduler_service.core.scheduling.pooling import MAX_PART_BYTES
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.frontend_streams import FrontendStream
+from scheduler_service.core_service.frontend_streams import FrontendStream, merge, split
 from scheduler_service.core_service.service import CoreService
-from scheduler_service.errors import Unavailable
+from scheduler_service.errors import GenerationFailed, Unavailable
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend, submission
 from tests.support.fake_worker import FakeWorker, counted
@@ -48,6 +49,52 @@ async def test_news_for_a_slow_reader_are_merged_in_order() -> None:
     merged = reader.messages[1]
     assert from_column(merged.token_handles, "") == [1, 2] * 5
     assert from_column(merged.token_ids, "")[::2] == list(range(11, 16))
+    writing.cancel()
+
+
+def finished(handle: int) -> RequestFinished:
+    return RequestFinished(handle=handle, cached_tokens=0, timings=RequestTimings())
+
+
+def test_vectors_travel_in_parts_after_all_tokens_and_before_the_ends_of_their_requests() -> None:
+    vector = bytes(MAX_PART_BYTES // 2)
+    lost = GenerationFailed("lost", reason="WORKERS_LOST")
+    pending = EngineOutputs(
+        accepted=[1],
+        token_handles=[9],
+        token_ids=[7],
+        vectors=[(handle, 0, vector) for handle in (1, 2, 3, 3, 3)],
+        requests_finished=[finished(3), finished(9), finished(1)],
+        requests_failed=[(8, lost), (3, lost)],
+    )
+    parts = []
+    while pending:
+        part, pending = split(pending)
+        if not parts:
+            merge(pending, EngineOutputs(token_handles=[10], token_ids=[6]))
+        parts.append(part)
+    assert [[handle for handle, *_ in part.vectors] for part in parts] == [[1, 2], [3, 3], [3]]
+    assert [part.accepted for part in parts] == [[1], [], []]
+    assert [part.token_handles for part in parts] == [[9], [10], []]
+    ends = [[end.handle for end in part.requests_finished] for part in parts]
+    assert ends == [[9, 1], [], [3]]
+    assert [[handle for handle, _ in part.requests_failed] for part in parts] == [[8], [], [3]]
+
+
+async def test_tokens_overtake_vectors_and_those_of_a_cancelled_request_are_dropped() -> None:
+    stream = FrontendStream("slow", CoreDriver(SchedulerCore(SchedulerConfig())))
+    reader = SlowReader()
+    writing = asyncio.create_task(stream.write_all(cast(Any, reader)))
+    vector = bytes(MAX_PART_BYTES)
+    stream.deliver(EngineOutputs(vectors=[(1, 0, vector), (2, 0, vector), (3, 0, vector)]))
+    await until(lambda: reader.messages, "the first message was begun")
+    stream.deliver(EngineOutputs(token_handles=[9], token_ids=[10]))
+    stream.apply(pb.FrontendMessage(cancels=pack([2])))
+    for _ in range(2):
+        reader.may_take.release()
+    await until(lambda: len(reader.messages) == 2, "the second message was begun")
+    assert [[vector.handle for vector in m.vectors] for m in reader.messages] == [[1], [3]]
+    assert from_column(reader.messages[1].token_handles, "") == [9]
     writing.cancel()
 
 

@@ -7,8 +7,6 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import pooling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
-from scheduler_service.core.request import EngineOutputs, RequestFinished, RequestTimings
-from scheduler_service.core_service.frontend_streams import MAX_VECTOR_BYTES, in_parts
 from scheduler_service.core_service.service import CoreService
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
@@ -62,20 +60,6 @@ async def test_a_vector_of_a_model_that_only_generates_is_refused_by_kind(
         "the workers of the model 'counter' do generation, not pooling: send the request to a"
         " model that does pooling"
     )
-
-
-def test_vectors_travel_in_parts_and_before_the_ends_of_their_requests() -> None:
-    vector = bytes(MAX_VECTOR_BYTES // 2)
-    finished = [RequestFinished(handle=5, cached_tokens=0, timings=RequestTimings())]
-    outputs = EngineOutputs(
-        accepted=[1],
-        vectors=[(handle, vector) for handle in range(1, 6)],
-        requests_finished=finished,
-    )
-    parts = in_parts(outputs)
-    assert [[handle for handle, _ in part.vectors] for part in parts] == [[1, 2], [3, 4], [5]]
-    assert [part.accepted for part in parts] == [[1], [], []]
-    assert [part.requests_finished for part in parts] == [[], [], finished]
 
 
 async def test_the_next_plan_leaves_before_the_result_is_back(
