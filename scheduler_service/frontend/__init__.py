@@ -11,6 +11,7 @@
 | `auth` | API keys, and what each allows |
 | `request_manager` | the open requests: admission, attempts, deadlines, cancellation |
 | `multiplexer` | several requests in one call |
+| `pooling/` | calls for vectors, scores, ranks and labels of many texts |
 | `input/` | validation, tokenization, defaults: a request as the core gets it |
 | `structured_output/` | checks of constraints on the output |
 | `chat_formats/` | thoughts and tool calls in a model's output |

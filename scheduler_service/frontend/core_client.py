@@ -10,7 +10,7 @@ import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -22,6 +22,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
 from scheduler_service.frontend.requests.choice_stream import ChoiceStream
+from scheduler_service.frontend.requests.pooled_text import PooledText
 from scheduler_service.frontend.requests.request_stream import RequestStream
 from scheduler_service.status_codes import from_failed
 from scheduler_service.tasks import run_until_first
@@ -71,8 +72,12 @@ class CoreConnection:
         await self._channel.close()
 
 
-MAX_SUBMIT_BYTES = 4 << 20
-"""Approximate limit of the submissions in one message: a reconnect may have many long ones."""
+MAX_SUBMITS, MAX_SUBMIT_BYTES = 512, 4 << 20
+"""Number and approximate size of the submissions in one message: a reconnect may have many. Writing
+the message takes a few milliseconds at most, in which no client is answered."""
+
+CoreRequest: TypeAlias = RequestStream | PooledText
+"""What the core counts as a request: to be continued, or a text to be pooled."""
 
 
 class SendBuffer:
@@ -81,19 +86,19 @@ class SendBuffer:
     def __init__(self, frontend_id: str | None = None) -> None:
         """frontend_id: sent in the first message, which is then due at once."""
         self._frontend_id = frontend_id
-        self._submits: dict[RequestStream, None] = {}
+        self._submits: dict[CoreRequest, None] = {}
         self._cancels: list[int] = []
         self._stops: list[scheduler_pb.StopChoice] = []
         self._wake = asyncio.Event()
         if frontend_id is not None:
             self._wake.set()
 
-    def submit(self, request: RequestStream) -> None:
+    def submit(self, request: CoreRequest) -> None:
         """Submit a request, with the tokens that it has when the message is made."""
         self._submits[request] = None
         self._wake.set()
 
-    def cancel(self, request: RequestStream) -> None:
+    def cancel(self, request: CoreRequest) -> None:
         """Cancel a request."""
         if request in self._submits:  # not sent to the core yet
             del self._submits[request]
@@ -122,7 +127,7 @@ class SendBuffer:
 
     def _write_submits(self, message: scheduler_pb.FrontendMessage) -> None:
         num_bytes = 0
-        while self._submits and num_bytes < MAX_SUBMIT_BYTES:
+        while self._submits and num_bytes < MAX_SUBMIT_BYTES and len(message.submits) < MAX_SUBMITS:
             request = next(iter(self._submits))
             del self._submits[request]
             submit = request.submit_message()
@@ -156,9 +161,9 @@ class CoreClient:
         self._core = core
         self._frontend_id = frontend_id
         self._on_models = on_models
-        self._requests: dict[int, RequestStream] = {}
+        self._requests: dict[int, CoreRequest] = {}
         self._choices: dict[int, tuple[RequestStream, ChoiceStream]] = {}
-        self._without_model: dict[RequestStream, None] = {}
+        self._without_model: dict[CoreRequest, None] = {}
         """Requests whose model the core does not know yet, in order."""
         self._next_handle = 1
         self.is_attached = False
@@ -170,15 +175,16 @@ class CoreClient:
 
     # Called for requests.
 
-    def submit(self, request: RequestStream) -> None:
+    def submit(self, request: CoreRequest) -> None:
         """Submit a resolved request, and again to later cores, until `close`."""
-        request.submission.handle = handle = self._allocate_handles(len(request.choices))
+        request.submission.handle = handle = self._allocate_handles(len(request.choices) or 1)
         self._requests[handle] = request
-        for choice in request.choices:
-            self._choices[handle + choice.index] = (request, choice)
+        if isinstance(request, RequestStream):
+            for choice in request.choices:
+                self._choices[handle + choice.index] = (request, choice)
         self._outgoing.submit(request)
 
-    def close(self, request: RequestStream) -> None:
+    def close(self, request: CoreRequest) -> None:
         """Forget a request, and cancel it at the core unless it has ended there."""
         handle = request.submission.handle
         if self._requests.pop(handle, None) is None:
@@ -197,10 +203,11 @@ class CoreClient:
                 self._next_handle = 1
                 continue
             self._next_handle = first + count
-            if self._choices.keys().isdisjoint(range(first, first + count)):
+            handles = range(first, first + count)
+            if all(used.keys().isdisjoint(handles) for used in (self._requests, self._choices)):
                 return first
 
-    def _unfinished(self) -> list[RequestStream]:
+    def _unfinished(self) -> list[CoreRequest]:
         """Requests that have not ended at the core; the others only wait for a slow reader."""
         return [request for request in self._requests.values() if not request.submission.has_ended]
 
@@ -262,7 +269,7 @@ class CoreClient:
         self.is_attached = False
         self.num_core_losses += 1
         for request in self._unfinished():
-            request.stopwatch.lost()
+            request.record_loss()
         self._on_models((), (), ())
 
     # The core's outputs.
@@ -313,17 +320,22 @@ class CoreClient:
             if known := self._choices.get(entry.handle):
                 known[1].received_logprobs.append(entry)
         for update in message.prompt_logprobs:
-            if request_ := self._requests.get(update.handle):
-                with self._failing_alone(request_):
-                    request_.receive_prompt_logprobs(update)
-                touched[request_] = None
+            if known := self._choices.get(update.handle):
+                with self._failing_alone(known[0]):
+                    known[0].receive_prompt_logprobs(update)
+                touched[known[0]] = None
+        for vector in message.vectors:
+            text = self._requests.get(vector.handle)
+            if isinstance(text, PooledText):
+                with self._failing_alone(text):
+                    text.receive_vector(vector)
         for finished in message.choices_finished:
             if known := self._choices.get(finished.handle):
                 known[1].receive_finish(finished)
                 touched[known[0]] = None
         return touched
 
-    def _fail(self, request: RequestStream, error: PagewireError) -> None:
+    def _fail(self, request: CoreRequest, error: PagewireError) -> None:
         """End a request with the core's error, unless the request can succeed later.
 
         A request waits if the core does not know its model yet, which a new core learns from its
@@ -335,7 +347,7 @@ class CoreClient:
             request.receive_failed(error)
             return
         logger.info("request waits request_id=%s reason=%s", request.request_id, error.reason)
-        request.stopwatch.lost()
+        request.record_loss()
 
     def _receive_models(self, announced: scheduler_pb.ServedModels) -> None:
         self._on_models(announced.models, announced.known_models, announced.loading)
@@ -345,7 +357,7 @@ class CoreClient:
             self._outgoing.submit(request)
 
     @contextmanager
-    def _failing_alone(self, request: RequestStream) -> Iterator[None]:
+    def _failing_alone(self, request: CoreRequest) -> Iterator[None]:
         """A context whose exceptions end this request, and no other."""
         try:
             yield
@@ -355,7 +367,7 @@ class CoreClient:
             self.close(request)
 
 
-def _error_of(failed: scheduler_pb.RequestFailed, request: RequestStream) -> PagewireError:
+def _error_of(failed: scheduler_pb.RequestFailed, request: CoreRequest) -> PagewireError:
     retry_delay_s = failed.retry_delay_us / 1e6 if failed.HasField("retry_delay_us") else None
     details = {detail.key: detail.value for detail in failed.details}
     error = from_failed(failed.code, failed.reason, failed.message, details, retry_delay_s)

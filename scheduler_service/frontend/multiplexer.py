@@ -128,7 +128,7 @@ class RequestMultiplexer:
             on_update = partial(opened.record_update, number)
             opened.add(number, self._requests.open(request, self._deadline, on_update, tenant))
         except PagewireError as error:
-            self._errors.append(_request_error(request.request_id, error))
+            self._errors.append(request_error(request.request_id, error))
             self._wake.set()
 
     async def _write_all(self, write: Write, reading: asyncio.Task[None]) -> None:
@@ -155,11 +155,12 @@ class RequestMultiplexer:
         if response is not None:
             return inference_pb.GenerateManyResponse(response=response)
         assert stream.error is not None
-        error = _request_error(stream.request_id, stream.error)
+        error = request_error(stream.request_id, stream.error)
         return inference_pb.GenerateManyResponse(error=error)
 
 
-def _request_error(request_id: str, error: PagewireError) -> inference_pb.RequestError:
+def request_error(request_id: str, error: PagewireError) -> inference_pb.RequestError:
+    """An error of one request or text among others; a text has no id."""
     status = to_status(error)
     return inference_pb.RequestError(
         request_id=request_id,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service import attempts
@@ -54,6 +54,13 @@ _Key: TypeAlias = tuple[str, str]
 """Tenant and request id: no tenant can find another's request, or learn that it exists."""
 
 
+class OpenCall(Protocol):
+    """A call that ends when the service does."""
+
+    def fail(self, error: PagewireError) -> None:
+        """End it with an error."""
+
+
 @dataclass(slots=True)
 class _Open:
     stream: RequestStream
@@ -81,6 +88,8 @@ class RequestManager:
     def __post_init__(self) -> None:
         self._num_by_tenant: Counter[str] = Counter()
         self._open: dict[_Key, _Open] = {}
+        self._calls: dict[OpenCall, None] = {}
+        """Calls for vectors, scores and labels."""
         self._none_open = asyncio.Event()
         self._none_open.set()
         self.is_draining = asyncio.Event()
@@ -89,7 +98,7 @@ class RequestManager:
         """Whether those are refused as well."""
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._calls)
 
     def open(
         self,
@@ -107,8 +116,7 @@ class RequestManager:
         later are the stream's.
         """
         with self._counting_refusals(request, tenant):
-            if self._is_closed or (self.is_draining.is_set() and not is_late):
-                raise _shutting_down()
+            self._check_accepting(is_late=is_late)
             validation.check_request_id(request)
             if request.ByteSize() <= CHECKED_INLINE_BYTES:
                 validation.check_request(request)
@@ -118,8 +126,7 @@ class RequestManager:
                 self._check_room(tenant)
             else:
                 _check_takes_over(request, previous.request)
-            if deadline is None and self.default_timeout_s is not None:
-                deadline = time.monotonic() + self.default_timeout_s
+            deadline = self.deadline_or_default(deadline)
             stream = RequestStream(request_id, deadline, on_update, tenant.name)
             stream.priority = request.priority
             stream.hold_s = request.max_hold_ms / 1000
@@ -183,13 +190,50 @@ class RequestManager:
         if opened is None or opened.stream is not stream:
             return
         del self._open[_key(stream)]
-        self._num_by_tenant[stream.tenant] -= 1
-        if not self._num_by_tenant[stream.tenant]:
-            del self._num_by_tenant[stream.tenant]
         opened.closed.set()
         self._stop(opened)
-        if not self._open:
+        self._release(stream.tenant)
+
+    def enter(self, call: OpenCall, tenant: Principal, *, is_late: bool = False) -> None:
+        """Count a call for vectors, scores or labels as an open request until `leave`. Raises
+        Unavailable during a shutdown, and QueueFull."""
+        self._check_accepting(is_late=is_late)
+        self._check_room(tenant)
+        self._num_by_tenant[tenant.name] += 1
+        self._calls[call] = None
+        self._none_open.clear()
+
+    def leave(self, call: OpenCall, tenant: Principal) -> None:
+        """Stop counting a call."""
+        del self._calls[call]
+        self._release(tenant.name)
+
+    def share_of_call(self, tenant: Principal) -> int:
+        """How many inputs a call of a tenant may have at the core: as many requests as the frontend
+        and the tenant may have are shared by those that are open."""
+        num_of_tenant = self._num_by_tenant[tenant.name] if tenant.name else 1
+        return min(
+            self.max_concurrent_requests // max(1, len(self)),
+            self.tenant_share // max(1, num_of_tenant),
+        )
+
+    def deadline_or_default(self, deadline: float | None) -> float | None:
+        """A request's deadline on the monotonic clock, or the default one."""
+        if deadline is None and self.default_timeout_s is not None:
+            return time.monotonic() + self.default_timeout_s
+        return deadline
+
+    def _release(self, tenant: str) -> None:
+        """Stop counting an open request of a tenant."""
+        self._num_by_tenant[tenant] -= 1
+        if not self._num_by_tenant[tenant]:
+            del self._num_by_tenant[tenant]
+        if not self:
             self._none_open.set()
+
+    def _check_accepting(self, *, is_late: bool) -> None:
+        if self._is_closed or (self.is_draining.is_set() and not is_late):
+            raise _shutting_down()
 
     def abort(self, request_id: str, tenant: Principal) -> bool:
         """End a tenant's request from outside its call; False if it is not open here."""
@@ -207,10 +251,12 @@ class RequestManager:
                 await last_arrivals
                 await self._none_open.wait()
         self._is_closed = True
-        if self._open:
-            logger.warning("ending open requests num_requests=%d", len(self._open))
+        if self:
+            logger.warning("ending open requests num_requests=%d", len(self))
         for opened in list(self._open.values()):
             self._fail(opened, _shutting_down())
+        for call in list(self._calls):
+            call.fail(_shutting_down())
 
     def check_call_share(self, num_open: int) -> None:
         """Raise QueueFull unless a call that has `num_open` requests open may open another."""
@@ -219,9 +265,9 @@ class RequestManager:
 
     def _check_room(self, tenant: Principal) -> None:
         """Raise QueueFull if the frontend is full, or one tenant has its share of it."""
-        if len(self._open) >= self.max_concurrent_requests:
+        if len(self) >= self.max_concurrent_requests:
             raise QueueFull(
-                f"the frontend is full: it has {len(self._open)} open requests, and may have "
+                f"the frontend is full: it has {len(self)} open requests, and may have "
                 f"max_concurrent_requests={self.max_concurrent_requests}; try again later",
                 details={"max_concurrent_requests": self.max_concurrent_requests},
                 retry_delay_s=RETRY_DELAY_S,

@@ -23,6 +23,7 @@ from scheduler_service.frontend.http.server import HttpServer, http_context
 from scheduler_service.frontend.input.message_limits import check_message
 from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.models.served_models import ModelDirectory
+from scheduler_service.frontend.pooling.service import PoolingService
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
@@ -136,7 +137,8 @@ def make_frontend(config: FrontendConfig) -> Frontend:
         )
     )
     runner = _runner_of(config, authentication)
-    servicer = InferenceServicer(requests, models, core, authentication)
+    pooling = PoolingService(requests)
+    servicer = InferenceServicer(requests, models, core, authentication, pooling)
     add_InferenceServiceServicer_to_server(servicer, runner.server)
     return Frontend(
         config=config,
@@ -148,6 +150,7 @@ def make_frontend(config: FrontendConfig) -> Frontend:
         http=_http_server_of(config),
         http_services=HttpServices(
             requests=requests,
+            pooling=pooling,
             models=models,
             core=core,
             authentication=authentication,

@@ -4,7 +4,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,6 +20,9 @@ from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.input import processor, validation
 from scheduler_service.frontend.models.served_models import FrontendModel, ModelDirectory
 from scheduler_service.frontend.multiplexer import RequestMultiplexer
+from scheduler_service.frontend.pooling import messages
+from scheduler_service.frontend.pooling.call import PoolingResult
+from scheduler_service.frontend.pooling.service import PoolingService
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.requests.request_stream import RequestStream
 from scheduler_service.status_codes import rpc
@@ -62,6 +65,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     models: ModelDirectory
     core: CoreConnection
     authentication: Authentication
+    pooling: PoolingService
 
     @_rpc
     async def Generate(  # type: ignore[override]
@@ -91,21 +95,69 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             self.requests, _deadline(context), lambda: self.authentication.authenticate(credentials)
         ).run(read, context.write)
 
-    async def Embed(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
-        """Not served yet."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Embed: not served yet")
+    @_rpc
+    async def Embed(  # type: ignore[override]
+        self, _: Any, context: Context, tenant: Principal
+    ) -> None:
+        """Vectors of all texts on the stream."""
+        await self._pool(context, tenant, inference_pb.EmbedResponse, messages.add_vectors)
 
-    async def Score(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
-        """Not served yet."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Score: not served yet")
+    @_rpc
+    async def Score(  # type: ignore[override]
+        self, _: Any, context: Context, tenant: Principal
+    ) -> None:
+        """Scores of all pairs on the stream."""
+        await self._pool(context, tenant, inference_pb.ScoreResponse, messages.add_scores)
 
-    async def Rank(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
-        """Not served yet."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Rank: not served yet")
+    @_rpc
+    async def Classify(  # type: ignore[override]
+        self, _: Any, context: Context, tenant: Principal
+    ) -> None:
+        """Labels of all texts on the stream."""
+        await self._pool(context, tenant, inference_pb.ClassifyResponse, messages.add_labels)
 
-    async def Classify(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
-        """Not served yet."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Classify: not served yet")
+    @_rpc
+    async def Rank(  # type: ignore[override]
+        self, _: Any, context: Context, tenant: Principal
+    ) -> None:
+        """All documents on the stream, sorted by their scores."""
+        read = self._reader(context)
+        answer = await self.pooling.collect_all(read, tenant, deadline=_deadline(context))
+        response = inference_pb.RankResponse(usage=answer.usage)
+        messages.add_pair_scores(response.documents, answer.results)
+        await context.write(response)
+
+    async def _pool(
+        self,
+        context: Context,
+        tenant: Principal,
+        make_response: Callable[[], Any],
+        add_results: Callable[[Any, Sequence[PoolingResult]], None],
+    ) -> None:
+        """Write the results of a call as they come, and at last its usage."""
+        read = self._reader(context)
+        async with self.pooling.open(read, tenant, deadline=_deadline(context)) as (call, _):
+            response = make_response()
+            if call.work.labels:
+                response.labels.extend(call.work.labels)
+            while (results := await call.next()) is not None:
+                add_results(response, results)
+                await context.write(response)
+                response = make_response()
+            response.usage.CopyFrom(call.usage)
+            await context.write(response)
+
+    def _reader(self, context: Context) -> Callable[[], Awaitable[Any]]:
+        """Reads the messages of a stream, None at its end. The key may be revoked while it is open,
+        so it is checked for each of them."""
+        credentials = authorization(context.invocation_metadata())
+
+        async def read() -> Any:
+            message = await context.read()
+            self.authentication.authenticate(credentials)
+            return None if message is grpc.aio.EOF else message
+
+        return read
 
     @_rpc
     async def Abort(

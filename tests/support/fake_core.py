@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import grpc
 
-from pagewire.columns import pack
+from pagewire.columns import pack, pack_floats
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
@@ -92,6 +92,19 @@ class FakeRequest:
         await self.send_tokens(token_ids)
         await self.finish_choice()
         await self.finish()
+
+    async def send_vectors(self, *numbers: float, first_token: int = 0) -> None:
+        """Its vector, or the vectors of some of its tokens."""
+        vector = pb.PooledVector(
+            handle=self.handle, values=pack_floats(numbers), first_token=first_token
+        )
+        await self.attachment.send(vectors=[vector])
+
+    async def pool(self, *numbers: float, **fields: Any) -> None:
+        """Accept it, and end it with a vector."""
+        await self.accept()
+        await self.send_vectors(*numbers)
+        await self.finish(**fields)
 
     async def fail(
         self, code: grpc.StatusCode, reason: str, message: str = "no", **fields: Any

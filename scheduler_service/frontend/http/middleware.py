@@ -20,6 +20,7 @@ from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.errors import error_response
 from scheduler_service.frontend.input.processor import draw_request_id
 from scheduler_service.frontend.models.served_models import ModelDirectory
+from scheduler_service.frontend.pooling.service import PoolingService
 from scheduler_service.frontend.request_manager import RequestManager
 from service_common.metadata import TRACEPARENT, authorization
 
@@ -35,6 +36,7 @@ class HttpServices:
     """The parts of a frontend that HTTP shares with gRPC."""
 
     requests: RequestManager
+    pooling: PoolingService
     models: ModelDirectory
     core: CoreConnection
     authentication: Authentication

@@ -175,7 +175,7 @@ def resolve_request(
                 max_hold_ms=0 if params.stop else request.max_hold_ms,
                 num_speculative_tokens=value_or(request, "num_speculative_tokens", None),
             ),
-            context=_context(request),
+            context=salt_context(request),
         ),
         model=model,
         prompt_token_ids=prompt,
@@ -196,7 +196,9 @@ def resolve_request(
     )
 
 
-def _context(request: inference_pb.GenerateRequest) -> list[context_pb2.ContextPart]:
+def salt_context(
+    request: inference_pb.GenerateRequest | inference_pb.PoolingOptions,
+) -> list[context_pb2.ContextPart]:
     """The client's salt as a part; the digest of a tenant's has another domain."""
     if not request.HasField("cache_salt"):
         return []

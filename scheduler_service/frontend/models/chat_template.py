@@ -108,6 +108,26 @@ class ChatTemplate:
         return self._template.render({"documents": None, **self._special_tokens, **variables})
 
 
+class PairTemplate:
+    """A model's template of the text that two texts become, compiled."""
+
+    def __init__(self, source: str) -> None:
+        """Raises jinja2.TemplateSyntaxError for a source that does not compile."""
+        environment = _environment()
+        self._template = environment.from_string(source)
+        variables = find_undeclared_variables(environment.parse(source))
+        self.has_instruction = "instruction" in variables
+        """Whether it has a place for an instruction."""
+
+    def render(self, query: str, document: str, instruction: str | None) -> str:
+        """The text for a query and a document. Raises ValueError if the template refuses them."""
+        variables = {} if instruction is None else {"instruction": instruction}
+        try:
+            return self._template.render(query=query, document=document, **variables)
+        except _FAILURES as error:
+            raise ValueError(f"the model's template of pairs refuses it: {error}") from error
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]

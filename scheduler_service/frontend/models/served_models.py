@@ -177,6 +177,16 @@ def may_use(tenant: Principal, info: model_pb2.ModelInfo) -> bool:
     return any(map(tenant.may_use, (info.name, *info.aliases)))
 
 
+def does(info: model_pb2.ModelInfo, work: model_pb2.WorkKind.ValueType | None) -> bool:
+    """Whether a model's workers do this kind of work; None: any."""
+    return work is None or work in (info.work_kinds or (model_pb2.WORK_KIND_GENERATION,))
+
+
+def work_name(work: model_pb2.WorkKind.ValueType) -> str:
+    """The name of a kind of work, for example `generation`."""
+    return model_pb2.WorkKind.Name(work).removeprefix("WORK_KIND_").lower()
+
+
 def max_servable_len(info: model_pb2.ModelInfo) -> int:
     """Most tokens of a sequence: the model's length, or less if the largest KV cache holds less."""
     return min(info.max_model_len, info.max_cached_tokens or info.max_model_len)
@@ -236,14 +246,20 @@ class ModelDirectory:
             self._notify()
 
     async def resolve(
-        self, name: str | None, tenant: Principal, *, is_continued: bool = False
+        self,
+        name: str | None,
+        tenant: Principal,
+        work: model_pb2.WorkKind.ValueType = model_pb2.WORK_KIND_GENERATION,
+        *,
+        is_continued: bool = False,
     ) -> FrontendModel:
-        """The model of this name, or the only one that a tenant may use; waits while there is none
-        or none ready.
+        """The model of this name, or the only one that a tenant may use and that does `work`; waits
+        while there is none or none ready.
 
         Raises PermissionDenied for a name that the tenant may not use, UnknownModel for one that
-        no core has announced while others are served, and InvalidArgument if no name is given
-        where it is needed. A request that `is_continued`, because another frontend or core has
+        no core has announced while others are served, UnsupportedByModel if the model, or every
+        one without a name, does other work, and InvalidArgument if no name is given where it is
+        needed. A request that `is_continued`, because another frontend or core has
         accepted it before, waits even for a model of which nothing is known here yet; after
         `MAX_UNKNOWN_WAIT_S` that raises Unavailable, which clients retry. So does waiting without a
         name while only models are served that the tenant may not use.
@@ -251,8 +267,9 @@ class ModelDirectory:
         give_up_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
         while True:
             changed = self.changed
-            model = self._find(name, tenant, is_continued=is_continued)
+            model = self._find(name, tenant, work, is_continued=is_continued)
             if model is not None:
+                self._check_does(model.info, work, tenant)
                 return model
             if name is None:
                 wanted = "no model that this API key may use is"
@@ -286,10 +303,20 @@ class ModelDirectory:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _find(
-        self, name: str | None, tenant: Principal, *, is_continued: bool = False
+        self,
+        name: str | None,
+        tenant: Principal,
+        work: model_pb2.WorkKind.ValueType | None = None,
+        *,
+        is_continued: bool = False,
     ) -> FrontendModel | None:
         served = [name for name, info in self._served.items() if may_use(tenant, info)]
         if name is None:
+            capable = [name for name in served if does(self._served[name], work)]
+            if served and not capable:
+                assert work is not None
+                self._check_does(self._served[min(served)], work, tenant)
+            served = capable
             if len(served) > 1:
                 names = ", ".join(sorted(served))
                 raise InvalidArgument("model", f"required, since several are served: {names}")
@@ -301,6 +328,22 @@ class ModelDirectory:
         if served and name not in self._known and not is_continued:
             raise self.unknown_model(name, tenant)
         return None
+
+    def _check_does(
+        self, info: model_pb2.ModelInfo, work: model_pb2.WorkKind.ValueType, tenant: Principal
+    ) -> None:
+        if does(info, work):
+            return
+        usable = (i.name for i in self._served.values() if may_use(tenant, i) and does(i, work))
+        kinds = [work_name(kind) for kind in info.work_kinds] or ["generation"]
+        done, names = " and ".join(sorted(kinds)), ", ".join(sorted(usable)) or "none"
+        kind = work_name(work)
+        raise UnsupportedByModel(
+            f"the workers of the model {info.name!r} do {done}, not {kind}; models served for "
+            f"{kind}: {names}",
+            reason="WORK_KIND_UNSUPPORTED",
+            details={"model": info.name, "work_kind": kind, "work_kinds": done, "served": names},
+        )
 
     def unknown_model(self, name: str | None, tenant: Principal) -> UnknownModel:
         """The error for a name that is not served, with the names that are."""

@@ -10,9 +10,9 @@ counted piece by piece, so that a text far too long for the model costs little t
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jinja2
 from tokenizers import AddedToken, Encoding, Tokenizer, processors
@@ -27,6 +27,10 @@ this length first."""
 
 CUT_TOKENS = 32
 """Maximum number of tokens that change where a text is cut, because the cut separates a word."""
+
+
+Side: TypeAlias = Literal["left", "right"]
+"""The end of a text that is cut off."""
 
 
 class TooManyTokens(Exception):
@@ -61,6 +65,8 @@ class ModelTokenizer:
         """
         self.config = config = tokenizer_config or {}
         """tokenizer_config.json."""
+        self.truncation_side: Side = "left" if config.get("truncation_side") == "left" else "right"
+        """Where a text that is too long is cut by default."""
         text = tokenizer_json.decode()
         self._tokenizer = _load_tokenizer(text)
         self._special_tokens = special_tokens(config)
@@ -147,15 +153,52 @@ class ModelTokenizer:
         return list(encoding.ids)
 
     def encode_end(self, text: str, num_tokens: int, *, add_special_tokens: bool) -> list[int]:
-        """The last `num_tokens` token ids of a text. Of a long text only the end is encoded, from
-        far enough before the first of them that the cut does not change them."""
+        """The last `num_tokens` token ids of a text."""
+        ids = self._encode_part(text, num_tokens, "left", add_special_tokens).ids
+        return list(ids[-num_tokens:])
+
+    def encode_many(
+        self, inputs: Sequence[tuple[str, ...]], *, add_special_tokens: bool
+    ) -> list[Encoding]:
+        """Encodings of inputs of one text or two, without offsets; other threads run meanwhile."""
+        batch: Any = [texts if len(texts) == 2 else texts[0] for texts in inputs]
+        return self._tokenizer.encode_batch_fast(batch, add_special_tokens=add_special_tokens)
+
+    def encode_cut(
+        self, texts: Sequence[str], num_tokens: int, *, side: Side, add_special_tokens: bool
+    ) -> Encoding:
+        """The encoding of a text, or of a pair, cut at one side to `num_tokens` tokens, with the
+        special tokens around what is left. The longer one of a pair is cut first, as
+        `transformers` does it. Raises ValueError if there is no room for a token of every text."""
+        added = self.num_special_tokens(len(texts)) if add_special_tokens else 0
+        room = num_tokens - added
+        if room < len(texts):
+            raise ValueError(f"expected at least {added + len(texts)}")
+        parts = [self._encode_part(text, room, side, False) for text in texts]
+        lengths = _cut_lengths([len(part) for part in parts], room)
+        for part, length in zip(parts, lengths, strict=True):
+            part.truncate(length, direction=side)
+        first, second = parts if len(parts) == 2 else (parts[0], None)
+        return self._tokenizer.post_process(first, second, add_special_tokens)
+
+    def num_special_tokens(self, num_texts: int) -> int:
+        """Special tokens around a text, or around the two of a pair."""
+        return self._tokenizer.num_special_tokens_to_add(num_texts == 2)
+
+    def _encode_part(
+        self, text: str, num_tokens: int, side: Side, add_special_tokens: bool
+    ) -> Encoding:
+        """The encoding of a text, or of enough of it to have `num_tokens` tokens after a cut at
+        `side`: of a long text only the other end, with so much more that the place where the text
+        is cut does not change them."""
         num_chars = max(PIECE_CHARS, 8 * num_tokens)
         while num_chars < len(text):
-            token_ids = self.encode(text[-num_chars:], add_special_tokens=add_special_tokens)
-            if len(token_ids) >= num_tokens + 2 * CUT_TOKENS:
-                return token_ids[-num_tokens:]
+            part = text[-num_chars:] if side == "left" else text[:num_chars]
+            encoding = self._encode(part, add_special_tokens)
+            if len(encoding) >= num_tokens + 2 * CUT_TOKENS:
+                return encoding
             num_chars *= 4
-        return self.encode(text, add_special_tokens=add_special_tokens)[-num_tokens:]
+        return self._encode(text, add_special_tokens)
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         """Raise TooManyTokens once the pieces of a text so far have more than `max_tokens`."""
@@ -168,10 +211,7 @@ class ModelTokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
         """A text's encoding, without offsets; other threads run meanwhile."""
-        (encoding,) = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return encoding
+        return self.encode_many([(text,)], add_special_tokens=add_special_tokens)[0]
 
     def chat_template(self, *, with_tools: bool) -> ChatTemplate:
         """The template of a conversation. Raises UnsupportedByModel if there is none."""
@@ -208,6 +248,17 @@ class ModelTokenizer:
     def token_name(self, token_id: int) -> str:
         """A token as the vocabulary writes it; empty for an id without one."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+
+def _cut_lengths(lengths: list[int], room: int) -> list[int]:
+    """Lengths of one text or two that fit into `room`, the longer one cut first."""
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(min(lengths), room // 2)
+    is_first_shorter = lengths[0] <= lengths[1]
+    return [shorter, room - shorter] if is_first_shorter else [room - shorter, shorter]
 
 
 def _load_tokenizer(text: str) -> Tokenizer:

@@ -113,6 +113,10 @@ class RequestStream:
 
     # From the core.
 
+    def record_loss(self) -> None:
+        """Record that the core is lost, or does not accept the request yet."""
+        self.stopwatch.lost()
+
     def receive_accepted(self) -> None:
         """Record that the core has accepted the request."""
         self.stopwatch.accepted()

@@ -42,11 +42,16 @@ class Submission:
         """The resolved request with what its core must know of it, the first or a later one."""
         submit = scheduler_pb.Submit()
         submit.CopyFrom(resolved)
-        submit.handle = self.handle
         if not submit.generation.HasField("beam_search"):  # a search outputs nothing before its end
             submit.generation.generated.extend(
                 choice.generated() for choice in choices if choice.token_ids or choice.finish
             )
+        self.write(submit)
+        return submit
+
+    def write(self, submit: scheduler_pb.Submit) -> None:
+        """Set the fields that depend on the time and on what earlier cores have reported."""
+        submit.handle = self.handle
         now = time.monotonic()
         if self.deadline is not None:
             submit.timeout_us = max(1, round((self.deadline - now) * 1e6))
@@ -54,4 +59,3 @@ class Submission:
         submit.waited_us = round((now - self.first_arrived) * 1e6)
         submit.num_worker_losses = self.num_worker_losses
         submit.num_lone_worker_losses = self.num_lone_worker_losses
-        return submit

@@ -226,7 +226,12 @@ async def test_only_operators_see_the_stream_and_anybody_the_page(
     key: str | None, status: int
 ) -> None:
     services = HttpServices(
-        requests=None, models=None, core=None, authentication=Keys(), registry=CollectorRegistry()
+        requests=None,
+        pooling=None,
+        models=None,
+        core=None,
+        authentication=Keys(),
+        registry=CollectorRegistry(),
     )  # type: ignore[arg-type]
     transport = httpx.ASGITransport(make_app(services))
     headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -1,0 +1,151 @@
+"""Calls for vectors, scores, ranks and labels, as gRPC and HTTP make them."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import model_pb2
+from scheduler_service.errors import InvalidArgument, PagewireError
+from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.input import validation
+from scheduler_service.frontend.models.served_models import FrontendModel
+from scheduler_service.frontend.pooling.call import PoolingCall, PoolingResult
+from scheduler_service.frontend.pooling.work import MAX_DOCUMENTS, PoolingRequest
+from scheduler_service.frontend.request_manager import RequestManager
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_INPUTS = 512
+"""Most inputs of one call that are open: more than a step's usual batch, so that the core always
+has another one to compute."""
+
+Read = Callable[[], Awaitable[PoolingRequest | None]]
+"""The next message of a call; None after the last one."""
+
+_INPUTS = {"Embed": "inputs", "Score": "pairs", "Rank": "documents", "Classify": "inputs"}
+"""The field of each call's inputs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolingAnswer:
+    """The results of a call."""
+
+    model: FrontendModel
+    results: Sequence[PoolingResult]
+    """By index, of Rank by descending score; failed ones come last there."""
+    usage: inference_pb.PoolingUsage
+    labels: Sequence[str]
+    """Names of the numbers that Classify returns; else empty."""
+
+
+@dataclass(eq=False)
+class PoolingService:
+    """Opens calls within the limits that open requests have: each call counts as one."""
+
+    requests: RequestManager
+
+    async def collect(
+        self,
+        request: PoolingRequest,
+        tenant: Principal,
+        *,
+        deadline: float | None = None,
+        is_late: bool = False,
+    ) -> PoolingAnswer:
+        """The results of a call whose inputs are all in one message. Raises the PagewireError with
+        which the call as a whole fails; those of single inputs are in their results."""
+        messages = iter((request, None))
+
+        async def read() -> PoolingRequest | None:
+            return next(messages)
+
+        return await self.collect_all(read, tenant, deadline=deadline, is_late=is_late)
+
+    async def collect_all(
+        self, read: Read, tenant: Principal, *, deadline: float | None, is_late: bool = False
+    ) -> PoolingAnswer:
+        """Like `collect`, with the inputs of all messages."""
+        found: dict[int, PoolingResult] = {}
+        async with self.open(read, tenant, deadline=deadline, is_late=is_late) as (call, first):
+            while (results := await call.next()) is not None:
+                for result in results:
+                    before = found.setdefault(result.index, result)
+                    if before is not result:
+                        before.values += result.values
+                        before.error = result.error
+        results = [found[index] for index in sorted(found)]
+        if isinstance(first, inference_pb.RankRequest):
+            results = _ranked(results, validation.value_or(first, "top_n", None))
+        return PoolingAnswer(
+            model=call.work.model, results=results, usage=call.usage, labels=call.work.labels
+        )
+
+    @asynccontextmanager
+    async def open(
+        self, read: Read, tenant: Principal, *, deadline: float | None, is_late: bool = False
+    ) -> AsyncIterator[tuple[PoolingCall, PoolingRequest]]:
+        """A context with a call that has begun, and its first message; leaving it frees all. Its
+        inputs are read while there is room for them. `is_late`: as in `RequestManager.open`."""
+        requests = self.requests
+        call = PoolingCall(
+            requests.core_client,
+            tenant,
+            requests.deadline_or_default(deadline),
+            lambda: min(MAX_OPEN_INPUTS, requests.share_of_call(tenant)),
+        )
+        requests.enter(call, tenant, is_late=is_late)
+        reading: asyncio.Task[None] | None = None
+        try:
+            first = await read()
+            kind = "" if first is None else type(first).__name__.removesuffix("Request")
+            if first is None:
+                raise InvalidArgument("request", "expected at least one message")
+            validation.check_limits(first)
+            name = validation.value_or(first.options, "model", None)
+            models = requests.models
+            await call.begin(models.resolve(name, tenant, model_pb2.WORK_KIND_POOLING), first)
+            reading = asyncio.create_task(_read_all(call, first, read, _INPUTS[kind]))
+            yield call, first
+        finally:
+            if reading is not None:
+                reading.cancel()
+            call.close()
+            requests.leave(call, tenant)
+
+
+async def _read_all(call: PoolingCall, first: PoolingRequest, read: Read, field: str) -> None:
+    """Put the inputs of all messages; what is wrong with a message ends the call."""
+    message: PoolingRequest | None = first
+    try:
+        while message is not None:
+            if isinstance(message, inference_pb.RankRequest):
+                _check_number(call.num_inputs + len(message.documents))
+            await call.put(message)
+            message = await read()
+            for descriptor, _ in () if message is None else message.ListFields():
+                if descriptor.name != field:
+                    raise InvalidArgument(descriptor.name, "expected in the first message only")
+        if not call.num_inputs and call.error is None:
+            raise InvalidArgument(field, "expected at least one, got none")
+        call.complete()
+    except PagewireError as error:
+        call.fail(error)
+    except Exception:  # a bug, which must end this call and no other
+        logger.exception("call failed call_id=%s", call.call_id)
+        call.fail(PagewireError("internal error"))
+
+
+def _check_number(num_documents: int) -> None:
+    if num_documents > MAX_DOCUMENTS:
+        expected = f"expected at most {MAX_DOCUMENTS} documents, got {num_documents}"
+        raise InvalidArgument("documents", expected)
+
+
+def _ranked(results: Sequence[PoolingResult], top_n: int | None) -> list[PoolingResult]:
+    """By descending score, by index among equals; failed ones last, which `top_n` does not
+    limit."""
+    ranked = sorted((r for r in results if r.error is None), key=lambda r: (-r.score, r.index))
+    return ranked[:top_n] + [result for result in results if result.error is not None]
