@@ -19,8 +19,7 @@ from scheduler_service.frontend.auth import PRINCIPAL, Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.input import processor, validation
 from scheduler_service.frontend.models.served_models import FrontendModel, ModelDirectory
-from scheduler_service.frontend.multiplexer import RequestMultiplexer
-from scheduler_service.frontend.pooling import messages
+from scheduler_service.frontend.multiplexer import RequestMultiplexer, request_error
 from scheduler_service.frontend.pooling.call import PoolingResult
 from scheduler_service.frontend.pooling.service import PoolingService
 from scheduler_service.frontend.request_manager import RequestManager
@@ -51,6 +50,46 @@ def _rpc(method: Method[R]) -> Rpc[R]:
         return await method(self, request, context, PRINCIPAL.get())
 
     return rpc(wrapped)
+
+
+def _pooling(make_response: Callable[[], Any], field: str) -> Any:
+    """A gRPC method that writes results to `field` of its responses as they come, and at last the
+    usage."""
+
+    async def method(
+        self: "InferenceServicer", _: Any, context: Context, tenant: Principal
+    ) -> None:
+        read, deadline = self.reader(context), _deadline(context)
+        async with self.pooling.open(read, tenant, deadline=deadline) as call:
+            response = make_response()
+            if isinstance(response, inference_pb.ClassifyResponse):
+                response.labels.extend(call.work.labels)
+            while (results := await call.next()) is not None:
+                has_vectors = not call.work.is_scored
+                _add_results(getattr(response, field), results, has_vectors=has_vectors)
+                await context.write(response)
+                response = make_response()
+            response.usage.CopyFrom(call.usage)
+            await context.write(response)
+
+    method.__name__ = make_response.__name__.removesuffix("Response")
+    return _rpc(method)
+
+
+def _add_results(entries: Any, results: Sequence[PoolingResult], *, has_vectors: bool) -> None:
+    """Add results to a field of a response."""
+    for result in results:
+        if result.error is not None:
+            entries.add(index=result.index, error=request_error("", result.error))
+        elif not has_vectors:
+            entries.add(index=result.index, score=result.score, num_tokens=result.num_tokens)
+        elif result.values:  # the last part of a text with one vector per token has none
+            entries.add(
+                index=result.index,
+                values=result.values,
+                num_tokens=result.num_tokens,
+                first_token=result.first_token,
+            )
 
 
 @dataclass(eq=False)
@@ -95,59 +134,25 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             self.requests, _deadline(context), lambda: self.authentication.authenticate(credentials)
         ).run(read, context.write)
 
-    @_rpc
-    async def Embed(  # type: ignore[override]
-        self, _: Any, context: Context, tenant: Principal
-    ) -> None:
-        """Vectors of all texts on the stream."""
-        await self._pool(context, tenant, inference_pb.EmbedResponse, messages.add_vectors)
-
-    @_rpc
-    async def Score(  # type: ignore[override]
-        self, _: Any, context: Context, tenant: Principal
-    ) -> None:
-        """Scores of all pairs on the stream."""
-        await self._pool(context, tenant, inference_pb.ScoreResponse, messages.add_scores)
-
-    @_rpc
-    async def Classify(  # type: ignore[override]
-        self, _: Any, context: Context, tenant: Principal
-    ) -> None:
-        """Labels of all texts on the stream."""
-        await self._pool(context, tenant, inference_pb.ClassifyResponse, messages.add_labels)
+    Embed = _pooling(inference_pb.EmbedResponse, "embeddings")
+    """Vectors of all texts on the stream."""
+    Score = _pooling(inference_pb.ScoreResponse, "scores")
+    """Scores of all pairs on the stream."""
+    Classify = _pooling(inference_pb.ClassifyResponse, "classifications")
+    """Labels of all texts on the stream."""
 
     @_rpc
     async def Rank(  # type: ignore[override]
         self, _: Any, context: Context, tenant: Principal
     ) -> None:
         """All documents on the stream, sorted by their scores."""
-        read = self._reader(context)
-        answer = await self.pooling.collect_all(read, tenant, deadline=_deadline(context))
+        read, deadline = self.reader(context), _deadline(context)
+        answer = await self.pooling.collect_all(read, tenant, deadline=deadline)
         response = inference_pb.RankResponse(usage=answer.usage)
-        messages.add_pair_scores(response.documents, answer.results)
+        _add_results(response.documents, answer.results, has_vectors=False)
         await context.write(response)
 
-    async def _pool(
-        self,
-        context: Context,
-        tenant: Principal,
-        make_response: Callable[[], Any],
-        add_results: Callable[[Any, Sequence[PoolingResult]], None],
-    ) -> None:
-        """Write the results of a call as they come, and at last its usage."""
-        read = self._reader(context)
-        async with self.pooling.open(read, tenant, deadline=_deadline(context)) as (call, _):
-            response = make_response()
-            if call.work.labels:
-                response.labels.extend(call.work.labels)
-            while (results := await call.next()) is not None:
-                add_results(response, results)
-                await context.write(response)
-                response = make_response()
-            response.usage.CopyFrom(call.usage)
-            await context.write(response)
-
-    def _reader(self, context: Context) -> Callable[[], Awaitable[Any]]:
+    def reader(self, context: Context) -> Callable[[], Awaitable[Any]]:
         """Reads the messages of a stream, None at its end. The key may be revoked while it is open,
         so it is checked for each of them."""
         credentials = authorization(context.invocation_metadata())

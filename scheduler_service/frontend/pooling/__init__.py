@@ -7,5 +7,4 @@
 | `work` | what a call wants, resolved against its model |
 | `inputs` | tokenization of texts and pairs, many at once |
 | `scores` | similarities of vectors, probabilities of labels |
-| `messages` | results as messages |
 """

@@ -79,8 +79,10 @@ class PoolingResult:
 class PoolingCall:
     """A call's inputs and results. `put` and `next` may be awaited by different tasks."""
 
+    first: Any
+    """The message that the call began with."""
     work: Work
-    """What it wants, once it has begun."""
+    """What it wants."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class PoolingCall:
         if deadline is not None:
             late = DeadlineExceeded("the call's deadline has passed")
             self._call_later(deadline - self.arrived, self.fail, late)
-        self._resolving: asyncio.Future[FrontendModel] | None = None
+        self._reading: asyncio.Future[tuple[Any, FrontendModel]] | None = None
         self._live: dict[PooledText, None] = {}
         """Texts at the core."""
         self._refused: deque[PooledText] = deque()
@@ -121,22 +123,21 @@ class PoolingCall:
         self._updated, self._released = asyncio.Event(), asyncio.Event()
         """Set when there may be something to read, and room for another input."""
 
-    async def begin(
-        self, resolving: Coroutine[Any, Any, FrontendModel], first: PoolingRequest
-    ) -> None:
-        """Resolve the model and the work of the call's first message. Raises PagewireError."""
-        self._resolving = asyncio.ensure_future(resolving)
+    async def begin(self, reading: Coroutine[Any, Any, tuple[Any, FrontendModel]]) -> None:
+        """Resolve the work of the call, whose first message and model `reading` returns. Raises
+        PagewireError; the end of the call ends the wait."""
+        self._reading = asyncio.ensure_future(reading)
         try:
-            model = await self._resolving
+            self.first, model = await self._reading
         except asyncio.CancelledError:
             raise self.error or asyncio.CancelledError from None
-        self.work = resolve_work(first, model)
+        self.work = resolve_work(self.first, model)
         self._template = scheduler_pb.Submit(
             model=model.info.name,
             tenant=self.tenant.name,
-            priority=first.options.priority,
+            priority=self.first.options.priority,
             pooling=self.work.params,
-            context=salt_context(first.options),
+            context=salt_context(self.first.options),
         )
 
     # Inputs.
@@ -144,7 +145,7 @@ class PoolingCall:
     async def put(self, message: PoolingRequest) -> None:
         """Submit all inputs of a message, waiting while too many are open. Returns early if the
         call has failed."""
-        inputs = self.work.inputs(message, self.num_inputs)
+        inputs = list(self.work.inputs(message, self.num_inputs))
         together = MAX_TOGETHER_ALL if self.work.params.type == ALL else MAX_TOGETHER
         position = 0
         while position < len(inputs):
@@ -248,14 +249,10 @@ class PoolingCall:
             text.values, text.num_vectors = vector.values, 1
             return
         size = self.work.value_size * FLOAT_BYTES
-        if vector.first_token > text.num_vectors:
-            return  # the end reports what is missing
-        values = vector.values[(text.num_vectors - vector.first_token) * size :]
+        values = vector.values[max(0, text.num_vectors - vector.first_token) * size :]
         if self.work.is_streamed and values:
-            transform = self.work.transform
             result = PoolingResult(text.indexes[0], text.num_tokens, first_token=text.num_vectors)
-            result.values = values if transform is None else transform(values)
-            result.is_last = False
+            result.values, result.is_last = self.work.transform(values), False
             self._add_result(result)
         else:
             text.values += values
@@ -264,12 +261,12 @@ class PoolingCall:
     def receive_end(self, text: PooledText, cached_tokens: int) -> None:
         """See `TextOwner`."""
         expected = text.num_tokens if self.work.params.type == ALL else 1
-        num_bytes = len(text.values)
-        if text.num_vectors != expected or (
-            not self.work.is_streamed and num_bytes != self._vector_bytes(text)
-        ):
-            problem = f"the worker sent {num_bytes} bytes of {text.num_vectors} vectors, not of "
-            text.error = GenerationFailed(f"{problem}{expected} of {self.work.value_size} numbers")
+        size = self._vector_bytes(text)
+        if text.num_vectors != expected or len(text.values) not in (size, 0):
+            problem = f"the worker sent {text.num_vectors} vectors of {len(text.values)} bytes"
+            text.error = GenerationFailed(f"{problem}, not {expected} of {size}")
+        elif not np.isfinite(np.frombuffer(text.values, "<f4")).all():
+            text.error = GenerationFailed("the text's vector has numbers that are not finite")
         else:
             self.usage.prompt_tokens += text.num_tokens
             self.usage.cached_tokens += cached_tokens
@@ -314,14 +311,12 @@ class PoolingCall:
             return
         result = PoolingResult(index, sum(text.num_tokens for text in texts))
         result.error = next((text.error for text in texts if text.error is not None), None)
-        work = self.work
         if result.error is not None:
             self.num_failed += 1
-        elif work.score is not None:
-            result.score = work.score([text.values for text in texts])
-        elif not work.is_streamed:
-            values = texts[0].values
-            result.values = values if work.transform is None else work.transform(values)
+        elif self.work.is_scored:
+            result.score = self.work.score([text.values for text in texts])
+        else:
+            result.values = self.work.transform(texts[0].values)
         self._add_result(result)
 
     def _add_result(self, result: PoolingResult) -> None:
@@ -359,8 +354,8 @@ class PoolingCall:
 
     def close(self) -> None:
         """Cancel what is left of the call, in any state."""
-        if self._resolving is not None:
-            self._resolving.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
         for timer in self._timers:
             timer.cancel()
         for text in self._live:

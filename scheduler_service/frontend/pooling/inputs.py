@@ -24,6 +24,8 @@ class Input(NamedTuple):
     """Its path in the request."""
     texts: tuple[str, ...] = ()
     """One text, or two that the model reads together; token ids instead if empty."""
+    fields: tuple[str, ...] = ()
+    """The paths of the texts."""
     token_ids: Sequence[int] = ()
     prefix: str = ""
     """A prompt of the model or the client, which precedes the text."""
@@ -77,8 +79,8 @@ class InputEncoder:
         for place, item in enumerate(inputs):
             try:
                 if item.error is not None:
-                    results[place] = item.error
-                elif item.texts:
+                    raise item.error
+                if item.texts:
                     texts[place] = self._prepared(item)
                 else:
                     results[place] = self._given(item)
@@ -89,11 +91,12 @@ class InputEncoder:
         return [results[place] for place in range(len(inputs))]
 
     def _prepared(self, item: Input) -> tuple[str, ...]:
-        """The texts that are tokenized; too long ones are found before they cost much."""
+        """The texts that are tokenized. Those that are far too long are refused before they cost
+        much."""
         texts = item.texts
-        if not all(texts):
-            part = ("", ".first" if not texts[0] else ".second")[len(texts) > 1]
-            raise InvalidArgument(f"{item.field}{part}", "expected a text that is not empty")
+        for text, field in zip(texts, item.fields, strict=True):
+            if not text:
+                raise InvalidArgument(field, "expected a text that is not empty")
         tokenizer = self.model.require_tokenizer(item.field)
         if len(texts) == 2 and self.template is not None:
             try:
@@ -114,11 +117,16 @@ class InputEncoder:
         self, inputs: Sequence[Input], texts: dict[int, tuple[str, ...]]
     ) -> Iterator[Encoded]:
         tokenizer = self.model.require_tokenizer("inputs")
-        whole = {place: parts for place, parts in texts.items() if self._is_short(parts)}
+        # Of those that are to be cut, the long ones are encoded only as far as they are needed.
+        batch = {
+            place: parts
+            for place, parts in texts.items()
+            if not self.truncates or sum(map(len, parts)) <= PIECE_CHARS
+        }
         encodings = tokenizer.encode_many(
-            list(whole.values()), add_special_tokens=self.adds_special_tokens
+            list(batch.values()), add_special_tokens=self.adds_special_tokens
         )
-        found = dict(zip(whole, encodings, strict=True))
+        found = dict(zip(batch, encodings, strict=True))
         for place, parts in texts.items():
             encoding = found.get(place)
             try:
@@ -127,9 +135,6 @@ class InputEncoder:
                 yield self._encoded(inputs[place], encoding, is_pair=len(parts) == 2)
             except PagewireError as error:
                 yield error
-
-    def _is_short(self, texts: tuple[str, ...]) -> bool:
-        return not self.truncates or sum(map(len, texts)) <= PIECE_CHARS
 
     def _cut(self, item: Input, texts: tuple[str, ...], encoding: Encoding | None) -> Encoding:
         if not self.truncates:
@@ -163,8 +168,7 @@ class InputEncoder:
         """Token ids of the client's."""
         ids = item.token_ids
         if not ids:
-            expected = "expected one of text, token_ids and pair, with at least one token id"
-            raise InvalidArgument(item.field, expected)
+            raise InvalidArgument(f"{item.field}.ids", "expected at least one token id")
         if len(ids) > self.max_tokens:
             if not self.truncates:
                 raise self._too_long(item, len(ids))

@@ -20,9 +20,9 @@ def _rows(values: bytes, size: int) -> Float64Array:
 def activated(activation: pooling_pb2.LabelActivation.ValueType, size: int, values: bytes) -> bytes:
     """Probabilities of `size` labels from their logits, one row or several. A single label has no
     alternative, so that its softmax is a sigmoid."""
-    logits = _rows(values, size)
-    if activation == pooling_pb2.LABEL_ACTIVATION_UNSPECIFIED:
+    if activation == pooling_pb2.LABEL_ACTIVATION_UNSPECIFIED or not values:
         return values
+    logits = _rows(values, size)
     if activation == pooling_pb2.LABEL_ACTIVATION_SOFTMAX and size > 1:
         powers = np.exp(logits - logits.max(axis=1, keepdims=True))
         return (powers / powers.sum(axis=1, keepdims=True)).astype("<f4").tobytes()

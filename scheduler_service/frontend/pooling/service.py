@@ -13,7 +13,7 @@ from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.models.served_models import FrontendModel
 from scheduler_service.frontend.pooling.call import PoolingCall, PoolingResult
-from scheduler_service.frontend.pooling.work import MAX_DOCUMENTS, PoolingRequest
+from scheduler_service.frontend.pooling.work import INPUTS, PoolingRequest
 from scheduler_service.frontend.request_manager import RequestManager
 
 logger = logging.getLogger(__name__)
@@ -22,11 +22,11 @@ MAX_OPEN_INPUTS = 512
 """Most inputs of one call that are open: more than a step's usual batch, so that the core always
 has another one to compute."""
 
+MAX_DOCUMENTS = 100_000
+"""Most documents of a call of Rank, whose scores are kept until its end."""
+
 Read = Callable[[], Awaitable[PoolingRequest | None]]
 """The next message of a call; None after the last one."""
-
-_INPUTS = {"Embed": "inputs", "Score": "pairs", "Rank": "documents", "Classify": "inputs"}
-"""The field of each call's inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,38 +47,22 @@ class PoolingService:
 
     requests: RequestManager
 
-    async def collect(
-        self,
-        request: PoolingRequest,
-        tenant: Principal,
-        *,
-        deadline: float | None = None,
-        is_late: bool = False,
-    ) -> PoolingAnswer:
-        """The results of a call whose inputs are all in one message. Raises the PagewireError with
-        which the call as a whole fails; those of single inputs are in their results."""
-        messages = iter((request, None))
-
-        async def read() -> PoolingRequest | None:
-            return next(messages)
-
-        return await self.collect_all(read, tenant, deadline=deadline, is_late=is_late)
-
     async def collect_all(
         self, read: Read, tenant: Principal, *, deadline: float | None, is_late: bool = False
     ) -> PoolingAnswer:
-        """Like `collect`, with the inputs of all messages."""
+        """All results of a call. Raises the PagewireError with which the call as a whole fails;
+        those of single inputs are in their results."""
         found: dict[int, PoolingResult] = {}
-        async with self.open(read, tenant, deadline=deadline, is_late=is_late) as (call, first):
-            while (results := await call.next()) is not None:
-                for result in results:
+        async with self.open(read, tenant, deadline=deadline, is_late=is_late) as call:
+            while (part := await call.next()) is not None:
+                for result in part:
                     before = found.setdefault(result.index, result)
-                    if before is not result:
+                    if before is not result:  # further tokens
                         before.values += result.values
                         before.error = result.error
         results = [found[index] for index in sorted(found)]
-        if isinstance(first, inference_pb.RankRequest):
-            results = _ranked(results, validation.value_or(first, "top_n", None))
+        if isinstance(call.first, inference_pb.RankRequest):
+            results = _ranked(results, validation.value_or(call.first, "top_n", None))
         return PoolingAnswer(
             model=call.work.model, results=results, usage=call.usage, labels=call.work.labels
         )
@@ -86,10 +70,20 @@ class PoolingService:
     @asynccontextmanager
     async def open(
         self, read: Read, tenant: Principal, *, deadline: float | None, is_late: bool = False
-    ) -> AsyncIterator[tuple[PoolingCall, PoolingRequest]]:
-        """A context with a call that has begun, and its first message; leaving it frees all. Its
-        inputs are read while there is room for them. `is_late`: as in `RequestManager.open`."""
+    ) -> AsyncIterator[PoolingCall]:
+        """A context with a call that has begun; leaving it frees everything. Its inputs are read
+        while there is room for them. `is_late`: as in `RequestManager.open`."""
         requests = self.requests
+
+        async def begin() -> tuple[PoolingRequest, FrontendModel]:
+            first = await read()
+            if first is None:
+                raise InvalidArgument("request", "expected at least one message")
+            validation.check_limits(first)
+            name = validation.value_or(first.options, "model", None)
+            model = await requests.models.resolve(name, tenant, model_pb2.WORK_KIND_POOLING)
+            return first, model
+
         call = PoolingCall(
             requests.core_client,
             tenant,
@@ -99,16 +93,9 @@ class PoolingService:
         requests.enter(call, tenant, is_late=is_late)
         reading: asyncio.Task[None] | None = None
         try:
-            first = await read()
-            kind = "" if first is None else type(first).__name__.removesuffix("Request")
-            if first is None:
-                raise InvalidArgument("request", "expected at least one message")
-            validation.check_limits(first)
-            name = validation.value_or(first.options, "model", None)
-            models = requests.models
-            await call.begin(models.resolve(name, tenant, model_pb2.WORK_KIND_POOLING), first)
-            reading = asyncio.create_task(_read_all(call, first, read, _INPUTS[kind]))
-            yield call, first
+            await call.begin(begin())
+            reading = asyncio.create_task(_read_all(call, read))
+            yield call
         finally:
             if reading is not None:
                 reading.cancel()
@@ -116,9 +103,10 @@ class PoolingService:
             requests.leave(call, tenant)
 
 
-async def _read_all(call: PoolingCall, first: PoolingRequest, read: Read, field: str) -> None:
+async def _read_all(call: PoolingCall, read: Read) -> None:
     """Put the inputs of all messages; what is wrong with a message ends the call."""
-    message: PoolingRequest | None = first
+    message = call.first
+    field = INPUTS[type(message).__name__]
     try:
         while message is not None:
             if isinstance(message, inference_pb.RankRequest):

@@ -41,7 +41,7 @@ async def test_a_bad_text_fails_by_its_index_and_no_other() -> None:
     found = errors_of(responses)
     assert {i: bad_field(e.status) for i, e in found.items() if e.code == 3} == {
         1: "inputs[1].text",
-        3: "inputs[3].token_ids",
+        3: "inputs[3].token_ids.ids",
         4: "inputs[4].token_ids.ids[0]",
         5: "inputs[5]",
         6: "inputs[6]",
