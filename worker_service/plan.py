@@ -338,7 +338,7 @@ class RowErrorReason(Enum):
 
 
 ROW_ERROR_MESSAGES = {
-    RowErrorReason.NON_FINITE_LOGITS: "the model's logits held NaN or infinity",
+    RowErrorReason.NON_FINITE_LOGITS: "the model's logits or vectors held NaN or infinity",
     RowErrorReason.NO_CANDIDATES: "the request's own constraints excluded every token",
     RowErrorReason.CONSTRAINT: (
         "the structured output's constraint has grown too complex, or the output does not follow it"

@@ -68,6 +68,8 @@ class SyntheticBatches:
     device: torch.device
     sample: Sample = sample_on_host
     """Does what a step's sampling may need most memory for."""
+    generates: bool = True
+    """Whether steps sample."""
 
     @torch.inference_mode()
     def run(self, num_seqs: int, num_tokens: int) -> None:
@@ -87,9 +89,11 @@ class SyntheticBatches:
             spec.views(pool, self.block_size),
             self.block_size,
         )
-        logits = model.compute_logits(model.forward(batch)[: len(lengths)])
-        # Sampling from equal logits keeps all of them as candidates, so it needs the most memory.
-        self.sample(logits.zero_())
+        hidden = model.forward(batch)
+        if self.generates:
+            logits = model.compute_logits(hidden[: len(lengths)])
+            # Equal logits are all candidates, which needs the most memory.
+            self.sample(logits.zero_())
 
     def warm_up(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Compile the kernels of batches that are smaller than the largest one."""
@@ -147,6 +151,13 @@ def profile_blocks(
             num_ranks,
         )
         swap_space = config.swap_space or 0
+    if not spec.layers:  # what remains of the budget is not needed
+        if budget < 0:
+            raise OutOfMemory(
+                f"gpu_memory_utilization: the largest batch exceeds the limit by {-budget} bytes;"
+                " choose more, or a smaller --max-num-batched-tokens of the scheduler"
+            )
+        return BlockCounts(num_gpu_blocks=0, num_cpu_blocks=0)
     held_bytes = held_bytes if device.type == "cpu" else 0
     held_bytes += 0 if cache is None else cache.host_cache.nbytes
     require_host_memory(device, budget, swap_space, held_bytes)

@@ -53,7 +53,8 @@ class KVCacheSpec:
     """The KV of one token in a model, and its cache groups."""
 
     layers: tuple[LayerKV, ...]
-    """Of all stages of a pipeline: they determine the groups, on which ranks must agree."""
+    """Of all stages of a pipeline: they determine the groups, on which ranks must agree. Empty: the
+    model keeps nothing of a sequence."""
 
     dtype: torch.dtype
     stage: range | None = None
@@ -101,6 +102,8 @@ class KVCacheSpec:
 
         block_size: tokens per block of the group with most. Blocks of chunks divide them.
         """
+        if not self._kinds:
+            return ()
         chunks = [kind.chunk for kind in self._kinds]
         tokens = _tokens_of_blocks(self._compared_bytes, chunks, block_size)
         return tuple(
@@ -113,6 +116,8 @@ class KVCacheSpec:
         `preferred` tokens per block, and little of a block remains unused; of any, if there is no
         such one, that which leaves least unused."""
         token_bytes = self._compared_bytes
+        if not token_bytes:
+            return preferred
         if len(token_bytes) == 1:
             return self.groups(preferred)[0].block_tokens
         unit = _unit(BLOCK_UNIT, *(kind.chunk for kind in self._kinds))
@@ -147,7 +152,9 @@ class KVCacheSpec:
         return _padding(*map(list, zip(*held, strict=True)))
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of this rank."""
+        """Bytes of one block of this rank; 0 without layers."""
+        if not self._kinds:
+            return 0
         used = self._token_bytes(self._held)
         groups = zip(used, self.groups(block_size), strict=True)
         largest = max(token_bytes * group.block_tokens for token_bytes, group in groups)
@@ -156,11 +163,11 @@ class KVCacheSpec:
     def views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
         """Keys and values of this rank's layers of the model. pool: uint8 [num_blocks,
         block_bytes]."""
-        return tuple(self._views(pool.view(self.dtype), block_size))[: len(self.group_of)]
+        return tuple(self._views(pool, block_size))[: len(self.group_of)]
 
     def draft_views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
         """The same for the layers of the draft model or head."""
-        return tuple(self._views(pool.view(self.dtype), block_size))[len(self.group_of) :]
+        return tuple(self._views(pool, block_size))[len(self.group_of) :]
 
     def batch_of_ranges(
         self,
@@ -173,6 +180,15 @@ class KVCacheSpec:
         """A batch of sequences that compute the positions from a first one up to an end. tables: by
         group, int32 [num_seqs, max_blocks], on the device of `token_ids`."""
         positions = torch.cat([torch.arange(*bounds) for bounds in ranges])
+        if not tables:
+            metadata = AttentionMetadata.of_texts([end for _, end in ranges], token_ids.device)
+            return StepBatch(
+                token_ids=token_ids,
+                positions=positions.to(token_ids.device),
+                attention=(metadata,),
+                caches=(),
+                token_types=torch.zeros_like(token_ids),
+            )
         groups = zip(tables, self.groups(block_size), strict=True)
         return StepBatch(
             token_ids=token_ids,
@@ -185,7 +201,9 @@ class KVCacheSpec:
         )
 
     def _views(self, pool: Tensor, block_size: int) -> Iterator[LayerCaches]:
-        groups = self.groups(block_size)
+        if not self._held:
+            return
+        groups, pool = self.groups(block_size), pool.view(self.dtype)
         ends = [0] * len(groups)  # elements of a block that layers before occupy
         for layer in self._held:
             index = self._kinds.index(self._kind(layer))

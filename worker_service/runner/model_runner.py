@@ -23,6 +23,7 @@ from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan, monotonic_us
+from worker_service.runner.batch.pooling import Pooling
 from worker_service.runner.batch.rank_outcomes import RankOutcomes
 from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.device.steps import DeviceSteps
@@ -52,17 +53,20 @@ class ModelRunner:
         communicator: Communicator | None = None,
         device: DeviceSteps | None = None,
         speculation: Speculation | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """grammars: for sequences with a constraint; None refuses those. communicator: of the ranks
         that share the model, which have joined for an epoch: then the runner is for that epoch.
         device: launches steps ahead; None computes each step when it is launched. speculation: of a
-        runner that computes each step at once; None adds no drafts."""
+        runner that computes each step at once; None adds no drafts. pooling: None generates
+        tokens."""
         self._model = model
         self._cache = cache
         self._groups = model.kv_cache_spec.groups(block_size)
         self._grammars = grammars
         self._ranks = RankOutcomes(communicator or Communicator(Layout()))
-        self._host = HostSteps(model, cache, self._ranks, speculation)
+        self._pooling = None if pooling is None else pooling.facts
+        self._host = HostSteps(model, cache, self._ranks, speculation, pooling)
         self._device = device
         self._speculation = speculation
         self._sequences = self._no_sequences()
@@ -86,6 +90,7 @@ class ModelRunner:
             groups=self._groups,
             num_gpu_blocks=len(self._cache.device_cache),
             num_parts=self._ranks.layout.pipeline_parallel_size,
+            pooling=self._pooling,
         )
         return SequenceState(table, self._grammars)
 

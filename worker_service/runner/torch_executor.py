@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
-from worker_service.engine.executor import BlockCounts, ModelFacts
+from worker_service.engine.executor import BlockCounts, ModelFacts, WorkKind
 from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import (
@@ -28,6 +28,7 @@ from worker_service.loader.load import arithmetic_of, describe_cache, release_wi
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
+from worker_service.runner.batch.pooling import Pooling
 from worker_service.runner.device.cuda_graphs import (
     CudaGraphRecorder,
     GraphRecorder,
@@ -157,7 +158,7 @@ class TorchExecutor:
         return self._facts(self._loaded)
 
     def _facts(self, loaded: LoadedModel) -> ModelFacts:
-        model, layout = loaded.model, describe_cache(loaded)
+        model, pooler, layout = loaded.model, loaded.pooler, describe_cache(loaded)
         logger.info("kv cache groups layout=%s", layout)
         return ModelFacts(
             architecture=model.architecture,
@@ -179,6 +180,9 @@ class TorchExecutor:
             arithmetic=arithmetic_of(loaded),
             weights=loaded.weights,
             cache_layout=layout,
+            work_kinds=(WorkKind.GENERATION if pooler is None else WorkKind.POOLING,),
+            pooling=None if pooler is None else pooler.pooling,
+            whole_prompt=not model.kv_cache_spec.layers,
         )
 
     def _check_speculation(self, loaded: LoadedModel) -> None:
@@ -200,7 +204,9 @@ class TorchExecutor:
         if self._draft is not None and not isinstance(self._draft, EagleHead):
             SyntheticBatches(self._draft, size, self._device).run(2, WARM_UP_TOKENS)
         return profile_blocks(
-            SyntheticBatches(self.loaded.model, size, self._device, sample),
+            SyntheticBatches(
+                self.loaded.model, size, self._device, sample, self.loaded.pooler is None
+            ),
             self._config,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -243,10 +249,16 @@ class TorchExecutor:
             self._cache,
             self.loaded.block_size,
             self._grammars,
+            pooling=self._pooling,
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
             speculation=speculation,
         )
+
+    @property
+    def _pooling(self) -> Pooling | None:
+        pooler = self.loaded.pooler
+        return None if pooler is None else Pooling(pooler, self.loaded.kernels.layers.sum_rows)
 
     def _group_settings(self) -> str:
         """What ranks must have in common to launch the same collectives."""
@@ -277,7 +289,8 @@ class TorchExecutor:
             self._state = None  # frees its memory first
             self._state = self._make_state(cache)
         check = None if self._rendezvous is None else self.loaded.communicator.joined.check
-        return DeviceSteps(self.loaded.model, cache, self._state, self._make_event, check)
+        model, pooling = self.loaded.model, self._pooling
+        return DeviceSteps(model, cache, self._state, self._make_event, check, pooling)
 
     def _state_bytes(self, shape: StateShape) -> int:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
@@ -320,6 +333,7 @@ class TorchExecutor:
     def _uses_cuda_graphs(self) -> bool:
         return (
             self._runner.cuda_graphs
+            and self.loaded.pooler is None
             and self._has_device_steps
             and all(backend.abilities.cuda_graphs for backend in self.loaded.kernels.backends)
         )

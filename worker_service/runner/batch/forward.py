@@ -4,12 +4,13 @@ recorded program."""
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import LayerCaches
 from pagewire_kernels.interface import Computed
 from worker_service.models.interface import ComputesLogits, Model
-from worker_service.runner.batch.inputs import build_batch, lay_out
+from worker_service.runner.batch.inputs import build_batch, lay_out, whole_texts
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import Largest
@@ -35,11 +36,18 @@ class HostForward:
     """Runs a model over one cache. Inputs are built on the host."""
 
     def __init__(
-        self, model: Model, caches: Sequence[LayerCaches], *, with_logits: bool = True
+        self,
+        model: Model,
+        caches: Sequence[LayerCaches],
+        device: torch.device,
+        *,
+        with_logits: bool = True,
     ) -> None:
-        """caches: of the model's layers; with_logits: whether this rank has the LM head."""
+        """caches: of the model's layers, on its device; with_logits: whether this rank has the LM
+        head."""
         self._model = model
         self._caches = caches
+        self._device = device
         self._with_logits = with_logits
         self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
 
@@ -51,7 +59,11 @@ class HostForward:
         row_ids, firsts = rows.row_ids[computes], rows.firsts[computes]
         inputs = lay_out(row_ids, firsts, rows.num_tokens[computes], table)
         # A fork samples from its parent's last state, which is then named twice.
-        batch = build_batch(inputs, table, self._caches, states if len(states) else None)
+        if inputs.token_types is not None:
+            batch = whole_texts(inputs, self._device)
+        else:
+            sampled = states if len(states) else None
+            batch = build_batch(inputs, table, self._caches, sampled)
         if self._to_logits is None:
             computed = Computed(self._model.forward(batch))
         else:

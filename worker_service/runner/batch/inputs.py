@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
 from worker_service.array_types import Int32Array, Int64Array
@@ -36,6 +37,9 @@ class HostInputs:
 
     positions: Int64Array
     """[num_tokens]."""
+
+    token_types: Int64Array | None
+    """[num_tokens]: 0, or 1 in the second of two texts; None for a model with cache groups."""
 
     slot_mappings: tuple[Int64Array, ...]
     """[num_tokens] in each cache group."""
@@ -67,11 +71,13 @@ def lay_out(
         # Row r of the batch belongs to sequence s and stands at firsts[s] + r - query_start[s].
         positions = np.repeat(firsts - query_start[:-1], query_lens) + np.arange(query_start[-1])
         token_row_ids = np.repeat(row_ids, query_lens)
+    types = None if table.tables else _token_types(row_ids, query_lens, positions, table)
     return HostInputs(
         row_ids=row_ids,
         token_row_ids=token_row_ids,
         token_ids=table.token_ids[token_row_ids, positions].astype(np.int64),
         positions=positions,
+        token_types=types,
         slot_mappings=tuple(_slots(token_row_ids, positions, tables) for tables in table.tables),
         query_start=query_start,
         context_lens=context_lens,
@@ -85,6 +91,16 @@ def _slots(row_ids: Int64Array, positions: Int64Array, tables: BlockTables) -> I
     """Where the KV of these positions of these sequences is written."""
     indices, offsets = np.divmod(positions, tables.block_tokens)
     return tables.blocks[row_ids, indices].astype(np.int64) * tables.block_tokens + offsets
+
+
+def _token_types(
+    row_ids: Int64Array, query_lens: Int64Array, positions: Int64Array, table: SequenceTable
+) -> Int64Array:
+    """[num_tokens]."""
+    texts = [table.texts[row_id] for row_id in row_ids.tolist()]
+    of_texts = np.array([text.params.second_text_start for text in texts], np.int64)
+    starts = np.repeat(of_texts, query_lens)
+    return ((starts > 0) & (positions >= starts)).astype(np.int64)
 
 
 def build_batch(
@@ -119,4 +135,16 @@ def build_batch(
         attention=tuple(attention),
         caches=caches,
         sampled=None if sampled is None else upload(sampled, device),
+    )
+
+
+def whole_texts(inputs: HostInputs, device: torch.device) -> StepBatch:
+    """Copy the inputs of a model without cache groups to its device."""
+    assert inputs.token_types is not None
+    return StepBatch(
+        token_ids=upload(inputs.token_ids, device),
+        positions=upload(inputs.positions, device),
+        attention=(AttentionMetadata.of_texts(inputs.context_lens.tolist(), device),),
+        caches=(),
+        token_types=upload(inputs.token_types, device),
     )

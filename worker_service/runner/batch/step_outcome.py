@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagewire_kernels.batch import NOT_SAMPLED
-from worker_service.array_types import Int32Array, Int64Array
+from worker_service.array_types import Float32Array, Int32Array, Int64Array
 from worker_service.plan import (
     Candidates,
     PromptLogprobs,
@@ -18,6 +18,7 @@ from worker_service.plan import (
     TokenLogprobs,
     monotonic_us,
 )
+from worker_service.runner.batch.pooling import PooledRows
 from worker_service.runner.state.sequence_state import FAILURES
 from worker_service.sampling.sampler import NO_TOKEN
 
@@ -76,6 +77,7 @@ class StepOutcome:
 
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
+    vectors: dict[int, Float32Array] = field(default_factory=dict)
 
     forward_us: int = 0
     """Input preparation and forward pass, in microseconds."""
@@ -97,11 +99,20 @@ class StepOutcome:
                 numbers[row, start : start + len(tokens)] = tokens
         return numbers
 
+    def add_vectors(self, pooled: PooledRows, values: Float32Array) -> None:
+        """Add vectors, or the errors of rows with numbers that are not finite. The sequences
+        continue: the core ends them, on all ranks at the same step."""
+        for row, vectors in pooled.vectors(values):
+            if vectors is None:
+                self.errors[row] = RowErrorReason.NON_FINITE_LOGITS
+            else:
+                self.vectors[row] = vectors
+
     def add_part(self, rows: Int64Array, part: "StepOutcome") -> None:
         """Merge the outcome of a micro-batch of these rows. A row that was cut has only prompt log
         probabilities before its last piece."""
         self.tokens[rows] = part.tokens
-        for name in ("kept", "logprobs", "kept_logprobs", "candidates", "errors"):
+        for name in ("kept", "logprobs", "kept_logprobs", "candidates", "vectors", "errors"):
             entries = getattr(part, name)
             getattr(self, name).update((int(rows[row]), entry) for row, entry in entries.items())
         if part.num_drafts is not None:
@@ -140,6 +151,7 @@ class StepOutcome:
             kept_logprobs=self.kept_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             candidates=self.candidates,
+            vectors=dict(sorted(self.vectors.items())),
             errors=dict(sorted(self.errors.items())),
             timings=timings,
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import RowErrorReason, RowOutput, StepPlan
+from worker_service.plan import PoolingType, RowErrorReason, RowOutput, StepPlan
 from worker_service.runner.state.sequence_table import SequenceTable
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -37,6 +37,7 @@ class StepRows:
     """Position of each row's first token: how many were computed before."""
 
     sample: BoolArray
+    brings_vector: BoolArray
 
     computes: BoolArray
     """Rows in the forward pass: they have tokens to compute and have not failed before."""
@@ -105,6 +106,7 @@ def resolve_rows(plan: StepPlan, row_ids: Int64Array, table: SequenceTable) -> S
         num_tokens=plan.num_tokens,
         firsts=table.num_computed_tokens[row_ids],
         sample=planned,
+        brings_vector=plan.output == RowOutput.VECTOR,
         computes=computes,
         are_decodes=bool((computes & planned & (plan.num_tokens == 1)).all()),
         forks=forks,
@@ -137,15 +139,31 @@ def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
 
 
 def _check_outputs(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None:
-    """Sequences with num_candidates bring candidates, and others a token, or nothing."""
+    """Sequences with num_candidates bring candidates, texts a vector, and others a token; or
+    nothing. All rows of a text whose tokens have vectors bring some."""
     has_candidates = table.sampling.num_candidates[rows.row_ids] > 0
     expected = np.where(has_candidates, RowOutput.CANDIDATES, RowOutput.TOKEN)
-    is_wrong = (plan.output != RowOutput.NOTHING) & (plan.output != expected)
+    may_be_idle = np.ones(len(expected), np.bool_)
+    for row, row_id in enumerate(rows.row_ids.tolist()) if table.texts else ():
+        if (text := table.texts.get(row_id)) is not None:
+            expected[row] = RowOutput.VECTOR
+            may_be_idle[row] = text.params.type is not PoolingType.ALL
+    is_wrong = (plan.output != expected) & ((plan.output != RowOutput.NOTHING) | ~may_be_idle)
     if is_wrong.any():
         row = int(np.flatnonzero(is_wrong)[0])
         got, seq_id = plan.output[row], plan.seq_ids[row]
-        problem = f"the row of sequence {seq_id} has {got}, expected 0 or {expected[row]}"
+        allowed = f"0 or {expected[row]}" if may_be_idle[row] else expected[row]
+        problem = f"the row of sequence {seq_id} has {got}, expected {allowed}"
         raise InvalidPlan("output", problem)
+
+
+def _ends_text(rows: StepRows, table: SequenceTable) -> BoolArray:
+    """[num_rows]: rows with an output that follows the last token of their sequence."""
+    ends = rows.sample | rows.brings_vector
+    if table.texts:
+        kinds = [table.texts[row_id].params.type for row_id in rows.row_ids.tolist()]
+        ends &= np.array([kind is not PoolingType.ALL for kind in kinds])
+    return ends
 
 
 def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None:
@@ -154,7 +172,10 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
     row_ids, firsts = rows.row_ids[rows.computes], rows.firsts[rows.computes]
     end = last = firsts + rows.num_tokens[rows.computes]
     num_tokens, limit = table.num_tokens[row_ids], table.capacity[row_ids]
-    is_early = rows.sample[rows.computes] & (end != num_tokens)
+    is_early = _ends_text(rows, table)[rows.computes] & (end != num_tokens)
+    is_part = np.zeros(len(row_ids), np.bool_)
+    if not table.tables:
+        is_part = (firsts > 0) | (end < num_tokens)
     if (lookahead := plan.lookahead).any():
         last = end + lookahead[rows.computes]
         is_idle = ~rows.sample | (plan.num_tokens == 0)
@@ -162,11 +183,12 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
             seq_id = plan.seq_ids[is_idle & (lookahead > 0)][0]
             problem = "has drafts, but does not compute and sample"
             raise InvalidPlan("lookahead", f"the row of sequence {seq_id} {problem}")
-    if not (is_early | (end > num_tokens) | (last > limit)).any():
+    if not (is_early | is_part | (end > num_tokens) | (last > limit)).any():
         return
     for field, is_wrong, problem in (
         ("num_tokens", end > num_tokens, "computes more tokens than the sequence has"),
-        ("output", is_early, "samples before its last token"),
+        ("output", is_early, "brings its output before its last token"),
+        ("num_tokens", is_part, "computes a part of a text that must be computed at once"),
         ("num_tokens", end > table.max_model_len, "goes beyond the model's length"),
         ("num_tokens", end > limit, "lacks blocks"),
         ("lookahead", last > limit, "lacks blocks for its drafts, or exceeds the model"),

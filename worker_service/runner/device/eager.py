@@ -7,6 +7,7 @@ import numpy as np
 from pagewire_kernels.batch import LayerCaches, SamplingRows, StepInputs
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Staging
+from worker_service.runner.batch.inputs import whole_texts
 from worker_service.runner.device.columns import StepColumns
 from worker_service.runner.device.reports import DevicePass
 from worker_service.runner.device.state import DeviceState
@@ -40,15 +41,18 @@ def compute_eagerly(
     slots = [next(sent) for _ in inputs.slot_mappings]
     reports = [next(sent) for _ in reported]
     state.rows.apply([*sent])
-    batch = state.sampler.prepare(
-        StepInputs(token_ids, positions, slots[0], token_rows, seq_rows, context_lens),
-        slots,
-        caches,
-        query_start,
-        inputs.max_context_len,
-        max_query_len=inputs.max_query_len,
-        num_decodes=inputs.num_decodes,
-    )
+    if inputs.token_types is not None:
+        batch = whole_texts(inputs, token_ids.device)
+    else:
+        batch = state.sampler.prepare(
+            StepInputs(token_ids, positions, slots[0], token_rows, seq_rows, context_lens),
+            slots,
+            caches,
+            query_start,
+            inputs.max_context_len,
+            max_query_len=inputs.max_query_len,
+            num_decodes=inputs.num_decodes,
+        )
     hidden = model.forward(batch)
     return DevicePass(
         rows=SamplingRows(row_ids, outputs, mask_rows, state.sampler.no_masks),

@@ -18,6 +18,7 @@ from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
 from worker_service.plan import Candidates, TokenLogprobs
+from worker_service.runner.batch.pooling import PooledRows
 from worker_service.runner.batch.sampling import PromptSpan, prompt_spans
 from worker_service.runner.batch.step_outcome import StepOutcome
 from worker_service.runner.batch.step_rows import StepRows
@@ -131,10 +132,15 @@ class FetchedReports(NamedTuple):
     prompts: Sequence[Sequence[Sequence[Column]]] = ()
     """Of each span, of each of its pieces, those of `LogprobTensors`."""
 
+    vectors: Sequence[tuple[PooledRows, Column]] = ()
+    """What rows bring, with its values on the host."""
+
     def add_to(self, outcome: StepOutcome, rows: Int64Array, numbers: Int64Array) -> None:
         """Add the reports of rows that have not failed. rows: the plan's rows that sample; numbers:
         their tokens or negative outcomes."""
         reports = self.reports
+        for pooled, values in self.vectors:
+            outcome.add_vectors(pooled, values)
         if reports is None:
             return
         for span, pieces in zip(reports.spans, self.prompts, strict=True):
@@ -171,10 +177,11 @@ def sample(
     sampler: DeviceSampler,
     model: Model,
     buffers: StepBuffers,
+    pooled: Sequence[PooledRows] = (),
 ) -> tuple[Int64Array, FetchedReports]:
     """Queue sampling and reports, operation by operation, and their copy to the host. Returns the
     memory that will hold [n], a token or a negative outcome of each row that samples, then those of
-    the rows that only report on their prompts; and the reports."""
+    the rows that only report on their prompts; and the reports. pooled: what else is copied."""
     rows, (with_logprobs, with_candidates, _, reporting) = queued.rows, queued.reported
     # A row whose prompt has an invalid log probability has failed before it samples.
     prompts = [[*pieces] for pieces in _prompt_pieces(queued, reports.spans, sampler, model)]
@@ -199,12 +206,14 @@ def sample(
     if len(numbers):
         sampler.share(rows, numbers)
     of_prompts = (tensor for pieces in prompts for piece in pieces for tensor in piece)
-    fetched = iter(buffers.fetch([numbers, *logprobs, *candidates, *of_prompts]))
+    vectors = (part.values for part in pooled)
+    fetched = iter(buffers.fetch([numbers, *logprobs, *candidates, *of_prompts, *vectors]))
     return next(fetched), FetchedReports(
         reports,
         [*islice(fetched, len(logprobs))],
         [*islice(fetched, len(candidates))],
         [[[*islice(fetched, len(piece))] for piece in pieces] for pieces in prompts],
+        [*zip(pooled, fetched, strict=True)],
     )
 
 

@@ -37,6 +37,7 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
 from worker_service.runner.batch.inputs import lay_out
+from worker_service.runner.batch.pooling import Pooling
 from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.batch.step_rows import resolve_rows
 from worker_service.runner.device.buffers import StepBuffers
@@ -65,15 +66,18 @@ class DeviceSteps:
         state: DeviceState,
         make_event: Callable[[], DeviceEvent] = CudaEvent,
         check: Callable[[], None] | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """make_event: records an event on the current stream; check: raises GroupBroken if the
-        ranks that share the model were interrupted, None for one rank."""
+        ranks that share the model were interrupted, None for one rank; pooling: None generates
+        tokens."""
         self._model = model
         self._caches = cache.caches
         self._state = state
         self._buffers = BufferPool(cache.device_cache.device)
         self._make_event = make_event
         self._check = check
+        self._pooling = pooling
         self._last_finish = LastFinishTime()
         state.rows.forget()
 
@@ -114,15 +118,19 @@ class DeviceSteps:
         num_tokens, firsts = rows.num_tokens[computes], rows.firsts[computes]
         inputs = lay_out(rows.row_ids[computes], firsts, num_tokens, table)
         columns = StepColumns(inputs, sampling, states, reports, changes)
-        queued = state.graphs.run(columns, buffers.staging) if state.graphs else None
+        graphs = state.graphs if self._pooling is None else None  # they keep no hidden states
+        queued = graphs.run(columns, buffers.staging) if graphs else None
         if queued is None:
             queued = compute_eagerly(columns, self._model, self._caches, state, buffers.staging)
         computed = self._make_event()
         if len(constrained):
             queued = _constrain(queued, row_ids, constrained, sequences, state, buffers)
         fetched = FetchedReports()
+        pooled = []
+        if self._pooling is not None and queued.hidden is not None and state.sampler.samples:
+            pooled = self._pooling.pool(rows, queued.hidden, table)
         if queued.sample is None or queued.outcome is None or not reports.is_empty:
-            numbers, fetched = sample(queued, reports, state.sampler, self._model, buffers)
+            numbers, fetched = sample(queued, reports, state.sampler, self._model, buffers, pooled)
         else:
             if len(row_ids):
                 queued.sample()

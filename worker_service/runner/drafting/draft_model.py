@@ -39,7 +39,7 @@ class DraftModel(Drafter):
     def __init__(self, model: Model, caches: Sequence[LayerCaches]) -> None:
         """caches: keys and values of the layers of `model`, in the target's blocks."""
         self._max_model_len = model.max_model_len
-        self._forward = HostForward(model, caches)
+        self._forward = HostForward(model, caches, caches[0][0].device)
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sample drafts as if each had been output. Sequences that lack KV of more than
@@ -89,6 +89,7 @@ class DraftModel(Drafter):
             num_tokens=num_tokens.astype(np.int32),
             firsts=table.drafter_state[row_ids, 0],
             sample=samples,
+            brings_vector=np.zeros_like(samples),
             computes=np.ones(len(row_ids), np.bool_),
             are_decodes=bool((samples & (num_tokens == 1)).all()),
             forks=_NO_ROWS,

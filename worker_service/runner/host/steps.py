@@ -8,6 +8,7 @@ from worker_service.models.interface import Model
 from worker_service.plan import StepPlan, monotonic_us
 from worker_service.runner.batch.forward import HostForward
 from worker_service.runner.batch.micro_batches import micro_batches
+from worker_service.runner.batch.pooling import Pooling
 from worker_service.runner.batch.rank_outcomes import RankOutcomes
 from worker_service.runner.batch.step_outcome import StepOutcome
 from worker_service.runner.batch.step_rows import StepRows, resolve_rows
@@ -26,12 +27,16 @@ class HostSteps:
         cache: CacheEngine,
         ranks: RankOutcomes,
         speculation: Speculation | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
-        """ranks: that share the model; speculation: None adds no drafts."""
+        """ranks: that share the model; speculation: None adds no drafts; pooling: None generates
+        tokens."""
         self._model = model
         self._ranks = ranks
         self._speculation = speculation
-        self._forward = HostForward(model, cache.caches, with_logits=ranks.layout.is_last_stage)
+        self._pooling = pooling
+        device, with_logits = cache.device_cache.device, ranks.layout.is_last_stage
+        self._forward = HostForward(model, cache.caches, device, with_logits=with_logits)
 
     def compute(self, plan: StepPlan, row_ids: Int64Array, sequences: SequenceState) -> StepOutcome:
         """Compute and sample a plan's rows, in micro-batches if stages share the model. row_ids:
@@ -66,6 +71,9 @@ class HostSteps:
             if forward.logits is not None and layout.samples:
                 masked = masks.result() if masks is not None else None
                 sample_rows(outcome, rows, forward, masked, table, speculation)
+            if self._pooling is not None and layout.samples:
+                for pooled in self._pooling.pool(rows, forward.hidden, table):
+                    outcome.add_vectors(pooled, pooled.values.cpu().numpy())
             if speculation is not None:
                 speculation.observe(rows, forward, table)
         if layout.world_size > 1:

@@ -18,7 +18,9 @@ from worker_service.array_types import Int32Array, Int64Array
 from worker_service.cache_groups import CacheGroup
 from worker_service.errors import InvalidPlan
 from worker_service.plan import BlockTable, ContextKind, NewSequence, RowErrorReason, StepPlan
+from worker_service.pooling_facts import PoolingFacts
 from worker_service.runner.state.block_tables import BlockTables, grown
+from worker_service.runner.state.texts import Text, check_work
 from worker_service.sampling.logit_edits import EditedRow
 from worker_service.sampling.sampling_table import SamplingTable
 
@@ -84,7 +86,9 @@ class SequenceTable:
         groups: Sequence[CacheGroup],
         num_gpu_blocks: int,
         num_parts: int = 1,
+        pooling: PoolingFacts | None = None,
     ) -> None:
+        """pooling: of a model that makes vectors; None: its sequences generate tokens."""
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_gpu_blocks = num_gpu_blocks
@@ -109,6 +113,9 @@ class SequenceTable:
         """Drafts for a sequence's next row, by row, where several ranks share the model."""
         self.failures: dict[int, RowErrorReason] = {}
         """Why no token could be sampled, by row: such a sequence computes nothing more."""
+        self.texts: dict[int, Text] = {}
+        """By row, the sequences that are pooled."""
+        self._pooling = pooling
         self.sampling = SamplingTable(_INITIAL_ROWS)
         self._row_id_of: dict[int, int] = {}
         self._free_rows: list[list[int]] = [[] for _ in range(num_parts)]
@@ -179,6 +186,7 @@ class SequenceTable:
             self.next_drafts.pop(row_id, None)
             self.drafter_state[row_id] = 0
             self.prompt_logprobs.pop(row_id, None)
+            self.texts.pop(row_id, None)
             self.sampling.remove(row_id)
             part = row_id % self.num_parts
             heappush(self._free_rows[part], row_id)
@@ -187,8 +195,7 @@ class SequenceTable:
 
     def add(self, new: NewSequence, field: str) -> int:
         """Add a sequence; a fork starts with its parent's tokens and progress. Returns its row."""
-        if new.pooling is not None:
-            raise InvalidPlan(f"{field}.pooling", "this worker pools no vectors")
+        check_work(new, self._pooling, field)
         parent, num_computed = None, new.num_computed_tokens
         if new.parent_seq_id is not None:
             parent = self._row_id_of.get(new.parent_seq_id)
@@ -210,6 +217,8 @@ class SequenceTable:
             )
         if parent is not None and parent in self.failures:
             self.failures[row_id] = self.failures[parent]
+        if new.pooling is not None:
+            self.texts[row_id] = Text(new.pooling)
         return row_id
 
     def _put_sampling(self, row_id: int, new: NewSequence) -> None:
@@ -238,7 +247,8 @@ class SequenceTable:
 
     def _update_capacities(self, row_ids: Int64Array) -> None:
         ends = [tables.ends[row_ids] * tables.block_tokens for tables in self.tables]
-        self.capacity[row_ids] = np.minimum(self.max_model_len, np.min(ends, axis=0))
+        limit = np.full(len(row_ids), self.max_model_len)
+        self.capacity[row_ids] = np.min([limit, *ends], axis=0)
 
     def _claim(self, blocks: Int32Array, group: int, field: str) -> None:
         """Record that these blocks are in tables of a group. Raises InvalidPlan if one is in a
@@ -399,7 +409,8 @@ class SequenceTable:
         for table in new.tables:
             ends[table.group] = table.first_index + len(table.block_ids)
         limits = zip(self.tables, ends, strict=True)
-        capacity = min(num_tokens, *(tables.block_tokens * end for tables, end in limits))
+        held = (tables.block_tokens * end for tables, end in limits)
+        capacity = min([num_tokens, *held]) if self.tables else 0
         if new.num_computed_tokens > capacity:
             expected = f"expected at most {capacity}, as many as tokens and blocks hold"
             got = new.num_computed_tokens
