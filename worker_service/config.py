@@ -152,6 +152,7 @@ CHECKPOINT_METHODS = {
     "gptq_marlin": "gptq",
 }
 """Methods of quantized checkpoints that the user may name, by vLLM's words for them."""
+RUNNERS = ("auto", "generate", "pooling")
 ATTENTION_BACKENDS = ("flash", "triton", "cpu", "reference")
 
 
@@ -174,12 +175,27 @@ class ModelConfig:
     load_format: str = "safetensors"
     """safetensors, or dummy for random weights."""
 
+    runner: str = "auto"
+    """What the model does: generate, or pooling for vectors, scores and labels; auto: pooling if
+    its files or its architecture say so."""
+
     quantization: str | None = None
     """Round the weights of linear layers to int8, int4 or fp8 while they are loaded; or the method
     of a quantized checkpoint, such as awq, which is only checked."""
 
     quantization_cache: str | None = None
     """Write rounded weights to this folder, once, and read them at later starts."""
+
+    pooler_config: str | None = None
+    """How the model pools, where its files do not say so: a JSON object with vLLM's keys, such as
+    {"pooling_type": "MEAN", "normalize": false}."""
+
+    classifier_tokens: str | None = None
+    """Tokens of a generator's vocabulary that are the labels of a classifier, such as
+    high,medium,low; of two, such as no,yes, the score is the probability of the second."""
+
+    pair_template: str | None = None
+    """Jinja template of the text for a query and a document, or a file with it."""
 
     max_model_len: int | None = None
     """Maximum number of tokens of prompt and output together."""
@@ -217,6 +233,11 @@ class ModelConfig:
         _expect(bool(self.model), "model", "a directory or a hub id", "an empty string")
         _expect_one_of(DTYPES, "dtype", self.dtype)
         _expect_one_of(LOAD_FORMATS, "load_format", self.load_format)
+        _expect_one_of(RUNNERS, "runner", self.runner)
+        for name in ("pooler_config", "classifier_tokens", "pair_template"):
+            got = getattr(self, name)
+            is_used = got is None or self.runner != "generate"
+            _expect(is_used, name, "none with the runner generate", got)
         if self.quantization is not None:
             _expect(
                 self.quantization in (*QUANTIZATIONS, *CHECKPOINT_METHODS),

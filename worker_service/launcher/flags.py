@@ -278,6 +278,8 @@ _VLLM_DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
 _VLLM_FORMATS = {"auto": "safetensors"}
 """vLLM's other names of load formats."""
+_VLLM_TASKS = dict.fromkeys(("embed", "embedding", "classify", "score", "reward"), "pooling")
+"""vLLM's other names of runners."""
 _BYTES = {"parser": parse_bytes, "metavar": "SIZE"}
 
 MODEL = ConfigFlags(
@@ -285,6 +287,14 @@ MODEL = ConfigFlags(
     settings={
         "dtype": {"parser": lambda name: _VLLM_DTYPES.get(name, name), "metavar": "DTYPE"},
         "load_format": {"parser": lambda name: _VLLM_FORMATS.get(name, name), "metavar": "FORMAT"},
+        "runner": {
+            "short": "--task",
+            "parser": lambda name: _VLLM_TASKS.get(name, name),
+            "metavar": "RUNNER",
+        },
+        "pooler_config": {"metavar": "JSON", "show_default": "as the model's files say"},
+        "classifier_tokens": {"metavar": "TOKENS", "show_default": "the model's own labels"},
+        "pair_template": {"metavar": "TEMPLATE", "show_default": "the tokenizer joins the texts"},
         "max_model_len": COUNT | {"show_default": "the model's own"},
         "quantization": {"short": "-q", "show_default": "as the checkpoint has them"},
         "quantization_cache": {"metavar": "DIR", "show_default": "rounded at every start"},

@@ -18,6 +18,8 @@
 | `tensors.py` | the tensors of a checkpoint, whatever they are stored as |
 | `weights.py` | reading weights, packing them while loading, scales of an fp8 KV cache |
 | `device.py` | device, dtype, threads, and returning freed host memory to the system |
+| `pooling.py` | whether and how a model pools, by its configuration, files and options |
+| `sentence_transformers.py` | the files of sentence-transformers |
 | `trial.py` | a trial run that checks results and batch invariance |
 """
 

@@ -62,7 +62,9 @@ class ModelBuilder:
     def build(self) -> Model:
         """The model with its weights. Raises a `WorkerError` that names the option, or the file and
         tensor at fault."""
-        hf_config = _with_own_head(self.hf_config, self.checkpoint)
+        hf_config = self.hf_config
+        if self.context.generates:
+            hf_config = _with_own_head(hf_config, self.checkpoint)
         model = build_native_model(hf_config, self.config.max_model_len, self.context, self.kernels)
         if model is None:
             return self._build_through_transformers()
@@ -78,7 +80,8 @@ class ModelBuilder:
 
     def _outline(self, hf_config: Mapping[str, Any]) -> NativeModel:
         """The model with the weights of all ranks, on the meta device."""
-        outline = ModelContext(dtype=self.context.dtype, device=torch.device("meta"))
+        dtype, generates = self.context.dtype, self.context.generates
+        outline = ModelContext(dtype=dtype, device=torch.device("meta"), generates=generates)
         model = build_native_model(hf_config, self.config.max_model_len, outline, self.kernels)
         assert model is not None, "a rank's shard of it was built"
         return model

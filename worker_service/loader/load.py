@@ -48,6 +48,7 @@ from worker_service.loader.model_files import (
     resolve_model,
     special_tokens,
 )
+from worker_service.loader.pooling import PoolerBuilder, pools
 from worker_service.loader.quantized_checkpoint import (
     Schemes,
     quantization_method,
@@ -55,11 +56,11 @@ from worker_service.loader.quantized_checkpoint import (
 )
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import Checkpoint, open_checkpoint, warn_of_unused
-from worker_service.models.interface import Model, ModelContext
+from worker_service.models.interface import Model, ModelContext, Pools
 from worker_service.models.kv_cache_spec import BLOCK_UNIT
 from worker_service.models.linear import can_pack, cpu_arithmetic
 from worker_service.models.native import NativeModel
-from worker_service.models.registry import limit_model_len, native_settings
+from worker_service.models.registry import limit_model_len, native_settings, with_generator
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,9 @@ class LoadedModel:
     its tokens are divided into prefill chunks and decodes."""
 
     kernels: Kernels
+
+    pooler: Pools | None = None
+    """What follows the pooling; None: the model generates tokens."""
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
     """Connects the ranks that have shards of the model."""
@@ -245,7 +249,7 @@ def _read_settings(
 ) -> tuple[ModelConfig, dict[str, Any], Schemes]:
     """The options for this checkpoint, the content of `config.json`, and how the checkpoint is
     quantized."""
-    hf_config = read_config(model_dir)
+    hf_config = with_generator(read_config(model_dir))
     config = _without_stored_method(config, model_dir, hf_config)
     return config, hf_config, read_schemes(model_dir / "config.json", hf_config)
 
@@ -300,6 +304,7 @@ def load_model(
         _choose_cores(config)
     kernels = choose_kernels(config, cache, hf_config, dtype, device)
     context = _context(config, cache, model_dir, schemes, dtype, device, kernels)
+    context = replace(context, generates=not pools(config, hf_config, model_dir))
     checkpoint = Checkpoint((), {})
     if has_weights:  # report damaged files before anything is built
         checkpoint = open_checkpoint(model_dir, schemes)
@@ -307,6 +312,10 @@ def load_model(
     builder = ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
     with freed_memory_returns():
         model = builder.build()
+    pooler = None
+    if not context.generates:
+        pooler = PoolerBuilder(config, hf_config, model_dir, checkpoint, context).build(model)
+    facts = None if pooler is None else pooler.pooling
     warn_of_rounding(config.dtype, dtype, device, model.num_parameters)
     if device.type == "cpu":
         num_parameters = model.num_parameters // config.layout.world_size
@@ -327,7 +336,8 @@ def load_model(
         hf_config=hf_config,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
-        fingerprint=fingerprint(model_dir, config.load_format, config.quantization),
+        fingerprint=fingerprint(model_dir, config.load_format, config.quantization, facts),
+        pooler=pooler,
         weights=checkpoint.stored_as,
         communicator=context.communicator,
         kernels=kernels,
@@ -353,6 +363,8 @@ def describe_cache(loaded: LoadedModel) -> str:
     """The cache groups, each with its attention backend, and the share of blocks that is unused:
     `growing of 80 tokens (triton), window 512 of 16 tokens (flash), 1.2% unused`."""
     spec, size = loaded.model.kv_cache_spec, loaded.block_size
+    if not spec.layers:
+        return "none"
     parts = [
         f"{group.lifetime.value}{f' {group.span}' if group.span else ''} of {group.block_tokens}"
         f" tokens ({loaded.kernels.attention_of(group.span or None).name})"

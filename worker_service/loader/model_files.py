@@ -19,6 +19,7 @@ from worker_service.errors import BadCheckpoint, ModelNotFound
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.gguf_file import is_gguf, open_gguf
 from worker_service.loader.gguf_model import gguf_config
+from worker_service.pooling_facts import PoolingFacts
 
 logger = logging.getLogger(__name__)
 
@@ -204,15 +205,27 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises BadCheckpoint if there is none."""
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise BadCheckpoint(f"{path} holds no JSON object")
+    return content
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a JSON file. Raises BadCheckpoint if it is no list of objects."""
+    content = _read_json(path)
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise BadCheckpoint(f"{path} holds no list of JSON objects")
+    return content
+
+
+def _read_json(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BadCheckpoint(f"{path} holds no JSON object")
-    return content
 
 
 def special_tokens(
@@ -263,14 +276,33 @@ def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
         return
     for name in ASSET_NAMES:
         file = model_dir / name
-        if file.is_file():
-            yield name, file.read_bytes()
-        elif name == "tokenizer.json":
-            converted = _converted_tokenizer(model_dir)
-            if converted is not None:
-                yield name, converted
+        content = file.read_bytes() if file.is_file() else None
+        if name == "tokenizer.json":
+            content = _converted_tokenizer(model_dir) if content is None else content
+            if content is not None and transformer_settings(model_dir).get("do_lower_case"):
+                content = _in_lower_case(content)
+        if content is not None:
+            yield name, content
     for file in sorted(model_dir.glob(_MORE_TEMPLATES)):
         yield file.name, file.read_bytes()
+
+
+_TRANSFORMER_SETTINGS = "sentence_*_config.json"
+
+
+def transformer_settings(model_dir: Path) -> Mapping[str, Any]:
+    """The content of sentence-transformers' `sentence_bert_config.json`, or of its equivalent for
+    another family; empty without one."""
+    files = sorted(model_dir.glob(_TRANSFORMER_SETTINGS))
+    return read_json(files[0]) if files else {}
+
+
+def _in_lower_case(tokenizer: bytes) -> bytes:
+    """A `tokenizer.json` that changes texts to lower case first."""
+    content = json.loads(tokenizer)
+    normalizers = [{"type": "Lowercase"}, content.get("normalizer")]
+    content["normalizer"] = {"type": "Sequence", "normalizers": [*filter(None, normalizers)]}
+    return json.dumps(content).encode()
 
 
 def _converted_tokenizer(model_dir: Path) -> bytes | None:
@@ -293,15 +325,22 @@ def _converted_tokenizer(model_dir: Path) -> bytes | None:
         return made.read_bytes() if made.is_file() else None
 
 
+_DENSE_LAYERS = "*_Dense/*.safetensors"
+"""Those of sentence-transformers."""
+
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself."""
 
 
 def fingerprint(
-    model_dir: Path, load_format: str = "safetensors", quantization: str | None = None
+    model_dir: Path,
+    load_format: str = "safetensors",
+    quantization: str | None = None,
+    pooling: PoolingFacts | None = None,
 ) -> str:
-    """Hash configuration, tokenizer, headers of weight files, load format and quantization.
+    """Hash configuration, tokenizer, headers of weight files, load format, quantization, and how
+    the model pools, if it does.
 
     The weights themselves are not read: two fine-tuned models with the same shapes and otherwise
     identical files have the same fingerprint unless the metadata in their headers or the sizes of
@@ -310,6 +349,8 @@ def fingerprint(
     digest = hashlib.sha256(load_format.encode())
     if quantization is not None:
         _add(digest, quantization.encode())
+    if pooling is not None:
+        _add(digest, repr(pooling).encode())
     for name, content in iter_assets(model_dir):
         _add(digest, name.encode())
         _add(digest, content)
@@ -328,7 +369,7 @@ def _weight_files(model_dir: Path) -> Iterator[tuple[str, Path, int]]:
         gguf = open_gguf(model_dir)
         for file, num_bytes in zip(gguf.files, gguf.header_bytes, strict=True):
             yield "", file, num_bytes
-    for file in sorted(model_dir.glob("*.safetensors")):
+    for file in sorted([*model_dir.glob("*.safetensors"), *model_dir.glob(_DENSE_LAYERS)]):
         with file.open("rb") as stream:
             start = stream.read(_LENGTH.size)
         if len(start) < _LENGTH.size:

@@ -60,9 +60,6 @@ class Pools(Protocol):
     """What it makes according to its own configuration. The loader adds what the files of
     sentence-transformers and options say."""
 
-    uses_token_types: bool
-    """Whether `StepBatch.token_types` must be there."""
-
     def pool(self, pooled: torch.Tensor, head: PoolingHead) -> torch.Tensor:
         """Compute what follows the pooling: with UNSPECIFIED a vector, with CLASSIFIER the logits
         of `pooling.labels`, of which there are some.

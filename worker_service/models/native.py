@@ -168,7 +168,6 @@ class NativeModel(LoadableModule):
     """How the model makes vectors where no file says it."""
 
     pooling: PoolingFacts
-    uses_token_types = False
 
     def __init__(
         self, settings: ModelSettings, max_model_len: int, context: ModelContext, kernels: Kernels
@@ -207,13 +206,17 @@ class NativeModel(LoadableModule):
         self._kernels = kernels
         self._run: ForwardFn | None = None
         if layout.world_size == 1:
-            self._run = kernels.prepare(self.embed, self.run_layers, self._apply_head)
+            self._run = self._prepare()
         self._captured_layers: tuple[int, ...] = ()
         self._captured: dict[int, list[Tensor]] = {}
         """By layer of this stage, the summands of its input, which `run_layers` captured; buffers
         of the program if it is recorded."""
         self.packs_with_triton = context.packs_with_triton
         self._received_like = context.empty(s.hidden_size)
+
+    def _prepare(self) -> ForwardFn:
+        head = None if self.head is None else self._apply_head
+        return self._kernels.prepare(self.embed, self.run_layers, head)
 
     def named_layers(self) -> Iterator[tuple[str, DecoderLayer]]:
         """(canonical name, layer) of this rank's layers."""
@@ -258,7 +261,7 @@ class NativeModel(LoadableModule):
         num_earlier = sum(layer < self._layer_range.start for layer in set(layers))
         self._received_like = self._received_like.new_empty((1 + num_earlier) * self.hidden_size)
         if layout.world_size == 1:
-            self._run = self._kernels.prepare(self.embed, self.run_layers, self._apply_head)
+            self._run = self._prepare()
 
     @abstractmethod
     def embed(self, batch: StepBatch) -> Tensor:

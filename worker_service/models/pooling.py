@@ -39,13 +39,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Those of dense layers, by the class name in torch."""
 
 
-def facts_of(config: Mapping[str, Any], hidden_size: int, default: PoolingFacts) -> PoolingFacts:
+def facts_of(
+    architecture: str, config: Mapping[str, Any], hidden_size: int, default: PoolingFacts
+) -> PoolingFacts:
     """What a model pools according to its `config.json`.
 
-    config: its content; default: how it makes vectors. A model for classification has labels and
-    makes no vectors.
+    architecture: the class name in it; config: its content; default: how it makes vectors. A model
+    for classification has labels and makes no vectors.
     """
-    architecture = config["architectures"][0]
     if architecture.endswith("ForTokenClassification"):
         return classifier_facts(config, PoolingType.ALL)
     if architecture.endswith("ForSequenceClassification"):
@@ -132,21 +133,30 @@ class Dense(nn.Module):
 
 
 class Pooler:
-    """A model's own head, and dense layers that precede it; a `Pools` of any model."""
+    """A model's own head, and what files next to it add; a `Pools` of any model."""
 
-    uses_token_types: bool
-
-    def __init__(self, model: Pools, pooling: PoolingFacts, layers: Sequence[Dense] = ()) -> None:
-        """pooling: what the configuration and all files say together; layers: in order."""
+    def __init__(
+        self,
+        model: Pools,
+        pooling: PoolingFacts,
+        layers: Sequence[Dense] = (),
+        classifier: Dense | None = None,
+    ) -> None:
+        """pooling: what the configuration and all files say together; layers: of a vector, in
+        order; classifier: instead of the model's own."""
         self.pooling = pooling
-        self.uses_token_types = model.uses_token_types
         self._model = model
         self._layers = layers
+        self._classifier = classifier
 
     @torch.inference_mode()
     def pool(self, pooled: Tensor, head: PoolingHead) -> Tensor:
         """As `Pools.pool`."""
-        if head is PoolingHead.UNSPECIFIED:
-            for layer in self._layers:
-                pooled = layer(pooled)
-        return self._model.pool(pooled, head)
+        if head is PoolingHead.CLASSIFIER and self._classifier is not None:
+            return self._classifier(pooled)
+        pooled = self._model.pool(pooled, head)
+        if head is PoolingHead.CLASSIFIER:
+            return pooled
+        for layer in self._layers:
+            pooled = layer(pooled)
+        return pooled[:, : self.pooling.vector_size]

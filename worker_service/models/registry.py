@@ -1,6 +1,7 @@
 """Native models by the name of their architecture."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pagewire_kernels.select import Kernels
@@ -11,6 +12,7 @@ from worker_service.models.layers import ACTIVATIONS
 from worker_service.models.llama import LlamaModel, llama_settings
 from worker_service.models.native import ModelSettings, NativeModel
 from worker_service.models.pooling import facts_of
+from worker_service.pooling_facts import PoolingFacts
 
 ReadSettings = Callable[[Mapping[str, Any]], ModelSettings | None]
 """Reads settings from the content of `config.json`; None for an unsupported variant."""
@@ -24,6 +26,39 @@ NATIVE_MODELS: dict[str, tuple[ReadSettings, type[NativeModel]]] = {
     "GPT2LMHeadModel": (gpt2_settings, GPT2Model),
 }
 """Native models by the class name in `config.json`."""
+
+
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of architectures that generate."""
+
+_POOLERS = ("ForSequenceClassification", "ForTokenClassification", "Model")
+"""Ends of the names of architectures of the same layers that do not."""
+
+STORED_NAME = "stored_architecture"
+"""The key of the class name in `config.json`, where that of the generator replaced it."""
+
+
+def stored_name(config: Mapping[str, Any]) -> str:
+    """The class name in `config.json`."""
+    return str(config.get(STORED_NAME) or config["architectures"][0])
+
+
+def generates(config: Mapping[str, Any]) -> bool:
+    """Whether a model with this configuration generates tokens."""
+    is_remote = "AutoModelForCausalLM" in (config.get("auto_map") or ())
+    return is_remote or stored_name(config).endswith(_GENERATORS)
+
+
+def with_generator(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the name of the native generator that has the same layers, if it names
+    a decoder without an LM head; other configurations are returned unchanged."""
+    name = stored_name(config)
+    for end in _POOLERS if name not in NATIVE_MODELS else ():
+        for generator in _GENERATORS[:2]:
+            native = name.removesuffix(end) + generator
+            if name.endswith(end) and native in NATIVE_MODELS:
+                return {**config, "architectures": [native], STORED_NAME: name}
+    return config
 
 
 def native_settings(config: Mapping[str, Any]) -> ModelSettings | None:
@@ -45,7 +80,14 @@ def native_settings(config: Mapping[str, Any]) -> ModelSettings | None:
         )
     if settings is None or settings.activation not in ACTIVATIONS:
         return None
-    return settings
+    return replace(settings, num_labels=len(pooling_facts(config, PoolingFacts()).labels))
+
+
+def pooling_facts(
+    config: Mapping[str, Any], default: PoolingFacts, hidden_size: int = 0
+) -> PoolingFacts:
+    """What a model pools according to its `config.json`; see `facts_of`."""
+    return facts_of(stored_name(config), config, hidden_size, default)
 
 
 _OTHER_SETTINGS = (
@@ -94,7 +136,8 @@ def build_native_model(
     _, model = NATIVE_MODELS[config["architectures"][0]]
     length = limit_model_len(max_model_len, settings.max_model_len)
     built = model(settings, length, context, kernels)
-    built.pooling = facts_of(config, settings.hidden_size, model.default_pooling)
+    built.architecture = stored_name(config)
+    built.pooling = pooling_facts(config, model.default_pooling, settings.hidden_size)
     return built
 
 

@@ -59,13 +59,13 @@ def test_serve_answers_each_of_vllms_flags_with_its_row() -> None:
 def test_all_unknown_options_are_explained_in_one_message() -> None:
     said = refused(
         *("serve", "model", "--enforce-eager", "--enable_lora", "--lora-modules", "a=b"),
-        *("--task=generate", "-ep", "-O3", "--max-model-lem", "9", "--whatever"),
+        *("--logits-processors=x", "-ep", "-O3", "--max-model-lem", "9", "--whatever"),
         "--enforce-eagr",
         *("--speculative-config.method", "ngram", "--no-enable-expert-parallel"),
     )
     assert said.startswith("error: --enforce-eager is --no-cuda-graphs here\n")
     assert "--enable-lora has no counterpart here: adapters are not applied: merge them" in said
-    assert "--task has no counterpart here: generation only" in said
+    assert "--logits-processors has no counterpart here: the server runs no plugins" in said
     assert "-ep has no counterpart here: a model with experts runs on one rank" in said
     assert "-O is --compile here" in said
     assert "--max-model-lem: no such option; did you mean --max-model-len?" in said

@@ -13,7 +13,7 @@ from worker_service.plan import PoolingType
 from worker_service.pooling_facts import LabelActivation, PoolingFacts
 
 CONTEXT = ModelContext(dtype=torch.bfloat16, device=torch.device("cpu"))
-CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
+CLASSIFIER = "LlamaForSequenceClassification"
 SIGMOID, SOFTMAX = LabelActivation.SIGMOID, LabelActivation.SOFTMAX
 
 
@@ -47,7 +47,7 @@ SIGMOID, SOFTMAX = LabelActivation.SIGMOID, LabelActivation.SOFTMAX
 def test_labels_and_their_activation_are_those_of_the_configuration(
     config: Mapping[str, Any], labels: tuple[str, ...], activation: LabelActivation
 ) -> None:
-    facts = facts_of({**CLASSIFIER, **config}, 8, PoolingFacts())
+    facts = facts_of(CLASSIFIER, config, 8, PoolingFacts())
     assert (facts.labels, facts.label_activation) == (labels, activation)
     assert facts.scores_pairs == (len(labels) == 1)
     assert (facts.vector_size, facts.types) == (0, (PoolingType.LAST,))
@@ -56,11 +56,11 @@ def test_labels_and_their_activation_are_those_of_the_configuration(
 def test_an_activation_that_is_not_one_of_labels_is_refused_by_name() -> None:
     stored = {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Mish"}}
     with pytest.raises(UnsupportedModel, match=r"activation_fn: expected one of .* got .*Mish"):
-        facts_of({**CLASSIFIER, **stored}, 8, PoolingFacts())
+        facts_of(CLASSIFIER, stored, 8, PoolingFacts())
 
 
 def test_a_model_for_token_classification_has_labels_for_each_token() -> None:
-    facts = facts_of({"architectures": ["BertForTokenClassification"]}, 8, PoolingFacts())
+    facts = facts_of("BertForTokenClassification", {}, 8, PoolingFacts())
     assert (facts.classifier_type, facts.types) == (PoolingType.ALL, (PoolingType.ALL,))
 
 

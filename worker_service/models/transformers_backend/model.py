@@ -19,7 +19,10 @@ from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
 from worker_service.models.linear import PackedWeight, can_pack, pack
+from worker_service.models.pooling import facts_of
 from worker_service.models.transformers_backend.packed import Tables
+from worker_service.plan import PoolingHead
+from worker_service.pooling_facts import PoolingFacts
 
 NAME = "pagewire"
 """The name under which the attention function is registered."""
@@ -294,6 +297,8 @@ class TransformersModel:
         self.max_model_len = max_model_len
         self.vocab_size = int(causal_lm.config.get_text_config().vocab_size)
         self.num_parameters = num_parameters
+        size, default = causal_lm.config.get_text_config().hidden_size, PoolingFacts(normalize=True)
+        self.pooling = facts_of(architecture, {}, size, default)
         attach(causal_lm, state)
         self._state = state
         self._decoder = getattr(causal_lm, _decoder_name(causal_lm))
@@ -319,6 +324,10 @@ class TransformersModel:
             output = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits
         return logits[0].float()
+
+    def pool(self, pooled: Tensor, head: PoolingHead) -> Tensor:
+        """See `interface.Pools`: these models have no labels."""
+        return pooled
 
     def _run(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         with self._ops:

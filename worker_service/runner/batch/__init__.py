@@ -6,6 +6,7 @@
 | `inputs.py` | the flattened inputs of the forward pass |
 | `forward.py` | the forward pass on the host |
 | `sampling.py` | what a step samples and reports |
+| `pooling.py` | vectors of a step's hidden states |
 | `step_outcome.py` | tokens, log probabilities and failures of a step by row |
 | `rank_outcomes.py` | the exchange of outcomes between ranks |
 | `micro_batches.py` | parts of a step, computed one after the other by the stages of a pipeline |

@@ -4,5 +4,6 @@
 | --- | --- |
 | `sequence_table.py` | tokens and progress of all sequences, as columns |
 | `block_tables.py` | their block tables in one cache group |
+| `texts.py` | those that are pooled |
 | `sequence_state.py` | the table, its pending tokens and constraints |
 """

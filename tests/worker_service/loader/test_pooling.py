@@ -1,0 +1,382 @@
+"""What the files beside a checkpoint, its configuration and options say of its pooling."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tests.support.checkpoints import checkpoint
+from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
+from tests.support.pooled_texts import PooledTexts
+from tests.support.transformers_oracle import oracle
+from worker_service.array_types import Float32Array
+from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from worker_service.loader import LoadedModel
+from worker_service.loader.model_files import iter_assets
+from worker_service.plan import PoolingHead, PoolingParams, PoolingType
+from worker_service.pooling_facts import LabelActivation, PoolingFacts, Similarity
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZE = 64
+TOKENS = [5, 250, 17, 90, 33, 120, 8, 61, 77]
+TOLERANCE = 2e-5
+
+MODULE = "sentence_transformers.models"
+TRANSFORMER = {"type": f"{MODULE}.Transformer", "path": ""}
+POOLING = {"type": f"{MODULE}.Pooling", "path": "1_Pooling"}
+DENSE = {"type": f"{MODULE}.Dense", "path": "2_Dense"}
+NORMALIZE = {"type": f"{MODULE}.Normalize", "path": "3_Normalize"}
+MEAN = {"word_embedding_dimension": SIZE, "pooling_mode_mean_tokens": True}
+LINEAR = {"in_features": SIZE, "out_features": 12, "bias": True}
+
+
+def write(path: Path, content: object) -> None:
+    """Write a JSON file, and its folder."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def sentence_model(
+    folder: Path,
+    *modules: dict[str, str],
+    pooling: dict[str, Any] = MEAN,
+    family: str = "qwen3",
+    **settings: Any,
+) -> Path:
+    """A decoder with `modules.json`. settings: of `config_sentence_transformers.json`."""
+    path = copy_checkpoint(family, folder)
+    write(path / "modules.json", [TRANSFORMER, *(modules or (POOLING,))])
+    write(path / "1_Pooling/config.json", pooling)
+    if settings:
+        write(path / "config_sentence_transformers.json", settings)
+    return path
+
+
+def add_dense(path: Path, name: str, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Write a dense layer with random weights, and return these."""
+    generator = torch.Generator().manual_seed(len(name))
+    shape = config["out_features"], config["in_features"]
+    tensors = {"linear.weight": torch.randn(shape, generator=generator)}
+    if config.get("bias", True):
+        tensors["linear.bias"] = torch.randn(shape[0], generator=generator)
+    write(path / name / "config.json", config)
+    save_file(tensors, path / name / "model.safetensors")
+    return tensors
+
+
+def facts_of(loaded: LoadedModel) -> PoolingFacts:
+    """What a model pools."""
+    assert loaded.pooler is not None
+    return loaded.pooler.pooling
+
+
+def pool(loaded: LoadedModel, kind: PoolingType, **params: Any) -> Float32Array:
+    """The vector of `TOKENS`."""
+    return PooledTexts(loaded).pool([TOKENS], PoolingParams(type=kind, **params))[0]
+
+
+def hidden_states(family: str) -> Tensor:
+    """Those of `TOKENS`, by `transformers`."""
+    with torch.inference_mode():
+        decoder = oracle(checkpoint(family)).model.model
+        hidden: Tensor = decoder(torch.tensor([TOKENS])).last_hidden_state[0]
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (MEAN, PoolingType.MEAN),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, PoolingType.CLS),
+        ({"pooling_mode_lasttoken": True, "include_prompt": False}, PoolingType.LAST),
+        ({"pooling_mode": "mean"}, PoolingType.MEAN),
+        ({**MEAN, "include_prompt": False}, PoolingType.MEAN),
+    ],
+)
+def test_the_mode_of_pooling_is_obeyed(
+    config: dict[str, Any], kind: PoolingType, tmp_path: Path
+) -> None:
+    facts = facts_of(load(sentence_model(tmp_path, pooling=config)))
+    assert (facts.default_type, facts.normalize, facts.vector_size) == (kind, False, SIZE)
+
+
+def test_dense_layers_follow_the_pooling_in_order(tmp_path: Path) -> None:
+    second = {"type": f"{MODULE}.Dense", "path": "3_Dense"}
+    path = sentence_model(tmp_path, POOLING, DENSE, second, NORMALIZE)
+    gelu = {"activation_function": "torch.nn.modules.activation.GELU"}
+    first = add_dense(path, "2_Dense", {**LINEAR, "in_features": SIZE, **gelu})
+    last = add_dense(path, "3_Dense", {"in_features": 12, "out_features": 5, "bias": False})
+    loaded = load(path)
+    facts = facts_of(loaded)
+    assert (facts.vector_size, facts.normalize) == (5, True)
+    rows = hidden_states("qwen3").mean(0) @ first["linear.weight"].T + first["linear.bias"]
+    expected = torch.tanh(torch.nn.functional.gelu(rows) @ last["linear.weight"].T)
+    found = pool(loaded, PoolingType.MEAN, normalize=True)
+    np.testing.assert_allclose(found, expected / expected.norm(), atol=TOLERANCE)
+
+
+def test_a_model_without_pooling_has_vectors_of_tokens_for_late_interaction(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dense = {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}
+    settings = {"query_prefix": "[Q] ", "document_prefix": "[D] ", "query_length": 32}
+    path = sentence_model(tmp_path, dense, similarity_fn_name="MaxSim", **settings)
+    identity = {"activation_function": "torch.nn.modules.linear.Identity", "bias": False}
+    weights = add_dense(path, "1_Dense", {**LINEAR, **identity})
+    with caplog.at_level(logging.WARNING):
+        loaded = load(path)
+    facts = facts_of(loaded)
+    assert (facts.default_type, facts.normalize) == (PoolingType.ALL, True)
+    assert facts.similarity is Similarity.MAX_SIM
+    assert facts.prompts == (("query", "[Q] "), ("document", "[D] "))
+    assert "query_length is not used: 32" in caplog.text
+    expected = hidden_states("qwen3") @ weights["linear.weight"].T
+    np.testing.assert_allclose(
+        pool(loaded, PoolingType.ALL), expected.flatten(), atol=10 * TOLERANCE
+    )
+
+
+def test_prompts_similarity_and_lengths_are_those_of_the_files(tmp_path: Path) -> None:
+    prompts = {"query": "Instruct: ", "document": ""}
+    path = sentence_model(
+        tmp_path, prompts=prompts, default_prompt_name="query", similarity_fn_name="dot"
+    )
+    write(path / "sentence_bert_config.json", {"max_seq_length": 40, "do_lower_case": False})
+    edit_config(path, matryoshka_dimensions=[32, 16], is_matryoshka=True)
+    facts = facts_of(load(path))
+    assert facts.prompts == (("query", "Instruct: "), ("document", ""))
+    assert (facts.default_prompt_name, facts.similarity) == ("query", Similarity.DOT)
+    assert (facts.max_text_tokens, facts.matryoshka_dimensions) == (40, (16, 32))
+    assert facts_of(load(path, max_model_len=40)).max_text_tokens == 0
+
+
+def test_texts_are_changed_to_lower_case_by_the_tokenizer(tmp_path: Path) -> None:
+    path = sentence_model(tmp_path)
+    write(path / "sentence_bert_config.json", {"do_lower_case": True})
+    tokenizer = Tokenizer.from_buffer(dict(iter_assets(path))["tokenizer.json"])
+    assert tokenizer.encode("A bC").ids == tokenizer.encode("a bc").ids
+
+
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        (
+            {"modules.json": [TRANSFORMER, {"type": f"{MODULE}.LSTM", "path": "1_LSTM"}]},
+            r"modules\.json: expected modules Transformer, .* got .*models\.LSTM",
+        ),
+        ({"modules.json": {}}, r"modules\.json holds no list of JSON objects"),
+        (
+            {"1_Pooling/config.json": {"pooling_mode_max_tokens": True}},
+            r"1_Pooling/config\.json: expected one mode of pooling of cls, mean, .* got max",
+        ),
+        (
+            {"1_Pooling/config.json": {**MEAN, "pooling_mode_cls_token": True}},
+            r"got mean and cls",
+        ),
+        ({"1_Pooling/config.json": {}}, r"got none"),
+        (
+            {
+                "1_Pooling/config.json": {**MEAN, "include_prompt": False},
+                "config_sentence_transformers.json": {"prompts": {"query": "Q: "}},
+            },
+            r"include_prompt: expected true, .* got false",
+        ),
+        (
+            {"config_sentence_transformers.json": {"similarity_fn_name": "hamming"}},
+            r"similarity_fn_name: expected one of cosine, .* got hamming",
+        ),
+        (
+            {"config_sentence_transformers.json": {"default_prompt_name": "query"}},
+            r"default_prompt_name: expected one of null, got query",
+        ),
+        (
+            {"modules.json": [TRANSFORMER, POOLING, DENSE], "2_Dense/config.json": LINEAR},
+            r"2_Dense/model\.safetensors is missing; pickled weights are refused",
+        ),
+        (
+            {
+                "modules.json": [TRANSFORMER, POOLING, DENSE],
+                "2_Dense/config.json": {**LINEAR, "in_features": 3},
+            },
+            r"2_Dense/config\.json: in_features: expected 64, got 3",
+        ),
+        (
+            {
+                "modules.json": [TRANSFORMER, POOLING, DENSE],
+                "2_Dense/config.json": {**LINEAR, "activation_function": "torch.nn.Softsign"},
+            },
+            r"activation_function: expected one of Identity, .* got torch\.nn\.Softsign",
+        ),
+    ],
+)
+def test_files_that_cannot_be_obeyed_are_refused_by_name(
+    files: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    path = sentence_model(tmp_path)
+    for name, content in files.items():
+        write(path / name, content)
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match=error):
+        load(path)
+
+
+def test_a_model_pools_by_itself_where_its_files_or_its_architecture_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load(sentence_model(tmp_path)).pooler is not None
+    assert "runner chosen runner=pooling reason=there is a modules.json" in caplog.text
+    assert load(sentence_model(tmp_path / "g"), runner="generate").pooler is None
+    assert load(checkpoint("qwen3")).pooler is None
+    pooled = load(checkpoint("qwen3"), runner="pooling")
+    assert facts_of(pooled).normalize
+    assert getattr(pooled.model, "head") is None  # noqa: B009 (of native models)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+def test_a_decoder_without_an_lm_head_pools(family: str, tmp_path: Path) -> None:
+    path = copy_checkpoint(family, tmp_path)
+    name = json.loads((path / "config.json").read_text())["architectures"][0]
+    base = name.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
+    edit_config(path, architectures=[base])
+    edit_tensors(path, _remove_head)
+    loaded = load(path)
+    assert loaded.model.architecture == base
+    expected = pool(load(checkpoint(family), runner="pooling"), PoolingType.LAST)
+    assert pool(loaded, PoolingType.LAST).tobytes() == expected.tobytes()
+    with pytest.raises(InvalidOption, match=f"runner: expected auto or pooling for {base}"):
+        load(path, runner="generate")
+
+
+def _remove_head(tensors: dict[str, Tensor]) -> None:
+    """As a base model is saved: no LM head, and no prefix."""
+    tensors.pop("lm_head.weight", None)
+    for name in list(tensors):
+        tensors[name.removeprefix("model.").removeprefix("transformer.")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(("family", "num_labels"), [("qwen3", 1), ("llama", 3)])
+def test_a_decoders_classifier_has_the_logits_of_transformers(
+    family: str, num_labels: int, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(
+        checkpoint(family), num_labels=num_labels, pad_token_id=0, dtype=torch.float32
+    )
+    torch.nn.init.normal_(model.score.weight)
+    path = copy_checkpoint(family, tmp_path)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path)
+    loaded = load(path)
+    facts = facts_of(loaded)
+    assert facts.labels == tuple(f"LABEL_{i}" for i in range(num_labels))
+    assert (facts.vector_size, facts.scores_pairs) == (0, num_labels == 1)
+    found = pool(loaded, PoolingType.LAST, head=PoolingHead.CLASSIFIER)
+    with torch.inference_mode():
+        expected = model.eval()(torch.tensor([TOKENS])).logits[0]
+    np.testing.assert_allclose(found, expected, atol=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama_tied"])
+def test_tokens_of_the_vocabulary_are_labels(family: str) -> None:
+    logits = oracle(checkpoint(family)).logits(TOKENS)[-1]
+    tokenizer = Tokenizer.from_file(str(checkpoint(family) / "tokenizer.json"))
+    ids = [tokenizer.token_to_id(letter) for letter in "abc"]
+    two = load(checkpoint(family), classifier_tokens="a,b")
+    facts = facts_of(two)
+    assert (facts.labels, facts.scores_pairs) == (("b",), True)
+    assert facts.label_activation is LabelActivation.SIGMOID
+    (logit,) = pool(two, PoolingType.LAST, head=PoolingHead.CLASSIFIER)
+    expected = torch.softmax(logits[ids[:2]], 0)[1]
+    assert 1 / (1 + np.exp(-logit)) == pytest.approx(float(expected), abs=TOLERANCE)
+    three = load(checkpoint(family), classifier_tokens="a, b, c")
+    assert facts_of(three).labels == ("a", "b", "c")
+    found = pool(three, PoolingType.LAST, head=PoolingHead.CLASSIFIER)
+    np.testing.assert_allclose(found, logits[ids], atol=10 * TOLERANCE)
+
+
+def test_qwen3_reranker_has_its_own_template(tmp_path: Path) -> None:
+    path = copy_checkpoint("qwen3", tmp_path)
+    edit_config(path, classifier_from_token=["no", "yes"])
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    added = [{"id": 290 + i, "content": text} for i, text in enumerate(("no", "yes"))]
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    tokenizer["added_tokens"] += [{**token, **dict.fromkeys(flags, False)} for token in added]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    facts = facts_of(load(path, runner="pooling"))
+    assert facts.labels == ("yes",)
+    assert "<Query>: {{ query }}\n<Document>: {{ document }}" in facts.pair_template
+    (tmp_path / "pair.jinja").write_text("{{ query }}|{{ document }}")
+    for given in ("{{ query }}|{{ document }}", str(tmp_path / "pair.jinja")):
+        found = facts_of(load(path, runner="pooling", pair_template=given))
+        assert found.pair_template == "{{ query }}|{{ document }}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"pooling_type": "MEAN"}, {"default_type": PoolingType.MEAN}),
+        ({"seq_pooling_type": "CLS", "normalize": False}, {"normalize": False}),
+        ({"use_activation": False, "tok_pooling_type": "ALL"}, {"normalize": False}),
+        ({"dimensions": 16}, {"vector_size": 16}),
+        ({"pooling_type": None}, {"default_type": PoolingType.LAST}),
+    ],
+)
+def test_the_pooler_config_changes_what_files_say(
+    settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    loaded = load(checkpoint("qwen3"), pooler_config=json.dumps(settings))
+    assert {name: getattr(facts_of(loaded), name) for name in expected} == expected
+    assert len(pool(loaded, PoolingType.LAST)) == settings.get("dimensions", SIZE)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"pooler_config": "MEAN"}, r"pooler_config: expected a JSON object"),
+        ({"pooler_config": "[]"}, r"pooler_config: expected a JSON object, got \[\]"),
+        (
+            {"pooler_config": '{"pooling_type": "STEP"}'},
+            r"pooling_type: expected LAST or .* 'STEP'",
+        ),
+        ({"pooler_config": '{"normalize": 1}'}, r"normalize: expected true or false, got 1"),
+        ({"pooler_config": '{"dimensions": 65}'}, r"dimensions: expected 1 to 64, got 65"),
+        ({"pooler_config": '{"max_embed_len": 9}'}, r"max_embed_len: expected pooling_type, .* 9"),
+        ({"classifier_tokens": "a"}, r"classifier_tokens: expected two or more tokens"),
+        ({"classifier_tokens": "a,quite"}, r"'quite' is no token of the vocabulary"),
+        ({"pair_template": "no/file", "runner": "pooling"}, r"pair_template: .* got 'no/file'"),
+    ],
+)
+def test_options_that_cannot_be_obeyed_are_refused_by_name(
+    options: dict[str, str], error: str
+) -> None:
+    with pytest.raises(InvalidOption, match=error):
+        load(checkpoint("qwen3"), **options)
+
+
+def test_options_of_pooling_are_refused_for_a_generator() -> None:
+    with pytest.raises(
+        InvalidOption, match="pooler_config: expected none with the runner generate"
+    ):
+        load(checkpoint("qwen3"), runner="generate", pooler_config="{}")
+
+
+def test_a_model_that_runs_through_transformers_pools() -> None:
+    loaded = load(checkpoint("gemma2"), runner="pooling")
+    expected = hidden_states("gemma2").mean(0)
+    np.testing.assert_allclose(pool(loaded, PoolingType.MEAN), expected, atol=TOLERANCE)
+
+
+def test_how_a_model_pools_is_part_of_its_fingerprint(tmp_path: Path) -> None:
+    path = sentence_model(tmp_path, POOLING, DENSE)
+    add_dense(path, "2_Dense", LINEAR)
+    others = [load(path), load(path, pooler_config='{"normalize": true}')]
+    assert others[0].fingerprint != others[1].fingerprint

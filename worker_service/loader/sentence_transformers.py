@@ -1,0 +1,165 @@
+"""The files of sentence-transformers: `modules.json`, and what the modules that it lists store.
+
+Modules are a transformer, then usually a pooling, dense layers and a normalization. What a module
+computes that is not known here is an error that names it, since vectors would be others.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader.model_files import read_json, read_json_list, transformer_settings
+from worker_service.models.pooling import ACTIVATIONS, class_name
+from worker_service.plan import PoolingType
+from worker_service.pooling_facts import PoolingFacts, Similarity
+
+logger = logging.getLogger(__name__)
+
+MODULES = "modules.json"
+_SETTINGS = "config_sentence_transformers.json"
+
+_MODES = {"cls": PoolingType.CLS, "mean": PoolingType.MEAN, "lasttoken": PoolingType.LAST}
+"""By the name of a mode of pooling."""
+_MODE_PREFIX = "pooling_mode_"
+
+_SIMILARITIES = {kind.name.lower().replace("_", ""): kind for kind in Similarity}
+
+_PROMPT_KEYS = {"query_prefix": "query", "document_prefix": "document"}
+"""PyLate's prefixes, by the names of prompts."""
+_PYLATE_KEYS = {
+    *("query_length", "document_length", "do_query_expansion", "attend_to_expansion_tokens"),
+    "skiplist_words",
+}
+_OTHER_KEYS = {"__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseSettings:
+    """A dense layer: its folder and its shape."""
+
+    folder: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+    """One of `ACTIVATIONS`."""
+
+
+def read_modules(
+    model_dir: Path, facts: PoolingFacts
+) -> tuple[PoolingFacts, tuple[DenseSettings, ...]]:
+    """What the files of a model say beyond `facts`, those of its configuration; its dense layers.
+
+    Raises UnsupportedModel or BadCheckpoint, naming the file and the key.
+    """
+    file = model_dir / MODULES
+    if not file.is_file():
+        return facts, ()
+    # Without a pooling every token has a vector, as in PyLate's models, which normalize them.
+    facts = replace(facts, default_type=PoolingType.ALL, normalize=False)
+    layers: list[DenseSettings] = []
+    is_pooled = False
+    for module in read_json_list(file):
+        kind, folder = class_name(str(module.get("type"))), model_dir / str(module.get("path"))
+        facts = replace(facts, normalize=False) if kind == "Dense" else facts
+        if kind == "Pooling":
+            is_pooled = True
+            facts = replace(facts, default_type=_pooling_type(folder, model_dir))
+        elif kind == "Dense":
+            layers.append(_dense(folder, layers[-1].out_features if layers else facts.vector_size))
+        elif kind == "Normalize":
+            facts = replace(facts, normalize=True)
+        elif kind not in ("Transformer", "Dropout"):
+            raise UnsupportedModel(
+                f"{file}: expected modules Transformer, Pooling, Dense, Normalize and Dropout, got"
+                f" {module.get('type')}"
+            )
+    facts = replace(facts, vector_size=layers[-1].out_features if layers else facts.vector_size)
+    if not is_pooled:
+        facts = replace(facts, normalize=True, similarity=Similarity.MAX_SIM)
+    return _with_settings(facts, model_dir), tuple(layers)
+
+
+def _pooling_type(folder: Path, model_dir: Path) -> PoolingType:
+    file = folder / "config.json"
+    config = read_json(file)
+    found = config.get("pooling_mode")  # newer versions name it, older ones have a flag for each
+    modes = [found] if isinstance(found, str) else list(found or ())
+    for key, value in config.items():
+        if key.startswith(_MODE_PREFIX) and value:
+            mode = key.removeprefix(_MODE_PREFIX)
+            modes.append(mode.removesuffix("_token").removesuffix("_tokens"))
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise UnsupportedModel(
+            f"{file}: expected one mode of pooling of {', '.join(_MODES)}, got"
+            f" {' and '.join(modes) or 'none'}"
+        )
+    kind = _MODES[modes[0]]
+    if config.get("include_prompt", True) is False and kind is PoolingType.MEAN:
+        prompts = _settings(model_dir).get("prompts") or {}
+        if any(prompts.values()):
+            raise UnsupportedModel(
+                f"{file}: include_prompt: expected true, since the tokens of prompts are pooled"
+                " with those of texts, got false"
+            )
+    return kind
+
+
+def _dense(folder: Path, num_inputs: int) -> DenseSettings:
+    file = folder / "config.json"
+    config = read_json(file)
+    activation = class_name(config.get("activation_function") or "torch.nn.Tanh")
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"{file}: activation_function: expected one of {', '.join(ACTIVATIONS)}, got"
+            f" {config['activation_function']}"
+        )
+    if config.get("use_residual"):
+        raise UnsupportedModel(f"{file}: use_residual: expected false, got true")
+    if config.get("in_features") != num_inputs:
+        got = config.get("in_features")
+        raise BadCheckpoint(f"{file}: in_features: expected {num_inputs}, got {got}")
+    return DenseSettings(
+        folder=folder,
+        in_features=num_inputs,
+        out_features=int(config["out_features"]),
+        bias=bool(config.get("bias", True)),
+        activation=activation,
+    )
+
+
+def _settings(model_dir: Path) -> dict[str, Any]:
+    file = model_dir / _SETTINGS
+    return read_json(file) if file.is_file() else {}
+
+
+def _with_settings(facts: PoolingFacts, model_dir: Path) -> PoolingFacts:
+    """With prompts, similarity, and the length of texts."""
+    file, settings = model_dir / _SETTINGS, _settings(model_dir)
+    prompts = dict(settings.get("prompts") or {})
+    prompts |= {name: settings[key] for key, name in _PROMPT_KEYS.items() if settings.get(key)}
+    default = settings.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        known = ", ".join(prompts) or "null"
+        raise BadCheckpoint(f"{file}: default_prompt_name: expected one of {known}, got {default}")
+    similarity = settings.get("similarity_fn_name")
+    if similarity is not None:
+        kind = _SIMILARITIES.get(str(similarity).lower().replace("_", ""))
+        if kind is None:
+            raise UnsupportedModel(
+                f"{file}: similarity_fn_name: expected one of {', '.join(_SIMILARITIES)}, got"
+                f" {similarity}"
+            )
+        facts = replace(facts, similarity=kind)
+    for key in settings.keys() - _OTHER_KEYS - _PROMPT_KEYS.keys():
+        if settings[key] or key not in _PYLATE_KEYS:
+            logger.warning("%s: %s is not used: %s", file, key, settings[key])
+    length = transformer_settings(model_dir).get("max_seq_length")
+    return replace(
+        facts,
+        prompts=tuple((str(name), str(text)) for name, text in prompts.items()),
+        default_prompt_name=default,
+        max_text_tokens=int(length or 0),
+    )
