@@ -28,6 +28,15 @@ OPERATIONS = (
     ("/v1/responses", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
+    ("/v1/embeddings", "POST"),
+    ("/v2/embed", "POST"),
+    ("/pooling", "POST"),
+    ("/classify", "POST"),
+    ("/score", "POST"),
+    ("/v1/score", "POST"),
+    ("/rerank", "POST"),
+    ("/v1/rerank", "POST"),
+    ("/v2/rerank", "POST"),
 )
 NUM_EXAMPLES = 20
 NOT_JSON = ("/metrics",)

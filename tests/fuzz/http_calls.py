@@ -34,6 +34,17 @@ SEEDS: Mapping[str, Any] = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
         "response_format": {"type": "json_object"},
     },
+    "/v1/embeddings": {
+        "model": "simulated",
+        "input": ["Hi", "there"],
+        "truncate_prompt_tokens": -1,
+        "encoding_format": "base64",
+    },
+    "/pooling": {"model": "simulated", "input": [[5, 6], [7]], "task": "token_embed"},
+    "/classify": {"model": "simulated", "messages": [{"role": "user", "content": "Hi"}]},
+    "/score": {"model": "simulated", "text_1": "Hi", "text_2": ["there", {"text": "you"}]},
+    "/rerank": {"model": "simulated", "query": "Hi", "documents": ["a", "b"], "top_n": 1},
+    "/v2/embed": {"model": "simulated", "texts": ["Hi"], "embedding_types": ["int8", "float"]},
     "/tokenize": {"model": "simulated", "prompt": "Hi", "add_special_tokens": True},
     "/detokenize": {"model": "simulated", "tokens": [5, 6]},
 }

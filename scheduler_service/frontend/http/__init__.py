@@ -14,6 +14,7 @@
 | `errors` | errors in OpenAI's shape, in one table |
 | `openai/` | `/v1/…` |
 | `anthropic` | `/v1/messages` |
+| `pooling/` | vectors, scores, ranks and labels: `/v1/embeddings` and others |
 | `monitoring`, `tokenize` | health and metrics; `/tokenize` and its like, `/version` |
 | `unsupported` | what vLLM's server answers and this one does not, by path |
 | `dashboard/` | the deployment's state in a browser |

@@ -17,6 +17,7 @@ from scheduler_service.frontend.http.openai import (
     serving_completion,
     serving_responses,
 )
+from scheduler_service.frontend.http.pooling import endpoints
 from service_common.version import VERSION
 
 SCHEMAS: Sequence[type[Any]] = (
@@ -28,6 +29,7 @@ SCHEMAS: Sequence[type[Any]] = (
     tokenize.TokenizeText,
     tokenize.TokenizeChat,
     tokenize.DetokenizeBody,
+    *(endpoint.body for endpoint in endpoints.ENDPOINTS),
     protocol.ChatCompletionChunk,
 )
 """Bodies that FastAPI does not know, because it neither parses requests nor writes streams."""
@@ -89,6 +91,7 @@ ENDPOINTS = (
     serving_responses,
     anthropic,
     tokenize,
+    endpoints,
     unsupported,
 )
 """Modules with a router each."""

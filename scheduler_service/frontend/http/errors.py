@@ -93,8 +93,8 @@ RETRY_AFTER_S = 1
 """Sent with 429 and 503 if the error has no delay of its own."""
 
 _NO_FIELDS = (
-    *("body", "query", "path", "header"),
-    *("str", "int", "float", "bool", "NamedToolChoice", "NamedTool"),
+    *("body", "path", "header"),
+    *("str", "int", "float", "bool", "NamedToolChoice", "NamedTool", "TextObject"),
 )
 """Parts of pydantic's paths that name types that it tried, not fields."""
 

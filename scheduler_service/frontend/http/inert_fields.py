@@ -29,6 +29,8 @@ IGNORED = {
     "Block": ("is_error", "signature", "caller", "cache_control"),
     "CustomTool": ("cache_control",),
     "Thinking": ("budget_tokens",),
+    # Of /v1/embeddings and the like.
+    "PoolingFields": ("user",),
 }
 """Fields that are accepted with any value and have no effect, by the body or part that may have
 them, those derived from it included."""
@@ -53,11 +55,15 @@ _NEUTRAL_FIELDS: tuple[tuple[Any, ...], ...] = (
     ("", "guided_regex", "previous_response_id", "stop", "suffix"),
     ([], "allowed_token_ids", "functions", "guided_choice", "logits_processors"),
     ([], "logprob_token_ids"),
+    (0, "max_tokens_per_doc", "max_tokens_per_query"),
+    ("do_not_pad", "padding"),
     ({}, "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"),
     (-1, "max_completion_tokens", "seed"),
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: (value,) for value, *names in _NEUTRAL_FIELDS for name in names},
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
     "function_call": ("none", "auto"),
 }
 """Values that ask for nothing, by field: the field is absent, even if it is not supported."""
@@ -67,9 +73,17 @@ INSTEAD = dict.fromkeys(NEUTRAL, "leave it out") | {
     "chat_template": "the model's own template is used",
     "conversation": "send the whole conversation as input",
     "extra_body": "its entries are fields of the body itself",
+    "embed_dtype": "numbers are float32",
+    "endianness": "numbers are little-endian",
     "function_call": "use tool_choice",
     "functions": "use tools",
+    "images": "the models served here read text only",
+    "inputs": "use texts",
+    "max_chunks_per_doc": "use truncate_prompt_tokens, of query and document together",
+    "max_tokens_per_doc": "use truncate_prompt_tokens, of query and document together",
+    "max_tokens_per_query": "use truncate_prompt_tokens, of query and document together",
     "moderation": "leave it out",
+    "padding": "no input is padded",
     "prediction": "leave it out; the model drafts by itself",
     "previous_response_id": "send the whole conversation as input",
     "web_search_options": "leave it out",
@@ -80,6 +94,11 @@ _SYNONYMS = (
     ("max_tokens", "max_output_tokens", "max_completion_tokens", "max_new_tokens", "num_predict"),
     ("stop", "stop_sequences"),
     ("messages", "input", "prompt", "inputs"),
+    ("dimensions", "output_dimension"),
+    ("input_type", "prompt_name"),
+    ("text_1", "queries", "data_1"),
+    ("text_2", "documents", "items", "data_2"),
+    ("use_activation", "normalize", "activation", "softmax"),
 )
 SYNONYMS = {name: group for group in _SYNONYMS for name in group}
 """The names of a field in all bodies, by any of them."""
@@ -87,12 +106,12 @@ SYNONYMS = {name: group for group in _SYNONYMS for name in group}
 
 def without_inert(kind: Any, value: dict[str, Any]) -> dict[str, Any]:
     """The fields of a body or part of type `kind` that have an effect; null means absent."""
-    ignored = ignored_by(kind)
+    ignored, declared = ignored_by(kind), kind.model_fields
     return {
         name: item
         for name, item in value.items()
         if not (item is None or name in ignored or item in NEUTRAL.get(name, ()))
-        and not (name in FIXED and item == FIXED[name])
+        and not (name in FIXED and name not in declared and item == FIXED[name])
     }
 
 

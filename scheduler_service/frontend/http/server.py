@@ -175,15 +175,17 @@ class HttpServer:
     def _connection_factory(self, services: HttpServices) -> Callable[[], asyncio.Protocol]:
         from uvicorn.server import ServerState
 
-        from scheduler_service.frontend.http.anthropic import ERROR_SHAPES
+        from scheduler_service.frontend.http import anthropic
         from scheduler_service.frontend.http.app import make_app
         from scheduler_service.frontend.http.connection import Connection, connection_config
         from scheduler_service.frontend.http.middleware import ErrorAnswers
+        from scheduler_service.frontend.http.pooling import endpoints
 
+        shapes = anthropic.ERROR_SHAPES | endpoints.ERROR_SHAPES
         self._state = ServerState()
         return partial(
             Connection,
-            connection_config(ErrorAnswers(make_app(services), ERROR_SHAPES)),
+            connection_config(ErrorAnswers(make_app(services), shapes)),
             self._state,
             {},
             max_connections=self._max_connections,

@@ -11,10 +11,6 @@ from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.middleware import Caller
 
 _PATHS_BY_ADVICE = {
-    "only models that generate text are served; serve embeddings, classes and scores elsewhere": (
-        *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score"),
-        *("/rerank", "/v1/rerank", "/v2/rerank"),
-    ),
     "use /v1/completions with `echo`, `logprobs` and `max_tokens: 0`": ("/generative_scoring",),
     "models that take audio are not served": (
         *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"),

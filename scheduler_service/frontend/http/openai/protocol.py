@@ -28,7 +28,7 @@ MAX_MESSAGES = 8192
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
 
 
-def _check_uniform(value: Any) -> Any:
+def check_uniform(value: Any) -> Any:
     """The value, unless it is a list of several kinds of entries."""
     if isinstance(value, list) and len(set(map(type, value))) > 1:
         raise PydanticCustomError(
@@ -42,7 +42,7 @@ Prompt = Annotated[
     | TokenIds
     | Annotated[ListOf[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[ListOf[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
-    BeforeValidator(_check_uniform),
+    BeforeValidator(check_uniform),
 ]
 
 

@@ -117,7 +117,7 @@ def generation_endpoint(
             body: Annotated[Any, Depends(json_body(body_type))], http_request: Request
         ) -> Response:
             services, caller = await services_of(http_request), await caller_of(http_request)
-            call = Call(services, caller, _request_id(http_request, body))
+            call = Call(services, caller, request_id_of(http_request, body))
             generation = await convert(http_request, lambda: plan(body, call))
             return CompletionResponse(call, generation, stream=bool(body.stream))
 
@@ -134,7 +134,7 @@ def generation_endpoint(
     return register
 
 
-def _request_id(http_request: Request, body: Any) -> str:
+def request_id_of(http_request: Request, body: Any) -> str:
     """The caller's `X-Request-Id`, or the body's, or one drawn here. Raises InvalidArgument if the
     header is malformed."""
     given = http_request.headers.get("x-request-id")

@@ -41,7 +41,7 @@ def test_fields_without_a_counterpart_are_declared_by_no_body() -> None:
     supported = {"guided_choice", "guided_grammar", "guided_json", "guided_regex", "seed", "stop"}
     declared = {name for kind in bodies() for name in kind.model_fields}
     assert declared.intersection(INSTEAD) == supported | {"max_completion_tokens"}
-    assert declared.intersection(FIXED) == {"echo", "top_logprobs"}
+    assert declared.intersection(FIXED) == {"echo", "top_logprobs", "truncation_side"}
 
 
 @pytest.mark.parametrize("kind", BODIES)

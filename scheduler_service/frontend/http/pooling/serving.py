@@ -1,0 +1,153 @@
+"""A call's way from its body to its answer."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from inspect import getdoc
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from pagewire.v1 import model_pb2
+from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
+from scheduler_service.frontend.http.errors import ERROR_RESPONSES, error_response
+from scheduler_service.frontend.http.middleware import caller_of, services_of
+from scheduler_service.frontend.http.openai.serving import request_id_of
+from scheduler_service.frontend.http.pooling.bodies import PoolingList
+from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
+from scheduler_service.frontend.models.served_models import FrontendModel
+from scheduler_service.frontend.pooling.service import PoolingAnswer
+from scheduler_service.frontend.pooling.work import PoolingRequest
+
+PART_BYTES = 1 << 18
+"""Longer answers are sent in parts of about this size, which take a few milliseconds to write. In
+between the event loop serves other calls."""
+
+FIELDS = (
+    (r"^inputs(\[\d+\])(\.(text|token_ids(\.ids)?))?", r"input\1"),
+    (r"\b(options|embed|classify|score)\.", ""),
+    (r"^(normalize|apply_activation)$", "use_activation"),
+    (r"^prompt_name$", "input_type"),
+)
+"""Regular expressions for names of fields in errors, as gRPC has them, and their replacements. An
+endpoint may have others, which follow."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What differs between the endpoints."""
+
+    path: str
+    body: type[Any]
+    request: Callable[[Any, FrontendModel], PoolingRequest]
+    """From a body to what a gRPC client would send. Raises InvalidArgument, UnsupportedByModel."""
+    write: Callable[[Any, PoolingAnswer, str], Iterable[bytes]]
+    """From a body, the results and the call's id to the answer's JSON, in pieces."""
+    answer: type[Any] = PoolingList
+    """Describes the answer."""
+    fields: Sequence[tuple[str, str]] = ()
+    """See FIELDS."""
+
+    def add_to(self, router: APIRouter) -> None:
+        """Add its route."""
+
+        async def create(
+            body: Annotated[Any, Depends(json_body(self.body))], http_request: Request
+        ) -> Response:
+            return PoolingResponse(self, http_request, body)
+
+        router.post(
+            self.path,
+            summary=getdoc(self.body),
+            responses=ERROR_RESPONSES | {200: {"model": self.answer}},
+            response_model=None,
+            openapi_extra=describe_body(self.body),
+        )(create)
+
+
+class PoolingResponse(Response):
+    """Runs a call, and sends its answer, or the error of the first input that fails."""
+
+    def __init__(self, endpoint: Endpoint, http_request: Request, body: Any) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._http_request = http_request
+        self._request_id = request_id_of(http_request, body)
+        self._body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await unless_disconnected(receive, self._run())
+        except PagewireError as error:
+            response = error_response(in_client_terms(error, self._endpoint.fields))
+        response.headers["X-Request-Id"] = self._request_id
+        await response(scope, receive, send)
+
+    async def _run(self) -> Response:
+        http_request, endpoint, body = self._http_request, self._endpoint, self._body
+        services, caller = await services_of(http_request), await caller_of(http_request)
+        was_read = False
+
+        async def read() -> PoolingRequest | None:
+            """The only message, as soon as its model is served; None after it."""
+            nonlocal was_read
+            if was_read:
+                return None
+            was_read = True
+            work = model_pb2.WORK_KIND_POOLING
+            model = await services.models.resolve(body.model, caller, work)
+            return await convert(http_request, lambda: endpoint.request(body, model))
+
+        answer = await services.pooling.collect_all(read, caller, deadline=None, is_late=True)
+        if failed := next(filter(None, (result.error for result in answer.results)), None):
+            raise failed
+        pieces = endpoint.write(body, answer, self._request_id)
+        if sum(len(result.values) for result in answer.results) <= PART_BYTES:
+            return Response(b"".join(pieces), media_type="application/json")
+        return StreamingResponse(_in_parts(pieces), media_type="application/json")
+
+
+async def _in_parts(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    part = bytearray()
+    for piece in pieces:
+        part += piece
+        if len(part) >= PART_BYTES:
+            yield bytes(part)
+            part.clear()
+            await asyncio.sleep(0)
+    yield bytes(part)
+
+
+def in_client_terms(error: PagewireError, fields: Sequence[tuple[str, str]]) -> PagewireError:
+    """The error with the client's names of fields: of the invalid one, or in the message."""
+    text = error.field if isinstance(error, InvalidArgument) else error.message
+    for pattern, replacement in (*FIELDS, *fields):
+        text = re.sub(pattern, replacement, text)
+    if isinstance(error, InvalidArgument):
+        return InvalidArgument(text, error.expected)
+    error.message = text
+    return error
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of work, which is cancelled if the client disconnects. Raises RequestAborted."""
+    tasks = running, _ = asyncio.create_task(work), asyncio.create_task(_disconnection(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            raise RequestAborted("the client has disconnected")
+        return running.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
