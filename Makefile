@@ -101,12 +101,13 @@ build/lm-eval/.ready:
 
 build/http-clients/.ready:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet litellm==1.110.2 langchain-openai==1.7.4 openai-agents==0.24.0
+	$(@D)/bin/pip install --quiet litellm==1.110.2 langchain-openai==1.7.4 openai-agents==0.24.0 \
+	  cohere==5.21.1 llama-index-embeddings-openai-like==0.4.0
 	cd $(@D) && npm install --silent --no-audit --no-fund ai@6.0.326 @ai-sdk/openai-compatible@2.0.92
 	touch $@
 
 ## test-clients: run lm-eval, `vllm bench serve` (with VLLM_PYTHON=...), LiteLLM, LangChain, OpenAI's
-## agents, Vercel's ai, Java, curl, HAProxy and nginx against real services
+## agents, Cohere, LlamaIndex, Vercel's ai, Java, curl, HAProxy and nginx against real services
 test-clients: $(VENV)/.ready build/lm-eval/.ready build/http-clients/.ready
 	$(BIN)/python -m pytest -m long tests/end_to_end/test_third_party_clients.py \
 	  tests/end_to_end/test_http_clients.py

@@ -4,6 +4,7 @@
 curl, HAProxy and nginx are the system's.
 """
 
+import asyncio
 import json
 import re
 import shutil
@@ -18,6 +19,10 @@ import openai
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.fake_core import FakeCore
+from tests.support.http_frontends import http_served
+from tests.support.pooling import answering, pooling_model, vector_of
+from tests.support.tokenizers import tokens
 from tools.launch import ROOT
 
 pytestmark = pytest.mark.long
@@ -26,6 +31,7 @@ CLIENTS = Path(__file__).parent / "http_clients"
 PACKAGES = ROOT / "build/http-clients"
 QUESTION, ANSWER = "What is 27 + 45?", "27 + 45 = 72."
 WISH: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+TEXTS = ["one text", "two", "three"]
 INSTALL = "make test-clients"
 
 
@@ -61,6 +67,21 @@ def test_python_packages_get_the_answer_whole_and_streamed(cluster: Cluster, cli
     python = needs(str(PACKAGES / "bin/python"), INSTALL)
     answers = answers_of(python, str(CLIENTS / client), cluster.http_url(), QUESTION)
     assert set(answers) == {ANSWER}
+
+
+async def test_clients_of_embeddings_get_the_same_vectors_and_ranks() -> None:
+    python = needs(str(PACKAGES / "bin/python"), INSTALL)
+    core = FakeCore(models=[pooling_model(matryoshka_dimensions=[0])])
+    async with http_served(core) as served, answering(core):
+        url = str(served.client.base_url)
+        client = str(CLIENTS / "embedding_clients.py")
+        found = json.loads(await asyncio.to_thread(run, python, client, url, *TEXTS))
+    full = [vector_of([0, *tokens(text)]) for text in TEXTS]
+    assert found["full"] == dict.fromkeys(found["full"], full)
+    short = [vector[:2] for vector in full]
+    assert found["short"] == dict.fromkeys(found["short"], short)
+    assert found["int8"] == [[round(127 * x / max(vector)) for x in vector] for vector in full]
+    assert found["ranks"] == {client: [0, 1] for client in found["ranks"]}
 
 
 def test_the_ai_package_of_npm_gets_the_answer_whole_and_streamed(cluster: Cluster) -> None:
