@@ -17,9 +17,14 @@ from typing import Any, NamedTuple, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.interface import Abilities, AttentionOptions, CacheScales, are_scaled
+from pagewire_kernels.interface import (
+    Abilities,
+    AttentionOptions,
+    CacheScales,
+    PackedOptions,
+    are_scaled,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +77,30 @@ class Attend(NamedTuple):
         }
 
 
+class AttendTexts(NamedTuple):
+    """The arguments of `reference.packed_attention`, without a bias."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    metadata: AttentionMetadata
+    scale: float
+    window: int
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords that the packages' functions for ragged queries have in common."""
+        starts, longest = self.metadata.query_start, self.metadata.max_query_len
+        return {
+            "cu_seqlens_q": starts,
+            "cu_seqlens_k": starts,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+            "softmax_scale": self.scale,
+            "causal": False,
+            "window_size": (self.window, self.window),
+        }
+
+
 class FlashCall(Protocol):
     """The attention function of one package."""
 
@@ -83,6 +112,9 @@ class FlashCall(Protocol):
     def __call__(self, attend: Attend) -> Tensor:
         """Compute attention. Returns query's shape and dtype."""
 
+    def attend_texts(self, attend: AttendTexts) -> Tensor:
+        """Compute attention of whole texts without a cache."""
+
 
 class FlashAttention3:
     """Package `flash_attn_interface` (Shah et al. 2024), for compute capability 9.
@@ -93,8 +125,12 @@ class FlashAttention3:
     version = "flash-attn 3"
     abilities = _abilities(alibi=False)
 
-    def __init__(self, with_kvcache: Callable[..., Tensor]) -> None:
+    def __init__(self, varlen: Callable[..., Tensor], with_kvcache: Callable[..., Tensor]) -> None:
+        self._varlen = varlen
         self._with_kvcache = with_kvcache
+
+    def attend_texts(self, attend: AttendTexts) -> Tensor:
+        return self._varlen(*attend[:3], **attend.keywords())
 
     def __call__(self, attend: Attend) -> Tensor:
         return self._with_kvcache(
@@ -122,6 +158,9 @@ class FlashAttention2:
         self._varlen = varlen
         self._with_kvcache = with_kvcache
 
+    def attend_texts(self, attend: AttendTexts) -> Tensor:
+        return self._varlen(*attend[:3], **attend.keywords())
+
     def __call__(self, attend: Attend) -> Tensor:
         query, *caches = attend[:3]
         metadata, lengths = attend.metadata, attend.metadata.context_lens
@@ -147,6 +186,9 @@ class VllmFlashAttention:
         self._varlen = varlen
         self._fa_version = fa_version
 
+    def attend_texts(self, attend: AttendTexts) -> Tensor:
+        return self._varlen(*attend[:3], fa_version=self._fa_version, **attend.keywords())
+
     def __call__(self, attend: Attend) -> Tensor:
         return self._varlen(
             *attend[:3],
@@ -171,6 +213,16 @@ class TorchVarlen:
     def __init__(self, varlen: Callable[..., Tensor]) -> None:
         self._varlen = varlen
 
+    def attend_texts(self, attend: AttendTexts) -> Tensor:
+        starts, longest = attend.metadata.query_start, attend.metadata.max_query_len
+        return self._varlen(
+            *attend[:3],
+            *(starts, starts, longest, longest),
+            scale=attend.scale,
+            window_size=(attend.window, attend.window),
+            enable_gqa=attend.query.shape[1] != attend.key.shape[1],
+        )
+
     def __call__(self, attend: Attend) -> Tensor:
         metadata = attend.metadata
         return self._varlen(
@@ -192,7 +244,7 @@ def installed_calls(device: torch.device) -> Iterator[FlashCall]:
     only when its function is reached."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if capability[0] == 9 and (package := import_if_whole("flash_attn_interface")):
-        yield FlashAttention3(package.flash_attn_with_kvcache)
+        yield FlashAttention3(package.flash_attn_varlen_func, package.flash_attn_with_kvcache)
     if capability >= (8, 0):
         yield from vllm_calls(import_vllm_flash_attn(), is_hopper=capability[0] == 9)
     if capability >= (8, 0) and (package := import_if_whole("flash_attn")):
@@ -259,11 +311,15 @@ class FlashBackend:
 
     name = "flash"
 
-    def __init__(self, call: FlashCall, write: Callable[..., None]) -> None:
-        """write: writes to the cache; as `reference.write_kv`."""
+    def __init__(
+        self, call: FlashCall, write: Callable[..., None], attend_biased: Callable[..., Tensor]
+    ) -> None:
+        """write: writes to the cache, as `reference.write_kv`; attend_biased: attends over whole
+        texts with a bias, which no package has, as `reference.packed_attention`."""
         self.abilities, self.version = call.abilities, call.version
         self._call = call
         self._write = write
+        self._attend_biased = attend_biased
 
     def write_kv(
         self,
@@ -298,7 +354,21 @@ class FlashBackend:
         tables = _readable_tables(metadata, key_cache, options.get("sliding_window"))
         return self._call(Attend(query, key_cache, value_cache, metadata, tables, options))
 
-    packed_attention = staticmethod(reference.packed_attention)
+    def packed_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        metadata: AttentionMetadata,
+        **options: Unpack[PackedOptions],
+    ) -> Tensor:
+        """Attention over all rows of whole texts; as `reference.packed_attention`."""
+        if options.get("bias") is not None:
+            return self._attend_biased(query, key, value, metadata, **options)
+        window = options.get("window")
+        window = -1 if window is None else window
+        attend = AttendTexts(query, key, value, metadata, options["scale"], window)
+        return self._call.attend_texts(attend)
 
 
 def _readable_tables(metadata: AttentionMetadata, cache: Tensor, window: int | None) -> Tensor:

@@ -158,6 +158,9 @@ class AttentionNeeds:
     sinks: bool = False
     alibi: bool = False
 
+    packed: bool = False
+    """Whether it attends over whole texts without a cache."""
+
     batch_invariant: bool = False
     """Whether the result of a row must be bitwise independent of its batch."""
 

@@ -132,12 +132,13 @@ def _on_gpu(
     device: torch.device, name: str | None, batch_invariant: bool
 ) -> Iterator[AttentionBackend]:
     from pagewire_kernels.flash_attention import FlashBackend, installed_calls
-    from pagewire_kernels.triton import TritonBackend, write_kv
+    from pagewire_kernels.triton import TritonBackend, packed_attention, write_kv
 
     def flash(*, small_blocks: bool) -> Iterator[AttentionBackend]:
         for call in installed_calls(device) if name in (None, "flash") else ():
             if (call.abilities.block_multiple <= 16) == small_blocks:
-                yield FlashBackend(call, write_kv)  # a Triton kernel writes to the cache
+                # Triton kernels do what the packages do not.
+                yield FlashBackend(call, write_kv, packed_attention)
 
     yield from flash(small_blocks=True)
     if name in (None, "triton"):

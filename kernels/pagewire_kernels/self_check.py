@@ -33,7 +33,7 @@ def self_check(backend: AttentionBackend, device: torch.device, needs: Attention
     """Raise ValueError if the backend's results are wrong; its own exceptions propagate.
 
     Computes a mixed batch (a prefill chunk, a whole prefill, a decode) and a batch of decodes, with
-    the sliding window, soft cap, sinks and ALiBi slopes that the model needs.
+    the sliding window, soft cap, sinks and ALiBi slopes that the model needs, and whole texts.
     """
     case = _Case(needs, needs.block_size or backend.abilities.default_block_size)
     host = torch.device("cpu")
@@ -42,10 +42,19 @@ def self_check(backend: AttentionBackend, device: torch.device, needs: Attention
     tolerance = _TOLERANCE[torch.bfloat16 if needs.cache_dtype == FP8 else needs.dtype]
     for query_lens in ([case.block_size + 5, 3, 1], [1, 1, 1]):
         expected = case.attended(ReferenceBackend(), host, expected_cache, query_lens)
-        output = case.attended(backend, device, cache, query_lens)
-        error = float((output.cpu().float() - expected.float()).abs().max())
-        if not error <= tolerance:  # false for a NaN, too
-            raise ValueError(f"its results differ from the reference by {error:.3g}")
+        _compare(case.attended(backend, device, cache, query_lens), expected, tolerance)
+    if needs.packed:
+        _compare(
+            case.attended_texts(backend, device),
+            case.attended_texts(ReferenceBackend(), host),
+            tolerance,
+        )
+
+
+def _compare(output: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = float((output.cpu().float() - expected.float()).abs().max())
+    if not error <= tolerance:  # false for a NaN, too
+        raise ValueError(f"its results differ from the reference by {error:.3g}")
 
 
 def check_products(
@@ -134,4 +143,15 @@ class _Case:
             alibi_slopes=2.0**-heads if needs.alibi else None,
             key_scale=self._scale,
             value_scale=self._scale,
+        )
+
+    def attended_texts(self, backend: AttentionBackend, device: torch.device) -> Tensor:
+        """Compute attention over all sequences as whole texts."""
+        return backend.packed_attention(
+            self._query.to(device),
+            self._key.to(device),
+            self._value.to(device),
+            AttentionMetadata.of_texts(self._lengths, device),
+            scale=self._needs.head_dim**-0.5,
+            window=_WINDOW if self._needs.sliding_window else None,
         )

@@ -21,7 +21,7 @@ BACKENDS = {
     "reference": ReferenceBackend(),
     **NATIVE,
     **{
-        name: FlashBackend(call, reference.write_kv)
+        name: FlashBackend(call, reference.write_kv, reference.packed_attention)
         for name, call in CALLS.items()
         if call.abilities.block_multiple <= 16
     },

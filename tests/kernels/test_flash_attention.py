@@ -20,15 +20,19 @@ from pagewire_kernels.flash_attention import (
     vllm_calls,
 )
 from pagewire_kernels.interface import AttentionNeeds
+from pagewire_kernels.reference.backend import ReferenceBackend
 from pagewire_kernels.self_check import self_check
 from tests.support import fake_flash
+from tests.support.packed_texts import PackedTexts
 from tests.support.paged_batch import PagedSequences, Rows, Shape
 
 CALLS: dict[str, FlashCall] = {
     "version 2": FlashAttention2(
         fake_flash.flash_attn_varlen_func, fake_flash.flash_attn_with_kvcache_2
     ),
-    "version 3": FlashAttention3(fake_flash.flash_attn_with_kvcache_3),
+    "version 3": FlashAttention3(
+        fake_flash.flash_attn_varlen_func, fake_flash.flash_attn_with_kvcache_3
+    ),
     "vllm 2": VllmFlashAttention(fake_flash.flash_attn_varlen_func_of_vllm, 2),
     "vllm 3": VllmFlashAttention(fake_flash.flash_attn_varlen_func_of_vllm, 3),
     "torch": TorchVarlen(fake_flash.varlen_attn),
@@ -49,6 +53,10 @@ PARTS = {
 }
 
 
+def _backend(call: FlashCall) -> FlashBackend:
+    return FlashBackend(call, reference.write_kv, reference.packed_attention)
+
+
 def _sequences(call: FlashCall, **shape: Any) -> PagedSequences:
     size = call.abilities.default_block_size
     return PagedSequences(Shape(block_size=size, dtype=torch.bfloat16, **shape), LENGTHS)
@@ -57,7 +65,7 @@ def _sequences(call: FlashCall, **shape: Any) -> PagedSequences:
 def _both(
     call: FlashCall, sequences: PagedSequences, parts: list[Rows], **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    backend = FlashBackend(call, reference.write_kv)
+    backend = _backend(call)
     sequences.write(backend)
     output = sequences.attend(parts, backend, scale=0.3, **options)
     return output, sequences.attend(parts, scale=0.3, **options)
@@ -78,6 +86,19 @@ def test_a_package_gets_what_it_expects(name: str, option: str, parts: str) -> N
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("window", [None, 0, 9])
+def test_a_package_attends_over_whole_texts(name: str, window: int | None, biased: bool) -> None:
+    """With a bias, which no package has, the kernel for that does."""
+    texts = PackedTexts([40, 1, 12], 4, 2, 32, torch.bfloat16)
+    options: dict[str, Any] = {"scale": 0.2, "window": window}
+    if biased:
+        options["bias"] = texts.random_bias(40)
+    output = texts.attend(_backend(CALLS[name]), **options)
+    assert torch.equal(output, texts.attend(ReferenceBackend(), **options))
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_the_null_block_is_read_instead_of_released_ones(name: str) -> None:
     call = CALLS[name]
     size = call.abilities.block_multiple
@@ -87,7 +108,7 @@ def test_the_null_block_is_read_instead_of_released_ones(name: str) -> None:
     parts = [(0, length - 2, length), (1, 0, 1), (2, 11, 12)]
     before, _ = _both(call, sequences, parts, sliding_window=window)
     sequences.release(parts, window)
-    backend = FlashBackend(call, reference.write_kv)
+    backend = _backend(call)
     after = sequences.attend(parts, backend, scale=0.3, sliding_window=window)
     assert torch.equal(after, before)
     assert bool((sequences.tables[0] == -1).any())
@@ -121,7 +142,7 @@ def test_sinks_and_scaled_caches_are_refused() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_startup_check_passes_with_each_package(name: str) -> None:
-    backend = FlashBackend(CALLS[name], reference.write_kv)
+    backend = _backend(CALLS[name])
     able = CALLS[name].abilities
     needs = AttentionNeeds(
         dtype=torch.bfloat16,
@@ -129,6 +150,7 @@ def test_the_startup_check_passes_with_each_package(name: str) -> None:
         sliding_window=True,
         soft_cap=able.soft_cap,
         alibi=able.alibi,
+        packed=True,
     )
     self_check(backend, torch.device("cpu"), needs)
 

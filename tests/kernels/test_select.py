@@ -153,6 +153,20 @@ class OffBackend(FakeBackend):
         return reference.paged_attention(*arguments, **options) * 1.1
 
 
+class OffTexts(FakeBackend):
+    """The reference, but for a factor over whole texts."""
+
+    def packed_attention(self, *arguments: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        return reference.packed_attention(*arguments, **options) * 1.1
+
+
+def test_the_check_of_an_encoder_attends_over_whole_texts() -> None:
+    self_check(OffTexts("off"), CPU, NEEDS)
+    self_check(ReferenceBackend(), CPU, replace(NEEDS, packed=True))
+    with pytest.raises(ValueError, match="its results differ from the reference by"):
+        self_check(OffTexts("off"), CPU, replace(NEEDS, packed=True))
+
+
 @pytest.mark.parametrize(
     "needs",
     [

@@ -163,6 +163,10 @@ def _metadata(num_seqs: int, query_len: int, context_len: int) -> AttentionMetad
     )
 
 
+def _bias(num_heads: int, longest: int) -> torch.Tensor:
+    return torch.zeros(num_heads, 2 * longest - 1)
+
+
 ATTENTION = {
     "decode": (_metadata(1, 1, 4000), torch.bfloat16, {}),
     "prefill": (_metadata(2, 300, 600), torch.bfloat16, {}),
@@ -248,6 +252,26 @@ def test_attention_of_any_shape_fits_into_shared_memory(
     )
     assert len(launched) == (3 if query_len == 1 else 1 + (num_splits > 1))
     _check(launched, target)
+
+
+PACKED: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
+    # heads, size of a head, type, options
+    "heads of 32": (12, 32, torch.bfloat16, {}),
+    "heads of 64 with a window": (12, 64, torch.float16, {"window": 64}),
+    "float32 with all options": (16, 128, torch.float32, {"window": 9, "bias": _bias(16, 300)}),
+    "heads of 256": (4, 256, torch.bfloat16, {"bias": _bias(4, 300)}),
+}
+
+
+@for_every_gpu(PACKED, short=("heads of 32",))
+def test_attention_over_texts_compiles(case: str, target: GPUTarget, launched: list[Any]) -> None:
+    num_heads, size, dtype, options = PACKED[case]
+    metadata = AttentionMetadata.of_texts([300, 5], torch.device("cpu"))
+    rows = torch.zeros(305, 3, num_heads, size, dtype=dtype)
+    triton_kernels.packed_attention(*rows.unbind(1), metadata, scale=0.1, **options)
+    assert [kernel.metadata.name for kernel in launched] == ["attend_texts"]
+    _check(launched, target)
+    assert "mma" in launched[0].asm["ptx"] or dtype == torch.float32
 
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -336,12 +360,20 @@ def _rotate(cache_dtype: torch.dtype) -> None:
     )
 
 
+def _rotate_in_place() -> None:
+    rows, positions = torch.zeros(3, 32, 64, dtype=torch.bfloat16), torch.zeros(3).long()
+    table = torch.zeros(9, 32, dtype=torch.bfloat16)
+    triton_kernels.rotate(rows[:, :16], rows[:, 16:], positions, table, table)
+
+
 def _layers() -> None:
     rows, weight = torch.zeros(3, 1024, dtype=torch.bfloat16), torch.ones(1024)
     triton_kernels.rms_norm(rows, weight, 1e-6)
     triton_kernels.rms_norm(rows, weight, 1e-6, rows.clone())
     triton_kernels.layer_norm(rows, weight, weight, 1e-6, rows.clone())
     triton_kernels.layer_norm(rows, None, None, 1e-6)
+    sums, starts = torch.zeros(1, 1024), torch.tensor([0, 3], dtype=torch.int32)
+    triton_kernels.sum_rows(rows, starts, sums)
     for activation in ACTIVATIONS:
         triton_kernels.act_and_mul(rows, activation)
         triton_kernels.activate(rows, activation)
@@ -413,7 +445,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "write_kv to fp8": (lambda: _write_kv(FP8), 1),
     "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
-    "layers": (_layers, 12),
+    "rotate": (_rotate_in_place, 2),
+    "layers": (_layers, 13),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "move_blocks": (_move_blocks, 1),

@@ -32,8 +32,10 @@ def flash_attn_varlen_func(  # version 2
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    assert block_table is not None
     assert cu_seqlens_k.dtype == torch.int32
+    if block_table is None:
+        ends = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        return _attend_texts(q, k, v, *ends, softmax_scale, causal, window_size)
     assert cu_seqlens_k[0] == 0
     assert k.shape[1] % 256 == 0
     return _attend(
@@ -156,12 +158,15 @@ def flash_attn_varlen_func_of_vllm(
     num_splits: int = 0,
     fa_version: int = 2,
 ) -> Tensor:
-    assert block_table is not None
-    assert seqused_k is not None
     assert window_size is not None
+    left, right = window_size
+    if block_table is None:
+        assert cu_seqlens_k is not None
+        ends = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+        return _attend_texts(q, k, v, *ends, softmax_scale, causal, (left, right))
+    assert seqused_k is not None
     assert k.shape[1] % 16 == 0
     assert fa_version == 2 or alibi_slopes is None
-    left, right = window_size
     return _attend(
         q,
         k,
@@ -195,10 +200,14 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    assert block_table is not None
+    causal = window_size[1] == 0
+    if block_table is None:
+        assert cu_seq_k is not None
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        ends = (cu_seq_q, cu_seq_k), (max_q, max_k)
+        return _attend_texts(query, key, value, *ends, scale, False, window_size)
     assert seqused_k is not None
     assert enable_gqa or query.shape[1] == key.shape[2]
-    causal = window_size[1] == 0
     assert causal
     return _attend(
         query,
@@ -260,6 +269,28 @@ def _attend(
         soft_cap=softcap or None,
         alibi_slopes=alibi_slopes,
     )
+
+
+def _attend_texts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> Tensor:
+    """Attention of ragged texts without a cache, with a window to both sides."""
+    assert torch.equal(*starts)
+    assert longest[0] == longest[1] == int(starts[0].diff().max())
+    assert scale is not None
+    assert not causal
+    left, right = window_size
+    assert left == right
+    metadata = AttentionMetadata.of_texts(starts[0].diff().tolist(), query.device)
+    window = None if left < 0 else left
+    return reference.packed_attention(query, key, value, metadata, scale=scale, window=window)
 
 
 def _read_all(cache: Tensor, tables: Tensor, lengths: Tensor) -> None:

@@ -2,9 +2,10 @@
 `pagewire_kernels.reference`.
 
 attention.py   paged attention of prefills, chunks and decodes; kernels in `attention_kernels.py`
+packed_attention.py  attention over whole texts without a cache
 kv_cache.py    cache writes; copies of whole blocks, also from and to pinned host memory
-layers.py      norms, fused with the residual addition; activations
-rotary.py      norms of queries and keys, RoPE and the cache write in one kernel
+layers.py      norms, fused with the residual addition; activations; sums of rows
+rotary.py      norms of queries and keys, RoPE and the cache write, if any, in one kernel
 linear.py      batch-invariant linear layers, with a fixed order of summation
 few_rows.py    products of up to four rows, and gated ones
 quantized_linear.py  products with quantized weights, and gathers of their rows
@@ -21,10 +22,11 @@ device, so all can be captured in a CUDA graph, except `move_blocks` with `pairs
 from pagewire_kernels.triton.attention import Launch, choose_launch, paged_attention
 from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels
 from pagewire_kernels.triton.kv_cache import move_blocks, write_kv
-from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm
+from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm, sum_rows
 from pagewire_kernels.triton.linear import InvariantWeight, linear
+from pagewire_kernels.triton.packed_attention import packed_attention
 from pagewire_kernels.triton.quantized_linear import TritonQuantizedWeight, can_pack_codes
-from pagewire_kernels.triton.rotary import rotate_and_write_kv
+from pagewire_kernels.triton.rotary import rotate, rotate_and_write_kv
 from pagewire_kernels.triton.sampling import edit, gather_logprobs, prepare, sample
 
 __all__ = [
@@ -42,10 +44,13 @@ __all__ = [
     "layer_norm",
     "linear",
     "move_blocks",
+    "packed_attention",
     "paged_attention",
     "prepare",
     "rms_norm",
+    "rotate",
     "rotate_and_write_kv",
     "sample",
+    "sum_rows",
     "write_kv",
 ]

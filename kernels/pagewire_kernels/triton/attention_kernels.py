@@ -105,7 +105,7 @@ def _attend_span(
     maximum score and the sum of weights of each row, and the weighted sum of values.
     """
     query, (table, key_cache, value_cache, block_stride, token_stride) = tile[0], cache
-    maximum, total, output = _nothing(query)
+    maximum, total, output = nothing_attended(query)
     column = tl.arange(0, query.shape[1])
     for start in range(begin, end, TILE_KEYS):
         key_at = start + tl.arange(0, TILE_KEYS)
@@ -119,20 +119,25 @@ def _attend_span(
         values = tl.load(value_cache + row[:, None] + column[None, :], mask=mask, other=0.0)
 
         scores = _scores(tile, keys.to(query.dtype), key_at, numbers)
-        higher = tl.maximum(maximum, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - _finite(higher)[:, None])
-        shrink = tl.exp2(maximum - _finite(higher))
-        total = tl.fma(total, shrink, tl.sum(weights, axis=1))
-        output = output * shrink[:, None]
-        output = tl.dot(
-            weights.to(query.dtype), values.to(query.dtype), output, input_precision="ieee"
-        )
-        maximum = higher
+        maximum, total, output = attend_to_tile(query, scores, values, maximum, total, output)
     return maximum, total, output
 
 
 @triton.jit
-def _nothing(query):
+def attend_to_tile(query, scores, values, maximum, total, output):
+    """Add a tile of keys, given by their scores, to the maximum score and the sum of weights of
+    each row, and to the weighted sum of values."""
+    higher = tl.maximum(maximum, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - _finite(higher)[:, None])
+    shrink = tl.exp2(maximum - _finite(higher))
+    total = tl.fma(total, shrink, tl.sum(weights, axis=1))
+    output = output * shrink[:, None]
+    output = tl.dot(weights.to(query.dtype), values.to(query.dtype), output, input_precision="ieee")
+    return higher, total, output
+
+
+@triton.jit
+def nothing_attended(query):
     """Maximum, sum and weighted values of no keys for the rows of a tile."""
     maximum = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
@@ -323,7 +328,7 @@ def attend(
         split_tokens = tl.load(plan + num_seqs + 1)
 
     # Without IS_SPLIT, splits of a fixed size are computed and merged here one by one.
-    maximum, total, output = _nothing(query)
+    maximum, total, output = nothing_attended(query)
     first_span, step = begin, tl.maximum(end - begin, 1)
     if IS_SPLIT:
         begin = tl.maximum(begin, split * split_tokens)

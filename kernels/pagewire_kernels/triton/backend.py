@@ -10,8 +10,9 @@ from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Abilities, AttentionOptions
 from pagewire_kernels.triton.attention import paged_attention
 from pagewire_kernels.triton.kv_cache import write_kv
-from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm
-from pagewire_kernels.triton.rotary import rotate_and_write_kv
+from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm, sum_rows
+from pagewire_kernels.triton.packed_attention import packed_attention
+from pagewire_kernels.triton.rotary import rotate, rotate_and_write_kv
 
 
 class TritonBackend:
@@ -27,7 +28,7 @@ class TritonBackend:
     abilities = Abilities(fp8_cache=True, batch_invariant=True)
 
     write_kv = staticmethod(write_kv)
-    packed_attention = staticmethod(reference.packed_attention)
+    packed_attention = staticmethod(packed_attention)
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
@@ -59,5 +60,5 @@ class TritonLayerKernels:
     activate = staticmethod(activate)
     act_and_mul = staticmethod(act_and_mul)
     rotate_and_write_kv = staticmethod(rotate_and_write_kv)
-    rotate = staticmethod(reference.rotate)
-    sum_rows = staticmethod(reference.sum_rows)
+    rotate = staticmethod(rotate)
+    sum_rows = staticmethod(sum_rows)

@@ -1,4 +1,5 @@
-"""RMS norm and layer norm, fused with the residual addition before them, and activations.
+"""RMS norm and layer norm, fused with the residual addition before them, activations, and sums of
+rows.
 
 All are bound by memory bandwidth. A norm with a residual saves one read of a row compared with a
 separate addition; one program computes a row, which it holds in registers. An activation reads one
@@ -8,6 +9,7 @@ or two elements and writes one.
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +21,8 @@ from pagewire_kernels.triton.launch import LayoutLaunch, derived, layout_launch,
 
 MAX_SIZE = 32768
 """The longest row that fits into a program's registers, in elements."""
+
+_SUM_TILE = 128
 
 
 @triton.jit
@@ -238,3 +242,32 @@ def _act_and_mul_launch(gate_up: Tensor, activation: str) -> LayoutLaunch | None
 _ACT_AND_MUL_LAUNCHES = {
     activation: partial(_act_and_mul_launch, activation=activation) for activation in ACTIVATIONS
 }
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def _sum_rows(sums, x, starts, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Program (text, tile of columns)."""
+    text, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask, at = column < SIZE, sums + text.to(tl.int64) * SIZE + column
+    total = tl.load(at, mask, other=0.0)
+    first, end = tl.load(starts + text), tl.load(starts + text + 1)
+    x += first.to(tl.int64) * x_stride
+    for _ in range(first, end):
+        total += tl.load(x + column, mask, other=0.0).to(tl.float32)
+        x += x_stride
+    tl.store(at, total, mask)
+
+
+def sum_rows(hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
+    """Add the rows of each text to its sum, one after the other; as `reference.sum_rows`."""
+    num_texts, size = sums.shape
+    expect_tensors(
+        ("hidden", hidden, FLOATS, (None, size)),
+        ("starts", starts, (torch.int32,), (num_texts + 1,)),
+        ("sums", sums, (torch.float32,), (num_texts, size)),
+    )
+    expect(sums.is_contiguous(), "sums: expected a contiguous tensor")
+    grid = num_texts, triton.cdiv(size, _SUM_TILE)
+    options = {"SIZE": size, "TILE": _SUM_TILE, "enable_fp_fusion": False}
+    launch = layout_launch(_sum_rows, grid, (hidden.stride(0),), **options)
+    run(launch, (sums, hidden, starts))

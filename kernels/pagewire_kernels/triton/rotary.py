@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.interface import FLOATS, FP8, RotaryOptions
+from pagewire_kernels.interface import FLOATS, FP8, HeadNorms, RotaryOptions
 from pagewire_kernels.triton.checks import expect, expect_cache, expect_dtype, expect_tensors
 from pagewire_kernels.triton.kv_cache import to_cache
 from pagewire_kernels.triton.launch import LayoutLaunch, derived, layout_launch, run
@@ -109,8 +109,8 @@ def _rotate_and_write(
         head = tile * TILE_HEADS + tl.arange(0, TILE_HEADS)
         mask = head < NUM_HEADS
         heads = query + token * query_token_stride + head * query_head_stride
-        weight = query_norm if HAS_QUERY_NORM else None
-        parts = _norm_and_rotate(heads, mask, columns, angles, weight, eps, HEAD_DIM, HALF)
+        query_weight = query_norm if HAS_QUERY_NORM else None
+        parts = _norm_and_rotate(heads, mask, columns, angles, query_weight, eps, HEAD_DIM, HALF)
         _store_parts(heads, mask, columns, parts, HEAD_DIM, HALF)
     else:
         slot = tl.load(slot_mapping + token)
@@ -119,9 +119,9 @@ def _rotate_and_write(
         head = (tile - num_query_tiles) * TILE_HEADS + tl.arange(0, TILE_HEADS)
         mask = head < NUM_KV_HEADS
         heads = key + token * key_token_stride + head * key_head_stride
-        weight = key_norm if HAS_KEY_NORM else None
+        key_weight = key_norm if HAS_KEY_NORM else None
         first, second, others = _norm_and_rotate(
-            heads, mask, columns, angles, weight, eps, HEAD_DIM, HALF
+            heads, mask, columns, angles, key_weight, eps, HEAD_DIM, HALF
         )
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         at = block * block_stride + offset * slot_stride + head * cache_head_stride
@@ -167,6 +167,24 @@ def rotate_and_write_kv(*tensors: Tensor, **options: Unpack[RotaryOptions]) -> N
         norms = query if query_norm is None else query_norm, key if key_norm is None else key_norm
         scales = options.get("key_scale", 1.0), options.get("value_scale", 1.0)
         run(launch, (*tensors, *norms), options.get("eps", 1e-6), *scales)
+
+
+def rotate(
+    query: Tensor,
+    key: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    **norms: Unpack[HeadNorms],
+) -> None:
+    """Apply norms and RoPE to `query` and `key` in place; as `reference.rotate`. The kernel rotates
+    heads of queries in place, so both are such, beside no keys and values."""
+    eps = norms.get("eps", 1e-6)
+    for heads, norm in ((query, norms.get("query_norm")), (key, norms.get("key_norm"))):
+        none = heads[:, :0]
+        cache = none[:1].unsqueeze(0)
+        columns = positions, positions, cos, sin
+        rotate_and_write_kv(heads, none, none, cache, cache, *columns, query_norm=norm, eps=eps)
 
 
 def _launch(*tensors: Any) -> LayoutLaunch | None:

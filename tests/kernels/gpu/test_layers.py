@@ -136,3 +136,34 @@ def test_rotation_and_cache_write_agree_with_the_reference(
     (expected_query, expected_cache), (query, cache) = results
     assert_agrees(query, expected_query)
     assert_agrees(cache.to(dtype), expected_cache.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_rotation_without_a_cache_agrees_with_the_reference(
+    dtype: torch.dtype, with_norms: bool
+) -> None:
+    heads, angles = _random(5, 14, 32, dtype=dtype), _random(50, 10, seed=1)
+    cos, sin = (table.to(dtype) for table in (angles.cos(), angles.sin()))
+    positions, norms = torch.tensor([49, 0, 7, 8, 9]), {}
+    if with_norms:
+        norms = {name: _random(32, dtype=dtype, seed=2) for name in ("query_norm", "key_norm")}
+    results = []
+    for device, kernels in ((torch.device("cpu"), TORCH), (DEVICE, KERNELS)):
+        rotated = heads.to(device, copy=True)
+        weights = {name: norm.to(device) for name, norm in norms.items()}
+        columns = (column.to(device) for column in (positions, cos, sin))
+        kernels.rotate(rotated[:, :10], rotated[:, 10:12], *columns, **weights)
+        results.append(rotated)
+    assert_agrees(results[1], results[0])
+    assert torch.equal(results[1][:, 12:].cpu(), heads[:, 12:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_rows_have_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    hidden, sums = _random(60, 300, dtype=dtype), _random(4, 300, seed=1)
+    starts = torch.tensor([0, 1, 1, 40, 60], dtype=torch.int32)
+    output = sums.to(DEVICE, copy=True)
+    KERNELS.sum_rows(hidden.to(DEVICE), starts.to(DEVICE), output)
+    TORCH.sum_rows(hidden, starts, sums)
+    assert torch.equal(output.cpu(), sums)

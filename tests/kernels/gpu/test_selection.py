@@ -50,4 +50,6 @@ def test_the_installed_packages_agree_with_the_reference(dtype: torch.dtype) -> 
                 soft_cap=call.abilities.soft_cap,
                 alibi=call.abilities.alibi,
             )
-            self_check(FlashBackend(call, reference.write_kv), GPU, needs)
+            self_check(
+                FlashBackend(call, reference.write_kv, reference.packed_attention), GPU, needs
+            )
