@@ -181,9 +181,11 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _plain_head_dim(config: Mapping[str, Any]) -> int:
-    size = config.get("hidden_size") or config.get("n_embd") or 0
-    heads = config.get("num_attention_heads") or config.get("n_head") or 1
-    return int(config.get("head_dim") or size // heads or 64)
+    sizes, counts = ("hidden_size", "n_embd", "dim"), ("num_attention_heads", "n_head", "n_heads")
+    size, heads = (
+        next((config[key] for key in keys if config.get(key)), 0) for keys in (sizes, counts)
+    )
+    return int(config.get("head_dim") or size // (heads or 1) or 64)
 
 
 def _other_head_dims(config: Mapping[str, Any]) -> dict[int, int]:

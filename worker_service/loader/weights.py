@@ -220,9 +220,7 @@ def has_own_head(model: type[NativeModel], checkpoint: Checkpoint) -> bool:
 def warn_of_unused(checkpoint: Checkpoint) -> None:
     """Log the tensors and files of a checkpoint that are not read."""
     if checkpoint.unused:
-        logger.warning(
-            "tensors not used num=%d names=%s", len(checkpoint.unused), _listed(checkpoint.unused)
-        )
+        _log_unused(checkpoint.unused)
     if is_gguf(checkpoint.files[0]):
         for key in unread_settings(checkpoint.files[0]):
             logger.warning("%s: %s is not used", checkpoint.files[0], key)
@@ -232,6 +230,10 @@ def warn_of_unused(checkpoint: Checkpoint) -> None:
     others = [name for name in others if not name.startswith(_SAME_WEIGHTS)]
     if others:
         logger.warning("weight files not read num=%d names=%s", len(others), _listed(others))
+
+
+def _log_unused(names: Sequence[str]) -> None:
+    logger.warning("tensors not used num=%d names=%s", len(names), _listed(names))
 
 
 def load_weights(
@@ -323,10 +325,14 @@ def _check_names(
 ) -> None:
     missing = [name for name in targets if name not in sources]
     unknown = [name for name in sources if name not in targets and name not in others]
+    unused = [name for name in unknown if model.unused_names.fullmatch(name)]
+    if unused:
+        _log_unused(unused)
     unexpected = [
         name
         for name in unknown
-        if not model.optional_names.fullmatch(name) and not checkpoint.is_empty_bias(sources[name])
+        if not (model.optional_names.fullmatch(name) or model.unused_names.fullmatch(name))
+        and not checkpoint.is_empty_bias(sources[name])
     ]
     faults = []
     if missing:

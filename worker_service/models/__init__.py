@@ -1,9 +1,11 @@
-"""Decoder-only models over a paged KV cache.
+"""Decoder-only models over a paged KV cache, and text encoders without one.
 
     interface.py           the model protocol of the runner, and what a model is built with
     kv_cache_spec.py       the KV of each layer, cache groups, and where layers lie in a block
     registry.py            from an architecture's name to a native model
     llama.py gpt.py        native models: Llama, Mistral, Qwen2, Qwen3; GPT-2, OPT
+    encoder.py             text encoders of all families, composed from settings
+    encoder_families.py    those settings: BERT, RoBERTa, MPNet, DistilBERT, ModernBERT, nomic-bert
     eagle.py               the draft head of EAGLE-3
     native.py              base classes of native models: forward pass, weights, packing
     layers.py linear.py    the layers of native models; packed and sharded linear layers

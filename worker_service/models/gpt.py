@@ -16,10 +16,15 @@ from worker_service.models.layers import (
     ACTIVATIONS,
     LayerNorm,
     PagedAttention,
-    norm_targets,
 )
 from worker_service.models.linear import Linear, RowParallelLinear
-from worker_service.models.native import DecoderLayer, LayerInputs, ModelSettings, NativeModel
+from worker_service.models.native import (
+    DecoderLayer,
+    LayerInputs,
+    ModelSettings,
+    NativeModel,
+    part_targets,
+)
 
 OPT_POSITION_OFFSET = 2
 """The first rows of OPT's position table are unused."""
@@ -103,13 +108,7 @@ class GPTLayer(DecoderLayer):
         return self.down(self._kernels.activate(self.up(x), self._activation))
 
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
-        for attribute, stored in self.part_names.items():
-            part = getattr(self, attribute)
-            names = [f"{name}.{suffix}" for suffix in stored.split()]
-            if isinstance(part, LayerNorm):
-                yield from norm_targets(names[0], part)
-            else:
-                yield from part.targets(*names, transposed=self.transposed)
+        return part_targets(self, self.part_names, f"{name}.", transposed=self.transposed)
 
 
 class GPT2Layer(GPTLayer):

@@ -40,10 +40,11 @@ class LayerNorm(nn.Module):
         context: ModelContext,
         kernels: LayerKernels,
         affine: bool = True,
+        has_bias: bool = True,
     ) -> None:
         super().__init__()
         self.weight = context.empty(size) if affine else None
-        self.bias = context.empty(size) if affine else None
+        self.bias = context.empty(size) if affine and has_bias else None
         self._eps = eps
         self._kernels = kernels
 

@@ -313,15 +313,15 @@ class GatedLinear(Linear):
     def __init__(
         self,
         in_features: int,
-        inner: Shard,
+        outputs: Sequence[Shard],
         activation: str,
         kernels: LayerKernels,
         *,
         bias: bool,
         context: ModelContext,
     ) -> None:
-        """inner: outputs of G, of U, and of the layer."""
-        super().__init__(Shard.full(in_features), [inner, inner], bias=bias, context=context)
+        """outputs: of G and of U."""
+        super().__init__(Shard.full(in_features), outputs, bias=bias, context=context)
         self._activation = activation
         self._kernels = kernels
         self._gated: NativeGatedWeight | None = None

@@ -83,7 +83,7 @@ class LlamaLayer(DecoderLayer):
         inner = layout.even_shard(s.inner_size, "columns of the MLP")
         activation = ACTIVATIONS[s.activation]
         self.gate_up = GatedLinear(
-            size, inner, activation, kernels.layers, bias=s.mlp_bias, context=context
+            size, [inner] * 2, activation, kernels.layers, bias=s.mlp_bias, context=context
         )
         self.down = RowParallelLinear(inner, size, bias=s.mlp_bias, context=context)
 

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -58,9 +58,14 @@ class ModelSettings:
     num_labels: int = 0
     """Labels of which the model computes logits instead of those of tokens; 0: none."""
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """`sliding_windows`, of every layer."""
+        return self.sliding_windows or (None,) * self.num_layers
+
     def windows_within(self, max_model_len: int) -> Iterator[int | None]:
         """The sliding window of each layer; None where it hides nothing of any sequence."""
-        for window in self.sliding_windows or (None,) * self.num_layers:
+        for window in self.windows:
             yield window if window is not None and window < max_model_len else None
 
     def require_shards(self, layout: Layout) -> None:
@@ -100,12 +105,32 @@ class DecoderLayer(nn.Module, ABC):
         """Destinations of the checkpoint's tensors of the layer called `name`."""
 
 
+def part_targets(
+    layer: nn.Module, names: Mapping[str, str], prefix: str, *, transposed: bool = False
+) -> Iterator[WeightTarget]:
+    """Destinations of the checkpoint's tensors of a layer's norms and linear layers.
+
+    names: by attribute, those of stacked layers separated by spaces; prefix: of all names;
+    transposed: whether the checkpoint stores weights as [in_features, out_features].
+    """
+    for attribute, stored in names.items():
+        part = getattr(layer, attribute)
+        full_names = [f"{prefix}{name}" for name in stored.split()]
+        if isinstance(part, Linear):
+            yield from part.targets(*full_names, transposed=transposed)
+        elif part is not None:
+            yield from norm_targets(full_names[0], part)
+
+
 class LoadableModule(nn.Module, ABC):
     """A module whose weights are filled from the tensors of a checkpoint."""
 
     optional_names: ClassVar[re.Pattern[str]]
     """Canonical names that a checkpoint may hold without a target for them, because the model
     computes the same without these tensors."""
+
+    unused_names: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
+    """Canonical names that a checkpoint may hold for other uses of the model, which are logged."""
 
     architecture: str
 
@@ -144,6 +169,9 @@ class NativeModel(LoadableModule):
     """The weight of the LM head, which a checkpoint may hold although it is tied to the embedding.
     If it differs from that, the model is built with a head of its own."""
 
+    generates: ClassVar[bool] = True
+    """Whether there is an LM head, and a cache."""
+
     embedding_name: ClassVar[str]
     layers_name: ClassVar[str]
     norm_name: ClassVar[str]
@@ -164,7 +192,7 @@ class NativeModel(LoadableModule):
     score: Linear | None
     """Logits of labels; None without labels, and on earlier stages."""
 
-    default_pooling: ClassVar[PoolingFacts] = PoolingFacts(normalize=True)
+    default_pooling: PoolingFacts = PoolingFacts(normalize=True)
     """How the model makes vectors where no file says it."""
 
     pooling: PoolingFacts
@@ -183,15 +211,7 @@ class NativeModel(LoadableModule):
         """Number of layers of all stages."""
         s.require_shards(layout)
         self._layer_range = layout.layer_range(s.num_layers)
-        num_kv_heads = layout.kv_head_shard(s.num_kv_heads).size
-        self.kv_cache_spec = KVCacheSpec(
-            layers=tuple(
-                LayerKV(num_kv_heads=num_kv_heads, head_dim=s.head_dim, window=window)
-                for window in s.windows_within(max_model_len)
-            ),
-            dtype=context.kv_dtype,
-            stage=self._layer_range,
-        )
+        self.kv_cache_spec = self._cache_spec(s, max_model_len, context)
         self.embedding = self.head = self.norm = self.score = None
         if layout.is_first_stage:
             self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, context, kernels.layers)
@@ -199,7 +219,7 @@ class NativeModel(LoadableModule):
             of_labels = [Shard.full(s.num_labels)]
             inputs, in_float32 = Shard.full(s.hidden_size), head_context(context)
             self.score = Linear(inputs, of_labels, bias=False, context=in_float32)
-        if layout.is_last_stage and context.generates:
+        if layout.is_last_stage and context.generates and self.generates:
             tied_to = self.embedding if s.tie_word_embeddings else None
             self.head = VocabHead(s.vocab_size, s.embedding_size, context, tied_to)
         self.layers = nn.ModuleList()
@@ -213,6 +233,20 @@ class NativeModel(LoadableModule):
         of the program if it is recorded."""
         self.packs_with_triton = context.packs_with_triton
         self._received_like = context.empty(s.hidden_size)
+
+    def _cache_spec(
+        self, settings: ModelSettings, max_model_len: int, context: ModelContext
+    ) -> KVCacheSpec:
+        s = settings
+        num_kv_heads = context.communicator.layout.kv_head_shard(s.num_kv_heads).size
+        return KVCacheSpec(
+            layers=tuple(
+                LayerKV(num_kv_heads=num_kv_heads, head_dim=s.head_dim, window=window)
+                for window in s.windows_within(max_model_len)
+            ),
+            dtype=context.kv_dtype,
+            stage=self._layer_range,
+        )
 
     def _prepare(self) -> ForwardFn:
         head = None if self.head is None else self._apply_head
@@ -274,17 +308,20 @@ class NativeModel(LoadableModule):
         """
         x = None
         self._captured = {}
-        groups = self.kv_cache_spec.group_of
-        layers = zip(self._layer_range, self.layers, batch.caches, groups, strict=True)
-        for index, layer, caches, group in layers:
+        layers = zip(self._layer_range, self.layers, self.layer_inputs(batch), strict=True)
+        for index, layer, inputs in layers:
             if index in self._captured_layers:
                 parts = (residual,) if x is None else (residual, x)
                 self._captured[index] = [self._kernels.layers.copy(part) for part in parts]
-            inputs = LayerInputs(batch.positions, caches, batch.attention[group])
             residual, x = layer(residual, x, inputs)
         if self.norm is not None:
             return self.norm(residual, x)
         return residual if x is None else residual.add_(x)
+
+    def layer_inputs(self, batch: StepBatch) -> Iterator[LayerInputs]:
+        """What each of this rank's layers reads of a step."""
+        for caches, group in zip(batch.caches, self.kv_cache_spec.group_of, strict=True):
+            yield LayerInputs(batch.positions, caches, batch.attention[group])
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Compute the last hidden states of all rows, [num_tokens, hidden_size]; see

@@ -39,6 +39,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """Those of dense layers, by the class name in torch."""
 
 
+POOLING_TYPE = "pooling_type"
+"""The key of a `PoolingType`'s name in the configuration of a GGUF file."""
+
+
 def facts_of(
     architecture: str, config: Mapping[str, Any], hidden_size: int, default: PoolingFacts
 ) -> PoolingFacts:
@@ -50,15 +54,19 @@ def facts_of(
     if architecture.endswith("ForTokenClassification"):
         return classifier_facts(config, PoolingType.ALL)
     if architecture.endswith("ForSequenceClassification"):
-        return classifier_facts(config, default.default_type)
-    return replace(default, vector_size=hidden_size, types=tuple(PoolingType))
+        return classifier_facts(config, default.classifier_type)
+    kind = default.default_type
+    if (stored := config.get(POOLING_TYPE)) is not None:
+        kind = PoolingType[stored]
+    types = tuple(PoolingType)
+    return replace(default, vector_size=hidden_size, default_type=kind, types=types)
 
 
 def classifier_facts(config: Mapping[str, Any], kind: PoolingType) -> PoolingFacts:
     """The labels in `config.json`, with the defaults of `transformers`, and what turns their logits
     into probabilities: what sentence-transformers stored, or the task of the model, or a sigmoid
     for one label and softmax for several."""
-    labels = _labels(config)
+    labels = labels_of(config)
     activation = LabelActivation.SIGMOID if len(labels) == 1 else LabelActivation.SOFTMAX
     activation = _TASK_ACTIVATIONS.get(config.get("problem_type") or "", activation)
     stored = (config.get("sentence_transformers") or {}).get("activation_fn")
@@ -75,7 +83,8 @@ def classifier_facts(config: Mapping[str, Any], kind: PoolingType) -> PoolingFac
     )
 
 
-def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of a classifier's labels."""
     names = config.get("id2label")
     if names:
         return tuple(names[key] for key in sorted(names, key=int))

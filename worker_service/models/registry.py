@@ -6,6 +6,8 @@ from typing import Any
 
 from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from worker_service.models.encoder import EncoderModel
+from worker_service.models.encoder_families import ENCODERS, encoder_settings
 from worker_service.models.gpt import GPT2Model, OPTModel, gpt2_settings, opt_settings
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers import ACTIVATIONS
@@ -24,6 +26,7 @@ NATIVE_MODELS: dict[str, tuple[ReadSettings, type[NativeModel]]] = {
     "Qwen3ForCausalLM": (llama_settings, LlamaModel),
     "OPTForCausalLM": (opt_settings, OPTModel),
     "GPT2LMHeadModel": (gpt2_settings, GPT2Model),
+    **dict.fromkeys(ENCODERS, (encoder_settings, EncoderModel)),
 }
 """Native models by the class name in `config.json`."""
 
@@ -69,17 +72,19 @@ def native_settings(config: Mapping[str, Any]) -> ModelSettings | None:
     architecture = (config.get("architectures") or [""])[0]
     if architecture not in NATIVE_MODELS:
         return None
-    read_settings, _ = NATIVE_MODELS[architecture]
+    read_settings, model = NATIVE_MODELS[architecture]
     try:
         settings = read_settings(config)
     except KeyError as error:
         raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
-    if config.get("is_causal", True) is False:
+    if model.generates and config.get("is_causal", True) is False:
         raise UnsupportedModel(
             "config.json: is_causal: expected true, since only decoders are supported, got false"
         )
     if settings is None or settings.activation not in ACTIVATIONS:
         return None
+    if not model.generates:
+        return settings
     return replace(settings, num_labels=len(pooling_facts(config, PoolingFacts()).labels))
 
 
@@ -103,6 +108,7 @@ _READ_SETTINGS = {
     "MistralForCausalLM": ("sliding_window",),
     "Qwen2ForCausalLM": ("sliding_window", "layer_types"),
     "Qwen3ForCausalLM": ("sliding_window", "layer_types"),
+    **{name: ("layer_types",) for name in ENCODERS if name.startswith("ModernBert")},
 }
 """Those of `_OTHER_SETTINGS` that a native model has."""
 
@@ -137,7 +143,7 @@ def build_native_model(
     length = limit_model_len(max_model_len, settings.max_model_len)
     built = model(settings, length, context, kernels)
     built.architecture = stored_name(config)
-    built.pooling = pooling_facts(config, model.default_pooling, settings.hidden_size)
+    built.pooling = pooling_facts(config, built.default_pooling, settings.hidden_size)
     return built
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.cpu.recorded_model import RecordedModel
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint
+from tests.support.encoders import FAMILIES, encode, load_encoder, make_encoder, texts
 from tests.support.loading import load
 from tests.support.paged_driver import PagedDriver
 from worker_service.models.native import NativeModel
@@ -58,3 +60,28 @@ def test_a_recorded_step_gives_the_same_bits_as_an_eager_one(
         assert all(map(torch.equal, logits, eager.run(step)))
         assert "layers run eagerly" not in caplog.text
     assert torch.equal(recorded.pool, eager.pool)
+
+
+@pytest.mark.parametrize(("dtype", "num_threads"), [("float32", 1), ("bfloat16", 3)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recorded_encoder_gives_the_same_bits_as_an_eager_one(
+    family: str,
+    dtype: str,
+    num_threads: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    torch.set_num_threads(num_threads)
+    model = load_encoder(make_encoder(family, tmp_path), getattr(torch, dtype))
+    run = model._run
+    assert isinstance(run, RecordedModel)
+    for lengths in ([9], [1, 20], [70, 3, 41], [5]):
+        batch = texts(lengths)
+        model._run = run
+        found = encode(model, batch)
+        model._run = None
+        assert all(map(torch.equal, found, encode(model, batch)))
+    assert "model recorded" in caplog.text
+    assert "not recorded" not in caplog.text
+    assert "layers run eagerly" not in caplog.text
