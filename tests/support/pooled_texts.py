@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.support.runners import HostEvent, make_cache
 from worker_service.array_types import Float32Array
+from worker_service.engine.executor import Runner
 from worker_service.loader import LoadedModel
 from worker_service.plan import (
     BlockTable,
@@ -30,21 +31,29 @@ NUM_BLOCKS = 64
 _NONE = np.empty(0, np.int32)
 
 
-class PooledTexts:
-    """A runner of one model, on the host or as on a device."""
+def runner_of(loaded: LoadedModel, *, on_device: bool = False) -> ModelRunner:
+    """A runner of a model that pools, on the host or as on a device."""
+    assert loaded.pooler is not None
+    model = loaded.model
+    blocks = NUM_BLOCKS if model.kv_cache_spec.layers else 0
+    cache = make_cache(model, BLOCK_SIZE, num_gpu_blocks=blocks, num_cpu_blocks=0)
+    pooling = Pooling(loaded.pooler, loaded.kernels.layers.sum_rows)
+    device = None
+    if on_device:
+        state = DeviceState(model, cache, BLOCK_SIZE, StateShape())
+        device = DeviceSteps(model, cache, state, HostEvent, pooling=pooling)
+    return ModelRunner(model, cache, BLOCK_SIZE, device=device, pooling=pooling)
 
-    def __init__(self, loaded: LoadedModel, *, on_device: bool = False) -> None:
-        assert loaded.pooler is not None
-        model = loaded.model
-        self._groups = len(model.kv_cache_spec.groups(BLOCK_SIZE))
-        blocks = NUM_BLOCKS if self._groups else 0
-        cache = make_cache(model, BLOCK_SIZE, num_gpu_blocks=blocks, num_cpu_blocks=0)
-        pooling = Pooling(loaded.pooler, loaded.kernels.layers.sum_rows)
-        device = None
-        if on_device:
-            state = DeviceState(model, cache, BLOCK_SIZE, StateShape())
-            device = DeviceSteps(model, cache, state, HostEvent, pooling=pooling)
-        self.runner = ModelRunner(model, cache, BLOCK_SIZE, device=device, pooling=pooling)
+
+class PooledTexts:
+    """Texts of one runner."""
+
+    def __init__(
+        self, loaded: LoadedModel, *, on_device: bool = False, runner: Runner | None = None
+    ) -> None:
+        """runner: None makes one."""
+        self._groups = len(loaded.model.kv_cache_spec.groups(BLOCK_SIZE))
+        self.runner: Runner = runner or runner_of(loaded, on_device=on_device)
         self._ids, self._steps, self._next_block = count(1), count(), 0
 
     def add(self, tokens: Sequence[int], params: PoolingParams, **fields: Any) -> NewSequence:

@@ -5,11 +5,11 @@ and all get the same plans. Tokens have the texts of `tests/support/vocabularies
 as processes of their own is tested end to end.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.step_plan import StepResult
@@ -38,6 +38,7 @@ from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 Result = TypeVar("Result")
 NO_SPECULATION = RunnerConfig()
+NO_OPTIONS: Mapping[str, Any] = {}
 Wrap = Callable[[Model, Layout], Model]
 
 
@@ -93,10 +94,11 @@ class RankThread:
         wrap: Wrap,
         runner: RunnerConfig,
         executor: type[Executor],
+        options: Mapping[str, Any],
     ) -> None:
         self.layout = layout
         config = ModelConfig(
-            model=str(model), device="cpu", dtype="float32", layout=layout, threads=1
+            model=str(model), device="cpu", dtype="float32", layout=layout, threads=1, **options
         )
         cache = CacheConfig(block_size=block_size)
 
@@ -146,8 +148,9 @@ class RankThreads:
         wrap: Wrap = lambda model, layout: model,
         runner: RunnerConfig = NO_SPECULATION,
         executor: type[Executor] = Executor,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
-        """wrap: what a rank is to have in place of its model."""
+        """wrap: what a rank is to have in place of its model; options: of `ModelConfig`."""
         port = free_port()
         self.ranks = [
             RankThread(
@@ -162,6 +165,7 @@ class RankThreads:
                 wrap,
                 runner,
                 executor,
+                options,
             )
             for rank in range(tensor_parallel_size * pipeline_parallel_size)
         ]

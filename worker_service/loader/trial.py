@@ -24,9 +24,10 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     """Return whether the logits of a row are bitwise independent of batch and chunking.
 
     One sequence is computed as a single prefill in a batch with another sequence, and again alone,
-    as two prefill chunks and one decode. This also warms up threads and kernels. Hidden states are
-    compared at all positions, logits only at both sides of each cut, because the logits of a large
-    vocabulary take much memory. block_size: tokens per KV block.
+    as two prefill chunks and one decode; a model without a cache computes it at once. This also
+    warms up threads and kernels. Hidden states are compared at all positions, logits only at both
+    sides of each cut, because the logits of a large vocabulary take much memory. block_size: tokens
+    per KV block.
 
     Returns False, with a warning in the log, if a logit is NaN or infinite. Raises UnsupportedModel
     if the two computations differ by more than rounding: then the model ignores the positions that
@@ -37,6 +38,7 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     # The other sequence comes first, so that places in the batch are not positions.
     together = trial.run([(1, 0, trial.lengths[1]), (0, 0, length)])[-length:]
     cuts = sorted({0, min(_CHUNK, length - 1), length - 1, length})
+    cuts = cuts if model.kv_cache_spec.layers else [0, length]
     alone = torch.cat([trial.run([(0, *cut)]) for cut in pairwise(cuts)])
     rows = sorted(
         {position for end in cuts[1:] for position in (end - 1, end) if position < length}

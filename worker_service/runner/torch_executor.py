@@ -134,7 +134,8 @@ class TorchExecutor:
         if self._rendezvous is not None:
             self._rendezvous.open()
         self._loaded = self._load()
-        self._grammars = _grammars_of(self._loaded)
+        if self._loaded.pooler is None:
+            self._grammars = _grammars_of(self._loaded)
         if self._runner.compile:
             if self._loaded.config.batch_invariant:
                 raise InvalidOption("batch_invariant: cannot be combined with --compile")
@@ -187,6 +188,8 @@ class TorchExecutor:
 
     def _check_speculation(self, loaded: LoadedModel) -> None:
         """Raises InvalidOption where drafts could change tokens, or are not supported."""
+        if loaded.pooler is not None:
+            raise InvalidOption("speculative: expected none with the runner pooling")
         if self._device.type != "cpu":
             raise InvalidOption(f"speculative: expected a CPU, got {self._device}")
         if not loaded.batch_invariant:

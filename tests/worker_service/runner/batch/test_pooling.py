@@ -16,8 +16,12 @@ from tests.support.counting_model import loaded_counting_model
 from tests.support.loading import load
 from tests.support.pooled_texts import BLOCK_SIZE, PooledTexts
 from tests.support.transformers_oracle import oracle
+from worker_service.config import CacheConfig
+from worker_service.engine.executor import BlockCounts
 from worker_service.errors import InvalidPlan
+from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
 from worker_service.loader import LoadedModel
+from worker_service.loader.trial import try_model
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.plan import PoolingHead, PoolingParams, PoolingType, RowErrorReason
 from worker_service.pooling_facts import PoolingFacts
@@ -160,6 +164,14 @@ def test_the_classifier_of_tokens_brings_logits_for_each(on_device: bool) -> Non
     runner = PooledTexts(_without_cache(classifier_type=ALL), on_device=on_device)
     params = PoolingParams(type=ALL, head=PoolingHead.CLASSIFIER)
     assert runner.pool([[1, 2]], params)[0].tolist() == [-3.0, 0.0, -3.0, 0.0]
+
+
+def test_a_model_without_cache_groups_is_tried_and_profiled_with_whole_texts() -> None:
+    model, cpu = SumsOfTexts(), torch.device("cpu")
+    assert try_model(model, cpu, 4)
+    batches = SyntheticBatches(model, 4, cpu, generates=False)
+    counts = profile_blocks(batches, CacheConfig(), max_num_seqs=4, max_num_batched_tokens=64)
+    assert counts == BlockCounts(num_gpu_blocks=0, num_cpu_blocks=0)
 
 
 class PoisonedTexts(SumsOfTexts):
