@@ -43,7 +43,7 @@ from pagewire_client.outputs import (
     OutputDelta as OutputDelta,
     OutputToolCall as OutputToolCall,
     RequestOutput as RequestOutput,
-    Score as Score,
+    TextLogprobs as TextLogprobs,
 )
 from pagewire_client.retry import (
     NO_RETRIES as NO_RETRIES,

@@ -13,7 +13,7 @@ from pagewire_client.chat import ChatPrompt, Messages
 from pagewire_client.connection import Address, TlsOptions
 from pagewire_client.deployment import EngineStatus, ModelInfo
 from pagewire_client.errors import PagewireError
-from pagewire_client.outputs import RequestOutput, Score, score_of
+from pagewire_client.outputs import RequestOutput, TextLogprobs, logprobs_of
 from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
 from pagewire_client.retry import Deadline, RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
@@ -144,7 +144,7 @@ class AsyncClient:
         """Like `generate_many`, with an error in the place of a request that failed."""
         return (await self._run_batch(False, prompts, sampling_params, options)).outcomes()
 
-    async def score(
+    async def logprobs(
         self,
         texts: Text | Sequence[Text],
         *,
@@ -152,10 +152,10 @@ class AsyncClient:
         model: str | None = None,
         timeout: float | None = None,
         on_progress: OnProgress | None = None,
-    ) -> list[Score]:
+    ) -> list[TextLogprobs]:
         """The log probability of each text, or list of token ids, after `context` if it is given.
 
-        Scores do not include the tokens of `context`. A text with its context must be shorter than
+        The tokens of `context` do not count. A text with its context must be shorter than
         the model's length.
         """
         prompts, start = requests.prompt_list(texts), 0
@@ -166,9 +166,9 @@ class AsyncClient:
             ]
             start = len(first)
         outputs = await self.generate_many(
-            prompts, requests.SCORING, model=model, timeout=timeout, on_progress=on_progress
+            prompts, requests.PROMPT_LOGPROBS, model=model, timeout=timeout, on_progress=on_progress
         )
-        return [score_of(output, start) for output in outputs]
+        return [logprobs_of(output, start) for output in outputs]
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> None:
         """End a running request. Raises NotFound if no request has this id."""

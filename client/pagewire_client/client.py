@@ -109,7 +109,7 @@ class Client:
     """The answers to many prompts, in their order."""
     try_generate_many = _method(AsyncClient.try_generate_many)
     """Like `generate_many`, with an error in the place of a request that failed."""
-    score = _method(AsyncClient.score)
+    logprobs = _method(AsyncClient.logprobs)
     """The log probability of each text, or list of token ids."""
     abort = _method(AsyncClient.abort)
     """End a running request. Raises NotFound if no request has this id."""

@@ -18,7 +18,7 @@ from pagewire_client.chat import ChatPrompt, Messages
 from pagewire_client.client import Client
 from pagewire_client.deployment import ModelInfo
 from pagewire_client.errors import Unavailable
-from pagewire_client.outputs import RequestOutput, Score
+from pagewire_client.outputs import RequestOutput, TextLogprobs
 from pagewire_client.requests import (
     ChatBatchOptions,
     GenerateOptions,
@@ -154,13 +154,13 @@ class LLM:
         """Stream the answer to one prompt as it is generated."""
         return self._client.stream(prompt, sampling_params, **options)
 
-    def score(
+    def logprobs(
         self, texts: Text | Sequence[Text], *, context: Text | None = None, use_tqdm: bool = True
-    ) -> list[Score]:
+    ) -> list[TextLogprobs]:
         """The log probability of each text, or list of token ids, after `context` if it is given,
-        as `Client.score` returns it."""
+        as `Client.logprobs` returns it."""
         with self._batch(use_tqdm=use_tqdm) as on_progress:
-            return self._client.score(texts, context=context, on_progress=on_progress)
+            return self._client.logprobs(texts, context=context, on_progress=on_progress)
 
     def chat(
         self,

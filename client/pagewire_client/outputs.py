@@ -128,7 +128,7 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
+class TextLogprobs:
     """How probable a given text is under the model."""
 
     token_ids: list[int]
@@ -141,12 +141,12 @@ class Score:
         return sum(logprob for logprob in self.logprobs if logprob is not None)
 
 
-def score_of(output: RequestOutput, start: int) -> Score:
-    """The score of an answer's prompt from token `start` on."""
+def logprobs_of(output: RequestOutput, start: int) -> TextLogprobs:
+    """The log probabilities of an answer's prompt from token `start` on."""
     token_ids = output.prompt_token_ids[start:]
     positions = (output.prompt_logprobs or [])[start:]
     logprobs = [
         None if position is None else position[token_id].logprob
         for token_id, position in zip(token_ids, positions, strict=True)
     ]
-    return Score(token_ids=token_ids, logprobs=logprobs)
+    return TextLogprobs(token_ids=token_ids, logprobs=logprobs)

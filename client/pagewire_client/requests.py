@@ -152,8 +152,8 @@ MAX_HOLD_MS = 1000
 fewer messages. The end of an answer is not held back, unless a message reports several steps: then
 for up to 100 ms."""
 
-SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-"""Parameters of requests that score their prompts."""
+PROMPT_LOGPROBS = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+"""Parameters of requests for the log probabilities of their prompts."""
 
 
 def generate_request(

@@ -388,17 +388,19 @@ def test_a_stream_yields_its_text_and_its_whole_answer(client: Any) -> None:
     assert output.text == expected_text("Hello", 10)
 
 
-def test_a_score_is_the_log_probability_of_a_text(client: Any, frontend: FakeFrontend) -> None:
+def test_the_log_probability_of_a_text_is_that_of_its_tokens(
+    client: Any, frontend: FakeFrontend
+) -> None:
     def known(character: str) -> float:
         return -ord(character) / 1024
 
-    (score,) = client.score("Hi!")
-    assert score.token_ids == [ord("H"), ord("i"), ord("!")]
-    assert score.logprobs == [None, known("i"), known("!")]
-    assert score.logprob == known("i") + known("!")
-    scores = client.score(["c", [100, 101]], context="ab")
-    assert [score.token_ids for score in scores] == [[99], [100, 101]]
-    assert [score.logprobs for score in scores] == [[known("c")], [known("d"), known("e")]]
+    (found,) = client.logprobs("Hi!")
+    assert found.token_ids == [ord("H"), ord("i"), ord("!")]
+    assert found.logprobs == [None, known("i"), known("!")]
+    assert found.logprob == known("i") + known("!")
+    both = client.logprobs(["c", [100, 101]], context="ab")
+    assert [text.token_ids for text in both] == [[99], [100, 101]]
+    assert [text.logprobs for text in both] == [[known("c")], [known("d"), known("e")]]
     assert list(frontend.requests[-1].token_ids.ids) == [1, 97, 98, 100, 101]
 
 

@@ -72,15 +72,15 @@ def test_an_answer_is_the_same_alone_and_among_many(llm: LLM) -> None:
     assert len({str(choices) for choices in tokens(among)}) == 16
 
 
-def test_an_answer_scores_what_it_cost_to_generate(llm: LLM) -> None:
+def test_an_answer_is_as_probable_as_when_it_was_generated(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
     (output,) = quiet(llm, "Hello", params)
     (choice,) = output.outputs
-    scores = llm.score([choice.token_ids, "other"], context="Hello", use_tqdm=False)
-    assert scores[0].token_ids == choice.token_ids
-    assert scores[0].logprob == pytest.approx(choice.cumulative_logprob, abs=1e-4)
-    assert scores[1].token_ids == llm.tokenize("other", add_special_tokens=False)
-    (whole,) = llm.score("Hello", use_tqdm=False)
+    found = llm.logprobs([choice.token_ids, "other"], context="Hello", use_tqdm=False)
+    assert found[0].token_ids == choice.token_ids
+    assert found[0].logprob == pytest.approx(choice.cumulative_logprob, abs=1e-4)
+    assert found[1].token_ids == llm.tokenize("other", add_special_tokens=False)
+    (whole,) = llm.logprobs("Hello", use_tqdm=False)
     assert whole.token_ids == llm.tokenize("Hello")
     assert whole.logprobs[0] is None
 

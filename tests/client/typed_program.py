@@ -40,4 +40,4 @@ async def offline() -> float:
         await llm.generate("Hi", seed=3)
     with LLM(max_model_len=100) as model:
         model.generate("Hi", use_tqdm=False, temperature=0)
-        return model.score([[1, 2], [3]], context="b")[0].logprob
+        return model.logprobs([[1, 2], [3]], context="b")[0].logprob

@@ -222,9 +222,9 @@ def test_a_chat_is_answered(cluster: Cluster, path: Path) -> None:
 
 
 def test_the_perplexity_of_a_text_is_the_stored_one(client: Client) -> None:
-    (score,) = client.score(NOVEL)
-    assert len(score.token_ids) == 148
-    assert np.exp(-score.logprob / 147) == pytest.approx(PERPLEXITY, rel=1e-4)
+    (novel,) = client.logprobs(NOVEL)
+    assert len(novel.token_ids) == 148
+    assert np.exp(-novel.logprob / 147) == pytest.approx(PERPLEXITY, rel=1e-4)
 
 
 def test_the_demo_talks_with_it(tmp_path: Path) -> None:
