@@ -20,6 +20,7 @@ Ways to use a model, which take the same prompts and `SamplingParams`; `AsyncLLM
 | `synchronization` | how the same calls are awaited by tasks, or block threads |
 | `stream_state`, `batch`, `retry` | bookkeeping, without I/O |
 | `sampling_params`, `chat`, `requests` | what is sent |
+| `pooling` | what is sent and returned for vectors, scores and labels |
 | `outputs`, `deployment`, `errors` | what is returned or raised |
 | `connection` | addresses, TLS, call metadata, channels |
 | `llm` | offline use: services that `pagewire_cli.local` starts and supervises |
@@ -29,7 +30,8 @@ The client submits the request again with all that it has received (`resume` in 
 seed that the server reported at the start, so that the tokens are those of the undisturbed answer.
 If it cannot be continued, it raises one of `errors`; a stream that was cut never looks complete.
 
-Needs neither torch nor numpy nor a model: the server tokenizes.
+Needs neither torch nor a model: the server tokenizes. Vectors and labels are arrays of numpy, which
+is imported where one is returned.
 """
 
 import ast

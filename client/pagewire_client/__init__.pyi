@@ -45,6 +45,10 @@ from pagewire_client.outputs import (
     RequestOutput as RequestOutput,
     TextLogprobs as TextLogprobs,
 )
+from pagewire_client.pooling import (
+    Classification as Classification,
+    RankedDocument as RankedDocument,
+)
 from pagewire_client.retry import (
     NO_RETRIES as NO_RETRIES,
     RetryPolicy as RetryPolicy,

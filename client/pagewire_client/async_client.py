@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, ClassVar, Self, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1 import pooling_pb2
 from pagewire.v1.status_pb2 import StatusDetail
-from pagewire_client import connection, requests
+from pagewire_client import connection, pooling, requests
 from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.calls import AsyncOutputStream, Caller
 from pagewire_client.chat import ChatPrompt, Messages
@@ -14,9 +15,20 @@ from pagewire_client.connection import Address, TlsOptions
 from pagewire_client.deployment import EngineStatus, ModelInfo
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput, TextLogprobs, logprobs_of
+from pagewire_client.pooling import (
+    Classification,
+    EmbedOptions,
+    PooledInputs,
+    PoolingOptions,
+    RankedDocument,
+    vectors_of,
+)
 from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
 from pagewire_client.retry import Deadline, RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagewire_client.pooling import Float32Array
 
 
 class AsyncClient:
@@ -169,6 +181,116 @@ class AsyncClient:
             prompts, requests.PROMPT_LOGPROBS, model=model, timeout=timeout, on_progress=on_progress
         )
         return [logprobs_of(output, start) for output in outputs]
+
+    async def embed(
+        self, texts: Text | Sequence[Text], **options: Unpack[EmbedOptions]
+    ) -> "Float32Array":
+        """The vectors of texts, or of lists of token ids: [num_texts, size]. Needs numpy.
+
+        A text's vector has the same bits in every call. The first text that fails raises; the
+        message names it. Thousands of texts are sent and answered piece by piece.
+        """
+        found = await self._embed(texts, options, of_tokens=False)
+        entries = [entry for entries in found for entry in entries]
+        return vectors_of(entries).reshape(len(found), -1)
+
+    async def embed_tokens(
+        self, texts: Text | Sequence[Text], **options: Unpack[EmbedOptions]
+    ) -> "list[Float32Array]":
+        """A vector for each token of each text, for late interaction: [num_tokens, size]. Needs
+        numpy."""
+        found = await self._embed(texts, options, of_tokens=True)
+        return [vectors_of(parts).reshape(parts[0].num_tokens, -1) for parts in found]
+
+    async def _embed(
+        self, texts: Text | Sequence[Text], options: Any, *, of_tokens: bool
+    ) -> list[list[Any]]:
+        others = dict(options)
+        embed = pooling.embed_proto(others, of_tokens=of_tokens)
+        first = pb.EmbedRequest(options=pooling.options_proto(others), embed=embed)
+        inputs = map(pooling.text_input, requests.prompt_list(texts))
+        return await self._pool(
+            PooledInputs("Embed", first, inputs, "texts", of_tokens=of_tokens), options
+        )
+
+    async def score(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        instruction: str | None = None,
+        apply_activation: bool | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[float]:
+        """How well the two texts of each pair belong together: by a model that reads both, or by
+        the similarity of their vectors. `instruction`: what a model with a place for it is to judge
+        by; `apply_activation`: False for the score of a model that reads both before its sigmoid.
+        """
+        score = pb.ScoreOptions(instruction=instruction, apply_activation=apply_activation)
+        first = pb.ScoreRequest(options=pooling.options_proto(options), score=score)
+        inputs = PooledInputs("Score", first, map(pooling.pair_input, pairs), "pairs")
+        return [entry.score for (entry,) in await self._pool(inputs, options)]
+
+    async def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[RankedDocument]:
+        """The documents in descending order of how well they answer a query; the first `top_n` of
+        them, if it is given."""
+        first = pb.RankRequest(
+            options=pooling.options_proto(options),
+            score=pb.ScoreOptions(instruction=instruction),
+            query=query,
+            top_n=top_n,
+        )
+        inputs = PooledInputs("Rank", first, documents, "documents")
+        found = [entry for entries in await self._pool(inputs, options) for entry in entries]
+        found.sort(key=lambda entry: (-entry.score, entry.index))
+        return [RankedDocument(e.index, e.score, documents[e.index]) for e in found]
+
+    async def classify(
+        self,
+        texts: Text | tuple[str, str] | Sequence[Text | tuple[str, str]],
+        *,
+        apply_activation: bool | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[Classification]:
+        """The labels of texts, or of pairs of texts, each with its probability, or with
+        `apply_activation=False` its logit. Needs numpy."""
+        found, labels = await self._classify(texts, apply_activation, options, of_tokens=False)
+        return [Classification(labels, vectors_of(entries)) for entries in found]
+
+    async def classify_tokens(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        apply_activation: bool | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[list[Classification]]:
+        """The labels of each token of each text, by a model trained for that. Needs numpy."""
+        found, labels = await self._classify(texts, apply_activation, options, of_tokens=True)
+        rows = [vectors_of(parts).reshape(-1, len(labels)) for parts in found]
+        return [[Classification(labels, row) for row in of_text] for of_text in rows]
+
+    async def _classify(
+        self, texts: Any, apply_activation: bool | None, options: Any, *, of_tokens: bool
+    ) -> tuple[list[list[Any]], Sequence[str]]:
+        classify = pb.ClassifyOptions(apply_activation=apply_activation)
+        if of_tokens:
+            classify.type = pooling_pb2.POOLING_TYPE_ALL
+        first = pb.ClassifyRequest(options=pooling.options_proto(options), classify=classify)
+        listed = map(pooling.text_input, requests.prompt_list(texts))
+        inputs = PooledInputs("Classify", first, listed, "texts", of_tokens=of_tokens)
+        return await self._pool(inputs, options), inputs.labels
+
+    async def _pool(self, inputs: PooledInputs, options: Any) -> list[list[Any]]:
+        timeout = options.get("timeout")
+        await self._caller.pool(inputs, self._timeout if timeout is None else timeout)
+        return inputs.results()
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> None:
         """End a running request. Raises NotFound if no request has this id."""

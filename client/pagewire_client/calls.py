@@ -17,6 +17,7 @@ from pagewire_client import errors
 from pagewire_client.batch import Batch, OnProgress, Send
 from pagewire_client.connection import Connections, Mode, OpenRequests, trace_metadata
 from pagewire_client.outputs import OutputDelta, RequestOutput
+from pagewire_client.pooling import PooledInputs
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
 from pagewire_client.synchronization import Event, is_cancelled, iterate, run
@@ -96,6 +97,32 @@ class Caller:
         except errors.PagewireError:
             if None in batch.results:
                 raise  # The error is not that of a single request.
+
+    async def pool(self, inputs: PooledInputs, timeout: float | None) -> None:
+        """Run a call until every input has a result; raises the error of the first that fails."""
+        deadline = Deadline(timeout)
+        attempts = Attempts(self.policy, deadline)
+
+        async def attempt(stub: InferenceServiceStub) -> AsyncGenerator[None, None]:
+            inputs.start()
+            method = getattr(stub, inputs.method)
+            call: Any = method(inputs.messages(), **self.call_options(deadline))
+            try:
+                if inputs.method == "Rank":
+                    inputs.receive(await call)
+                    return
+                is_complete = False
+                async for response in call:
+                    attempts.progressed()
+                    is_complete = inputs.receive(response)
+                if not is_complete:
+                    raise errors.Unavailable("the server ended the stream before all answers")
+            finally:
+                call.cancel()
+            yield
+
+        async for _ in self.with_retries(attempt, attempts.delay_after, self.mode.make_event()):
+            pass
 
     def call_options(self, deadline: Deadline) -> dict[str, Any]:
         """Timeout and metadata of the next attempt."""

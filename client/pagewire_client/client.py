@@ -111,6 +111,18 @@ class Client:
     """Like `generate_many`, with an error in the place of a request that failed."""
     logprobs = _method(AsyncClient.logprobs)
     """The log probability of each text, or list of token ids."""
+    embed = _method(AsyncClient.embed)
+    """The vectors of texts: [num_texts, size]."""
+    embed_tokens = _method(AsyncClient.embed_tokens)
+    """A vector for each token of each text: [num_tokens, size]."""
+    score = _method(AsyncClient.score)
+    """How well the two texts of each pair belong together."""
+    rank = _method(AsyncClient.rank)
+    """The documents in descending order of how well they answer a query."""
+    classify = _method(AsyncClient.classify)
+    """The labels of texts, or of pairs of texts."""
+    classify_tokens = _method(AsyncClient.classify_tokens)
+    """The labels of each token of each text."""
     abort = _method(AsyncClient.abort)
     """End a running request. Raises NotFound if no request has this id."""
     tokenize = _method(AsyncClient.tokenize)

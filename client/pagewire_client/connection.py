@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -153,6 +153,18 @@ class BlockingCall:
         raise StopAsyncIteration
 
 
+class BlockingAnswer:
+    """A call whose one response is waited for by blocking."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self.cancel = call.cancel
+
+    def __await__(self) -> Generator[None, None, Any]:
+        return self._call.result()
+        yield
+
+
 class BlockingStub:
     """The stub of a channel for calls that block, with the interface of the one for asyncio."""
 
@@ -165,11 +177,16 @@ class BlockingStub:
         async def unary(request: Any, **options: Any) -> Any:
             return call(request, **options)
 
+        def collected(requests: Any, **options: Any) -> Any:
+            return BlockingAnswer(call.future(iterate(requests), **options))
+
         def stream(requests: Any, **options: Any) -> BlockingCall:
             if isinstance(call, grpc.StreamStreamMultiCallable):
                 requests = iterate(requests)
             return BlockingCall(call(requests, **options))
 
+        if isinstance(call, grpc.StreamUnaryMultiCallable):
+            return collected
         return unary if isinstance(call, grpc.UnaryUnaryMultiCallable) else stream
 
 

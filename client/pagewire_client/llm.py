@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Self, TypeAlias, Unpack
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +19,12 @@ from pagewire_client.client import Client
 from pagewire_client.deployment import ModelInfo
 from pagewire_client.errors import Unavailable
 from pagewire_client.outputs import RequestOutput, TextLogprobs
+from pagewire_client.pooling import (
+    Classification,
+    EmbedOptions,
+    PoolingOptions,
+    RankedDocument,
+)
 from pagewire_client.requests import (
     ChatBatchOptions,
     GenerateOptions,
@@ -29,6 +35,9 @@ from pagewire_client.requests import (
 )
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingOptions, SamplingParams
+
+if TYPE_CHECKING:
+    from pagewire_client.pooling import Float32Array
 
 
 @contextmanager
@@ -161,6 +170,57 @@ class LLM:
         as `Client.logprobs` returns it."""
         with self._batch(use_tqdm=use_tqdm) as on_progress:
             return self._client.logprobs(texts, context=context, on_progress=on_progress)
+
+    def embed(
+        self, prompts: Text | Sequence[Text], **options: Unpack[EmbedOptions]
+    ) -> "Float32Array":
+        """The vectors of texts, or of lists of token ids: [num_texts, size]. Needs numpy."""
+        with self._batch(use_tqdm=False):
+            return self._client.embed(prompts, **options)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[float]:
+        """How well two texts belong together: of each pair of two lists of the same length, or of
+        one text with each of a list."""
+        second = [data_2] if isinstance(data_2, str) else data_2
+        first = [data_1] if isinstance(data_1, str) else data_1
+        if len(first) == 1:
+            first = [first[0]] * len(second)
+        if len(first) != len(second):
+            raise ValueError(
+                f"data_1 must be one text or as many as data_2, {len(second)}, not {len(first)}"
+            )
+        pairs = list(zip(first, second, strict=True))
+        with self._batch(use_tqdm=False):
+            return self._client.score(pairs, instruction=instruction, **options)
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        **options: Unpack[PoolingOptions],
+    ) -> list[RankedDocument]:
+        """The documents in descending order of how well they answer a query."""
+        with self._batch(use_tqdm=False):
+            return self._client.rank(
+                query, documents, top_n=top_n, instruction=instruction, **options
+            )
+
+    def classify(
+        self, prompts: Text | Sequence[Text], **options: Unpack[PoolingOptions]
+    ) -> list[Classification]:
+        """The labels of texts, each with its probability. Needs numpy."""
+        with self._batch(use_tqdm=False):
+            return self._client.classify(prompts, **options)
 
     def chat(
         self,

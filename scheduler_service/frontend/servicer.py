@@ -142,15 +142,13 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     """Labels of all texts on the stream."""
 
     @_rpc
-    async def Rank(  # type: ignore[override]
-        self, _: Any, context: Context, tenant: Principal
-    ) -> None:
+    async def Rank(self, _: Any, context: Context, tenant: Principal) -> inference_pb.RankResponse:
         """All documents on the stream, sorted by their scores."""
         read, deadline = self.reader(context), _deadline(context)
         answer = await self.pooling.collect_all(read, tenant, deadline=deadline)
         response = inference_pb.RankResponse(usage=answer.usage)
         _add_results(response.documents, answer.results, has_vectors=False)
-        await context.write(response)
+        return response
 
     def reader(self, context: Context) -> Callable[[], Awaitable[Any]]:
         """Reads the messages of a stream, None at its end. The key may be revoked while it is open,

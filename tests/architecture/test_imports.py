@@ -41,6 +41,10 @@ FORBIDDEN = {
     "conformance": OURS - {"conformance", "pagewire"} | TENSOR_LIBRARIES | {"numpy"},
 }
 
+LAZY = {(PACKAGES["pagewire_client"] / "pooling.py", "numpy")}
+"""Imports that a package needs for some results only, and makes when it returns one;
+tests/client/test_light_install.py runs without them."""
+
 
 def imported_roots(file: Path) -> Iterator[tuple[int, str]]:
     """(line, top-level name) of every absolute import anywhere in the file."""
@@ -60,7 +64,7 @@ def test_a_package_imports_only_what_it_may_know(package: str) -> None:
         f"{file.relative_to(ROOT)}:{line} imports {name}"
         for file in files
         for line, name in imported_roots(file)
-        if name in FORBIDDEN[package]
+        if name in FORBIDDEN[package] and (file, name) not in LAZY
     ]
     assert wrong == []
 

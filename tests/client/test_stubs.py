@@ -17,7 +17,9 @@ NODE_MODULES = ROOT / "client/node/node_modules"
 PROTOC = f"{sys.executable} -m grpc_tools.protoc"
 FILES = [
     f"pagewire/v1/{name}.proto"
-    for name in ("inference_service", "columns", "model", "sampling", "status", "validation")
+    for name in (
+        *("inference_service", "columns", "model", "pooling", "sampling", "status", "validation"),
+    )
 ]
 
 DEBIAN_GO = Path("/usr/share/gocode")

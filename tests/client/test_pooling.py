@@ -1,0 +1,127 @@
+"""Vectors, scores, ranks and labels through both clients, from a real frontend."""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagewire.v1 import pooling_pb2
+from pagewire_client import AsyncClient, Client, InvalidArgument
+from tests.support.fake_core import FakeRequest
+from tests.support.frontends import running_frontend
+from tests.support.pooling import answer, answering, pooling_model, serving, vector_of
+from tests.support.tokenizers import byte_level
+
+KINDS = pytest.mark.parametrize("kind", [AsyncClient, Client])
+
+
+@asynccontextmanager
+async def client_of(kind: Any, **pooling: Any) -> AsyncIterator[Any]:
+    """Calls a client of either kind, of a model that pools."""
+    async with serving(pooling_model(**pooling)) as (core, frontend, _), answering(core):
+        client = kind(frontend.runner.address)
+        yield lambda method, *args, **options: called(client, method, *args, **options)
+        await called(client, "close")
+
+
+async def called(client: Any, method: str, *args: Any, **options: Any) -> Any:
+    """A method's result; a client that blocks does so in a thread."""
+    bound = getattr(client, method)
+    if inspect.iscoroutinefunction(bound):
+        return await bound(*args, **options)
+    return await asyncio.to_thread(bound, *args, **options)
+
+
+def ids_of(text: str) -> list[int]:
+    return list(byte_level().encode(text).ids)
+
+
+@KINDS
+async def test_vectors_come_in_the_order_of_the_texts(kind: Any) -> None:
+    texts = [f"text {number}" for number in range(600)]
+    async with client_of(kind) as call:
+        vectors = await call("embed", [*texts, [7, 8]])
+        (single,) = await call("embed", "text 0")
+    assert vectors.dtype == np.float32
+    assert vectors.tolist() == [*(vector_of(ids_of(text)) for text in texts), vector_of([7, 8])]
+    assert single.tolist() == vector_of(ids_of("text 0"))
+
+
+@KINDS
+async def test_every_token_has_a_vector(kind: Any) -> None:
+    async with client_of(kind) as call:
+        first, second = await call("embed_tokens", ["hello", [7, 8]])
+    assert first.tolist() == [vector_of([token]) for token in ids_of("hello")]
+    assert second.tolist() == [vector_of([7]), vector_of([8])]
+
+
+@KINDS
+async def test_pairs_get_scores_and_documents_their_order(kind: Any) -> None:
+    dot = {"similarity": pooling_pb2.SIMILARITY_DOT}
+    documents = ["0 1", "stop END", "2"]
+    expected = [float(np.dot(vector_of(ids_of("1")), vector_of(ids_of(d)))) for d in documents]
+    order = sorted(range(3), key=lambda index: -expected[index])
+    async with client_of(kind, **dot) as call:
+        assert await call("score", [("1", d) for d in documents]) == expected
+        found = await call("rank", "1", documents, top_n=2)
+    assert [(d.index, d.score, d.document) for d in found] == [
+        (index, expected[index], documents[index]) for index in order[:2]
+    ]
+
+
+@KINDS
+async def test_texts_and_pairs_get_labels(kind: Any) -> None:
+    labels = {"labels": ["low", "middle", "high"], "vector_size": 0}
+    async with client_of(kind, classifier_type=pooling_pb2.POOLING_TYPE_LAST, **labels) as call:
+        found = await call("classify", ["hello", ("a", "b")], apply_activation=False)
+    assert found[0].probs.tolist() == vector_of(ids_of("hello"))
+    assert [text.label for text in found] == [
+        labels["labels"][int(text.probs.argmax())] for text in found
+    ]
+
+
+@KINDS
+async def test_an_error_names_the_text(kind: Any) -> None:
+    async with client_of(kind) as call:
+        with pytest.raises(
+            InvalidArgument, match=r"^texts\[1\]: expected a text that is not empty"
+        ):
+            await call("embed", ["hello", ""])
+        with pytest.raises(
+            InvalidArgument, match=r"^embed\.dimensions: expected 3: the model was not"
+        ):
+            await call("embed", ["hello"], dimensions=2)
+        with pytest.raises(TypeError, match="unknown arguments: dimension"):
+            await call("embed", ["hello"], dimension=2)
+
+
+@KINDS
+async def test_a_call_continues_at_another_frontend_with_what_has_no_result(kind: Any) -> None:
+    texts = [f"text {number}" for number in range(600)]
+    seen: list[FakeRequest] = []
+    half = asyncio.Event()
+
+    async def first_half(request: FakeRequest) -> None:
+        seen.append(request)
+        if len(seen) > 300 and not half.is_set():
+            half.set()
+        elif not half.is_set() or request.attachment is not seen[0].attachment:
+            await answer(request)
+
+    async with (
+        serving() as (core, first, _),
+        running_frontend(core.address) as second,
+        answering(core, first_half),
+    ):
+        client = kind([first.runner.address, second.runner.address])
+        calling = asyncio.create_task(called(client, "embed", texts))
+        await half.wait()
+        await first.stop()
+        assert (await calling).tolist() == [vector_of(ids_of(text)) for text in texts]
+        again = [r for r in seen if r.attachment is not seen[0].attachment]
+        assert 0 < len(again) < len(texts)
+        await called(client, "close")
