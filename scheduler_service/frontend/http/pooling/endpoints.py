@@ -1,7 +1,8 @@
 """The endpoints, and their answers."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,27 +17,30 @@ from scheduler_service.frontend.pooling.call import PoolingResult
 from scheduler_service.frontend.pooling.service import PoolingAnswer
 
 
-def write_vectors(
-    body: bodies.EmbeddingsRequest, answer: PoolingAnswer, call_id: str
+def write_numbers(
+    prefix: str,
+    kind: str,
+    field: str,
+    body: bodies.EmbeddingsRequest,
+    answer: PoolingAnswer,
+    call_id: str,
 ) -> Iterator[bytes]:
-    """The answer of `/v1/embeddings`."""
-    numbers = _numbers(body, answer)
+    """The answer of `/v1/embeddings` or `/pooling`, which differ in names: the prefix of the id,
+    the kind of an entry's object, and its field with the numbers."""
+    size = len(answer.labels) or body.dimensions or answer.model.info.pooling.vector_size
+
+    def numbers(result: PoolingResult) -> Iterable[bytes]:
+        if body.encoding_format == "base64":
+            return [encoding.base64_text(result.values)]
+        if requests.is_per_token(body, answer.model):
+            return json_list([float_list(row)] for row in result.array(size))
+        return [float_list(result.array(size)[0])]
+
     entries = (
-        with_field({"object": "embedding", "index": result.index}, "embedding", numbers(result))
+        with_field({"object": kind, "index": result.index}, field, numbers(result))
         for result in answer.results
     )
-    return _list(answer, f"embd-{call_id}", entries)
-
-
-def write_pooled(body: bodies.PoolingBody, answer: PoolingAnswer, call_id: str) -> Iterator[bytes]:
-    """The answer of `/pooling`."""
-    per_token = requests.task_of(body, answer.model).startswith("token")
-    numbers = _numbers(body, answer, per_token=per_token)
-    entries = (
-        with_field({"object": "pooling", "index": result.index}, "data", numbers(result))
-        for result in answer.results
-    )
-    return _list(answer, f"pool-{call_id}", entries)
+    return _list(answer, f"{prefix}-{call_id}", entries)
 
 
 def write_classes(_: Any, answer: PoolingAnswer, call_id: str) -> Iterator[bytes]:
@@ -91,15 +95,12 @@ def write_cohere_vectors(
         if limit is not None and result.num_tokens > limit:
             expected = f"expected at most max_tokens={limit} tokens, got {result.num_tokens}"
             raise PromptTooLong(f"texts[{result.index}]: {expected}; truncate = END cuts it")
-    meta = {
-        "api_version": {"version": "2"},
-        "billed_units": {"input_tokens": answer.usage.prompt_tokens},
-    }
+    billed = {"input_tokens": answer.usage.prompt_tokens}
     head = {
         "id": call_id,
         "response_type": "embeddings_by_type",
         "texts": body.texts,
-        "meta": meta,
+        "meta": {"api_version": {"version": "2"}, "billed_units": billed},
     }
     size = body.output_dimension or answer.model.info.pooling.vector_size
     vectors = [result.array(size)[0] for result in answer.results]
@@ -109,18 +110,6 @@ def write_cohere_vectors(
 def cohere_error(_: int, body: dict[str, Any]) -> dict[str, Any]:
     """Convert an error from OpenAI's shape to Cohere's."""
     return {"message": body["error"]["message"]}
-
-
-def _numbers(
-    body: bodies.EmbeddingsRequest, answer: PoolingAnswer, *, per_token: bool = False
-) -> Callable[[PoolingResult], Iterable[bytes]]:
-    """Writes the vector of a text or those of its tokens."""
-    size = len(answer.labels) or body.dimensions or answer.model.info.pooling.vector_size
-    if body.encoding_format == "base64":
-        return lambda result: [encoding.base64_text(result.values)]
-    if per_token:
-        return lambda result: json_list([float_list(row)] for row in result.array(size))
-    return lambda result: [float_list(result.array(size)[0])]
 
 
 def _usage(answer: PoolingAnswer) -> bodies.PoolingUsageBody:
@@ -156,6 +145,8 @@ COHERE_FIELDS = (
 )
 """Names of fields in errors: see `serving.FIELDS`."""
 
+write_vectors = partial(write_numbers, "embd", "embedding", "embedding")
+write_pooled = partial(write_numbers, "pool", "pooling", "data")
 ENDPOINTS = (
     Endpoint("/v1/embeddings", bodies.EmbeddingsRequest, requests.embed_request, write_vectors),
     Endpoint("/pooling", bodies.PoolingBody, requests.pooling_request, write_pooled),

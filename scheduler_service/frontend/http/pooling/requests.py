@@ -62,18 +62,19 @@ def classify_request(
 def pooling_request(
     body: bodies.PoolingBody, model: FrontendModel
 ) -> inference_pb.EmbedRequest | inference_pb.ClassifyRequest:
-    """A request for vectors or labels, as the task is."""
-    task = task_of(body, model)
+    """A request for vectors or labels, by default for what the model is made for."""
+    task = body.task or ("embed" if model.info.pooling.vector_size else "classify")
     make = embed_request if task.endswith("embed") else classify_request
-    return make(body, model, per_token=task.startswith("token"))
+    return make(body, model, per_token=is_per_token(body, model))
 
 
-def task_of(body: bodies.PoolingBody, model: FrontendModel) -> str:
-    """The task of a call, by default what the model is made for."""
+def is_per_token(body: bodies.EmbeddingsRequest, model: FrontendModel) -> bool:
+    """Whether the numbers are those of each token: as the task says, or else the model."""
     info = model.info.pooling
-    kinds = {"embed": info.default_type} if info.vector_size else {"classify": info.classifier_type}
-    [(task, kind)] = kinds.items()
-    return body.task or (f"token_{task}" if kind == ALL else task)
+    if isinstance(body, bodies.PoolingBody):
+        default = info.default_type if info.vector_size else info.classifier_type
+        return default == ALL if body.task is None else body.task.startswith("token")
+    return False
 
 
 def cohere_request(body: bodies.CohereEmbedBody, model: FrontendModel) -> inference_pb.EmbedRequest:

@@ -28,7 +28,7 @@ between the event loop serves other calls."""
 
 FIELDS = (
     (r"^inputs(\[\d+\])(\.(text|token_ids(\.ids)?))?", r"input\1"),
-    (r"\b(options|embed|classify|score)\.", ""),
+    (r"(^|; )(options|embed|classify|score)\.", r"\1"),
     (r"^(normalize|apply_activation)$", "use_activation"),
     (r"^prompt_name$", "input_type"),
 )
