@@ -11,7 +11,7 @@ from typing import Any
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.model_files import read_json, read_json_list, transformer_settings
-from worker_service.models.pooling import ACTIVATIONS, class_name
+from worker_service.models.pooling import ACTIVATIONS, class_name, label_activation
 from worker_service.plan import PoolingType
 from worker_service.pooling_facts import PoolingFacts, Similarity
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 MODULES = "modules.json"
 _SETTINGS = "config_sentence_transformers.json"
+_TOKENIZER = "tokenizer_config.json"
 
 _MODES = {"cls": PoolingType.CLS, "mean": PoolingType.MEAN, "lasttoken": PoolingType.LAST}
 """By the name of a mode of pooling."""
@@ -32,7 +33,10 @@ _PYLATE_KEYS = {
     *("query_length", "document_length", "do_query_expansion", "attend_to_expansion_tokens"),
     "skiplist_words",
 }
-_OTHER_KEYS = {"__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name"}
+_OTHER_KEYS = {
+    *("__version__", "model_type", "prompts", "default_prompt_name", "similarity_fn_name"),
+    "activation_fn",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,8 @@ def read_modules(
     file = model_dir / MODULES
     if not file.is_file():
         return facts, ()
+    if facts.labels:  # a CrossEncoder
+        return _with_settings(facts, model_dir), ()
     # Without a pooling every token has a vector, as in PyLate's models, which normalize them.
     facts = replace(facts, default_type=PoolingType.ALL, normalize=False)
     layers: list[DenseSettings] = []
@@ -136,7 +142,7 @@ def _settings(model_dir: Path) -> dict[str, Any]:
 
 
 def _with_settings(facts: PoolingFacts, model_dir: Path) -> PoolingFacts:
-    """With prompts, similarity, and the length of texts."""
+    """With prompts, similarity, the activation of labels, and the length of texts."""
     file, settings = model_dir / _SETTINGS, _settings(model_dir)
     prompts = dict(settings.get("prompts") or {})
     prompts |= {name: settings[key] for key, name in _PROMPT_KEYS.items() if settings.get(key)}
@@ -153,10 +159,15 @@ def _with_settings(facts: PoolingFacts, model_dir: Path) -> PoolingFacts:
                 f" {similarity}"
             )
         facts = replace(facts, similarity=kind)
+    if activation := settings.get("activation_fn"):
+        activation = label_activation(f"{file}: activation_fn", activation)
+        facts = replace(facts, label_activation=activation)
     for key in settings.keys() - _OTHER_KEYS - _PROMPT_KEYS.keys():
         if settings[key] or key not in _PYLATE_KEYS:
             logger.warning("%s: %s is not used: %s", file, key, settings[key])
     length = transformer_settings(model_dir).get("max_seq_length")
+    if not length and (tokenizer := model_dir / _TOKENIZER).is_file():  # as newer versions store it
+        length = read_json(tokenizer).get("model_max_length")
     return replace(
         facts,
         prompts=tuple((str(name), str(text)) for name, text in prompts.items()),

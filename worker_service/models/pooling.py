@@ -69,10 +69,11 @@ def classifier_facts(config: Mapping[str, Any], kind: PoolingType) -> PoolingFac
     labels = labels_of(config)
     activation = LabelActivation.SIGMOID if len(labels) == 1 else LabelActivation.SOFTMAX
     activation = _TASK_ACTIVATIONS.get(config.get("problem_type") or "", activation)
+    key = "sentence_transformers.activation_fn"
     stored = (config.get("sentence_transformers") or {}).get("activation_fn")
     stored = stored or config.get("sbert_ce_default_activation_function")
     if stored is not None:
-        activation = _LABEL_ACTIVATIONS.get(class_name(stored)) or _refuse_activation(stored)
+        activation = label_activation(f"config.json: {key}", stored)
     return PoolingFacts(
         default_type=kind,
         types=(kind,),
@@ -96,11 +97,14 @@ def class_name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _refuse_activation(path: str) -> LabelActivation:
-    raise UnsupportedModel(
-        "config.json: sentence_transformers.activation_fn: expected one of"
-        f" {', '.join(_LABEL_ACTIVATIONS)} of torch, got {path}"
-    )
+def label_activation(where: str, path: str) -> LabelActivation:
+    """The activation that the path of a class of torch means. Raises UnsupportedModel, which begins
+    with the file and the key in `where`."""
+    found = _LABEL_ACTIVATIONS.get(class_name(path))
+    if found is None:
+        expected = ", ".join(_LABEL_ACTIVATIONS)
+        raise UnsupportedModel(f"{where}: expected one of {expected} of torch, got {path}")
+    return found
 
 
 def head_context(context: ModelContext) -> ModelContext:

@@ -158,6 +158,31 @@ def test_prompts_similarity_and_lengths_are_those_of_the_files(tmp_path: Path) -
     assert facts_of(load(path, max_model_len=40)).max_text_tokens == 0
 
 
+@pytest.mark.parametrize(("length", "expected"), [(40, 40), (10**30, 0)])
+def test_without_a_length_of_its_own_that_of_the_tokenizer_counts(
+    length: int, expected: int, tmp_path: Path
+) -> None:
+    path = sentence_model(tmp_path)
+    write(path / "tokenizer_config.json", {"model_max_length": length})
+    assert facts_of(load(path)).max_text_tokens == expected
+
+
+def test_a_cross_encoder_of_newer_versions_keeps_its_activation_and_prompts_there(
+    tmp_path: Path,
+) -> None:
+    path = copy_checkpoint("qwen3", tmp_path)
+    edit_config(path, architectures=["Qwen3ForSequenceClassification"], id2label={"0": "LABEL_0"})
+    edit_tensors(path, lambda tensors: tensors.update({"score.weight": torch.ones(1, SIZE)}))
+    write(path / "modules.json", [TRANSFORMER])
+    activation = "torch.nn.modules.linear.Identity"
+    settings = {"model_type": "CrossEncoder", "activation_fn": activation, "prompts": {"a": "b"}}
+    write(path / "config_sentence_transformers.json", settings)
+    facts = facts_of(load(path))
+    assert facts.label_activation is LabelActivation.UNSPECIFIED
+    assert (facts.scores_pairs, facts.vector_size, facts.types) == (True, 0, (PoolingType.LAST,))
+    assert facts.prompts == (("a", "b"),)
+
+
 def test_texts_are_changed_to_lower_case_by_the_tokenizer(tmp_path: Path) -> None:
     path = sentence_model(tmp_path)
     write(path / "sentence_bert_config.json", {"do_lower_case": True})
