@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,22 @@ class ModelBuilder:
         # Imported here because `transformers` takes seconds to import, and native models do not
         # use it.
         from worker_service.models.transformers_backend import build_transformers_model
+        from worker_service.models.transformers_backend.build import generator_of
 
         config = self.config
         refuse_ranks(config.layout, self.hf_config)
+        stored = self.hf_config["architectures"][0]
+        if not self.context.generates and (generator := generator_of(stored)) is not None:
+            changed = {"architectures": [generator], "tie_word_embeddings": True}
+            tensors = {f"model.{name}": part for name, part in self.checkpoint.tensors.items()}
+            builder = replace(
+                self,
+                hf_config={**self.hf_config, **changed},
+                checkpoint=replace(self.checkpoint, tensors=tensors),
+            )
+            model = builder._build_through_transformers()
+            model.architecture = stored
+            return model
         if config.quantization is not None and self.context.device.type != "cpu":
             raise InvalidOption(
                 f"quantization: {self.hf_config['architectures'][0]} can be quantized on a CPU"

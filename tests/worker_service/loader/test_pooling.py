@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import AutoModel, AutoModelForSequenceClassification
 
-from tests.support.checkpoints import checkpoint
+from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
 from tests.support.pooled_texts import PooledTexts
 from tests.support.transformers_oracle import oracle
@@ -291,8 +292,6 @@ def _remove_head(tensors: dict[str, Tensor]) -> None:
 def test_a_decoders_classifier_has_the_logits_of_transformers(
     family: str, num_labels: int, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForSequenceClassification
-
     model = AutoModelForSequenceClassification.from_pretrained(
         checkpoint(family), num_labels=num_labels, pad_token_id=0, dtype=torch.float32
     )
@@ -394,10 +393,37 @@ def test_options_of_pooling_are_refused_for_a_generator() -> None:
         load(checkpoint("qwen3"), runner="generate", pooler_config="{}")
 
 
-def test_a_model_that_runs_through_transformers_pools() -> None:
-    loaded = load(checkpoint("gemma2"), runner="pooling")
-    expected = hidden_states("gemma2").mean(0)
-    np.testing.assert_allclose(pool(loaded, PoolingType.MEAN), expected, atol=TOLERANCE)
+@pytest.mark.parametrize(
+    ("family", "architecture", "changes"),
+    [
+        ("gemma2", "Gemma2ForCausalLM", {}),
+        ("gemma2", "Gemma2Model", {}),
+        ("gemma3", "Gemma3TextModel", {"use_bidirectional_attention": True, "sliding_window": 8}),
+    ],
+)
+def test_a_model_that_runs_through_transformers_pools(
+    family: str, architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_checkpoint(family, tmp_path / family, **changes)
+    edit_config(path, architectures=[architecture])
+    if architecture.endswith("Model"):
+        edit_tensors(path, _remove_head)
+    loaded = load(path, runner="pooling")
+    assert loaded.model.architecture == architecture
+    assert bool(loaded.model.kv_cache_spec.layers) == (not changes)
+    texts = [TOKENS * 3, TOKENS, TOKENS[:1]]
+    found = PooledTexts(loaded).pool(texts, PoolingParams(type=PoolingType.MEAN))
+    model = AutoModel.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    for tokens, vector in zip(texts, found, strict=True):
+        with torch.inference_mode():
+            hidden = model(torch.tensor([tokens])).last_hidden_state[0]
+        np.testing.assert_allclose(vector, hidden.mean(0), atol=TOLERANCE)
+
+
+def test_a_generator_whose_tokens_see_those_that_follow_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("gemma3", tmp_path / "gemma3", use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModel, match="its attention is not causal"):
+        load(path)
 
 
 def test_how_a_model_pools_is_part_of_its_fingerprint(tmp_path: Path) -> None:

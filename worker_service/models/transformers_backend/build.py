@@ -51,6 +51,15 @@ _MAX_NAMES = 8
 """Maximum number of tensors named in the log."""
 
 
+def generator_of(architecture: str) -> str | None:
+    """The generator with the layers of a decoder without an LM head, such as Gemma3ForCausalLM of
+    Gemma3TextModel; None if the library has none."""
+    name = architecture.removesuffix("Model")
+    generator = name.removesuffix("Text") + "ForCausalLM"
+    is_known = generator in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return generator if is_known and name != architecture else None
+
+
 def refuse_by_config(architecture: str, config: Any) -> None:
     """Raise UnsupportedModel if the configuration has an unsupported feature.
 

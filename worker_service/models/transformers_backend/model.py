@@ -127,12 +127,13 @@ def attention_forward(
     state: AttentionState = getattr(module, _STATE)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if state.batch is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        of_cache = [] if causal else [("softcap", softcap), ("s_aux", s_aux)]
         unknown = [
             name
-            for name, given in [("attention_mask", attention_mask), *others.items()]
+            for name, given in [("attention_mask", attention_mask), *of_cache, *others.items()]
             if name not in _IDLE_ARGUMENTS and given is not None and given is not False
         ]
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         state.calls.append(
             AttentionCall(
                 layer=layer,
@@ -146,9 +147,20 @@ def attention_forward(
             )
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-    caches, metadata = state.batch.caches[layer], state.batch.attention[state.groups[layer]]
     query = _tuned(module, query, state.batch.positions)
     backend = state.kernels.attention_of(sliding_window)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if not state.groups:  # no cache: a row sees its text, or fewer than a window's tokens each way
+        output = backend.packed_attention(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            state.batch.attention[0],
+            scale=scale,
+            window=None if sliding_window is None else sliding_window - 1,
+        )
+        return output.unsqueeze(0), None
+    caches, metadata = state.batch.caches[layer], state.batch.attention[state.groups[layer]]
     backend.write_kv(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -159,7 +171,7 @@ def attention_forward(
         query[0].transpose(0, 1),
         *caches,
         metadata,
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         sliding_window=sliding_window,
         soft_cap=softcap,
         sinks=s_aux,
@@ -170,12 +182,15 @@ def attention_forward(
 def cache_spec(
     architecture: str, config: Any, calls: list[AttentionCall], max_model_len: int
 ) -> KVCacheSpec:
-    """The KV of each layer. Raises UnsupportedModel if its attention is not supported.
+    """The KV of each layer; none if tokens see those that follow. Raises UnsupportedModel if its
+    attention is not supported.
 
     config: the model's `transformers` configuration, that of the text part.
     """
     for feature in _obstacles(config, calls):
         raise UnsupportedModel(f"{architecture} cannot be served: {feature}")
+    if not calls[0].is_causal:
+        return KVCacheSpec(layers=(), dtype=calls[0].dtype)
     kinds = getattr(config, "layer_types", None)
     layers = []
     for call in sorted(calls, key=lambda call: call.layer):
@@ -197,8 +212,8 @@ def _obstacles(config: Any, calls: list[AttentionCall]) -> Iterator[str]:
         yield "its layers differ in the dtype of keys"
     if any(call.key_dim != call.value_dim for call in calls):
         yield "its keys and values differ in size"
-    if not all(call.is_causal for call in calls):
-        yield "its attention is not causal"
+    if len({call.is_causal for call in calls}) > 1:
+        yield "the attention of some layers is not causal"
     unknown = sorted({name for call in calls for name in call.unknown_arguments})
     if unknown:
         yield f"its attention takes {', '.join(unknown)}"
@@ -353,6 +368,10 @@ class TransformersModel:
                 f" {type(error).__name__}: {error}"
             ) from error
         spec = cache_spec(self.architecture, config, calls, self.max_model_len)
+        if context.generates and not spec.layers:
+            raise UnsupportedModel(
+                f"{self.architecture} cannot be served: its attention is not causal"
+            )
         return spec if context.cache_dtype is None else replace(spec, dtype=context.cache_dtype)
 
 
