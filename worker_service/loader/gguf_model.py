@@ -21,6 +21,9 @@ _CLASSES = {
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "bert": ("BertModel", "bert"),
+    "nomic-bert": ("NomicBertModel", "nomic_bert"),
+    "modern-bert": ("ModernBertModel", "modernbert"),
 }
 """(class, `model_type`) by `general.architecture`."""
 
@@ -28,6 +31,16 @@ _MISTRAL = ("MistralForCausalLM", "mistral")
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 """The models with a sliding window, and with experts, whose architecture is `llama`, too."""
 _WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+_ENCODERS = ("bert", "nomic_bert", "modernbert")
+
+_POOLINGS = ("ALL", "MEAN", "CLS", "LAST")
+"""Names of `PoolingType` by `pooling_type`; the next number is that of a classifier."""
+
+_CLASSIFIERS = {
+    "bert": ("RobertaForSequenceClassification", ("cls", "cls.output")),
+    "modernbert": ("ModernBertForSequenceClassification", ("cls", "cls.norm", "cls.output")),
+}
+"""Class and tensors of classifiers by `model_type`. Of others, files lack a layer: the pooler."""
 
 _TENSORS = """
 all      token_embd           model.embed_tokens
@@ -61,11 +74,34 @@ qwen     ffn_gate_inp_shexp   mlp.shared_expert_gate
 qwen     ffn_gate_shexp       mlp.shared_expert.gate_proj
 qwen     ffn_up_shexp         mlp.shared_expert.up_proj
 qwen     ffn_down_shexp       mlp.shared_expert.down_proj
+encoder  token_embd           embeddings.word_embeddings
+encoder  token_embd_norm      embeddings.LayerNorm
+encoder  token_types          embeddings.token_type_embeddings
+encoder  position_embd        embeddings.position_embeddings
+encoder  output_norm          final_norm
+encoder  attn_q               attention.self.query
+encoder  attn_k               attention.self.key
+encoder  attn_v               attention.self.value
+encoder  attn_qkv             attn.Wqkv
+encoder  attn_output          attention.output.dense
+encoder  attn_output_norm     attention.output.LayerNorm
+encoder  ffn_up               intermediate.dense
+encoder  ffn_gate             mlp.fc12
+encoder  ffn_down             output.dense
+encoder  layer_output_norm    output.LayerNorm
+bert     cls                  classifier.dense
+bert     cls.output           classifier.out_proj
+modern   attn_norm            attention.output.LayerNorm
+modern   ffn_norm             output.LayerNorm
+modern   ffn_up               mlp.Wi
+modern   cls                  head.dense
+modern   cls.norm             head.norm
+modern   cls.output           classifier
 """
 """The beginning of `model_type`, a tensor's name in GGUF files, and its name in `transformers`, of
 which later rows take precedence. `*` stands for an expert's index."""
 
-_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+|cls\.\w+)\.(weight|bias)")
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
@@ -94,8 +130,9 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models, which scale attention scores by hidden_size / num_heads
 instead of head_dim."""
 
-_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
-"""The last layer of each period has full attention, unless the file says otherwise."""
+_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "modern-bert": 3}
+"""The last layer of each period, or the first of ModernBERT's, has full attention, unless the file
+says otherwise."""
 
 _SOFTMAX = 1
 """`expert_gating_func` of a softmax, the only gating function that is supported."""
@@ -126,7 +163,8 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     if gguf.metadata["general.architecture"] == "llama":
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     rows = map(str.split, _TENSORS.strip().splitlines())
-    names = {stored: name for of, stored, name in rows if of == "all" or kind.startswith(of)}
+    groups = ("all", *(["encoder"] if kind in _ENCODERS else []))
+    names = {stored: name for of, stored, name in rows if of in groups or kind.startswith(of)}
     read_already = _LONG_ROPE.values() if kind == "phi3" else (_ROPE_FREQUENCIES,)
     return {
         part.name: replace(
@@ -229,15 +267,19 @@ class _Config:
             "num_key_value_heads": self._int("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
             "max_position_embeddings": self._int("context_length"),
+            "rope_parameters": self._rope(rotary_dim),
+            "bos_token_id": self._token_id("bos_token_id"),
+            "eos_token_id": self._eos_token_ids(),
+            "pad_token_id": None,
+        }
+        if kind in _ENCODERS:
+            return config | self._encoder(config, window) | self._pooling(kind)
+        config |= {
             "rms_norm_eps": self._float("attention.layer_norm_rms_epsilon"),
             "hidden_act": "silu",
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": window or None,
-            "rope_parameters": self._rope(rotary_dim),
-            "bos_token_id": self._token_id("bos_token_id"),
-            "eos_token_id": self._eos_token_ids(),
-            "pad_token_id": None,
         }
         if kind.startswith("gemma"):
             config |= self._gemma(config)
@@ -245,7 +287,55 @@ class _Config:
             config |= self._phi3(config["rope_parameters"], rotary_dim / head_dim, rotary_dim // 2)
         elif kind in _WITH_EXPERTS:
             config |= self._experts(config["intermediate_size"], kind)
-        return config
+        return config | self._pooling(kind)
+
+    def _encoder(self, config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
+        """The fields that only encoders have."""
+        types, kind = self._gguf.tensors.get("token_types.weight"), config["model_type"]
+        epsilon = self._float("attention.layer_norm_epsilon")
+        fields = {
+            "layer_norm_eps": epsilon,
+            "norm_eps": epsilon,
+            "hidden_act": self._get("hidden_act", "silu" if kind == "nomic_bert" else "gelu"),
+            "type_vocab_size": 0 if types is None else types.shape[0],
+        }
+        if kind == "modernbert":
+            fields |= {
+                "local_attention": window or 0,
+                "layer_types": self._layer_types(config["num_hidden_layers"], window),
+                "rope_parameters": self._with_local_rope(config["rope_parameters"]),
+            }
+        return fields
+
+    def _with_local_rope(self, rope: dict[str, Any]) -> dict[str, Any]:
+        """RoPE of layers with full attention, and that of layers with a window."""
+        local = self._float("rope.freq_base_swa", 10000.0)
+        local_rope = {"rope_type": "default", "rope_theta": local}
+        return {"full_attention": rope, "sliding_attention": local_rope}
+
+    def _pooling(self, kind: str) -> dict[str, Any]:
+        """What the file says of pooling, if anything: how vectors are made, or a classifier."""
+        number, tensors = self._get("pooling_type", -1), self._gguf.tensors
+        if number == -1:
+            return {}
+        if number in range(len(_POOLINGS)):
+            return {"pooling_type": _POOLINGS[number]}
+        name, parts = _CLASSIFIERS.get(kind, ("", ("",)))
+        if number != len(_POOLINGS) or not all(f"{part}.weight" in tensors for part in parts):
+            expected = "0 to 3: none, mean, cls, last"
+            if kind in _CLASSIFIERS:
+                expected += f"; or 4, a classifier, with tensors {', '.join(parts)}"
+            raise self._fault("pooling_type", expected, number, UnsupportedModel)
+        count = tensors["cls.output.weight"].shape[0]
+        labels = self._get("classifier.output_labels", [f"LABEL_{i}" for i in range(count)])
+        if not isinstance(labels, list) or len(labels) != count:
+            raise self._fault("classifier.output_labels", f"{count} labels", labels)
+        return {
+            "architectures": [name],
+            "id2label": {str(index): label for index, label in enumerate(labels)},
+            "classifier_bias": "cls.bias" in tensors,
+            "pad_token_id": -1,  # the first row of positions is that of the first token
+        }
 
     def _head_dims(self, default: int) -> tuple[int, int]:
         """Elements of a head, and those of them that RoPE rotates."""
@@ -255,7 +345,8 @@ class _Config:
         self._require("attention.value_length", head_dim, size)
         if self._architecture != "phi3" or rotary_dim > head_dim:
             self._require("rope.dimension_count", head_dim, size)
-        self._require("attention.causal", True, "true, since only decoders are supported")
+        is_encoder = _CLASSES[self._architecture][1] in _ENCODERS
+        self._require("attention.causal", not is_encoder, str(not is_encoder).lower())
         return head_dim, rotary_dim
 
     def _num_layers(self) -> int:
@@ -272,7 +363,7 @@ class _Config:
         name, kind = _CLASSES[self._architecture]
         if self._architecture == "llama" and (window or num_experts):
             name, kind = _MIXTRAL if num_experts else _MISTRAL
-        elif window and self._architecture not in ("gemma2", "gemma3", "phi3"):
+        elif window and self._architecture not in ("gemma2", "gemma3", "phi3", "modern-bert"):
             self._require("attention.sliding_window", None, "none")
         if num_experts and kind not in _WITH_EXPERTS:
             self._require("expert_count", 0, "none")
@@ -296,11 +387,7 @@ class _Config:
         window = config["sliding_window"] or (4096 if is_gemma2 else None)
         rope = config["rope_parameters"]
         if not is_gemma2:
-            local = self._float("rope.freq_base_swa", 10000.0)
-            rope = {
-                "full_attention": rope,
-                "sliding_attention": {"rope_type": "default", "rope_theta": local},
-            }
+            rope = self._with_local_rope(rope)
         return {
             "hidden_act": "gelu_pytorch_tanh",
             "hidden_activation": "gelu_pytorch_tanh",
@@ -315,7 +402,8 @@ class _Config:
         key = "attention.sliding_window_pattern"
         pattern = self._get(key, _WINDOW_PERIODS[self._architecture])
         if isinstance(pattern, int) and pattern > 0:
-            pattern = [layer % pattern < pattern - 1 for layer in range(num_layers)]
+            full = 0 if self._architecture == "modern-bert" else pattern - 1
+            pattern = [layer % pattern != full for layer in range(num_layers)]
         if not isinstance(pattern, list) or len(pattern) != num_layers:
             expected = f"a positive number, or one value for each of {num_layers} layers"
             raise self._fault(key, expected, pattern)

@@ -2,11 +2,21 @@
 
 import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_model import END_TOKENS
@@ -46,7 +56,8 @@ _DEEPSEEK3 = (
 _SENTENCES = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 _BY_SPLITS: dict[tuple[str, ...], str] = {
-    (_GPT2,): "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4",
+    (_GPT2,): "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4"
+    " roberta-bpe modern-bert jina-v1-en jina-es jina-de jina-v2-es jina-v2-de jina-v2-code",
     (r"\p{N}", _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
     (_LLAMA3,): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 smaug-bpe dbrx"
     " glm4 chatglm-bpe",
@@ -88,13 +99,21 @@ _STARTS_WITH_BOS = (
 )
 """Pre-tokenizers that start every text with a BOS token, unless the file says otherwise."""
 
-_COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35", "modern-bert")
 """Pre-tokenizers of models whose texts are composed (NFC) first."""
 
 _IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5")
 """Pre-tokenizers with which a word that is a token is not merged from parts."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_ENCODERS = ("bert", "nomic-bert", "modern-bert")
+"""Architectures of models whose texts are between two special tokens."""
+
+_BEGINNINGS = ("cls_token_id", "bos_token_id"), ("[CLS]", "<s>")
+_ENDS = ("seperator_token_id", "eos_token_id"), ("[SEP]", "</s>")
+"""Keys of these, spelled as in files, and the tokens if a file has no such key."""
+
+_CAPITAL = re.compile("(##)?[A-Z]")
 _KEEP_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 """The special tokens of Phi-3 that keep the white space after them."""
 
@@ -132,6 +151,8 @@ class _Vocabulary:
         self._metadata = metadata
         self._tokens: list[str] = self._list("tokens", str)
         self._types: list[int] = self._list("token_type", int)
+        if metadata["tokenizer.ggml.model"] == "bert":
+            self._tokens = [*map(_piece, self._tokens, self._types)]
         self._ids = {token: token_id for token_id, token in enumerate(self._tokens)}
         if len(self._ids) < len(self._tokens) or len(self._types) != len(self._tokens):
             raise BadCheckpoint(
@@ -147,9 +168,14 @@ class _Vocabulary:
             tokenizer, begins = self._byte_level()
         elif kind == "llama":
             tokenizer, begins = self._sentence_piece()
+        elif kind == "bert":
+            tokenizer, begins = self._word_piece(), True
+        elif kind == "t5":
+            tokenizer, begins = self._unigram(), True
         else:
             raise UnsupportedModel(
-                f"{self._path}: tokenizer.ggml.model: expected gpt2 or llama, got {kind!r}"
+                f"{self._path}: tokenizer.ggml.model: expected gpt2, llama, bert or t5, got"
+                f" {kind!r}"
             )
         # As in llama.cpp: the file does not say which tokens strip the white space after them.
         is_phi3 = kind == "llama" and self._metadata.get("general.architecture") == "phi3"
@@ -164,14 +190,15 @@ class _Vocabulary:
             if kind in (_CONTROL, _USER_DEFINED) or token in END_TOKENS
         ]
         tokenizer.add_tokens(added)
-        config: dict[str, Any] = {
-            "add_bos_token": self._get("add_bos_token", begins),
-            "add_eos_token": self._get("add_eos_token", False),
-            "clean_up_tokenization_spaces": False,
-        }
+        config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+        if self._metadata.get("general.architecture") in _ENCODERS:
+            tokenizer.post_processor = self._between_tokens()
+        else:
+            config["add_bos_token"] = self._get("add_bos_token", begins)
+            config["add_eos_token"] = self._get("add_eos_token", False)
         for name, key in _NAMED.items():
-            if (token_id := self._get(key)) is not None:
-                config[name] = self._tokens[token_id]
+            if (token := self._token(key)) is not None:
+                config[name] = token
         return tokenizer, config
 
     def _byte_level(self) -> tuple[Tokenizer, bool]:
@@ -209,12 +236,7 @@ class _Vocabulary:
         return left, right
 
     def _sentence_piece(self) -> tuple[Tokenizer, bool]:
-        scores: list[float] = self._list("scores", float)
-        if len(scores) != len(self._tokens):
-            raise BadCheckpoint(
-                f"{self._path}: tokenizer.ggml.scores: expected {len(self._tokens)}, got"
-                f" {len(scores)}"
-            )
+        scores = self._scores()
         normal = {
             token: score
             for token, score, kind in zip(self._tokens, scores, self._types, strict=True)
@@ -249,6 +271,83 @@ class _Vocabulary:
         tokenizer.decoder = decoders.Sequence(steps)
         return tokenizer, True
 
+    def _scores(self) -> list[float]:
+        scores: list[float] = self._list("scores", float)
+        if len(scores) != len(self._tokens):
+            raise BadCheckpoint(
+                f"{self._path}: tokenizer.ggml.scores: expected {len(self._tokens)}, got"
+                f" {len(scores)}"
+            )
+        return scores
+
+    def _word_piece(self) -> Tokenizer:
+        """BERT's tokenizer. Files do not say whether text becomes lower case: it does if no token
+        begins with a capital letter."""
+        words = zip(self._tokens, self._types, strict=True)
+        is_cased = any(kind == _NORMAL and _CAPITAL.match(token) for token, kind in words)
+        tokenizer = Tokenizer(models.WordPiece(self._ids, unk_token=self._unknown()))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        return tokenizer
+
+    def _unigram(self) -> Tokenizer:
+        """XLM-R's tokenizer."""
+        scores = zip(self._tokens, self._scores(), strict=True)
+        unknown = self._ids[self._unknown()]
+        tokenizer = Tokenizer(models.Unigram([*scores], unk_id=unknown, byte_fallback=False))
+        if self._get("precompiled_charsmap"):
+            characters = bytes(byte & 255 for byte in self._list("precompiled_charsmap", int))
+            try:
+                tokenizer.normalizer = normalizers.Precompiled(characters)
+            except Exception as error:  # the library's own has no class
+                raise BadCheckpoint(
+                    f"{self._path}: tokenizer.ggml.precompiled_charsmap: {error}"
+                ) from error
+        metaspace = pre_tokenizers.Metaspace()
+        words = pre_tokenizers.WhitespaceSplit()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, metaspace])
+        tokenizer.decoder = decoders.Metaspace()
+        return tokenizer
+
+    def _unknown(self) -> str:
+        """The token for what the vocabulary does not have."""
+        default = (
+            self._types.index(_UNKNOWN) if _UNKNOWN in self._types else self._ids.get("[UNK]", 0)
+        )
+        return self._token("unknown_token_id") or self._tokens[default]
+
+    def _first_of(self, keys: Sequence[str], tokens: Sequence[str]) -> str | None:
+        found = (*map(self._token, keys), *(token for token in tokens if token in self._ids))
+        return next((token for token in found if token is not None), None)
+
+    def _token(self, key: str) -> str | None:
+        """The token whose id is the value of a key, if there is one. Ids beyond the vocabulary were
+        dropped when the file was read."""
+        token_id = self._get(key)
+        if not isinstance(token_id, int | None):
+            raise BadCheckpoint(
+                f"{self._path}: tokenizer.ggml.{key}: expected a token id, got {token_id!r}"
+            )
+        return None if token_id is None else self._tokens[token_id]
+
+    def _between_tokens(self) -> processors.TemplateProcessing:
+        """Puts a text, or two, between special tokens. RoBERTa and XLM-R have two of them between
+        texts, and no types of tokens."""
+        begin, end = (self._first_of(*names) for names in (_BEGINNINGS, _ENDS))
+        if begin is None or end is None:
+            raise BadCheckpoint(
+                f"{self._path}: tokenizer.ggml.bos_token_id: expected the special tokens before and"
+                " after a text, or tokens [CLS] and [SEP]"
+            )
+        is_roberta = begin == "<s>"
+        second = f"{end} $B {end}" if is_roberta else f"$B:1 {end}:1"
+        return processors.TemplateProcessing(
+            single=f"{begin} $A {end}",
+            pair=f"{begin} $A {end} {second}",
+            special_tokens=[(token, self._ids[token]) for token in dict.fromkeys((begin, end))],
+        )
+
     def _get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
 
@@ -259,3 +358,11 @@ class _Vocabulary:
                 f"{self._path}: tokenizer.ggml.{key}: expected a list of {kind.__name__}"
             )
         return value
+
+
+def _piece(token: str, kind: int) -> str:
+    """A token as BERT's vocabulary has it: files mark the beginnings of words instead of what
+    continues them."""
+    if kind == _CONTROL:
+        return token
+    return token[1:] if token.startswith("▁") else f"##{token}"

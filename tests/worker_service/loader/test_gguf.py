@@ -382,7 +382,7 @@ def _without(name: str) -> Callable[[bytes], bytes]:
         (
             lambda content: content.replace(b"llama", b"mamba", 1).replace(b"llama", b"mamba"),
             UnsupportedModel,
-            "expected one of llama, qwen2, .*, qwen3moe, got 'mamba'",
+            "expected one of llama, qwen2, .*, modern-bert, got 'mamba'",
         ),
         (
             lambda content: content.replace(b"gpt-2", b"gpt-9", 1),
@@ -390,9 +390,9 @@ def _without(name: str) -> Callable[[bytes], bytes]:
             r"tokenizer\.ggml\.pre: expected one of gpt-2, .* got 'gpt-9'",
         ),
         (
-            lambda content: content.replace(b"gpt2", b"bert", 1),
+            lambda content: content.replace(b"gpt2", b"rwkv", 1),
             UnsupportedModel,
-            r"tokenizer\.ggml\.model: expected gpt2 or llama, got 'bert'",
+            r"tokenizer\.ggml\.model: expected gpt2, llama, bert or t5, got 'rwkv'",
         ),
     ],
 )
