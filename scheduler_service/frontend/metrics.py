@@ -72,7 +72,7 @@ TENANT_FIRST_TOKEN = histogram(
 COUNTED = {
     "num_prompt_tokens": counter(
         "vllm:prompt_tokens_total",
-        "Prompt tokens of requests that have a first token, cached ones included.",
+        "Prompt tokens of requests that have a first token or a vector, cached ones included.",
         MODEL,
     ),
     "num_cached_tokens": counter(
@@ -132,6 +132,18 @@ OF_MODELS = {
 """Histograms by model and their buckets, by the names that vLLM has for them. All but the first two
 are observed once per request, when it has completed."""
 
+POOLED = counter(
+    "pagewire_pooled_inputs_total",
+    "Texts, pairs and documents of calls of `embed`, `score`, `rank` and `classify`, by outcome: "
+    "`ok`, `error`, or `unanswered` if the call ended before.",
+    (*MODEL, "call", "outcome"),
+)
+POOLING_SECONDS = histogram(
+    "pagewire_pooling_call_seconds",
+    "Seconds from the arrival of such a call to its end.",
+    (*MODEL, "call"),
+)
+
 REQUEST_PARTS = histogram(
     "pagewire_request_part_seconds",
     "Seconds of a request by part, as in its `timings`; the parts add up to the time that its "
@@ -142,6 +154,7 @@ REQUEST_PARTS = histogram(
 ALL = (
     *(OPEN_REQUESTS, ATTACHED, CORE_LOSSES, REQUESTS, TENANT_TOKENS, TENANT_FIRST_TOKEN),
     *(*COUNTED.values(), FINISHED, *(metric for metric, _ in OF_MODELS.values()), REQUEST_PARTS),
+    *(POOLED, POOLING_SECONDS),
 )
 """All metrics, in the order in which they are exported."""
 
@@ -171,6 +184,10 @@ class ModelCounts:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in OF_MODELS.items()}
         self.first_token, self.token_gap = self.histograms[FIRST_TOKEN], self.histograms[TOKEN_GAP]
         self.parts = {part: Histogram(REQUEST_BOUNDS) for part in PARTS}
+        self.pooled: Counter[LabelValues] = Counter()
+        """Inputs by call and outcome."""
+        self.pooling_seconds: dict[str, Histogram] = {}
+        """Durations by call."""
 
     def count_finished(
         self,
@@ -270,6 +287,29 @@ class FrontendMetrics:
         if request.counts is not None:
             request.counts.num_worker_losses += request.num_worker_losses
 
+    def count_call(
+        self,
+        name: str,
+        model_name: str,
+        options: inference_pb.PoolingOptions,
+        usage: inference_pb.PoolingUsage,
+        inputs: Mapping[str, int],
+        *,
+        tenant: str,
+        outcome: str,
+        seconds: float,
+    ) -> None:
+        """Count the end of a call that pools; inputs: their numbers by outcome."""
+        labels = self._labels(tenant, options.priority)
+        self._requests[*labels, outcome] += 1
+        self._tokens[*labels, "prompt"] += usage.prompt_tokens - usage.cached_tokens
+        self._tokens[*labels, "cached_prompt"] += usage.cached_tokens
+        counts = self.model(model_name)
+        counts.num_prompt_tokens += usage.prompt_tokens
+        counts.num_cached_tokens += usage.cached_tokens
+        counts.pooled.update({(name, of_input): number for of_input, number in inputs.items()})
+        counts.pooling_seconds.setdefault(name, Histogram(REQUEST_BOUNDS)).observe(seconds)
+
     def _labels(self, tenant: str, priority: int) -> LabelValues:
         return self._tenant.value(tenant), self._priority.value(str(priority))
 
@@ -310,4 +350,16 @@ class FrontendMetrics:
             ((name, part), durations)
             for name, counts in self._models.items()
             for part, durations in counts.parts.items()
+        )
+        yield POOLED.family(
+            {
+                (model, *labels): number
+                for model, counts in self._models.items()
+                for labels, number in counts.pooled.items()
+            }
+        )
+        yield POOLING_SECONDS.histograms(
+            ((model, name), durations)
+            for model, counts in self._models.items()
+            for name, durations in counts.pooling_seconds.items()
         )

@@ -197,8 +197,12 @@ class RequestManager:
     def enter(self, call: OpenCall, tenant: Principal, *, is_late: bool = False) -> None:
         """Count a call for vectors, scores or labels as an open request until `leave`. Raises
         Unavailable during a shutdown, and QueueFull."""
-        self._check_accepting(is_late=is_late)
-        self._check_room(tenant)
+        try:
+            self._check_accepting(is_late=is_late)
+            self._check_room(tenant)
+        except PagewireError as error:
+            self.metrics.count_refused(tenant.name, 0, error)
+            raise
         self._num_by_tenant[tenant.name] += 1
         self._calls[call] = None
         self._none_open.clear()

@@ -95,6 +95,8 @@ async def responses_of(call: Any, *messages: Any) -> list[Any]:
     for message in messages:
         await call.write(message)
     await call.done_writing()
+    if not hasattr(call, "read"):
+        return [await call]
     responses = []
     while (response := await call.read()) is not grpc.aio.EOF:
         responses.append(response)

@@ -98,7 +98,7 @@ class PoolingCall:
         self.usage = inference_pb.PoolingUsage()
         self.error: PagewireError | None = None
         """Why the call as a whole has ended early."""
-        self.num_inputs = self.num_failed = 0
+        self.num_inputs = self.num_answered = self.num_failed = 0
         self.was_accepted = False
         """Whether the core has accepted any text: others then wait for room at the core."""
         self._core_client = core_client
@@ -313,10 +313,13 @@ class PoolingCall:
         result.error = next((text.error for text in texts if text.error is not None), None)
         if result.error is not None:
             self.num_failed += 1
-        elif self.work.is_scored:
+            self._add_result(result)
+            return
+        if self.work.is_scored:
             result.score = self.work.score([text.values for text in texts])
         else:
             result.values = self.work.transform(texts[0].values)
+        self.num_answered += 1
         self._add_result(result)
 
     def _add_result(self, result: PoolingResult) -> None:

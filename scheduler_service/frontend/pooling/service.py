@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,10 +12,14 @@ from pagewire.v1 import model_pb2
 from scheduler_service.errors import InvalidArgument, PagewireError
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.input import validation
+from scheduler_service.frontend.metrics import CANCELLED, OK
 from scheduler_service.frontend.models.served_models import FrontendModel
 from scheduler_service.frontend.pooling.call import PoolingCall, PoolingResult
 from scheduler_service.frontend.pooling.work import INPUTS, PoolingRequest
 from scheduler_service.frontend.request_manager import RequestManager
+from scheduler_service.status_codes import status_code
+from service_common.metadata import TRACEPARENT
+from service_common.tracing import Attributes
 
 logger = logging.getLogger(__name__)
 
@@ -91,16 +96,55 @@ class PoolingService:
             lambda: min(MAX_OPEN_INPUTS, requests.share_of_call(tenant)),
         )
         requests.enter(call, tenant, is_late=is_late)
-        reading: asyncio.Task[None] | None = None
+        outcome, reading = CANCELLED, None
         try:
             await call.begin(begin())
             reading = asyncio.create_task(_read_all(call, read))
             yield call
+            outcome = OK
+        except PagewireError as error:
+            outcome = status_code(error).name.lower()
+            if reading is None:
+                requests.metrics.count_refused(tenant.name, 0, error)
+            raise
         finally:
-            if reading is not None:
-                reading.cancel()
             call.close()
             requests.leave(call, tenant)
+            if reading is not None:
+                reading.cancel()
+                self._record_end(call, outcome)
+
+    def _record_end(self, call: PoolingCall, outcome: str) -> None:
+        """Count a call that had begun, and make its span."""
+        name = type(call.first).__name__.removesuffix("Request").lower()
+        self.requests.metrics.count_call(
+            name,
+            call.model_name,
+            call.first.options,
+            call.usage,
+            {
+                "ok": call.num_answered,
+                "error": call.num_failed,
+                "unanswered": call.num_inputs - call.num_answered - call.num_failed,
+            },
+            tenant=call.tenant.name,
+            outcome=outcome,
+            seconds=time.monotonic() - call.arrived,
+        )
+        tracing = self.requests.tracing
+        if tracing is not None:
+            attributes: Attributes = {
+                "pagewire.tenant": call.tenant.name,
+                "pagewire.outcome": outcome,
+                "pagewire.num_inputs": call.num_inputs,
+                "pagewire.num_failed": call.num_failed,
+                "gen_ai.request.model": call.model_name,
+                "gen_ai.usage.input_tokens": call.usage.prompt_tokens,
+            }
+            span = tracing.start(f"pagewire.{name}", TRACEPARENT.get(), call.arrived, attributes)
+            if outcome not in (OK, CANCELLED):
+                tracing.mark_failed(span)
+            tracing.end(span, time.monotonic())
 
 
 async def _read_all(call: PoolingCall, read: Read) -> None:
