@@ -105,6 +105,8 @@ class PoolerBuilder:
     ) -> tuple[PoolingFacts, Dense | None]:
         """With the labels that tokens of the vocabulary are, and the layer of their logits."""
         tokens = self._hf_config.get("classifier_from_token")
+        if self._hf_config.get("is_original_qwen3_reranker"):
+            tokens = tokens or _YES
         if self._config.classifier_tokens is not None:
             tokens = [token.strip() for token in self._config.classifier_tokens.split(",")]
         if not tokens:

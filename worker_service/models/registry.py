@@ -85,6 +85,9 @@ def native_settings(config: Mapping[str, Any]) -> ModelSettings | None:
         return None
     if not model.generates:
         return settings
+    of_tokens = ("classifier_from_token", "is_original_qwen3_reranker")
+    if any(map(config.get, of_tokens)):  # its labels are rows of the LM head
+        return settings
     return replace(settings, num_labels=len(pooling_facts(config, PoolingFacts()).labels))
 
 

@@ -329,7 +329,8 @@ def test_tokens_of_the_vocabulary_are_labels(family: str) -> None:
 
 def test_qwen3_reranker_has_its_own_template(tmp_path: Path) -> None:
     path = copy_checkpoint("qwen3", tmp_path)
-    edit_config(path, classifier_from_token=["no", "yes"])
+    architectures = ["Qwen3ForSequenceClassification"]  # as vLLM's overrides name it
+    edit_config(path, classifier_from_token=["no", "yes"], architectures=architectures)
     tokenizer = json.loads((path / "tokenizer.json").read_text())
     added = [{"id": 290 + i, "content": text} for i, text in enumerate(("no", "yes"))]
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
