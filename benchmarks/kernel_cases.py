@@ -74,6 +74,8 @@ def setting(device: torch.device, dtype: torch.dtype, attention: str | None) -> 
 def all_cases(where: Setting) -> Iterator[Case]:
     """Every kernel, at sizes that fit the device."""
     yield from attention_cases(where)
+    for head_dim in (32, 64):  # of MiniLM, and of BERT-base
+        yield from packed_cases(where, head_dim)
     yield from cache_cases(where)
     yield from layer_cases(where)
     yield from linear_cases(where)
@@ -142,6 +144,35 @@ def attention_case(
         num_bytes=sum(lengths) * 2 * kv_heads * head_size * stored.itemsize if is_decode else 0,
         num_flops=0 if is_decode else 4 * HEAD_DIM * heads * pairs,
     )
+
+
+def packed_cases(where: Setting, head_dim: int) -> Iterator[Case]:
+    """Attention over 32 texts of 10 to 256 tokens without a cache, and torch's of one after the
+    other."""
+    heads, draw = 12, torch.Generator().manual_seed(0)
+    lengths = torch.randint(10, 257, (32,), generator=draw).tolist()
+    metadata = AttentionMetadata.of_texts(lengths, where.device)
+    rows = where.filled(sum(lengths), 3, heads, head_dim).unbind(1)
+    backend, scale = where.kernels.attention, head_dim**-0.5
+
+    def by_torch() -> None:
+        for text in zip(
+            *(part.transpose(0, 1)[None].split(lengths, dim=2) for part in rows), strict=True
+        ):
+            torch.nn.functional.scaled_dot_product_attention(*text, scale=scale)
+
+    for name, run in (
+        (type(backend).__name__, lambda: backend.packed_attention(*rows, metadata, scale=scale)),
+        ("torch", by_torch),
+    ):
+        yield Case(
+            kernel="packed attention",
+            size=f"{len(lengths)} texts of 10 to 256, {heads} heads of {head_dim}",
+            implementation=name,
+            dtype=where.dtype_name,
+            run=run,
+            num_flops=4 * head_dim * heads * sum(length**2 for length in lengths),
+        )
 
 
 def scattered_batch(

@@ -78,10 +78,16 @@ void multiply_rows(const float* units, int64_t unit_stride, int64_t num_units, c
         units, unit_stride, num_units, packed + at, packed_stride, sums + at, sum_stride, factors,
         ahead);
   }
+  // Of heads of 32, for instance: with one register, each addition would wait for the previous one.
+  for (; at + 2 * kLanes <= width; at += 2 * kLanes) {
+    multiply_panel<Dot, num_rows, 2, has_factors>(units, unit_stride, num_units, packed + at,
+                                                  packed_stride, sums + at, sum_stride, factors,
+                                                  ahead);
+  }
   for (; at < width; at += kLanes) {
     multiply_panel<Dot, num_rows, 1, has_factors>(units, unit_stride, num_units, packed + at,
                                                   packed_stride, sums + at, sum_stride, factors,
-        ahead);
+                                                  ahead);
   }
 }
 
