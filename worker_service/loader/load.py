@@ -56,6 +56,7 @@ from worker_service.loader.quantized_checkpoint import (
 )
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import Checkpoint, open_checkpoint, warn_of_unused
+from worker_service.models.encoder_families import ENCODERS
 from worker_service.models.interface import Model, ModelContext, Pools
 from worker_service.models.kv_cache_spec import BLOCK_UNIT
 from worker_service.models.linear import can_pack, cpu_arithmetic
@@ -169,6 +170,7 @@ def attention_needs(
         soft_cap=any(text.get(key) for key in _SOFT_CAP_KEYS),
         sinks=text.get("model_type") in _MODELS_WITH_SINKS,
         alibi=bool(text.get("alibi")),
+        packed=any(name in ENCODERS for name in config.get("architectures") or ()),
         batch_invariant=batch_invariant,
     )
 

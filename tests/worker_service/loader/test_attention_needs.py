@@ -9,7 +9,7 @@ import torch
 from pagewire_kernels.interface import AttentionNeeds
 from worker_service.loader.load import attention_needs, needs_of_windows
 
-FEATURES = ("chunks", "sliding_window", "soft_cap", "sinks", "alibi")
+FEATURES = ("chunks", "sliding_window", "soft_cap", "sinks", "alibi", "packed")
 
 
 def _needs(config: dict[str, Any]) -> AttentionNeeds:
@@ -22,6 +22,7 @@ def _needs(config: dict[str, Any]) -> AttentionNeeds:
     ("config", "features"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, set()),
+        ({"architectures": ["BertModel"]}, {"packed"}),
         ({"architectures": ["MistralForCausalLM"]}, {"sliding_window"}),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, set()),
         ({"sliding_window": 4096, "use_sliding_window": False}, set()),
