@@ -7,10 +7,11 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from pagewire.v1 import model_pb2
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, HttpServices, Services
-from scheduler_service.frontend.models.served_models import max_servable_len, may_use
+from scheduler_service.frontend.models.served_models import does, max_servable_len, may_use
 
 
 class Model(BaseModel):
@@ -67,5 +68,11 @@ def _usable(services: HttpServices, caller: Principal) -> Iterator[dict[str, Any
                 "owned_by": "pagewire",
                 "root": info.name,
                 "parent": None,
-                "max_model_len": max_servable_len(info),
+                "max_model_len": _max_len(info),
             }
+
+
+def _max_len(info: model_pb2.ModelInfo) -> int:
+    """Most tokens of a sequence, or of a text if the model only pools and takes shorter ones."""
+    pooled = () if does(info, model_pb2.WORK_KIND_GENERATION) else (info.pooling.max_text_tokens,)
+    return min(filter(None, (max_servable_len(info), *pooled)))

@@ -26,7 +26,11 @@ SIZES = {"embedder": 16, "late": 4, "labels": 2, "tagger": 2, "judge": 1}
 MODELS = [
     pooling_model("embedder", vector_size=16, matryoshka_dimensions=[0], prompts=PROMPTS),
     pooling_model(
-        "late", vector_size=4, default_type=ALL, similarity=pooling_pb2.SIMILARITY_MAX_SIM
+        "late",
+        vector_size=4,
+        default_type=ALL,
+        similarity=pooling_pb2.SIMILARITY_MAX_SIM,
+        max_text_tokens=128,
     ),
     pooling_model("labels", **CLASSIFIER, labels=LABELS),
     pooling_model("tagger", **CLASSIFIER | {"classifier_type": ALL}, labels=LABELS),

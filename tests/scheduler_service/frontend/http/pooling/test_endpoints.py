@@ -197,6 +197,14 @@ async def test_the_id_of_a_call_comes_back(poolers: HttpServed) -> None:
     assert (answer.headers["x-request-id"], answer.json()["id"]) == ("my-id", "embd-my-id")
 
 
+async def test_the_list_of_models_has_the_longest_text_of_one_that_pools(
+    poolers: HttpServed,
+) -> None:
+    models = (await poolers.client.get("/v1/models")).json()["data"]
+    lengths = {model["id"]: model["max_model_len"] for model in models}
+    assert (lengths["tiny"], lengths["embedder"], lengths["late"]) == (256, 256, 128)
+
+
 async def test_a_model_needs_no_name_beside_those_that_do_other_work(poolers: HttpServed) -> None:
     code, param, message = await refusal(poolers, "/v1/embeddings", input="a")
     assert (code, param) == (400, "model")
