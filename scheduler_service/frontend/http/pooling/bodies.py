@@ -199,3 +199,9 @@ class CohereEmbeddings(TypedDict):
     texts: list[str]
     meta: dict[str, dict[str, str | int]]
     embeddings: dict[NumberType, list[str] | list[list[float]]]
+
+
+class CohereError(TypedDict):
+    """Every answer at `/v2/` with a code of 400 or above."""
+
+    message: str

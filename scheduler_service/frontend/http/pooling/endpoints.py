@@ -168,7 +168,9 @@ ENDPOINTS = (
         COHERE_FIELDS,
     ),
 )
-ERROR_SHAPES: dict[str, Shape] = dict.fromkeys(("/v2/embed", "/v2/rerank"), cohere_error)
+ERROR_SHAPES: dict[str, Shape] = {
+    endpoint.path: cohere_error for endpoint in ENDPOINTS if endpoint.is_cohere
+}
 """By path, wherever its errors come from."""
 
 router = APIRouter(tags=["Pooling"])

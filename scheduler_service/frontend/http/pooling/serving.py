@@ -16,7 +16,7 @@ from scheduler_service.errors import InvalidArgument, PagewireError, RequestAbor
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES, error_response
 from scheduler_service.frontend.http.middleware import caller_of, services_of
 from scheduler_service.frontend.http.openai.serving import request_id_of
-from scheduler_service.frontend.http.pooling.bodies import PoolingList
+from scheduler_service.frontend.http.pooling.bodies import CohereError, PoolingList
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.models.served_models import FrontendModel
 from scheduler_service.frontend.pooling.service import PoolingAnswer
@@ -53,8 +53,14 @@ class Endpoint:
     fields: Sequence[tuple[str, str]] = ()
     """See FIELDS."""
 
+    @property
+    def is_cohere(self) -> bool:
+        """Whether its errors have Cohere's shape."""
+        return self.path.startswith("/v2/")
+
     def add_to(self, router: APIRouter) -> None:
         """Add its route."""
+        error = {"model": CohereError} if self.is_cohere else {}
 
         async def create(
             body: Annotated[Any, Depends(json_body(self.body))], http_request: Request
@@ -64,7 +70,8 @@ class Endpoint:
         router.post(
             self.path,
             summary=getdoc(self.body),
-            responses=ERROR_RESPONSES | {200: {"model": self.answer}},
+            responses={code: row | error for code, row in ERROR_RESPONSES.items()}
+            | {200: {"model": self.answer}},
             response_model=None,
             openapi_extra=describe_body(self.body),
         )(create)
