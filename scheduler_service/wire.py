@@ -245,9 +245,8 @@ def _decode_pooling(pooling: pooling_pb2.PoolingParams, num_tokens: int) -> Pool
         expected = f"expected less than {num_tokens}, the number of tokens"
         raise InvalidArgument("pooling.second_text_start", expected)
     head = POOLING_HEADS[pooling.head]
-    for name in ("normalize", "dimensions") if head is PoolingHead.CLASSIFIER else ():
-        if getattr(pooling, name):
-            raise InvalidArgument(f"pooling.{name}", "expected none with POOLING_HEAD_CLASSIFIER")
+    if pooling.normalize and head is PoolingHead.CLASSIFIER:
+        raise InvalidArgument("pooling.normalize", "expected false with POOLING_HEAD_CLASSIFIER")
     return Pooling(
         type=POOLING_TYPES[pooling.type], head=head, dimensions=pooling.dimensions, pooling=pooling
     )

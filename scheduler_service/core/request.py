@@ -100,8 +100,8 @@ class Pooling:
             return "head", f"must be {other}, is {self.head}: the model has no {lacks}"
         if self.type not in types:
             return "type", f"must be {' or '.join(sorted(types))}, is {self.type}"
-        if self.dimensions > capacity.vector_size:
-            expected = f"must be 0 to the model's {capacity.vector_size}"
+        if self.dimensions > (max_dimensions := 0 if classifies else capacity.vector_size):
+            expected = f"must be 0 to the model's {max_dimensions} for the head {self.head}"
             return "dimensions", f"{expected}, is {self.dimensions}"
         return None
 

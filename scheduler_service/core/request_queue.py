@@ -64,9 +64,11 @@ class RemovableHeap(Generic[Item]):
 
 
 class WaitingQueue:
-    """Groups by rank, with the sums that admission and routing use."""
+    """Groups by rank, or in the order in which they were added, with the sums that admission and
+    routing use."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fifo: bool = False) -> None:
+        self._is_fifo = is_fifo
         self._heap: RemovableHeap[SequenceGroup] = RemovableHeap()
         self._skipped: dict[SequenceGroup, None] = {}
         self._sizes: dict[SequenceGroup, tuple[int, int]] = {}
@@ -102,7 +104,7 @@ class WaitingQueue:
         """Queue a group at its rank; no effect if it is queued already."""
         if seq_group in self:
             return
-        self._heap.push(seq_group.rank, seq_group)
+        self._heap.push(self._key(seq_group), seq_group)
         size = self._sizes[seq_group] = (seq_group.num_prompt_tokens, len(seq_group.waiting()))
         seq_group.tenant.num_queued_tokens += size[0]
         self.num_tokens += size[0]
@@ -132,7 +134,10 @@ class WaitingQueue:
         """Return skipped groups to their places."""
         skipped, self._skipped = self._skipped, {}
         for seq_group in skipped:
-            self._heap.push(seq_group.rank, seq_group)
+            self._heap.push(self._key(seq_group), seq_group)
+
+    def _key(self, seq_group: SequenceGroup) -> tuple[int, ...]:
+        return () if self._is_fifo else seq_group.rank
 
     def pop_all(self) -> list[SequenceGroup]:
         """Empty the queue; its groups in no particular order."""

@@ -461,6 +461,8 @@ class SequenceGroup:
     @property
     def longest(self) -> Sequence:
         """Its unfinished sequence with the most known tokens; the first if several have."""
+        if len(self.sequences) == 1:
+            return self.sequences[0]
         return max(self.unfinished(), key=lambda seq: seq.num_known)
 
     @property
@@ -517,12 +519,14 @@ class SequenceGroup:
 
     def fits(self, capacity: WorkerGroupCapacity) -> bool:
         """Whether a worker group can compute its sequences, at least one at a time."""
-        is_in_model = self.max_output_tokens(capacity) > 0
-        is_served = self.request.work.kind in capacity.work_kinds
-        is_allowed = self.tenant.may_ever_hold(self.max_kv_quota(capacity))
         num_tokens = max(self.max_known_tokens, self.placement.exceeded_tokens + 1)
-        is_in_cache = num_tokens <= self.num_cache_tokens(capacity)
-        return is_served and is_in_model and is_allowed and is_in_cache
+        has_limit = self.tenant.config.max_kv_blocks is not None
+        return (
+            self.request.work.kind in capacity.work_kinds
+            and self.max_output_tokens(capacity) > 0
+            and num_tokens <= self.num_cache_tokens(capacity)
+            and not (has_limit and not self.tenant.may_ever_hold(self.max_kv_quota(capacity)))
+        )
 
     def num_cache_tokens(self, capacity: WorkerGroupCapacity) -> int:
         """Tokens of the longest of its sequences that a worker group's cache can hold."""

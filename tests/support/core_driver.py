@@ -84,7 +84,10 @@ def make_capacity(
         "num_labels": NUM_LABELS,
         "classifier_type": PoolingType.ALL,
     }
-    return WorkerGroupCapacity(**(values | changes))  # type: ignore[arg-type]
+    values |= changes
+    if WorkKind.POOLING not in values["work_kinds"]:  # type: ignore[operator]
+        values |= {"vector_size": 0, "pooling_types": frozenset(), "num_labels": 0}
+    return WorkerGroupCapacity(**values)  # type: ignore[arg-type]
 
 
 SMALL_CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)

@@ -52,6 +52,8 @@ def check_deadline(
     remaining_us = to_us(deadline - now)
     if remaining_us <= 0:
         raise deadline_exceeded()
+    if _work_us(seq_group, model) + _wait_us(model, model.waiting.num_tokens) <= remaining_us:
+        return  # even behind all others, whose tokens before it need not be counted
     if (error := late_error(seq_group, model, live_seq_groups, now)) is not None:
         raise error
     wait_us = _min_wait_us(seq_group, model)
@@ -132,10 +134,12 @@ def _work_us_on(scheduler: Scheduler, seq_group: SequenceGroup, is_cached: bool)
 
 
 def _min_wait_us(seq_group: SequenceGroup, model: ServedModel) -> float:
-    us_per_token = model.throughput.us_per_token
-    if us_per_token is None or not model.waiting:
-        return 0.0
-    return model.waiting.num_tokens_before(seq_group) * us_per_token / _QUEUE_SPEEDUP
+    return _wait_us(model, model.waiting.num_tokens_before(seq_group))
+
+
+def _wait_us(model: ServedModel, num_tokens: int) -> float:
+    """The least time in which as many tokens leave the queue."""
+    return num_tokens * (model.throughput.us_per_token or 0.0) / _QUEUE_SPEEDUP
 
 
 def _shares_prefix(seq_group: SequenceGroup, other: SequenceGroup, num_tokens: int) -> bool:

@@ -164,7 +164,8 @@ class PrefixCache:
         self._states = [number for number, group in enumerate(groups) if group.is_state]
         self._sources = [(number, group) for number, group in enumerate(groups) if group.is_fixed]
         self._unconfirmed: dict[CacheableSequence, None] = {}
-        """Sequences whose first tokens were being computed when the last one was admitted."""
+        """Sequences whose first tokens are being computed, and at most as many others."""
+        self._max_unconfirmed = 0
         self._boundaries: dict[CacheableSequence, list[int]] = {}
         """Where windows are to stay cached, in addition to the multiples of BOUNDARY_TOKENS in a
         prompt: before its last tokens, and where others branched off; in order."""
@@ -175,6 +176,8 @@ class PrefixCache:
         """The longest usable prefix of a waiting sequence, on the device, or on host and device
         together, of a multiple of `multiple` tokens."""
         limit = self._max_reusable_tokens(seq)
+        if not limit:
+            return no_hit(len(self._groups), num_source_tokens(seq.context))
         pools = [self._device, self._host] if on_host else [self._device]
         keys = self.keys(seq, limit // self.unit)
         if len(keys) > limit // self.unit:
@@ -321,7 +324,9 @@ class PrefixCache:
 
     def expect(self, seq: CacheableSequence) -> None:
         """Record that a sequence is admitted: its first tokens will be computed."""
-        self._unconfirmed = {other: None for other in self._unconfirmed if other.is_prefilling}
+        if len(self._unconfirmed) > self._max_unconfirmed:
+            self._unconfirmed = {other: None for other in self._unconfirmed if other.is_prefilling}
+            self._max_unconfirmed = 2 * len(self._unconfirmed)
         self._unconfirmed[seq] = None
         self.add_boundary(seq, (seq.num_prompt_tokens - 1) // self.unit * self.unit)
 

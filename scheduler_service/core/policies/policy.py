@@ -7,9 +7,25 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from typing import Any, ClassVar
 
+from scheduler_service.core.config import WorkKind
 from scheduler_service.core.request import Request
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.tenants import Tenants, TenantUsage
+
+POOLED_TOKEN_US = 50
+"""Time by which a text that is pooled yields to others for each of its tokens."""
+
+
+def in_order_of_arrival(request: Request, arrival: tuple[int, int]) -> tuple[int, int]:
+    """The order of arrival, but that a text that is pooled counts as if it had arrived later by
+    `POOLED_TOKEN_US` for each of its tokens.
+
+    So of texts that arrive together the shortest is first; none waits for a longer one unless that
+    has waited longer, by the difference; and one of n tokens precedes all that arrives n times
+    `POOLED_TOKEN_US` after it, however short."""
+    if request.work.kind is not WorkKind.POOLING:
+        return arrival
+    return arrival[0] + POOLED_TOKEN_US * len(request.prompt_token_ids), arrival[1]
 
 
 class Policy:
@@ -33,8 +49,7 @@ class Policy:
         """The request's constant place, the lowest first. `arrival` is when it came to its
         frontend, in microseconds, and a number that counts up; it must be part of the rank, so
         that no two are equal."""
-        del request
-        return arrival
+        return in_order_of_arrival(request, arrival)
 
     def queue_name(self, tenant: TenantUsage) -> str | None:
         """The queue of a tenant's requests; None is the one that tenants share.
@@ -92,7 +107,7 @@ class Priority(Policy):
     @staticmethod
     def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
         """The request's priority, then its arrival."""
-        return (request.priority, *arrival)
+        return (request.priority, *in_order_of_arrival(request, arrival))
 
     def yielding(
         self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]

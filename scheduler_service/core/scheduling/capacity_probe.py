@@ -127,9 +127,10 @@ class CapacityProbe:
             if self._would_fit(seq_group, hit, num_places, memory):
                 return victims
             is_lockstep = other.strategy.is_lockstep
-            if other.num_running and not is_lockstep and other is not self.placed.suspect:
+            num_held = sum(map(self.running.places.holds, other.running()))
+            if num_held and not is_lockstep and other is not self.placed.suspect:
                 victims.append(other)
-                num_places += other.num_running
+                num_places += num_held
                 memory += self.running.cache.memory_freed(other.running())
         return victims if self._would_fit(seq_group, hit, num_places, memory) else None
 

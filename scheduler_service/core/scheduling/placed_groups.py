@@ -9,10 +9,13 @@ from scheduler_service.core.sequence import SequenceGroup
 class PlacedGroups:
     """All groups of a worker group. Each that has waiting sequences is in one of three queues."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole_prompts: bool = False) -> None:
+        """`whole_prompts`: whether each prompt is computed in one row. One that does not fit the
+        rest of a step would have to let later ones pass, if these had lower ranks, again and again;
+        so they are served in the order in which the policy has placed them here."""
         self.seq_groups: dict[SequenceGroup, None] = {}
         """All of them, in order of arrival."""
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(is_fifo=whole_prompts)
         self.preempting = WaitingQueue()
         """The waiting group, if any, that preempts others here; it has not run here yet."""
         self.migrating: dict[SequenceGroup, None] = {}

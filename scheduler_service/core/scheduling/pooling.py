@@ -69,6 +69,11 @@ class PoolingScheduler(SamplingScheduler):
         num_needed = num_tokens if strategy.brings_all else 1
         return num_tokens if num_vectors >= num_needed or not batch.vector_bytes else 0
 
+    def end_prefill(self, seq: Sequence, batch: Batch) -> None:
+        """Wait for the result without a place: batches of short texts are as large as a step."""
+        SamplingScheduler.end_prefill(self, seq, batch)
+        self.running.retire(seq)
+
     def receive(
         self, seq: Sequence, step_id: int, value: RowCandidates | RowVectors, now_us: int
     ) -> None:

@@ -45,7 +45,16 @@ class Places:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.num_used = 0
+        self._holders: set[Sequence] = set()
+
+    @property
+    def num_used(self) -> int:
+        """Places of all sequences."""
+        return len(self._holders)
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether a sequence has one."""
+        return seq in self._holders
 
     def has_room(self, num_sequences: int) -> bool:
         """Whether there are this many more."""
@@ -58,12 +67,11 @@ class Places:
     def acquire(self, entrants: Entrants, batch: Batch) -> None:
         """One for each."""
         del batch
-        self.num_used += len(entrants.sequences)
+        self._holders.update(entrants.sequences)
 
     def release(self, seq: Sequence) -> None:
-        """The sequence's place."""
-        del seq
-        self.num_used -= 1
+        """The sequence's place, unless it has given it up."""
+        self._holders.discard(seq)
 
 
 class Memory:

@@ -50,11 +50,12 @@ class RunningSet:
         self._has_ended = False
         self._forget_seq_ids: list[int] = []
         self._unintroduced: set[Sequence] = set()
-        """Sequences that have memory and have not been sent to the worker yet."""
+        """Sequences that have memory and that the worker does not know, yet or any more."""
+        self._retiring: list[Sequence] = []
 
     @property
     def num_places(self) -> int:
-        """The number of running sequences."""
+        """The number of running sequences that have rows to come."""
         return self.places.num_used
 
     def enter(
@@ -218,9 +219,20 @@ class RunningSet:
             self.prefilling = [seq for seq in self.prefilling if seq.status is RUNNING]
             self._has_ended = False
 
-    def pop_forget_seq_ids(self) -> list[int]:
-        """Sequences that stopped running since the last call, for the worker to forget."""
+    def retire(self, seq: Sequence) -> None:
+        """Record that the plan being made has a sequence's last row. Its place is free for the next
+        plan, with which the worker forgets it; its memory is when the result is in."""
+        self._retiring.append(seq)
+
+    def end_plan(self) -> list[int]:
+        """Complete the plan; returns the sequences that stopped running since the last one, for the
+        worker to forget."""
         seq_ids, self._forget_seq_ids = self._forget_seq_ids, []
+        for seq in self._retiring:
+            self.places.release(seq)
+            self._forget_seq_ids.append(seq.seq_id)
+            self._unintroduced.add(seq)
+        self._retiring.clear()
         return seq_ids
 
     def check(self, seq_groups: Iterable[SequenceGroup]) -> None:
@@ -229,7 +241,9 @@ class RunningSet:
         lists = self.decoding + self.prefilling + self.swap_in_pending
         listed = [s for s in lists if s.status is RUNNING]
         forks = [fork for leader in listed for fork in leader.live_forks()]
-        assert self.num_places == len(running)
+        retired = [s for s in listed if not self.places.holds(s)]
+        assert all(s.length >= s.max_length and s in self._unintroduced for s in retired)
+        assert self.num_places == len(running) - len(retired)
         assert len(listed) + len(forks) == len(running), "one place for each"
         assert {*listed, *forks} == set(running)
         self.cache.check(listed)

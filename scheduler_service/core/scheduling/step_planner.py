@@ -154,7 +154,7 @@ class StepPlanner:
         batch.copy += moves.copy
         if batch.is_empty:
             return None
-        forget_seq_ids = self.running.pop_forget_seq_ids()
+        forget_seq_ids = self.running.end_plan()
         plan, step = batch.to_plan(forget_seq_ids)
         self.pipeline.push(step)
         self.totals.add_plan(plan, batch.num_prefill_tokens)

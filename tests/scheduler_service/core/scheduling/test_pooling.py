@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from scheduler_service.core import StepPlan, StepResult, WorkerGroupCapacity
-from scheduler_service.core.config import PoolingHead, PoolingType, WorkKind
+from scheduler_service.core.config import PolicyName, PoolingHead, PoolingType, WorkKind
+from scheduler_service.core.policies.policy import POOLED_TOKEN_US
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from scheduler_service.core.scheduling.pooling import MAX_PART_BYTES, MAX_ROW_BYTES
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
@@ -137,7 +138,13 @@ def test_the_vectors_of_all_tokens_come_again_after_the_loss_of_a_worker() -> No
 @pytest.mark.parametrize(
     ("capacity", "type", "fields", "field", "problem"),
     [
-        ({}, LAST, {"dimensions": 5}, "dimensions", "must be 0 to the model's 4, is 5"),
+        (
+            {},
+            LAST,
+            {"dimensions": 5},
+            "dimensions",
+            "for the head vector, is 5",
+        ),
         (
             {"pooling_types": frozenset({MEAN, CLS})},
             ALL,
@@ -146,6 +153,13 @@ def test_the_vectors_of_all_tokens_come_again_after_the_loss_of_a_worker() -> No
             "must be cls or mean, is all",
         ),
         ({}, LAST, {"head": CLASSIFIER}, "type", "must be all, is last"),
+        (
+            {},
+            ALL,
+            {"head": CLASSIFIER, "dimensions": 1},
+            "dimensions",
+            "must be 0 to the model's 0 for the head classifier, is 1",
+        ),
         (
             {"num_labels": 0},
             ALL,
@@ -230,3 +244,69 @@ def test_generation_of_a_model_that_only_pools_is_refused_with_what_it_does() ->
 def test_a_model_without_cache_groups_has_no_blocks(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         encoder(**changes)
+
+
+# Batches and order.
+
+
+def test_a_text_in_flight_occupies_no_place_and_is_forgotten_by_the_next_plan() -> None:
+    driver = make_driver(encoder(), max_num_seqs=4, pipeline_depth=2)
+    for _ in range(8):
+        driver.submit_pooled([1], CLS)
+    first, second = driver.schedule("g0"), driver.schedule("g0")
+    assert first is not None
+    assert second is not None
+    assert [len(plan.seq_ids) for plan in (first, second)] == [4, 4]
+    assert second.forget_seq_ids == first.seq_ids
+    driver.run_until_idle()
+
+
+def test_the_memory_of_a_text_in_flight_is_free_once_its_result_is_in() -> None:
+    driver = make_driver(max_num_seqs=2)
+    records = [driver.submit_pooled(PROMPT[:8], LAST) for _ in range(2)]
+    driver.schedule("g0")
+    assert driver.core.snapshot().worker_groups[0].num_free_gpu_blocks == 12
+    driver.deliver("g0")
+    driver.collect()
+    assert driver.core.snapshot().worker_groups[0].num_free_gpu_blocks == 16
+    again = driver.submit_pooled(PROMPT[:8], LAST)
+    driver.run_until_idle()
+    assert all(record.finished is not None for record in records)
+    assert again.cached_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("arrivals_us", "lengths", "order"),
+    [
+        ([0, 0, 0], [9, 3, 6], [1, 2, 0]),
+        ([0, 6 * POOLED_TOKEN_US - 1], [9, 3], [1, 0]),
+        ([0, 6 * POOLED_TOKEN_US + 1], [9, 3], [0, 1]),
+        ([0, 9 * POOLED_TOKEN_US], [9, 1], [0, 1]),
+    ],
+)
+@pytest.mark.parametrize("policy", PolicyName)
+def test_a_text_yields_to_a_shorter_one_that_arrives_soon_after_it(
+    arrivals_us: list[int], lengths: list[int], order: list[int], policy: PolicyName
+) -> None:
+    driver = make_driver(encoder(), max_num_seqs=1, policy=policy)
+    now_us = max(arrivals_us)
+    for at_us, length in zip(arrivals_us, lengths, strict=True):
+        driver.submit_pooled(PROMPT[:length], MEAN, waited_us=now_us - at_us)
+    served = [plan.num_tokens for plan in plans_of(driver)]
+    assert served == [[lengths[number]] for number in order]
+
+
+def test_thousands_of_texts_of_one_tenant_do_not_delay_another_under_the_fair_policy() -> None:
+    driver = make_driver(
+        encoder(), policy=PolicyName.FAIR, max_num_batched_tokens=64, max_queue_requests=3000
+    )
+    for _ in range(2000):
+        driver.submit_pooled(PROMPT[:16], MEAN, tenant="heavy")
+    driver.schedule("g0")
+    record = driver.submit_pooled(PROMPT, MEAN, tenant="light")
+    for _ in range(3):
+        driver.deliver("g0")
+        driver.schedule("g0")
+    driver.collect()
+    assert record.finished is not None
+    assert driver.core.num_requests() > 1980
