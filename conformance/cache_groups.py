@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Items
 
+from conformance.assertions import Skipped
 from pagewire.v1 import context_pb2, model_pb2
 
 NO_BLOCK = -1
@@ -33,6 +34,13 @@ def first_visible(group: model_pb2.CacheGroup, position: int) -> int:
     if group.lifetime == model_pb2.CACHE_LIFETIME_CHUNK:
         return position // group.span * group.span
     return 0
+
+
+def block_tokens(groups: Items[model_pb2.CacheGroup]) -> int:
+    """Tokens per block of the main group. Raises Skipped without groups."""
+    if not groups:
+        raise Skipped("the model has no cache groups")
+    return groups[main_group(groups)].block_tokens
 
 
 def main_group(groups: Items[model_pb2.CacheGroup]) -> int:

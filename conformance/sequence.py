@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from conformance.assertions import Skipped
 from conformance.cache_groups import NO_BLOCK
 from conformance.generation import Sampled
 from pagewire import columns
@@ -77,6 +78,12 @@ class Sequence:
     pooling: pooling_pb2.PoolingParams | None = None
     """How its hidden states become a vector; None: it generates tokens."""
 
+    whole_prompt: bool = False
+    """Whether all its tokens are computed in one row."""
+
+    vector: list[float] | None = None
+    """What its last row brought."""
+
     choice_index: int = 0
     prompt_logprobs_start: int = 0
     context: tuple[context_pb2.ContextPart, ...] = ()
@@ -145,6 +152,10 @@ class Sequence:
         False for a row without output."""
         if num_tokens is None:
             num_tokens = self.num_tokens - self.num_computed_tokens
+            if self.pooling is not None and num_tokens == 0:
+                raise Skipped("the worker generates nothing")
+        if self.whole_prompt and num_tokens < self.num_tokens:
+            raise Skipped("the worker computes prompts in one row")
         return Row(self, num_tokens, self.output_kind if brings else NOTHING, lookahead)
 
 

@@ -10,11 +10,18 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from conformance.assertions import Failed, Skipped, expect, expect_true, fail
-from conformance.cache_groups import NO_BLOCK, first_visible, has_tokens, main_group, num_blocks
+from conformance.cache_groups import (
+    NO_BLOCK,
+    block_tokens,
+    first_visible,
+    has_tokens,
+    main_group,
+    num_blocks,
+)
 from conformance.generation import Sampled, sampled
 from conformance.sequence import TOKEN, VECTOR, Row, Sequence
 from pagewire import columns
-from pagewire.v1 import model_pb2, plan_pb2
+from pagewire.v1 import model_pb2, plan_pb2, pooling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 
@@ -85,13 +92,19 @@ class StepStream:
         stub: WorkerServiceStub,
         caches: pb.InitializeCacheRequest,
         *,
-        groups: Items[model_pb2.CacheGroup],
+        model: model_pb2.ModelInfo,
         timeout_s: float,
     ) -> None:
         self.epoch = caches.epoch
-        self.groups = groups
+        self.groups = groups = list(model.cache_groups)
         self.main_group = main_group(groups)
-        self.block_size = groups[self.main_group].block_tokens
+        self._defaults: dict[str, Any] = {"whole_prompt": model.whole_prompt}
+        kinds = model.work_kinds
+        if kinds and model_pb2.WORK_KIND_GENERATION not in kinds:
+            head = not model.pooling.vector_size
+            type = model.pooling.classifier_type if head else model.pooling.default_type
+            params = pooling_pb2.PoolingParams(type=type, head=int(head))  # type: ignore[arg-type]
+            self._defaults["pooling"] = params
         self.num_gpu_blocks = caches.num_gpu_blocks
         self.num_cpu_blocks = caches.num_cpu_blocks
         self.step_id = 0
@@ -112,6 +125,11 @@ class StepStream:
         self._results: deque[plan_pb2.StepResult] = deque()
         """Results that arrived together with earlier ones."""
 
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the main group. Raises Skipped without groups."""
+        return block_tokens(self.groups)
+
     def __enter__(self) -> Self:
         return self
 
@@ -123,21 +141,27 @@ class StepStream:
         """Allocate unused device blocks."""
         first = self._next_block
         self._next_block += count
+        block_tokens(self.groups)
         if self._next_block > self.num_gpu_blocks:
             fail(f"the kit needs more than the {self.num_gpu_blocks} device blocks profiled")
         return list(range(first, self._next_block))
 
     def new(self, tokens: Collection[int], **fields: Any) -> Sequence:
-        """A sequence that the next plan introduces; by default all tokens are the prompt. Raises
-        Skipped if it has computed tokens, but no blocks in the model's other groups."""
+        """A sequence that the next plan introduces; by default all tokens are the prompt, and one
+        of a worker that only pools is pooled. Raises Skipped if it has computed tokens, but no
+        blocks in the model's other groups, or if it samples, and the worker does not."""
+        if "sampling" in fields and "pooling" in self._defaults:
+            raise Skipped("the worker generates nothing")
         has_others = len(self.groups) == 1 or "other_tables" in fields
         if fields.get("num_computed_tokens") and not has_others:
             raise Skipped("the model has several cache groups")
-        defaults = {"num_prompt_tokens": len(tokens)}
+        defaults = {"num_prompt_tokens": len(tokens), **self._defaults}
         return self._introduce(tokens=list(tokens), **(defaults | fields))
 
     def fork(self, parent: Sequence, tokens: Collection[int] = (), **fields: Any) -> Sequence:
         """A fork that the next plan introduces; without `blocks` it shares its parent's."""
+        if parent.pooling is not None:
+            raise Skipped("the worker generates nothing")
         others = {g: list(table) for g, table in parent.other_tables.items()}
         self._shared.update(block for table in others.values() for block in table)
         defaults = {
@@ -311,12 +335,13 @@ class StepStream:
         return self.receive()
 
     def generate(self, sequence: Sequence, num_tokens: int, **fields: Any) -> Sequence:
-        """Compute the rest of a sequence, then decode; `fields` are set in the first plan.
+        """Compute the rest of a sequence, then decode, unless it is pooled; `fields` are set in the
+        first plan.
 
-        Returns the sequence, which holds what it sampled.
+        Returns the sequence, which holds what it sampled, or its vector.
         """
         self.step(sequence, **fields)
-        for _ in range(num_tokens - 1):
+        for _ in range(num_tokens - 1 if sequence.pooling is None else 0):
             self.step(sequence)
         return sequence
 
@@ -405,6 +430,8 @@ class StepStream:
 
     def _read(self, message: plan_pb2.StepResult, rows: list[Row]) -> Result:
         result = Result(message=message, vectors=_vectors(message, rows))
+        for row in rows:
+            row.sequence.vector = result.vectors.get(row.sequence.seq_id, row.sequence.vector)
         for error in message.errors:
             expect_true(error.row < len(rows), f"the result has an error for row {error.row}")
             result.errors[rows[error.row].sequence.seq_id] = error.reason

@@ -1,5 +1,6 @@
 """The worker under test: its facts, new epochs, and its undisturbed sequences."""
 
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -8,8 +9,8 @@ from functools import cached_property
 
 import grpc
 
-from conformance.assertions import Failed
-from conformance.cache_groups import main_group, num_blocks
+from conformance.assertions import Failed, expect, expect_true
+from conformance.cache_groups import block_tokens, num_blocks
 from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
 from conformance.registration_server import RegistrationServer
@@ -23,6 +24,9 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 MAX_NUM_SEQS = 64
 MAX_NUM_BATCHED_TOKENS = 2048
 """The largest batch that the cases plan, sent to the worker when it profiles its blocks."""
+
+TOLERANCE = 1e-3
+"""Maximum difference of a vector's numbers, relative to its norm."""
 
 MAX_GPU_BLOCKS = 1024
 MAX_CPU_BLOCKS = 64
@@ -48,6 +52,13 @@ def _naming(call: str, address: str) -> Iterator[None]:
             f"the worker at {address} responds to {call} with {code.name}: {details}; every case"
             f" needs {call}"
         ) from error
+
+
+def expect_near(what: str, found: list[float], wanted: list[float]) -> None:
+    """Fail unless two vectors agree but for rounding."""
+    expect(f"numbers of {what}", len(found), len(wanted))
+    distance, norm = math.dist(found, wanted), math.hypot(*wanted)
+    expect_true(distance <= TOLERANCE * norm, f"{what}: expected {wanted}, got {found}")
 
 
 class Worker:
@@ -91,8 +102,8 @@ class Worker:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of the main group."""
-        return self.groups[main_group(self.groups)].block_tokens
+        """Tokens per block of the main group. Raises Skipped without groups."""
+        return block_tokens(self.groups)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of a sequence of `num_tokens` tokens, none of them released."""
@@ -168,7 +179,7 @@ class Worker:
     def stream(self, epoch: int) -> StepStream:
         """A step stream of an epoch, without new caches."""
         return StepStream(
-            self.stub, self.cache_request(epoch), groups=self.groups, timeout_s=self.timeout_s
+            self.stub, self.cache_request(epoch), model=self.info.model, timeout_s=self.timeout_s
         )
 
     def open(self) -> StepStream:
@@ -180,7 +191,7 @@ class Worker:
     def prompt(self, number: int, num_tokens: int | None = None) -> list[int]:
         """Random tokens, the same for the same number; by default two and a half blocks."""
         if num_tokens is None:
-            num_tokens = max(5 * self.block_size // 2, 6)
+            num_tokens = max(5 * self.block_size // 2, 6) if self.groups else 40
         generator = random.Random(1000 * SEED + number)
         return [generator.randrange(self.vocab_size) for _ in range(num_tokens)]
 
@@ -204,7 +215,11 @@ class Worker:
         return self._alone[key]
 
     def expect_as_alone(self, what: str, sequence: Sequence) -> None:
-        """Fail unless a sequence sampled the same tokens on its stream as without others."""
+        """Fail unless a sequence sampled the same tokens on its stream as without others, or
+        brought the same vector."""
+        if sequence.pooling is not None:
+            self._expect_vector(what, sequence)
+            return
         found = Generation(sequence.sampled)
         start = len(sequence.output) - sum(token >= 0 for token in found.tokens)
         alone = self.alone(
@@ -215,6 +230,14 @@ class Worker:
             sequence.context,
         )
         expect_same(what, found, alone.after(start), exact=self.info.model.batch_invariant)
+
+    def _expect_vector(self, what: str, sequence: Sequence) -> None:
+        with self.open() as stream:
+            other = stream.new(sequence.tokens, pooling=sequence.pooling)
+            wanted, found = stream.generate(other, 1).vector or [], sequence.vector or []
+        expect_near(what, found, wanted)
+        if self.info.model.batch_invariant:
+            expect(what, found, wanted)
 
     def expect_healthy(self) -> None:
         """Fail unless a new epoch works and gives the same tokens."""

@@ -36,8 +36,8 @@ def a_table_grows_by_block_updates(worker: Worker) -> None:
 @stream_case("plan", "sets that entry")
 def an_entry_may_be_replaced_once_its_block_was_copied(worker: Worker, stream: StepStream) -> Alone:
     sequence = stream.generate(stream.new(worker.prompt(2)), 2)
-    index = len(sequence.blocks) - 1
-    source, target = sequence.blocks[index], stream.take_blocks(1)[0]
+    (target,), index = stream.take_blocks(1), len(sequence.blocks) - 1
+    source = sequence.blocks[index]
     sequence.blocks[index] = target
     updates = [(sequence.seq_id, 0, index, target)]
     stream.generate(sequence, 3, copy=[(source, target)], block_updates=updates)
@@ -61,20 +61,19 @@ def an_update_to_a_block_beyond_the_cache_is_refused(worker: Worker, stream: Ste
 @refusal_case("plan", "an index one past the end appends", "block_updates")
 def an_update_beyond_the_tables_end_is_refused(worker: Worker, stream: StepStream) -> None:
     known = stream.prefilled(worker.prompt(1))
-    stream.send_changed(
-        block_updates=[known.seq_id, 0, len(known.blocks) + 1, known.blocks[-1] + 1]
-    )
+    (block,) = stream.take_blocks(1)
+    stream.send_changed(block_updates=[known.seq_id, 0, len(known.blocks) + 1, block])
 
 
 @refusal_case("plan", UPDATES, "block_updates")
 def an_update_of_an_unknown_sequence_is_refused(worker: Worker, stream: StepStream) -> None:
     known = stream.prefilled(worker.prompt(1))
-    stream.send_changed(block_updates=[known.seq_id + 7, 0, 0, known.blocks[-1] + 1])
+    stream.send_changed(block_updates=[known.seq_id + 7, 0, 0, *stream.take_blocks(1)])
 
 
 @refusal_case("plan", ENTRIES, "num_tokens", "seq_ids")
 def a_row_that_lacks_blocks_is_refused(worker: Worker, stream: StepStream) -> None:
-    sequence = stream.new(worker.prompt(1))
+    sequence = stream.new(worker.prompt(1), blocks=stream.take_blocks(1))
     plan = stream.plan(sequence)
     plan.new_sequences[0].tables[0].block_ids = columns.pack(sequence.blocks[:-1])
     stream.send_plan(plan)

@@ -84,7 +84,8 @@ def a_copied_block_holds_what_its_source_held(worker: Worker) -> None:
 @stream_case("plan", COPY)
 def a_copy_leaves_its_source_as_it_is(worker: Worker, stream: StepStream) -> Alone:
     first = stream.prefilled(worker.prompt(1))
-    stream.generate(first, 3, copy=[(first.blocks[0], stream.take_blocks(1)[0])])
+    (target,) = stream.take_blocks(1)
+    stream.generate(first, 3, copy=[(first.blocks[0], target)])
     return {"a sequence whose block was copied": first}
 
 

@@ -82,5 +82,5 @@ def a_cancelled_stream_leaves_no_sequences(worker: Worker) -> None:
         broken.cancel()
     with worker.stream(worker.next_epoch()) as stream:
         sequence = stream.generate(stream.new(worker.prompt(2), seq_id=former.seq_id), 2)
-        expect("its id", stream.step_id, 2)
+        expect("its id", sequence.seq_id, former.seq_id)
     worker.expect_as_alone("a sequence under the same id", sequence)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from conformance.assertions import Skipped
-from conformance.cache_groups import NO_BLOCK, first_visible, has_tokens
+from conformance.cache_groups import NO_BLOCK, block_tokens, first_visible, has_tokens
 from conformance.case import Alone, PlanFunction, refusal_case, stream_case
 from conformance.sequence import MEDIA, Sequence, part
 from conformance.step_stream import StepStream
@@ -26,7 +26,7 @@ STATE, FIXED = model_pb2.CACHE_LIFETIME_STATE, model_pb2.CACHE_LIFETIME_FIXED
 def spans(worker: Worker) -> list[int]:
     """Tokens of the model's windows and chunks. Raises Skipped if there are none to outgrow."""
     found = [group.span for group in worker.groups if 0 < group.span <= MAX_SPAN]
-    if not found or len(worker.groups) == 1:
+    if not found or len(worker.groups) <= 1:
         raise Skipped(f"the model has no window of up to {MAX_SPAN} tokens beside another group")
     return found
 
@@ -200,16 +200,18 @@ def _of_unknown_group(worker: Worker, new: plan_pb2.NewSequence) -> None:
     new.tables.add(group=len(worker.groups), block_ids=columns.pack([0]))
 
 
-def _twice(_: Worker, new: plan_pb2.NewSequence) -> None:
+def _twice(worker: Worker, new: plan_pb2.NewSequence) -> None:
+    block_tokens(worker.groups)
     new.tables.append(new.tables[0])
 
 
-def _beginning_later(_: Worker, new: plan_pb2.NewSequence) -> None:
+def _beginning_later(worker: Worker, new: plan_pb2.NewSequence) -> None:
+    block_tokens(worker.groups)
     new.tables[0].first_index = 1
 
 
 def _with_one_block(worker: Worker, new: plan_pb2.NewSequence) -> None:
-    if len(worker.groups) == 1:
+    if len(worker.groups) <= 1:
         raise Skipped("the model has one cache group")
     new.tables[1].block_ids = new.tables[0].block_ids[:4] + new.tables[1].block_ids[4:]
 

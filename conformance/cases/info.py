@@ -35,7 +35,7 @@ def the_model_is_described_completely(worker: Worker) -> None:
         expect_true(bool(getattr(model, field)), f"model.{field} is empty")
     for field in ("max_model_len", "vocab_size"):
         expect_true(getattr(model, field) >= 1, f"model.{field} is 0")
-    expect_true(bool(model.cache_groups), "model.cache_groups is empty")
+    expect_true(bool(model.cache_groups) or model.whole_prompt, "model.cache_groups is empty")
 
 
 @case("model", "token ids are less than this.")

@@ -85,5 +85,6 @@ def a_wrong_plan_does_not_swallow_the_results_before_it(
 def a_new_stream_counts_from_1_again(worker: Worker) -> None:
     for _ in range(2):
         with worker.open() as stream:
-            stream.generate(stream.new(worker.prompt(1)), 2)
+            stream.prefilled(worker.prompt(1))
+            stream.prefilled(worker.prompt(2))
             expect_true(stream.step_id == 2, "the kit itself must count from 1")

@@ -65,7 +65,8 @@ def heartbeats_count_steps(worker: Worker) -> None:
     counts = []
     for number, num_steps in ((1, 3), (2, 5)):
         with worker.open() as stream:
-            stream.generate(stream.new(worker.prompt(number)), num_steps)
+            for _ in range(num_steps):
+                stream.prefilled(worker.prompt(number))
         counts.append(next_heartbeats(worker, 2)[-1].heartbeat.num_steps)
     expect("steps counted while 5 were executed", counts[1] - counts[0], 5)
 

@@ -85,10 +85,10 @@ def more_computed_tokens_than_tokens_are_refused(worker: Worker, stream: StepStr
 
 @refusal_case("plan", COMPUTED, "new_sequences")
 def more_computed_tokens_than_blocks_hold_are_refused(worker: Worker, stream: StepStream) -> None:
-    num_computed = len(worker.prompt(1)) - 1
+    num_computed, first = len(worker.prompt(1)) - 1, stream.take_blocks(1)
     plan = stream.plan(stream.new(worker.prompt(1)))
     plan.new_sequences[0].num_computed_tokens = num_computed
-    plan.new_sequences[0].tables[0].block_ids = columns.pack([0])
+    plan.new_sequences[0].tables[0].block_ids = columns.pack(first)
     stream.send_plan(plan)
 
 

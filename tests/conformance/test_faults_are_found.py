@@ -405,8 +405,12 @@ FAULTS: FaultTable = {
     ),
     "always pools the last token": (
         on_new(_pools_the_last),
-        ["types pool the last all and the first", "a mean over cached tokens is refused"],
+        [
+            *("types pool the last all and the first", "a mean over cached tokens is refused"),
+            *("every row brings the vectors of its", "a row without the vectors of its tokens"),
+        ],
     ),
+    "ignores heads": (on_pooling("head"), ["a classifier brings a logit for each label"]),
     "pools no more than the last chunk": (
         _pools_the_last_chunk,
         ["a vector does not depend on chunks"],
@@ -526,13 +530,46 @@ BROAD = {
 
 def test_every_case_can_fail(healthy: str) -> None:
     elsewhere = ("registration", "structured output", "constrained rows", "groups", "contexts")
-    left = {case.full_name: case for case in cases.ALL if case.group not in elsewhere}
+    of_others = named([name for _, expected in ENCODER_FAULTS.values() for name in expected])
+    left = {
+        case.full_name: case
+        for case in cases.ALL
+        if case.group not in elsewhere and case not in of_others
+    }
     for make_fault in BROAD.values():
         with mutant(healthy, make_fault) as address:
             for outcome in outcomes(address, list(left.values()), timeout_s=5.0):
                 if outcome.verdict is Verdict.FAIL:
                     del left[outcome.case.full_name]
     assert " + ".join(sorted(left)) == ""
+
+
+ENCODER_FAULTS: FaultTable = {
+    "has room for blocks": (
+        lambda: Fault(num_gpu_blocks=4),
+        ["a model without cache groups has no blocks"],
+    ),
+    "hides every error": (
+        lambda: Fault(status=lambda _, details: (grpc.StatusCode.OK, details)),
+        ["labels of a model without any", "a part of a whole prompt is refused"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A worker whose model has neither cache groups nor labels."""
+    flags = ("--simulate-cache-groups", "none", "--simulate-labels", "0")
+    command = python_worker("--simulate", "--simulate-vocab-size", "997", *flags)
+    with serving(command, tmp_path_factory.mktemp("encoder")) as address:
+        yield address
+
+
+@pytest.mark.parametrize("name", ENCODER_FAULTS)
+def test_it_finds_a_worker_without_cache_groups_that(name: str, encoder: str) -> None:
+    make_fault, expected = ENCODER_FAULTS[name]
+    assert_found(encoder, make_fault, named(expected))
+    assert_passed(encoder, named(expected))
 
 
 def _begins_tables_at_0(new: plan_pb2.NewSequence) -> None:

@@ -9,7 +9,8 @@ const [WORD, POSITION] = [0, 1]; // of a block of a state: its content, the toke
 /** Slots of a block: one for each token of any group, two for a state. */
 const slotsOf = (groups) => Math.max(2, ...groups.map((group) => group.block_tokens ?? 0));
 
-export const blockBytes = (groups) => slotsOf(groups) * Uint32Array.BYTES_PER_ELEMENT;
+export const blockBytes = (groups) =>
+  groups.length > 0 ? slotsOf(groups) * Uint32Array.BYTES_PER_ELEMENT : 0;
 
 export class Cache {
   #groupOf = new Map(); // of blocks in tables: the group, and the number of tables

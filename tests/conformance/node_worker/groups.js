@@ -12,8 +12,9 @@ const FLAGS = {
   fixed: [FIXED, "block_tokens"],
 };
 
-/** The groups that a flag names, such as growing:8,window:8:24,state:2. */
+/** The groups that a flag names, such as growing:8,window:8:24,state:2; none for `none`. */
 export function parseGroups(text) {
+  if (text === "none") return [];
   return text.split(",").map((item) => {
     const [name, ...numbers] = item.split(":");
     const [lifetime, ...fields] = FLAGS[name] ?? [];

@@ -3,6 +3,7 @@
 // layer, which attends to what the group keeps.
 
 import { firstVisible, isSource, isState } from "./groups.js";
+import { TYPES } from "./pooling.js";
 
 const VOCAB_SIZE = 64;
 
@@ -15,7 +16,7 @@ export const facts = {
   dtype: "float64",
   batch_invariant: true,
   work_kinds: ["WORK_KIND_GENERATION", "WORK_KIND_POOLING"],
-  pooling: { vector_size: VOCAB_SIZE },
+  pooling: { vector_size: VOCAB_SIZE, types: TYPES, default_type: TYPES[0] },
 };
 
 /** A 32-bit word that looks like nothing the words it is made of had in common. */

@@ -73,7 +73,9 @@ export class Worker {
 
   #initialize({ num_gpu_blocks: numBlocks, num_cpu_blocks: numHostBlocks, epoch }) {
     if (this.isDraining) throw draining();
-    if (numBlocks < 1) throw new PlanError("num_gpu_blocks", "expected at least 1");
+    if (numBlocks > 0 !== this.options.numBlocks > 0) {
+      throw new PlanError("num_gpu_blocks", "expected at least 1, or 0 without cache groups");
+    }
     if (BigInt(epoch) <= this.lastEpoch) throw stale(`epoch ${epoch} is not above ${this.lastEpoch}`);
     this.#fence(BigInt(epoch));
     this.#cache = new Cache(this.options.model.cache_groups, numBlocks, numHostBlocks);

@@ -6,7 +6,7 @@ import { MAX_DRAFTS, draft } from "./drafts.js";
 import { PlanError } from "./errors.js";
 import { numSlots } from "./groups.js";
 import { computeSlot, logitsAfter } from "./model.js";
-import { accumulate, pooled } from "./pooling.js";
+import { ALL, accumulate, pooled } from "./pooling.js";
 import { choose, logprobsOf, offer } from "./sampler.js";
 
 const NO_TOKEN = -1;
@@ -89,11 +89,15 @@ function checkRow(row, byId, newcomers, groups) {
   }
   const end = sequence.numComputed + numTokens;
   if (end > known) throw new PlanError("num_tokens", `row ${row.index}: ${end} tokens of ${known}`);
-  if (row.output && end !== known) {
+  const bringsAll = sequence.pooling?.type === ALL;
+  if (groups.length === 0 && numTokens !== known) {
+    throw new PlanError("num_tokens", `row ${row.index} computes a part of a prompt`);
+  }
+  if (row.output && end !== known && !bringsAll) {
     throw new PlanError("output", `row ${row.index} brings something before its last token`);
   }
   const expected = sequence.pooling ? VECTOR : sequence.params.numCandidates ? CANDIDATES : TOKEN;
-  if (row.output && row.output !== expected) {
+  if ((row.output || bringsAll) && row.output !== expected) {
     throw new PlanError("output", `row ${row.index} has ${row.output}, expected 0 or ${expected}`);
   }
   const room = numSlots(groups, sequence.tables);

@@ -27,9 +27,15 @@ const { values: flags } = parseArgs({
 const groups = parseGroups(flags["cache-groups"]);
 const worker = new Worker({
   workerId: randomUUID(),
-  model: { ...facts, cache_groups: groups, block_bytes: String(blockBytes(groups)) },
-  numBlocks: Number(flags.blocks),
-  numHostBlocks: Number(flags["host-blocks"]),
+  model: {
+    ...facts,
+    cache_groups: groups,
+    block_bytes: String(blockBytes(groups)),
+    whole_prompt: groups.length === 0,
+    work_kinds: groups.length > 0 ? facts.work_kinds : ["WORK_KIND_POOLING"],
+  },
+  numBlocks: groups.length > 0 ? Number(flags.blocks) : 0,
+  numHostBlocks: groups.length > 0 ? Number(flags["host-blocks"]) : 0,
 });
 const server = new grpc.Server();
 server.addService(WorkerService.service, worker.handlers());
