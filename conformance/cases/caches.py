@@ -36,7 +36,7 @@ def new_caches_do_not_load_the_weights_again(worker: Worker) -> None:
     expect("num_weight_loads", worker.get_info().num_weight_loads, before)
 
 
-@case("worker_service", "In device memory, at least 1.")
+@case("worker_service", "In device memory, at least 1")
 def a_cache_may_be_smaller_than_what_fits(worker: Worker) -> None:
     prompt = worker.prompt(1)
     num_blocks = worker.num_blocks_for(len(prompt) + 2)

@@ -410,7 +410,6 @@ FAULTS: FaultTable = {
             *("every row brings the vectors of its", "a row without the vectors of its tokens"),
         ],
     ),
-    "ignores heads": (on_pooling("head"), ["a classifier brings a logit for each label"]),
     "pools no more than the last chunk": (
         _pools_the_last_chunk,
         ["a vector does not depend on chunks"],
@@ -551,15 +550,16 @@ ENCODER_FAULTS: FaultTable = {
     ),
     "hides every error": (
         lambda: Fault(status=lambda _, details: (grpc.StatusCode.OK, details)),
-        ["labels of a model without any", "a part of a whole prompt is refused"],
+        ["a part of a whole prompt is refused"],
     ),
+    "ignores heads": (on_pooling("head"), ["a classifier brings a logit for each label"]),
 }
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A worker whose model has neither cache groups nor labels."""
-    flags = ("--simulate-cache-groups", "none", "--simulate-labels", "0")
+    """A worker whose model has labels, and no cache groups."""
+    flags = ("--simulate-cache-groups", "none")
     command = python_worker("--simulate", "--simulate-vocab-size", "997", *flags)
     with serving(command, tmp_path_factory.mktemp("encoder")) as address:
         yield address
