@@ -57,12 +57,14 @@ Promises to workers, beyond those of plan.proto:
 - No plan computes more tokens of a sequence than its request or the model allows, whatever is still
   in flight.
 - A sequence comes back to a worker only when all its sampled tokens are known, with all of them.
-- A sequence that is pooled has no row after the one that brings its vector.
+- A sequence that is pooled has no row after the one that brings its vector, or those of its last
+  tokens; the next plan forgets it.
 - A sequence that reports candidates has at most one row in flight. It gets its next row with the
   token that was chosen, or as a fork that brings it, or as a new sequence.
 
 Promises to frontends: an accepted request ends exactly once, and unless it is cancelled its end is
-reported once; its tokens are reported once, in order, and none after the end of their choice.
+reported once; its tokens are reported once, in order, and none after the end of their choice. If
+each token has a vector, some may be reported once more after a loss, with the same numbers.
 """
 
 from scheduler_service.core.beam_search import BeamParams as BeamParams
