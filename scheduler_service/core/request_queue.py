@@ -246,6 +246,10 @@ class ModelQueue(Generic[Kind]):
                 del self._num_queues[key[0]]
                 self._policy.close_queue(seq_group.tenant)
 
+    def kind_of(self, seq_group: SequenceGroup) -> Kind:
+        """The kind of a group in the queue."""
+        return self._key_of[seq_group][1]
+
     def of_kind(self, kind: Kind) -> list[SequenceGroup]:
         """The groups of one kind, in no particular order."""
         if kind not in self._num_of_kind:

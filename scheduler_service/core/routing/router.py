@@ -293,7 +293,7 @@ class RoutingRound:
     def _route(self, seq_group: SequenceGroup, now_us: int) -> Scheduler | None:
         """The worker group for the head of the queue; None if the request is skipped, because it
         must wait."""
-        suitable = set(chain.from_iterable(eligible(seq_group, self.equivalent)))
+        suitable = set(chain.from_iterable(self.waiting.kind_of(seq_group)))
         if not suitable:
             self.waiting.discard(seq_group)
             self.unfit.append(seq_group)
@@ -326,6 +326,9 @@ class RoutingRound:
     ) -> Scheduler | None:
         seq_group.placement.is_preempting = False
         best: RouteEstimate | None = None
+        only = schedulers[0] if len(schedulers) == 1 else None
+        if only is not None and not only.capacity.cache_groups and only in self._with_room:
+            return only  # it has room, as no memory is needed, and nothing to be compared with
         if self._with_room:
             awaited = self._still_awaited(seq_group, schedulers)
             if awaited is not None:

@@ -52,6 +52,8 @@ class CapacityProbe:
     def num_tokens_to_compute(self, seq_group: SequenceGroup) -> int:
         """Tokens of a group that has not run that are not here, on device or host."""
         longest = seq_group.longest
+        if not seq_group.strategy.reuses_prefixes:
+            return longest.num_known
         hit = self.running.cache.match_prefix(
             longest, is_fetched=lambda num_moves, num_tokens: True
         )
