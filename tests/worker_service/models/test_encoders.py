@@ -22,12 +22,12 @@ from tests.support.encoders import (
     make_encoder,
     texts,
 )
-from tests.support.loading import edit_config, edit_tensors, layouts
+from tests.support.loading import edit_config, edit_tensors, layouts, load
 from tools.launch import free_port
 from worker_service.address import TcpAddress
 from worker_service.distributed.communicator import Communicator, Rendezvous
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.models.encoder import bucket_of
+from worker_service.models.encoder import EncoderModel, bucket_of
 from worker_service.models.encoder_families import ENCODERS
 from worker_service.models.registry import native_settings
 from worker_service.plan import PoolingHead, PoolingType
@@ -321,6 +321,25 @@ def test_what_an_encoder_does_not_compute_is_refused_by_name(
     edit_config(path, **edit)
     with pytest.raises(UnsupportedModel, match=f"config.json: {message}"):
         load_encoder(path)
+
+
+@pytest.mark.parametrize("name", ["ElectraModel", "XLMRobertaXLModel", "BertForQuestionAnswering"])
+def test_another_encoder_is_not_served_as_if_it_were_a_decoder(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"vocab_size": 130, "hidden_size": 64, "intermediate_size": 96}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 4}
+    kind = name.removesuffix("Model").removesuffix("ForQuestionAnswering")
+    config = getattr(transformers, f"{kind}Config")(**sizes, **layers)
+    getattr(transformers, name)(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"{name} cannot be served: it is a text encoder"):
+        load(tmp_path)
+
+
+def test_a_loaded_encoder_has_the_same_bits_in_any_batch(tmp_path: Path) -> None:
+    loaded = load(make_encoder("modernbert", tmp_path))
+    assert isinstance(loaded.model, EncoderModel)
+    assert loaded.batch_invariant == (library() is not None)
 
 
 @pytest.mark.parametrize("architecture", sorted(ENCODERS))

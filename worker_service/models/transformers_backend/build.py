@@ -13,11 +13,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging as transformers_logging
 
 from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from worker_service.models.encoder_families import ENCODERS
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers import RotarySettings
 from worker_service.models.registry import limit_model_len
@@ -74,6 +78,9 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
         yield "it is an encoder-decoder model; only decoder-only models are"
     if architecture.endswith("ForConditionalGeneration"):
         yield "it is a multimodal model; only text models are"
+    is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if is_masked and not getattr(config, "is_decoder", True):
+        yield f"it is a text encoder; those that can be: {', '.join(ENCODERS)}"
     if not getattr(config, "is_causal", True):
         yield "its attention is not causal (is_causal in config.json is false)"
     if config.model_type in _ALIBI_TYPES or getattr(config, "alibi", False):
