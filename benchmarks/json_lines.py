@@ -88,15 +88,19 @@ class LineProcess:
         self.close()
 
 
-class Runs(Protocol):
+class Described(Protocol):
     """An engine in its own process."""
-
-    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
-        """Generate `num_tokens` greedy tokens for each prompt, past end-of-sequence tokens."""
-        ...
 
     def about(self) -> dict[str, Any]:
         """Its version, and the settings it was given."""
+        ...
+
+
+class Runs(Described, Protocol):
+    """One that generates tokens."""
+
+    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
+        """Generate `num_tokens` greedy tokens for each prompt, past end-of-sequence tokens."""
         ...
 
 
@@ -112,16 +116,24 @@ def take_stdout() -> Any:
 
 def serve(make_engine: Callable[[dict[str, Any]], Runs]) -> None:
     """Make an engine with the settings on the command line, and run jobs until the input ends."""
-    answers = take_stdout()
-    engine = make_engine(json.loads(sys.argv[1]))
 
-    def answer(value: object) -> None:
-        print(json.dumps(value), file=answers, flush=True)
-
-    answer(engine.about())
-    for line in sys.stdin:
-        asked = json.loads(line)
+    def run(engine: Runs, asked: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()
         outputs = engine.generate(asked["prompts"], asked["num_tokens"])
         seconds = time.perf_counter() - began
-        answer({"token_ids": [list(map(int, tokens)) for tokens in outputs], "seconds": seconds})
+        return {"token_ids": [list(map(int, tokens)) for tokens in outputs], "seconds": seconds}
+
+    answer_lines(make_engine, run)
+
+
+def answer_lines(
+    make_engine: Callable[[dict[str, Any]], Described],
+    answer: Callable[[Any, dict[str, Any]], dict[str, Any]],
+) -> None:
+    """Make an engine with the settings on the command line, write what it is, and answer each line
+    that is read until the input ends."""
+    answers = take_stdout()
+    engine = make_engine(json.loads(sys.argv[1]))
+    print(json.dumps(engine.about()), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(engine, json.loads(line))), file=answers, flush=True)

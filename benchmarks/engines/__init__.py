@@ -10,5 +10,6 @@
 | `llama_cpp` | `llama-server` | its own process, over HTTP |
 
 `engine` is the interface, `child` the parent's end of engines in child processes, and `choice`
-creates the engines that are requested and installed.
+creates the engines that are requested and installed. `embedders` is the child's end of libraries
+that make vectors.
 """
