@@ -32,7 +32,9 @@ def main() -> None:
             if is_switch
             else {"type": type(option.default) if option.default is not None else str},
         )
-    parser.set_defaults(num_kills=200, num_streams=500, num_asks=120, max_open_streams=24)
+    parser.set_defaults(
+        num_kills=200, num_streams=500, num_asks=120, max_open_streams=24, num_embedders=2
+    )
     parser.add_argument(
         "--output", type=Path, help="JSON file of results to which the run is added."
     )

@@ -38,6 +38,7 @@ class Flags:
     core: Sequence[str]
     frontend: Sequence[str]
     worker: Sequence[str]
+    embedder: Sequence[str] = ()
 
 
 class Member:
@@ -103,7 +104,7 @@ class Member:
     async def _is_ready(self) -> bool:
         state = await asyncio.to_thread(health, self.address)
         # Whether the others can serve depends on other processes as well.
-        return state == SERVING if self.role == "worker" else state is not None
+        return state == SERVING if self.role in ("worker", "embedder") else state is not None
 
 
 class ChaosCluster:
@@ -164,7 +165,10 @@ class ChaosCluster:
         core = self.network.address(host, CORE)
         if role == "frontend":
             return launch.frontend(listen, core, *self._flags.frontend)
-        flags = [*self._flags.worker, *self._place(host)]
+        if role == "embedder":
+            flags = list(self._flags.embedder)
+        else:
+            flags = [*self._flags.worker, *self._place(host)]
         if not isinstance(self.network, NamespaceNetwork):  # there it finds its own address
             flags += ["--advertise", self.network.address(CORE, host)]
         return launch.worker(listen, core, *flags)

@@ -45,6 +45,8 @@ class ChaosConfig:
         "All links, but those between ranks, lose 2 % of their packets, delay them by 50 ms and "
         "reorder some; needs namespaces.",
     )
+    num_embedders: int = option(0, "--embedders", "Workers that make vectors of texts, besides.")
+    num_texts: int = option(100, "--texts", "Texts in one call for vectors.")
     num_frontends: int = option(2, "--frontends")
     max_open_streams: int = option(12, "--open-streams", "Most concurrent streams.")
     num_monkeys: int = option(4, "--at-once", "Most concurrent disturbances.")

@@ -26,5 +26,5 @@ def run_to_end(config: ChaosConfig, folder: Path) -> Report:
 
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    config = ChaosConfig(num_workers=2, num_kills=8, num_streams=20, num_asks=12)
+    config = ChaosConfig(num_workers=2, num_embedders=2, num_kills=8, num_streams=20, num_asks=12)
     return run_to_end(config, tmp_path_factory.mktemp("chaos"))

@@ -22,10 +22,10 @@ KINDS: Mapping[type[Disturbance], int] = {Kill: 11, PowerCut: 2, Pause: 3, Cut: 
 KINDS_WITH_PACKETS = {**KINDS, Weather: 2, Forget: 2, Move: 2}
 """The same where links carry packets, not connections."""
 
-ROLES = {"worker": 5, "frontend": 3, "core": 2}
+ROLES = {"worker": 5, "embedder": 3, "frontend": 3, "core": 2}
 """Relative frequency of each role as the victim."""
 
-MEAN_REST_S = {"worker": 2.0, "frontend": 2.0, "core": 8.0}
+MEAN_REST_S = {"worker": 2.0, "embedder": 2.0, "frontend": 2.0, "core": 8.0}
 """How long a victim is not disturbed after it is ready again: a cluster whose core dies every other
 second makes no progress."""
 
@@ -38,7 +38,8 @@ DIES_YOUNG, MAX_YOUTH_S = 0.25, 3.0
 class Drawing:
     """Draws one disturbance after another.
 
-    One of several workers or frontends is always undisturbed; the core may be killed at any time.
+    One of several workers, embedders or frontends is always undisturbed; the core may be killed at
+    any time.
     """
 
     def __init__(

@@ -14,7 +14,9 @@ COLUMNS = {
     "seed": "seed",
     "streams": "streams",
     "tokens": "tokens",
+    "vectors": "vectors",
     "killed_workers": "workers killed",
+    "killed_embedders": "embedders killed",
     "killed_cores": "cores killed",
     "killed_frontends": "frontends killed",
     "killed_young": "killed while starting",
@@ -37,6 +39,7 @@ class Report:
     num_left: int
     """Additional streams whose clients disconnected."""
     num_tokens: int
+    num_vectors: int
     kinds: dict[str, int]
     faults: list[str] = field(default_factory=list)
     """All faults; empty for a good run."""
@@ -45,7 +48,7 @@ class Report:
         """Add the run to a file of results, which is created if necessary."""
         rows = json.loads(path.read_text())["rows"] if path.exists() else []
         rows.append(self._row() | {"foreign_cores": foreign_cores})
-        num_kills = sum(row[f"killed_{role}s"] for row in rows for role in ROLES)
+        num_kills = sum(row.get(f"killed_{role}s", 0) for row in rows for role in ROLES)
         results = {
             "machine": describe(),
             "foreign_cores": round(sum(row["foreign_cores"] for row in rows) / len(rows), 2),
@@ -67,6 +70,7 @@ class Report:
             "streams": self.num_streams,
             "left": self.num_left,
             "tokens": self.num_tokens,
+            "vectors": self.num_vectors,
             **{f"killed_{role}s": self.kills.get(role, 0) for role in ROLES},
             "killed_young": sum(
                 n for name, n in self.disturbances.items() if name.startswith("young ")

@@ -13,12 +13,12 @@ from tests.chaos.drawing import KINDS, KINDS_WITH_PACKETS, Drawing
 from tests.chaos.monkeys import Monkeys
 from tests.chaos.namespaces import NamespaceNetwork
 from tests.chaos.report import Report
-from tests.chaos.setting import draw_flags, make_network, model_flags
+from tests.chaos.setting import draw_flags, embedder_flags, make_network, model_flags
 from tests.chaos.streams import Streams, Tally, watch
 from tests.chaos.ticks import ticks
 from tests.chaos.timeline import Timeline
 from tests.chaos.undisturbed import run_undisturbed
-from tests.chaos.workload import draw_asks
+from tests.chaos.workload import draw_asks, draw_texts
 
 REST_TIMEOUT_S = 60.0
 """Time for the last blocks to be freed after the last stream has ended."""
@@ -30,7 +30,10 @@ TELL_S = 3.0
 async def run_chaos(config: ChaosConfig, folder: Path, timeline: Timeline) -> Report:
     """Run it all; logs go to the folder."""
     asks = draw_asks(config.seed, config.num_asks)
-    expected = await run_undisturbed(asks, model_flags(config), folder)
+    texts = draw_texts(config.seed, config.num_texts) if config.num_embedders else []
+    expected, vectors = await run_undisturbed(
+        asks, model_flags(config), folder, texts, embedder_flags(config)
+    )
     timeline.note("streams", f"{len(asks)} answers of an undisturbed run are known")
     network = make_network(config)
     kinds = KINDS_WITH_PACKETS if isinstance(network, NamespaceNetwork) else KINDS
@@ -41,6 +44,7 @@ async def run_chaos(config: ChaosConfig, folder: Path, timeline: Timeline) -> Re
     ):
         began_at_s = timeline.now_s
         streams = Streams(asks, expected, timeline, max_open=config.max_open_streams)
+        streams.embed(texts, vectors)
         monkeys = Monkeys(
             cluster,
             Drawing(draw, network.links, config.lease_s, kinds),
@@ -60,6 +64,7 @@ async def run_chaos(config: ChaosConfig, folder: Path, timeline: Timeline) -> Re
             num_streams=streams.tally.num_ended,
             num_left=streams.tally.num_left,
             num_tokens=streams.tally.num_tokens,
+            num_vectors=streams.tally.num_vectors,
             kinds=dict(sorted(streams.tally.kinds.items())),
             faults=faults,
         )
@@ -156,7 +161,8 @@ class _Run:
         except grpc.RpcError as error:
             return f"the core does not answer: {error}"
         num_ready = sum(group.state == WORKER_STATE_READY for group in status.groups)
-        is_ready = num_ready == len(status.groups) == self._config.num_workers
+        num_groups = self._config.num_workers + self._config.num_embedders
+        is_ready = num_ready == len(status.groups) == num_groups
         is_free = all(group.num_free_gpu_blocks == group.num_gpu_blocks for group in status.groups)
         num_open = status.num_waiting + status.num_running + status.num_swapped
         return "" if is_ready and is_free and not num_open else str(status)

@@ -1,5 +1,6 @@
 """The options of a run's services, and the network between them."""
 
+from collections.abc import Mapping
 from itertools import combinations
 from random import Random
 
@@ -8,6 +9,7 @@ from tests.chaos.config import ChaosConfig
 from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import Link, Network, star
 from tests.chaos.relays import RelayNetwork
+from tests.chaos.workload import EMBEDDER
 from tests.support.eagle_heads import head_for
 from tools.launch import ROOT
 
@@ -27,7 +29,8 @@ def make_network(config: ChaosConfig) -> Network:
     links = star(
         CORE,
         [f"frontend-{index}" for index in range(config.num_frontends)],
-        [host for group in groups for host in group],
+        [host for group in groups for host in group]
+        + [f"embedder-{index}" for index in range(config.num_embedders)],
     )
     links += [Link(*ends) for group in groups for ends in combinations(group, 2)]
     kind = config.network
@@ -45,6 +48,13 @@ def model_flags(config: ChaosConfig) -> list[str]:
     flags = ["--dtype", config.dtype, "--tensor-parallel-size", str(config.num_ranks)]
     flags += ["--device", config.device]
     return [*flags, "--batch-invariant"] if config.batch_invariant else flags
+
+
+def embedder_flags(config: ChaosConfig) -> list[str]:
+    """The flags of those that make vectors by the same weights, the same for the undisturbed
+    run."""
+    flags = ["--runner", "pooling", "--served-model-name", EMBEDDER]
+    return [*flags, "--dtype", config.dtype, "--device", config.device]
 
 
 def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
@@ -65,6 +75,7 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
         "--kv-cache-memory": BYTES_PER_TOKEN[config.dtype] * 2400,
         "--swap-space": BYTES_PER_TOKEN[config.dtype] * 800,
     }
+    embedder = [*embedder_flags(config), *_words(worker)]
     if config.speculative != "no":
         worker["--speculative"] = config.speculative
         worker["--num-speculative-tokens"] = draw.choice((1, 3, 5))
@@ -74,7 +85,12 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
     if config.speculative == "eagle":
         worker["--speculative-model"] = head_for(hidden_size=128, vocab_size=1024)
     return Flags(
-        core=[str(word) for flag in core.items() for word in flag],
+        core=_words(core),
         frontend=["--grace-period", "3"],
-        worker=[*model_flags(config), *(str(word) for flag in worker.items() for word in flag)],
+        worker=[*model_flags(config), *_words(worker)],
+        embedder=embedder,
     )
+
+
+def _words(flags: Mapping[str, object]) -> list[str]:
+    return [str(word) for flag in flags.items() for word in flag]

@@ -14,6 +14,7 @@ from tests.chaos.clients import clients
 from tests.chaos.comparison import Answer, answer_of, differences, is_beginning
 from tests.chaos.ticks import ticks
 from tests.chaos.timeline import Timeline
+from tests.chaos.undisturbed import vectors_of
 from tests.chaos.workload import Ask
 
 
@@ -43,6 +44,7 @@ class Tally:
     num_left: int = 0
     """Streams whose clients disconnected early."""
     num_tokens: int = 0
+    num_vectors: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     """The requests of streams that ended well."""
     lost: list[str] = field(default_factory=list)
@@ -76,10 +78,16 @@ class Streams:
         self._expected = expected
         self._timeline = timeline
         self._max_open = max_open
+        self._texts: Sequence[str] = ()
+        self._vectors: Sequence[bytes] = ()
         self._numbers = count()
         self.is_disturbed = True
         """Whether processes may still be killed."""
         self._is_finishing = False
+
+    def embed(self, texts: Sequence[str], expected: Sequence[bytes]) -> None:
+        """Request the vectors of texts too, all in one call, by turns with the streams."""
+        self._texts, self._vectors = texts, expected
 
     @property
     def num_begun(self) -> int:
@@ -122,7 +130,10 @@ class Streams:
             self.tally.num_tokens += progress.num_tokens
 
     def _arrives_whole(self, number: int) -> bool:
-        num_asks = BATCH_SIZE if WAYS.get(number % NUM_TURNS) is Streams._read_batch else 1
+        way = WAYS.get(number % NUM_TURNS)
+        if way is Streams._embed and self._texts:
+            return True
+        num_asks = BATCH_SIZE if way is Streams._read_batch else 1
         asks = [self._asks[(number + place) % len(self._asks)] for place in range(num_asks)]
         return any(kind in ("beam search", "best_of") for ask in asks for kind in ask.kinds)
 
@@ -179,13 +190,33 @@ class Streams:
                 progress.num_tokens += sum(len(c.token_ids) for c in outcome.outputs)
             self._judge(f"{name} of many", number, outcome)
 
+    async def _embed(self, client: AsyncClient, name: str, at: int, progress: Progress) -> None:
+        """The vectors of all texts, in one call; a stream instead if there are none."""
+        if not self._texts:
+            await self._read_to_end(client, name, at, progress)
+            return
+        self.tally.num_ended += 1
+        try:
+            got = await vectors_of(client, self._texts)
+        except PagewireError as error:
+            self._note_lost(name, "vectors", error)
+            return
+        self.tally.num_vectors += len(got)
+        pairs = enumerate(zip(got, self._vectors, strict=True))
+        if wrong := [index for index, (ours, expected) in pairs if ours != expected]:
+            self.tally.different.append(f"{name}, vectors of texts {wrong}")
+            self._timeline.note(name, f"different: vectors of {len(wrong)} texts")
+
+    def _note_lost(self, name: str, what: object, error: PagewireError) -> None:
+        reason = f"{type(error).__name__} {error.reason}: {error}"
+        self.tally.lost.append(f"{name}, {what}: {reason}")
+        self._timeline.note(name, f"lost: {reason}")
+
     def _judge(self, name: str, at: int, outcome: RequestOutput | PagewireError) -> None:
         ask = self._asks[at]
         self.tally.num_ended += 1
         if isinstance(outcome, PagewireError):
-            what = f"{type(outcome).__name__} {outcome.reason}: {outcome}"
-            self.tally.lost.append(f"{name}, {ask}: {what}")
-            self._timeline.note(name, f"lost: {what}")
+            self._note_lost(name, ask, outcome)
             return
         self.tally.kinds.update(ask.kinds)
         if found := differences(answer_of(outcome), self._expected[at]):
@@ -197,7 +228,7 @@ class Streams:
 
 
 NUM_TURNS, BATCH_SIZE = 10, 3
-WAYS = {3: Streams._read_batch, 7: Streams._read_and_leave}
+WAYS = {3: Streams._read_batch, 5: Streams._embed, 7: Streams._read_and_leave}
 """By index modulo `NUM_TURNS`: requests that are not simply read to their end."""
 
 

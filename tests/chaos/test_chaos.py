@@ -31,8 +31,9 @@ def test_enough_was_killed_and_enough_was_streamed(
     with capsys.disabled():
         print(f"\n{short_run.num_streams} streams, kills: {short_run.kills}")
     assert sum(short_run.kills.values()) >= 8
-    assert set(short_run.kills) == {"core", "frontend", "worker"}
+    assert set(short_run.kills) >= {"core", "frontend", "worker"}
     assert short_run.num_streams >= 20
+    assert short_run.num_vectors >= 200
     assert set(short_run.kinds) >= set(CHOOSING)
 
 

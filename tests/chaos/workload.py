@@ -10,6 +10,8 @@ from pagewire_client.requests import Prompt
 
 MODEL_LEN = 1024
 """Of the embedded model, prompt and output together."""
+EMBEDDER = "embedder"
+"""The name by which the embedded model's vectors are served."""
 FIRST_TOKEN_ID, END_TOKEN_ID = 7, 1000
 """Ordinary tokens of the embedded model."""
 
@@ -41,6 +43,15 @@ class Ask:
 def draw_asks(seed: int, count: int) -> list[Ask]:
     """`count` different requests; the same for the same seed."""
     return [_draw_ask(Random(f"{seed} {number}"), number) for number in range(count)]
+
+
+def draw_texts(seed: int, count: int) -> list[str]:
+    """`count` texts of 1 to 120 words, some of which share a beginning."""
+    draw = Random(f"{seed} texts")
+    words = sorted({word for opening in OPENINGS for word in opening.split()})
+    starts = ["", "", *OPENINGS]
+    lengths = [draw.choice((draw.randint(1, 12), draw.randint(1, 120))) for _ in range(count)]
+    return [f"{draw.choice(starts)} {' '.join(draw.choices(words, k=k))}" for k in lengths]
 
 
 def _draw_ask(draw: Random, number: int) -> Ask:
