@@ -71,6 +71,16 @@ async def test_localhost_listens_on_the_same_port_of_every_family() -> None:
         listening.close()
 
 
+@pytest.mark.parametrize("share_port", [False, True])
+def test_answers_do_not_wait_for_acknowledgements(share_port: bool) -> None:
+    (listening,) = bind("127.0.0.1:0", share_port=share_port)
+    with listening, socket.create_connection(listening.getsockname()):
+        listening.setblocking(True)
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_a_body_that_was_not_sent_as_json_is_told_so() -> None:
     async with http_served() as served:
         answer = await served.client.post("/v1/completions", content=b'{"prompt": "a"}')
