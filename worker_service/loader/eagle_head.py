@@ -29,10 +29,10 @@ from worker_service.loader.weights import (
     load_weights,
     open_checkpoint,
 )
+from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.eagle import EagleHead, EagleSettings
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import ACTIVATIONS
-from worker_service.models.llama import llama_settings
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import NATIVE_MODELS
 
@@ -95,7 +95,7 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | Non
     head.use_draft_vocabulary(_draft_tokens(checkpoint, settings))
     logger.info(
         "draft head loaded architecture=%s parameters=%d draft_vocab_size=%d layers=%s",
-        settings.layer.architecture,
+        settings.decoder.architecture,
         num_parameters,
         settings.draft_vocab_size,
         ",".join(map(str, settings.captured_layers)),
@@ -133,17 +133,17 @@ def _settings(
     config: Mapping[str, Any], checkpoint: Checkpoint, target: NativeModel
 ) -> EagleSettings:
     try:
-        layer = llama_settings({**config, "architectures": ["LlamaForCausalLM"]})
+        decoder = llama_settings({**config, "architectures": ["LlamaForCausalLM"]})
     except KeyError as error:
         raise BadCheckpoint(f"config.json: a head of EAGLE-3 needs the key {error}") from error
-    if layer is None or layer.activation not in ACTIVATIONS:
+    if decoder is None or not decoder.activations <= ACTIVATIONS.keys():
         raise UnsupportedModel(
             "config.json: expected an activation and rotary embeddings that Llama models have"
         )
-    fused_size = config.get("target_hidden_size") or layer.hidden_size
+    fused_size = config.get("target_hidden_size") or decoder.hidden_size
     for field, got, wanted in (
-        ("num_hidden_layers", layer.num_layers, 1),
-        ("vocab_size", layer.vocab_size, target.vocab_size),
+        ("num_hidden_layers", decoder.num_layers, 1),
+        ("vocab_size", decoder.vocab_size, target.vocab_size),
         ("target_hidden_size", fused_size, target.hidden_size),
     ):
         if got != wanted:
@@ -151,18 +151,18 @@ def _settings(
                 f"{field}: expected {wanted}, as {target.architecture} needs it, got {got}"
             )
     names = {name.removeprefix("model.") for name in checkpoint.tensors}
-    draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
+    draft_vocab_size = config.get("draft_vocab_size") or decoder.vocab_size
     has_embedding, has_head = "embed_tokens.weight" in names, "lm_head.weight" in names
-    if not has_embedding and layer.hidden_size != target.hidden_size:
+    if not has_embedding and decoder.hidden_size != target.hidden_size:
         raise BadCheckpoint(
             "embed_tokens.weight is missing, and the target's embedding has"
-            f" {target.hidden_size} columns, not {layer.hidden_size}"
+            f" {target.hidden_size} columns, not {decoder.hidden_size}"
         )
-    shape = draft_vocab_size, layer.hidden_size
+    shape = draft_vocab_size, decoder.hidden_size
     if not has_head and shape != (target.vocab_size, target.hidden_size):
         raise BadCheckpoint("lm_head.weight is missing, and the target's has another shape")
     return EagleSettings(
-        layer=replace(layer, architecture=config["architectures"][0]),
+        decoder=replace(decoder, architecture=config["architectures"][0]),
         draft_vocab_size=draft_vocab_size,
         captured_layers=_captured_layers(config, target.num_layers),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
@@ -189,7 +189,7 @@ def _captured_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, .
 def _draft_tokens(checkpoint: Checkpoint, settings: EagleSettings) -> Tensor:
     """The target's token id of each draft logit: int64 [draft_vocab_size]. `d2t` holds the
     difference between the two ids."""
-    size, vocab_size = settings.draft_vocab_size, settings.layer.vocab_size
+    size, vocab_size = settings.draft_vocab_size, settings.decoder.vocab_size
     tokens = torch.arange(size)
     stored = checkpoint.tensors
     if "d2t" in stored:

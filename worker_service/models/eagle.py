@@ -22,11 +22,11 @@ from torch import Tensor
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
+from worker_service.models.decoder import DecoderLayer, DecoderSettings, RotaryTables
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
-from worker_service.models.layers import RMSNorm, RotaryTable, norm_targets
+from worker_service.models.layers import norm_targets
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
-from worker_service.models.llama import LlamaLayer, LlamaSettings
 from worker_service.models.native import LayerInputs, LoadableModule, NativeModel
 
 
@@ -34,8 +34,8 @@ from worker_service.models.native import LayerInputs, LoadableModule, NativeMode
 class EagleSettings:
     """Shape of a head."""
 
-    layer: LlamaSettings
-    """Shape of the head's layer. The vocabulary is that of the target."""
+    decoder: DecoderSettings
+    """Shape of the head, as that of a decoder of one layer. The vocabulary is the target's."""
 
     draft_vocab_size: int
     captured_layers: tuple[int, ...]
@@ -58,23 +58,24 @@ class EagleHead(LoadableModule):
     def __init__(
         self, settings: EagleSettings, target: NativeModel, context: ModelContext, kernels: Kernels
     ) -> None:
-        s, size = settings.layer, settings.layer.hidden_size
+        s, size = settings.decoder, settings.decoder.hidden_size
+        [layer] = s.layers
         super().__init__(s.architecture, context)
         self.vocab_size = s.vocab_size
         self.max_model_len = min(s.max_model_len, target.max_model_len)
         self.captured_layers = settings.captured_layers
         self.kv_cache_spec = KVCacheSpec.uniform(
             num_layers=1,
-            num_kv_heads=s.num_kv_heads,
-            head_dim=s.head_dim,
+            num_kv_heads=layer.attention.num_kv_heads,
+            head_dim=layer.attention.head_dim,
             dtype=context.kv_dtype,
         )
         fused = Shard.full(len(settings.captured_layers) * target.hidden_size)
         self.fc = Linear(fused, [Shard.full(size)], bias=False, context=context)
-        self.hidden_norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
-        rotary = RotaryTable(s.rotary, self.max_model_len, context.dtype, context.device)
-        self.layer = LlamaLayer(s, 0, context, kernels, rotary, attention_inputs=2 * size)
-        self.norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
+        self.hidden_norm = layer.norm.build(size, context, kernels)
+        rotary = RotaryTables(self.max_model_len, context).table(layer.attention.rotary)
+        self.layer = DecoderLayer(layer, size, context, kernels, rotary, attention_inputs=2 * size)
+        self.norm = layer.norm.build(size, context, kernels)
         self.embedding: VocabEmbedding | None = None
         self.head: VocabHead | None = None
         is_shared = target.communicator.layout.world_size > 1
@@ -134,7 +135,7 @@ class EagleHead(LoadableModule):
         states for the tokens at `positions`.
         """
         x, _ = self._attended(batch.token_ids, hidden)
-        self.layer.write_kv(x, _layer_inputs(batch))
+        self.layer.attention.write_kv(x, _layer_inputs(batch))
 
     def forward(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head, which also writes keys and values; arguments as for `write_kv`.

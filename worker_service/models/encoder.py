@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
-from worker_service.distributed.layout import Shard
+from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers import (
@@ -29,9 +29,9 @@ from worker_service.models.layers import (
 )
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
 from worker_service.models.native import (
-    DecoderLayer,
     LayerInputs,
     ModelSettings,
+    NativeLayer,
     NativeModel,
     part_targets,
 )
@@ -89,7 +89,20 @@ class HeadLayer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderSettings(ModelSettings):
-    """Shape of an encoder. A token attends to `sliding_windows` tokens on either side of it."""
+    """Shape of an encoder."""
+
+    inner_size: int
+    """Intermediate size of the MLP."""
+
+    num_heads: int
+    head_dim: int
+    activation: str
+    """The activation's name in `config.json`."""
+
+    norm_eps: float
+    sliding_windows: tuple[int | None, ...] = ()
+    """By layer, the number of tokens on either side to which a token attends, None for all; empty
+    if no layer has a window."""
 
     qkv: str = "attention.self.query attention.self.key attention.self.value"
     up: str = "intermediate.dense"
@@ -117,8 +130,21 @@ class EncoderSettings(ModelSettings):
     classifier_type: PoolingType = PoolingType.CLS
     """The pooling that precedes the classifier."""
 
+    @property
+    def activations(self) -> set[str]:
+        return {self.activation}
 
-class EncoderLayer(DecoderLayer):
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """`sliding_windows`, of every layer."""
+        return self.sliding_windows or (None,) * self.num_layers
+
+    def require_shards(self, layout: Layout) -> None:
+        ModelSettings.require_shards(self, layout)
+        layout.even_shard(self.num_heads, "attention heads")
+
+
+class EncoderLayer(NativeLayer):
     """Attention and MLP, with a norm before or after either."""
 
     def __init__(

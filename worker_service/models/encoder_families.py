@@ -82,7 +82,6 @@ def _settings(config: Config, **changes: Any) -> EncoderSettings:
         "inner_size": config["intermediate_size"],
         "num_layers": config["num_hidden_layers"],
         "num_heads": num_heads,
-        "num_kv_heads": num_heads,
         "head_dim": size // num_heads,
         "max_model_len": config["max_position_embeddings"],
         "activation": _require(key, config.get(key), [*ACTIVATIONS]) or "gelu",

@@ -187,12 +187,15 @@ class Linear(nn.Module):
         bias: bool,
         context: ModelContext,
         weight: Tensor | None = None,
+        sources: Sequence[int] | None = None,
     ) -> None:
         """inputs: this rank's inputs; outputs: this rank's outputs of each of the stacked weights.
-        Only one of the two may be sharded. weight: None allocates it."""
+        Only one of the two may be sharded. weight: None allocates it; sources: by stacked weight,
+        the index of the checkpoint's tensor of which it is a part; None: each is a tensor."""
         super().__init__()
         self.weight: Tensor | None
         self._inputs, self._outputs = inputs, outputs
+        self._sources = range(len(outputs)) if sources is None else sources
         num_outputs = sum(shard.size for shard in outputs)
         self.weight = context.empty_weight(num_outputs, inputs.size) if weight is None else weight
         self.bias = context.empty(num_outputs) if bias else None
@@ -205,13 +208,14 @@ class Linear(nn.Module):
         """The module of kernels for few rows, if there are any for the weight."""
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Destinations of the checkpoint's tensors of the stacked layers with these names.
+        """Destinations of the checkpoint's tensors of the layers with these names.
 
         transposed: whether the checkpoint stores weights as [in_features, out_features].
         """
         assert self.weight is not None
         sizes = [shard.size for shard in self._outputs]
         parts = self.weight.split(sizes)
+        names = tuple(names[source] for source in self._sources)
         self._names = names
         for i, (name, part, outputs) in enumerate(zip(names, parts, self._outputs, strict=True)):
             axis, shard = (0, outputs) if self._inputs.is_full else (1, self._inputs)
@@ -319,9 +323,11 @@ class GatedLinear(Linear):
         *,
         bias: bool,
         context: ModelContext,
+        sources: Sequence[int] | None = None,
     ) -> None:
         """outputs: of G and of U."""
-        super().__init__(Shard.full(in_features), outputs, bias=bias, context=context)
+        inputs = Shard.full(in_features)
+        super().__init__(inputs, outputs, bias=bias, context=context, sources=sources)
         self._activation = activation
         self._kernels = kernels
         self._gated: NativeGatedWeight | None = None

@@ -4,7 +4,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from operator import attrgetter
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
+from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers import (
     LayerNorm,
     PagedAttention,
@@ -29,7 +30,7 @@ from worker_service.pooling_facts import PoolingFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSettings:
-    """Shape of a native model."""
+    """Shape of a native model, as far as all of them have it."""
 
     architecture: str
     vocab_size: int
@@ -37,42 +38,22 @@ class ModelSettings:
     embedding_size: int
     """Width of the token embedding and of the head's inputs; usually the hidden size."""
 
-    inner_size: int
-    """Intermediate size of the MLP."""
-
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_model_len: int
     """The longest sequence that the model's positions allow."""
 
-    activation: str
-    """The activation's name in `config.json`."""
-
-    norm_eps: float
     tie_word_embeddings: bool
-    sliding_windows: tuple[int | None, ...] = ()
-    """The sliding window of each layer, None for full attention; empty if no layer has one."""
-
     num_labels: int = 0
     """Labels of which the model computes logits instead of those of tokens; 0: none."""
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """`sliding_windows`, of every layer."""
-        return self.sliding_windows or (None,) * self.num_layers
-
-    def windows_within(self, max_model_len: int) -> Iterator[int | None]:
-        """The sliding window of each layer; None where it hides nothing of any sequence."""
-        for window in self.windows:
-            yield window if window is not None and window < max_model_len else None
+    def activations(self) -> set[str]:
+        """The names in `config.json` of the activations of all MLPs."""
+        raise NotImplementedError
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the model."""
         layout.layer_range(self.num_layers)
-        layout.even_shard(self.num_heads, "attention heads")
-        layout.kv_head_shard(self.num_kv_heads)
 
 
 class LayerInputs(NamedTuple):
@@ -86,8 +67,8 @@ class LayerInputs(NamedTuple):
     """Of the layer's cache group."""
 
 
-class DecoderLayer(nn.Module, ABC):
-    """Attention and MLP, each with a norm and a residual connection."""
+class NativeLayer(nn.Module, ABC):
+    """A layer of a native model, over a residual stream."""
 
     @abstractmethod
     def forward(
@@ -105,21 +86,32 @@ class DecoderLayer(nn.Module, ABC):
         """Destinations of the checkpoint's tensors of the layer called `name`."""
 
 
+@runtime_checkable
+class HasTargets(Protocol):
+    """A part of a layer that has tensors of a checkpoint, such as `Linear`."""
+
+    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
+        """Destinations of the tensors of modules with these names. transposed: whether the
+        checkpoint stores weights as [in_features, out_features]."""
+        ...
+
+
 def part_targets(
     layer: nn.Module, names: Mapping[str, str], prefix: str, *, transposed: bool = False
 ) -> Iterator[WeightTarget]:
-    """Destinations of the checkpoint's tensors of a layer's norms and linear layers.
+    """Destinations of the checkpoint's tensors of a layer's parts.
 
-    names: by attribute, those of stacked layers separated by spaces; prefix: of all names;
-    transposed: whether the checkpoint stores weights as [in_features, out_features].
+    names: of the tensors by the path of attributes, those of stacked layers separated by spaces;
+    an attribute that is None has no tensors; prefix: of all names; transposed: see `HasTargets`.
     """
-    for attribute, stored in names.items():
-        part = getattr(layer, attribute)
+    for path, stored in names.items():
+        part = attrgetter(path)(layer)
         full_names = [f"{prefix}{name}" for name in stored.split()]
-        if isinstance(part, Linear):
-            yield from part.targets(*full_names, transposed=transposed)
-        elif part is not None:
+        if isinstance(part, RMSNorm | LayerNorm):
             yield from norm_targets(full_names[0], part)
+        elif part is not None:
+            assert isinstance(part, HasTargets), path
+            yield from part.targets(*full_names, transposed=transposed)
 
 
 class LoadableModule(nn.Module, ABC):
@@ -234,28 +226,20 @@ class NativeModel(LoadableModule):
         self.packs_with_triton = context.packs_with_triton
         self._received_like = context.empty(s.hidden_size)
 
+    @abstractmethod
     def _cache_spec(
         self, settings: ModelSettings, max_model_len: int, context: ModelContext
     ) -> KVCacheSpec:
-        s = settings
-        num_kv_heads = context.communicator.layout.kv_head_shard(s.num_kv_heads).size
-        return KVCacheSpec(
-            layers=tuple(
-                LayerKV(num_kv_heads=num_kv_heads, head_dim=s.head_dim, window=window)
-                for window in s.windows_within(max_model_len)
-            ),
-            dtype=context.kv_dtype,
-            stage=self._layer_range,
-        )
+        """What tokens leave in the KV cache."""
 
     def _prepare(self) -> ForwardFn:
         head = None if self.head is None else self._apply_head
         return self._kernels.prepare(self.embed, self.run_layers, head)
 
-    def named_layers(self) -> Iterator[tuple[str, DecoderLayer]]:
+    def named_layers(self) -> Iterator[tuple[str, NativeLayer]]:
         """(canonical name, layer) of this rank's layers."""
         for i, layer in zip(self._layer_range, self.layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
+            assert isinstance(layer, NativeLayer)
             yield f"{self.layers_name}.{i}", layer
 
     def weight_targets(self) -> Iterator[WeightTarget]:

@@ -6,12 +6,12 @@ from typing import Any
 
 from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from worker_service.models.decoder import DecoderModel
+from worker_service.models.decoder_families import DECODERS
 from worker_service.models.encoder import EncoderModel
 from worker_service.models.encoder_families import ENCODERS, encoder_settings
-from worker_service.models.gpt import GPT2Model, OPTModel, gpt2_settings, opt_settings
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers import ACTIVATIONS
-from worker_service.models.llama import LlamaModel, llama_settings
 from worker_service.models.native import ModelSettings, NativeModel
 from worker_service.models.pooling import facts_of
 from worker_service.pooling_facts import PoolingFacts
@@ -20,12 +20,7 @@ ReadSettings = Callable[[Mapping[str, Any]], ModelSettings | None]
 """Reads settings from the content of `config.json`; None for an unsupported variant."""
 
 NATIVE_MODELS: dict[str, tuple[ReadSettings, type[NativeModel]]] = {
-    "LlamaForCausalLM": (llama_settings, LlamaModel),
-    "MistralForCausalLM": (llama_settings, LlamaModel),
-    "Qwen2ForCausalLM": (llama_settings, LlamaModel),
-    "Qwen3ForCausalLM": (llama_settings, LlamaModel),
-    "OPTForCausalLM": (opt_settings, OPTModel),
-    "GPT2LMHeadModel": (gpt2_settings, GPT2Model),
+    **{name: (read, DecoderModel) for name, read in DECODERS.items()},
     **dict.fromkeys(ENCODERS, (encoder_settings, EncoderModel)),
 }
 """Native models by the class name in `config.json`."""
@@ -81,7 +76,7 @@ def native_settings(config: Mapping[str, Any]) -> ModelSettings | None:
         raise UnsupportedModel(
             "config.json: is_causal: expected true, since only decoders are supported, got false"
         )
-    if settings is None or settings.activation not in ACTIVATIONS:
+    if settings is None or not settings.activations <= ACTIVATIONS.keys():
         return None
     if not model.generates:
         return settings

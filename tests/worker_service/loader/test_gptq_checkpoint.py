@@ -107,14 +107,14 @@ def test_ranks_keep_scattered_groups_where_they_share_no_inputs(tmp_path: Path) 
     num_bytes = 4 * 2 * (64 * 48 + 64 * 64)  # of a rank's half of `output` and `down`
     dense = {"scattered groups that ranks share, or that differ in one product": num_bytes}
     ranks = [_linears(path, layout, dense) for layout in layouts(tensor=2, pipeline=1)]
-    for name in ("layers.1.output", "layers.0.down"):
+    for name in ("layers.1.attention.output", "layers.0.feed_forward.down"):
         halves = [_columns(rank[name]) for rank in ranks]
         expected, is_gathered = _columns(whole[name])
         assert is_gathered
         assert not any(gathered for _, gathered in halves)
         assert torch.cat([columns for columns, _ in halves]).equal(expected)
     for rank in ranks:
-        assert _columns(rank["layers.1.qkv"])[1]
+        assert _columns(rank["layers.1.attention.qkv"])[1]
 
 
 def test_layers_of_one_product_with_other_groups_are_dequantized(
@@ -128,7 +128,7 @@ def test_layers_of_one_product_with_other_groups_are_dequantized(
     path, reference = make_quantized(tmp_path, ACT_ORDER[0], quantize)
     with caplog.at_level(logging.INFO):
         assert_same(path, reference)
-    num_bytes = 4 * 2 * (64 * (96 + 48 + 48) + 64 * 256)  # of `qkv` and `gate_up`
+    num_bytes = 4 * 2 * (64 * (96 + 48 + 48) + 64 * 256)  # of `attention.qkv` and `feed_forward.up`
     reason = "scattered groups that ranks share, or that differ in one product"
     assert f"weights dequantized num_bytes={num_bytes} reason={reason}" in caplog.text
 

@@ -21,7 +21,7 @@ from worker_service.loader.load import (
     release_windows,
     require_cache_dtype,
 )
-from worker_service.models.llama import LlamaModel
+from worker_service.models.decoder import DecoderModel
 
 FP8 = torch.float8_e4m3fn
 
@@ -157,7 +157,7 @@ def test_scales_come_from_the_checkpoint_where_it_has_them(tmp_path: Path) -> No
     }
     path = _with_scales(tmp_path, scales)
     loaded = _load(path, kv_cache_dtype="fp8")
-    assert isinstance(loaded.model, LlamaModel)
+    assert isinstance(loaded.model, DecoderModel)
     held = [(holder.key_scale, holder.value_scale) for _, holder in loaded.model.kv_scale_holders()]
     assert held == [(0.25, 0.125), (1.0, 0.5)]
     expected = logits(_load(checkpoint("llama")))

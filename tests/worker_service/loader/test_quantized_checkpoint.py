@@ -93,7 +93,7 @@ def test_ranks_read_their_parts_of_the_weights(name: str, tmp_path: Path) -> Non
         """What the packed layers multiply by, from their products with unit vectors."""
         named, _ = linears(path, layout)
         found = {}
-        for name in ("layers.1.output", "layers.0.down"):
+        for name in ("layers.1.attention.output", "layers.0.feed_forward.down"):
             packed = named[name].packed
             assert isinstance(packed, NativeWeight)
             found[name] = packed.apply(torch.eye(packed.in_features))

@@ -75,19 +75,19 @@ def test_large_tensors_are_read_some_rows_at_a_time(tmp_path: Path) -> None:
         load_weights(model, open_checkpoint(folder), others=names_of(folder))
         part = slice(135000 * rank, 135000 * (rank + 1))
         layer: Any = model.layers[0]
-        assert layer.up.weight.equal(stored[name.format(1)][part])
-        assert layer.down.weight.equal(stored[name.format(2)][:, part])
+        assert layer.feed_forward.up.weight.equal(stored[name.format(1)][part])
+        assert layer.feed_forward.down.weight.equal(stored[name.format(2)][:, part])
 
 
 def test_dummy_weights_are_parts_of_the_same() -> None:
     folder = checkpoint("gpt2")
     whole = empty_model(folder, Layout())
     fill_dummy_weights(whole.weight_targets())
-    (expected,) = [s.target for s in whole.weight_targets() if s.name == "transformer.wte.weight"]
+    (expected,) = [s.target for s in whole.weight_targets() if s.name == whole.embedding_name]
     for layout in layouts(2, 1):
         part = empty_model(folder, layout)
         fill_dummy_weights(part.weight_targets())
-        (weight,) = [s for s in part.weight_targets() if s.name == "transformer.wte.weight"]
+        (weight,) = [s for s in part.weight_targets() if s.name == whole.embedding_name]
         assert torch.equal(weight.target, expected[weight.source_index])
 
 

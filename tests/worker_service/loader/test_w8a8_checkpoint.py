@@ -135,9 +135,9 @@ def test_ranks_share_a_layer(tmp_path: Path) -> None:
         assert packed is not None
         return packed.apply(rows)
 
-    whole = products(Layout(), "layers.0.down", torch.eye(128))
+    whole = products(Layout(), "layers.0.feed_forward.down", torch.eye(128))
     ranks = layouts(tensor=2, pipeline=1)
-    parts = [products(rank, "layers.0.down", torch.eye(64)) for rank in ranks]
+    parts = [products(rank, "layers.0.feed_forward.down", torch.eye(64)) for rank in ranks]
     assert torch.cat(parts).equal(whole)
     weight = whole / torch.tensor(127 / 127.5)  # 1 is rounded to that
     rows = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
@@ -145,7 +145,9 @@ def test_ranks_share_a_layer(tmp_path: Path) -> None:
     halves = rows.unflatten(1, (2, 64))
     scales = halves.abs().amax(2, keepdim=True) / 127.5
     rounded = ((halves / scales).clamp(-128, 127).round() * scales).flatten(1)
-    both = [products(rank, "layers.0.down", halves[:, i]) for i, rank in enumerate(ranks)]
+    both = [
+        products(rank, "layers.0.feed_forward.down", halves[:, i]) for i, rank in enumerate(ranks)
+    ]
     torch.testing.assert_close(both[0] + both[1], rounded @ weight, rtol=1e-4, atol=1e-3)
 
 

@@ -1,0 +1,453 @@
+"""Decoders: layers of attention and a feed-forward part, composed from specifications.
+
+A family of decoders is data, a `DecoderSettings`: which parts a layer has, where its norms are, how
+it sees positions, and what its tensors are called. `decoder_families` has the families.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from pagewire_kernels.batch import StepBatch
+from pagewire_kernels.select import Kernels
+from worker_service.distributed.layout import Layout, Shard
+from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
+from worker_service.models.layers import (
+    ACTIVATIONS,
+    LayerNorm,
+    PagedAttention,
+    RMSNorm,
+    RotarySettings,
+    RotaryTable,
+)
+from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
+from worker_service.models.native import (
+    LayerInputs,
+    ModelSettings,
+    NativeLayer,
+    NativeModel,
+    part_targets,
+)
+
+KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
+"""Canonical names of the scales of keys and values in an fp8 cache, one number each."""
+
+_NAMES = """
+embed_tokens     wte
+embed_positions  wpe
+layers           h
+norm             ln_f final_layer_norm
+project_in
+project_out
+"""
+"""Names of the modules of a model, which are the canonical ones after `model.`, and of the same
+modules in other families."""
+
+_CANONICAL = {
+    name: names[0] for names in map(str.split, _NAMES.strip().splitlines()) for name in names
+}
+_MODULE = re.compile(r"(?:(?:model|transformer)\.)?(?:decoder\.)?(\w+)(\..+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormSpec:
+    """An RMS norm, or a layer norm."""
+
+    eps: float
+    is_rms: bool = True
+    affine: bool = True
+    """Whether a layer norm has a weight and a bias."""
+
+    def build(self, size: int, context: ModelContext, kernels: Kernels) -> RMSNorm | LayerNorm:
+        """The norm of rows of this size."""
+        if self.is_rms:
+            return RMSNorm(size, self.eps, context, kernels.layers)
+        return LayerNorm(size, self.eps, context, kernels.layers, self.affine)
+
+
+class NormPlace(Enum):
+    """Where the norms of a layer are."""
+
+    BEFORE = auto()
+    """Before each part, whose output is added to the residual stream."""
+
+    AFTER_SUM = auto()
+    """Of the sum of each part's output and the residual stream, which continues with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """Attention over the paged cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """The factor of attention scores."""
+
+    rotary: RotarySettings | None = None
+    """None: queries and keys are not rotated."""
+
+    window: int | None = None
+    """Tokens that a token sees, itself included; None: all before it."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norm: NormSpec | None = None
+    """The RMS norm of each head of queries and keys before they are rotated, if there is one."""
+
+    is_fused: bool = False
+    """Whether one tensor has the rows of queries, then of keys, then of values."""
+
+    def require_shards(self, layout: Layout) -> None:
+        """Raise InvalidOption unless the ranks can share the heads."""
+        layout.even_shard(self.num_heads, "attention heads")
+        layout.kv_head_shard(self.num_kv_heads)
+
+
+class FeedForwardSpec(Protocol):
+    """What follows attention in a layer."""
+
+    @property
+    def activation(self) -> str:
+        """The activation's name in `config.json`."""
+
+    def require_shards(self, layout: Layout) -> None:
+        """Raise InvalidOption unless the ranks can share the part."""
+
+    def build(self, size: int, context: ModelContext, kernels: Kernels) -> nn.Module:
+        """The part: a module that maps rows, [num_tokens, size], to rows of this shape, the same on
+        every rank. `LayerSpec.names` lists its attributes that have tensors: linear layers, norms,
+        or others that are `native.HasTargets`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MLPSpec:
+    """A multilayer perceptron: two linear layers around an activation, the first of which may be
+    multiplied by the activation of a third, the gate. Implements `FeedForwardSpec`."""
+
+    inner_size: int
+    activation: str
+    is_gated: bool = True
+    bias: bool = False
+
+    def require_shards(self, layout: Layout) -> None:
+        """Raise InvalidOption unless the ranks can share the columns."""
+        layout.even_shard(self.inner_size, "columns of the MLP")
+
+    def build(self, size: int, context: ModelContext, kernels: Kernels) -> "MLP":
+        """The MLP of rows of this size."""
+        return MLP(self, size, context, kernels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """A layer."""
+
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec
+    norm: NormSpec
+    names: Mapping[str, str]
+    """Names of the checkpoint's tensors within the layer, by the path of attributes from
+    `DecoderLayer`; see `native.part_targets`."""
+
+    norm_place: NormPlace = NormPlace.BEFORE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderSettings(ModelSettings):
+    """Shape of a decoder."""
+
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec | None
+    position_offset: int | None = None
+    """The row of the table of learned positions for position 0; None: there is no table."""
+
+    is_transposed: bool = False
+    """Whether the checkpoint stores the weights of layers as [in_features, out_features]."""
+
+    @property
+    def activations(self) -> set[str]:
+        return {layer.feed_forward.activation for layer in self.layers}
+
+    def require_shards(self, layout: Layout) -> None:
+        ModelSettings.require_shards(self, layout)
+        for layer in self.layers:
+            layer.attention.require_shards(layout)
+            layer.feed_forward.require_shards(layout)
+
+
+class Attention(nn.Module):
+    """Attention of a layer; queries, keys and values are one product."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: Kernels,
+        rotary: RotaryTable | None,
+    ) -> None:
+        """inputs, size: width of the rows that it gets, and of those that it makes."""
+        super().__init__()
+        s, layout = spec, context.communicator.layout
+        heads = layout.even_shard(s.num_heads, "attention heads")
+        kv_heads = layout.kv_head_shard(s.num_kv_heads)
+        attended, kv_rows = heads.times(s.head_dim), kv_heads.times(s.head_dim)
+        outputs = [attended, kv_rows, kv_rows]
+        self.qkv = Linear(
+            Shard.full(inputs),
+            consecutive(outputs) if s.is_fused else outputs,
+            bias=s.qkv_bias,
+            context=context,
+            sources=[0] * 3 if s.is_fused else None,
+        )
+        self.output = RowParallelLinear(attended, size, bias=s.output_bias, context=context)
+        self.query_norm: RMSNorm | None = None
+        self.key_norm: RMSNorm | None = None
+        if s.head_norm is not None:
+            self.query_norm, self.key_norm = (
+                RMSNorm(s.head_dim, s.head_norm.eps, context, kernels.layers) for _ in range(2)
+            )
+        self.paged = PagedAttention(
+            kernels.attention_of(s.window), scale=s.scale, sliding_window=s.window
+        )
+        self._head_dim, self._num_heads = s.head_dim, [heads.size, kv_heads.size, kv_heads.size]
+        self._rotary, self._kernels = rotary, kernels.layers
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x: [num_tokens, inputs]; returns [num_tokens, size]."""
+        query = self.write_kv(x, inputs)
+        return self.output(self.paged.attend(query, inputs.caches, inputs.metadata))
+
+    def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Write the keys and values of rows to the layer's caches. Returns their queries."""
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        query, key, value = heads.split_with_sizes(self._num_heads, 1)
+        if self._rotary is None:
+            self.paged.write(key, value, inputs.caches, inputs.metadata)
+            return query
+        query_norm, key_norm = self.query_norm, self.key_norm
+        self._kernels.rotate_and_write_kv(
+            query,
+            key,
+            value,
+            *inputs.caches,
+            inputs.metadata.slot_mapping,
+            inputs.positions,
+            self._rotary.cos,
+            self._rotary.sin,
+            query_norm=None if query_norm is None else query_norm.weight,
+            key_norm=None if key_norm is None else key_norm.weight,
+            eps=1e-6 if query_norm is None else query_norm.eps,
+            key_scale=self.paged.key_scale,
+            value_scale=self.paged.value_scale,
+        )
+        return query
+
+
+def consecutive(shards: Sequence[Shard]) -> list[Shard]:
+    """The same rows where those of all parts follow each other in one tensor."""
+    total, start, found = sum(shard.total for shard in shards), 0, []
+    for shard in shards:
+        found.append(shard.within(start, total))
+        start += shard.total
+    return found
+
+
+class MLP(nn.Module):
+    """See `MLPSpec`."""
+
+    def __init__(self, spec: MLPSpec, size: int, context: ModelContext, kernels: Kernels) -> None:
+        super().__init__()
+        s, layout = spec, context.communicator.layout
+        inner = layout.even_shard(s.inner_size, "columns of the MLP")
+        activation = ACTIVATIONS[s.activation]
+        self._activation = None if s.is_gated else activation
+        self._kernels = kernels.layers
+        self.up = (
+            GatedLinear(size, [inner] * 2, activation, kernels.layers, bias=s.bias, context=context)
+            if s.is_gated
+            else Linear(Shard.full(size), [inner], bias=s.bias, context=context)
+        )
+        self.down = RowParallelLinear(inner, size, bias=s.bias, context=context)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, size]; returns the same shape."""
+        x = self.up(x)
+        return self.down(self._kernels.activate(x, self._activation) if self._activation else x)
+
+
+class DecoderLayer(NativeLayer):
+    """Attention, and what follows it, with their norms."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        size: int,
+        context: ModelContext,
+        kernels: Kernels,
+        rotary: RotaryTable | None,
+        *,
+        attention_inputs: int | None = None,
+        is_transposed: bool = False,
+    ) -> None:
+        """size: of the hidden states; rotary: the table of `spec.attention.rotary`;
+        attention_inputs: width of the inputs of attention, None for the size; is_transposed: see
+        `DecoderSettings`."""
+        super().__init__()
+        self.attention_norm = spec.norm.build(size, context, kernels)
+        self.attention = Attention(
+            spec.attention, attention_inputs or size, size, context, kernels, rotary
+        )
+        self.feed_forward_norm = spec.norm.build(size, context, kernels)
+        self.feed_forward = spec.feed_forward.build(size, context, kernels)
+        self._place, self._names = spec.norm_place, spec.names
+        self._is_transposed = is_transposed
+
+    def forward(
+        self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._place is NormPlace.BEFORE:
+            return residual, self.attend_and_mix(self.attention_norm(residual, x), residual, inputs)
+        assert x is None, "a norm of the sum leaves nothing to be added"
+        residual = self.attention_norm(residual, self.attention(residual, inputs))
+        return self.feed_forward_norm(residual, self.feed_forward(residual)), None
+
+    def attend_and_mix(self, x: Tensor, residual: Tensor, inputs: LayerInputs) -> Tensor:
+        """Add the attention output for `x`, which is normed, to `residual`, then return the output
+        of the feed-forward part."""
+        x = self.attention(x, inputs)
+        return self.feed_forward(self.feed_forward_norm(residual, x))
+
+    def weight_targets(self, name: str) -> Iterator[WeightTarget]:
+        return part_targets(self, self._names, f"{name}.", transposed=self._is_transposed)
+
+
+class RotaryTables:
+    """The tables of cosines and sines of a model, one for layers of equal settings."""
+
+    def __init__(self, num_positions: int, context: ModelContext) -> None:
+        self._num_positions, self._context = num_positions, context
+        self._found: list[tuple[RotarySettings, RotaryTable]] = []
+
+    def table(self, settings: RotarySettings | None) -> RotaryTable | None:
+        """The table of these settings; None without any."""
+        if settings is None:
+            return None
+        for known, table in self._found:
+            if known == settings:
+                return table
+        dtype, device = self._context.dtype, self._context.device
+        table = RotaryTable(settings, self._num_positions, dtype, device)
+        self._found.append((settings, table))
+        return table
+
+
+class DecoderModel(NativeModel):
+    """A decoder of any family."""
+
+    optional_names: ClassVar[re.Pattern[str]] = re.compile(
+        rf"lm_head\.weight|.*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|{KV_SCALE_NAMES}"
+    )
+    """Among them causal masks, which old checkpoints hold."""
+
+    embedding_name = "model.embed_tokens.weight"
+    layers_name = "model.layers"
+    norm_name = "model.norm"
+
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
+        """Llama's name, whether or not the checkpoint has an LM head, whose names have a prefix."""
+        match = _MODULE.fullmatch(name)
+        if match is None or match[1] not in _CANONICAL:
+            return name
+        return f"model.{_CANONICAL[match[1]]}{match[2]}"
+
+    def __init__(
+        self,
+        settings: DecoderSettings,
+        max_model_len: int,
+        context: ModelContext,
+        kernels: Kernels,
+    ) -> None:
+        super().__init__(settings, max_model_len, context, kernels)
+        s, layout = settings, context.communicator.layout
+        self._position_offset = s.position_offset or 0
+        self.position_embedding: Tensor | None = None
+        self.project_in: Linear | None = None
+        self.project_out: Linear | None = None
+        projects = s.embedding_size != s.hidden_size
+        size, inner = Shard.full(s.embedding_size), Shard.full(s.hidden_size)
+        if layout.is_first_stage:
+            if s.position_offset is not None:
+                num_positions = s.max_model_len + s.position_offset
+                self.position_embedding = context.empty(num_positions, s.hidden_size)
+            if projects:
+                self.project_in = Linear(size, [inner], bias=False, context=context)
+        tables = RotaryTables(max_model_len, context)
+        for layer in (s.layers[i] for i in self._layer_range):
+            rotary = tables.table(layer.attention.rotary)
+            self.layers.append(
+                DecoderLayer(
+                    layer, s.hidden_size, context, kernels, rotary, is_transposed=s.is_transposed
+                )
+            )
+        if layout.is_last_stage:
+            if s.final_norm is not None:
+                self.norm = s.final_norm.build(s.hidden_size, context, kernels)
+            if projects:
+                self.project_out = Linear(inner, [size], bias=False, context=context)
+
+    def _cache_spec(
+        self, settings: ModelSettings, max_model_len: int, context: ModelContext
+    ) -> KVCacheSpec:
+        assert isinstance(settings, DecoderSettings)
+        layout = context.communicator.layout
+
+        def described(spec: AttentionSpec) -> LayerKV:
+            window = spec.window
+            return LayerKV(
+                num_kv_heads=layout.kv_head_shard(spec.num_kv_heads).size,
+                head_dim=spec.head_dim,
+                window=window if window is not None and window < max_model_len else None,
+            )
+
+        return KVCacheSpec(
+            layers=tuple(described(layer.attention) for layer in settings.layers),
+            dtype=context.kv_dtype,
+            stage=self._layer_range,
+        )
+
+    def embed(self, batch: StepBatch) -> Tensor:
+        assert self.embedding is not None
+        x = self.embedding(batch.token_ids)
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.position_embedding is None:
+            return x
+        positions = self.position_embedding[self._position_offset :]
+        return self._kernels.layers.embed(positions, batch.positions, x)
+
+    def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
+        x = super().run_layers(residual, batch)
+        return x if self.project_out is None else self.project_out(x)
+
+    def weight_targets(self) -> Iterator[WeightTarget]:
+        yield from super().weight_targets()
+        if self.position_embedding is not None:
+            yield WeightTarget("model.embed_positions.weight", self.position_embedding)
+        for name in ("project_in", "project_out"):
+            if (linear := getattr(self, name)) is not None:
+                yield from linear.targets(f"model.{name}")
+
+    def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
+        for name, layer in self.named_layers():
+            assert isinstance(layer, DecoderLayer)
+            yield f"{name}.self_attn", layer.attention.paged

@@ -1,0 +1,19 @@
+"""Families of decoders: settings from `config.json`, by the class name in it."""
+
+from collections.abc import Callable, Mapping
+
+from worker_service.models.decoder import DecoderSettings
+from worker_service.models.decoder_families.common import Config
+from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
+from worker_service.models.decoder_families.llama import llama_settings
+
+DECODERS: Mapping[str, Callable[[Config], DecoderSettings | None]] = {
+    "LlamaForCausalLM": llama_settings,
+    "MistralForCausalLM": llama_settings,
+    "Qwen2ForCausalLM": llama_settings,
+    "Qwen3ForCausalLM": llama_settings,
+    "OPTForCausalLM": opt_settings,
+    "GPT2LMHeadModel": gpt2_settings,
+}
+"""By the class name: reads settings from a configuration, in which absent keys have the defaults of
+`transformers`; None for an unsupported variant."""
