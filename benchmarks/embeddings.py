@@ -209,7 +209,9 @@ COLUMNS = {
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = script_parser(__doc__)
-    parser.add_argument("model", type=lambda path: Path(path).resolve(), help="the folder of all-MiniLM-L6-v2")
+    parser.add_argument(
+        "model", type=lambda path: Path(path).resolve(), help="the folder of all-MiniLM-L6-v2"
+    )
     parser.add_argument("--peers-python", default=sys.executable, help="that has the libraries")
     parser.add_argument("--onnx", help="model.onnx, beside the tokenizer's files")
     parser.add_argument("--onnx-int8", help="the same, quantized")

@@ -70,8 +70,9 @@ def _listen(family: int, where: tuple[Any, ...], share_port: bool) -> socket.soc
         if is_absent or error.errno == errno.EAFNOSUPPORT:
             return None
         raise
-    # Connections inherit it. asyncio sets it only on sockets that were made with IPPROTO_TCP; without
-    # it an answer's body waits for the client's delayed acknowledgement of its headers, 40 ms.
+    # Connections inherit it. asyncio sets it only on sockets that were made with IPPROTO_TCP;
+    # without it an answer's body waits for the client's delayed acknowledgement of its headers,
+    # 40 ms.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listening.setblocking(False)
     return listening
