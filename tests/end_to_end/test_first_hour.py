@@ -1,5 +1,6 @@
 """What a newcomer runs first: the demo, an install, other languages."""
 
+import json
 import os
 import re
 import shutil
@@ -40,16 +41,41 @@ def test_a_node_program_generates_and_streams(cluster: Cluster) -> None:
     assert "72" in answer.stdout
 
 
-def test_the_first_examples_run_as_they_are_written(cluster: Cluster, tmp_path: Path) -> None:
+def write_embedder(folder: Path) -> None:
+    """The embedded model with a prompt for queries."""
+    shutil.copytree(ROOT / "worker_service/embedded_model", folder)
+    (folder / "1_Pooling").mkdir()
+    library = "sentence_transformers.models"
+    for name, content in {
+        "modules.json": [
+            {"idx": 0, "name": "0", "path": "", "type": f"{library}.Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{library}.Pooling"},
+        ],
+        "1_Pooling/config.json": {"pooling_mode_lasttoken": True},
+        "config_sentence_transformers.json": {"prompts": {"query": "find: "}},
+    }.items():
+        (folder / name).write_text(json.dumps(content))
+
+
+def test_the_first_examples_run_as_they_are_written(tmp_path: Path) -> None:
+    write_embedder(tmp_path / "embedder")
+    with Cluster(tmp_path, frontend_flags=["--http", "127.0.0.1:0"]) as cluster:
+        cluster.start()
+        cluster.start_worker("--model", str(tmp_path / "embedder"), "--runner", "pooling")
+        cluster.wait_num_ready(2)
+        run_examples(cluster, tmp_path)
+
+
+def run_examples(cluster: Cluster, folder: Path) -> None:
     pages = "".join((ROOT / page).read_text() for page in ("README.md", "docs/clients.md"))
     blocks = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     served_at = {
         "127.0.0.1:7600": cluster.frontend_address(),
         "http://127.0.0.1:8000": cluster.http_url(),
     }
     for number, code in enumerate(blocks):
-        script = tmp_path / f"example{number}.py"
+        script = folder / f"example{number}.py"
         is_full = "import " in code
         code = code if is_full else BEFORE_A_FRAGMENT + code
         for address, here in served_at.items():

@@ -34,7 +34,7 @@ def test_a_struct_with_a_field_too_many_is_refused() -> None:
         "native_library.library()\n"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_env())
-    assert "struct Batch has 96 bytes in Python, but 88 in the compiled" in run.stderr
+    assert "struct Batch has 104 bytes in Python, but 96 in the compiled" in run.stderr
 
 
 @needs_kernels

@@ -84,11 +84,19 @@ CALLS = {
     "GetStatus": pb.GetStatusRequest(),
     "WatchStatus": pb.WatchStatusRequest(),
 }
+POOLING = {
+    "Embed": pb.EmbedRequest,
+    "Score": pb.ScoreRequest,
+    "Rank": pb.RankRequest,
+    "Classify": pb.ClassifyRequest,
+}
+STREAMING = ("GenerateMany", *POOLING)
+"""Those whose requests are streams."""
 
 
 def test_every_method_is_among_those_tried() -> None:
     methods = pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
-    assert set(methods) == {*CALLS, "GenerateMany"}
+    assert set(methods) == {*CALLS, *STREAMING}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +114,8 @@ async def test_no_call_is_taken_without_a_good_key(
 ) -> None:
     async with guarded(keys) as (_, frontend, client):
         calls = [getattr(client, rpc)(request, metadata=metadata) for rpc, request in CALLS.items()]
-        for call in [*calls, client.GenerateMany(metadata=metadata)]:
+        calls += [getattr(client, rpc)(metadata=metadata) for rpc in STREAMING]
+        for call in calls:
             error = await error_of(call)
             assert error.code() == grpc.StatusCode.UNAUTHENTICATED
             assert error_info(error).reason == reason
@@ -147,11 +156,17 @@ async def test_tenants_neither_see_nor_end_nor_block_each_others_requests(keys: 
 
 async def test_a_key_is_good_for_its_models_only(keys: Path) -> None:
     async with guarded(keys) as (_, _, client):
+        calls = []
         for rpc in ("Generate", "Tokenize", "Detokenize", "GetModel"):
             request = type(CALLS[rpc])()
             request.CopyFrom(CALLS[rpc])
             request.model = model_info().name
-            error = await error_of(getattr(client, rpc)(request, metadata=as_caller(NARROW)))
+            calls.append(getattr(client, rpc)(request, metadata=as_caller(NARROW)))
+        for rpc, message in POOLING.items():
+            request = message(options=pb.PoolingOptions(model=model_info().name))
+            calls.append(getattr(client, rpc)(iter([request]), metadata=as_caller(NARROW)))
+        for call in calls:
+            error = await error_of(call)
             assert error.code() == grpc.StatusCode.PERMISSION_DENIED
             assert error_info(error).reason == "MODEL_NOT_ALLOWED"
 

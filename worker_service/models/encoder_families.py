@@ -244,7 +244,7 @@ def _rotary(config: Config, parameters: Mapping[str, Any]) -> RotarySettings:
     return rotary
 
 
-_FAMILIES: Mapping[str, Callable[[Config], EncoderSettings]] = {
+FAMILIES: Mapping[str, Callable[[Config], EncoderSettings]] = {
     "Bert": bert_settings,
     "Roberta": roberta_settings,
     "XLMRoberta": roberta_settings,
@@ -254,10 +254,12 @@ _FAMILIES: Mapping[str, Callable[[Config], EncoderSettings]] = {
     "ModernBert": modernbert_settings,
     "NomicBert": nomic_bert_settings,
 }
+"""By the beginning of the class name."""
+
 _KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 ENCODERS = {
-    **{f"{family}{kind}": read for family, read in _FAMILIES.items() for kind in _KINDS},
+    **{f"{family}{kind}": read for family, read in FAMILIES.items() for kind in _KINDS},
     "BertForPreTraining": bert_settings,
 }
 """By the class name in `config.json`: reads settings from a configuration with BERT's keys."""

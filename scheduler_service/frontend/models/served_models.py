@@ -273,7 +273,8 @@ class ModelDirectory:
                 return model
             if name is None:
                 wanted = "no model that this API key may use is"
-                may_come = any(may_use(tenant, info) for info in self._served.values())
+                infos = self._served.values()
+                may_come = any(may_use(tenant, info) and does(info, work) for info in infos)
             else:
                 wanted, may_come = f"model {name!r} is not", name in self._known
             is_bounded = bool(self._served) and not may_come
@@ -284,7 +285,8 @@ class ModelDirectory:
                 raise self.unavailable(f"{wanted} being served now") from None
 
     def current(self, name: str | None, tenant: Principal) -> FrontendModel:
-        """Like `resolve`, but raises Unavailable instead of waiting."""
+        """Like `resolve`, but raises Unavailable instead of waiting. Without a name: the only
+        model, or the only one that generates."""
         model = self._find(name, tenant)
         if model is None:
             raise self.unavailable("the model is not being served now")
@@ -314,9 +316,14 @@ class ModelDirectory:
         if name is None:
             capable = [name for name in served if does(self._served[name], work)]
             if served and not capable:
+                if is_continued:
+                    return None
                 assert work is not None
                 self._check_does(self._served[min(served)], work, tenant)
             served = capable
+            if len(served) > 1 and work is None:  # as calls that generate choose
+                generation = model_pb2.WORK_KIND_GENERATION
+                served = [n for n in served if does(self._served[n], generation)] or served
             if len(served) > 1:
                 names = ", ".join(sorted(served))
                 raise InvalidArgument("model", f"required, since several are served: {names}")

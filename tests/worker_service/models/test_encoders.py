@@ -332,7 +332,7 @@ def test_another_encoder_is_not_served_as_if_it_were_a_decoder(name: str, tmp_pa
     kind = name.removesuffix("Model").removesuffix("ForQuestionAnswering")
     config = getattr(transformers, f"{kind}Config")(**sizes, **layers)
     getattr(transformers, name)(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=f"{name} cannot be served: it is a text encoder"):
+    with pytest.raises(UnsupportedModel, match=f"{kind}.* cannot be served: it is a text encoder"):
         load(tmp_path)
 
 

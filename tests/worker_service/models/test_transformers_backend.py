@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "BertLMHeadModel": (
         "BertConfig",
         {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
-        "not causal",
+        "text encoder; supported families of these are Bert, ",
     ),
     "GemmaForCausalLM": (
         "GemmaConfig",

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
-from worker_service.models.encoder_families import ENCODERS
+from worker_service.models.encoder_families import FAMILIES
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers import RotarySettings
 from worker_service.models.registry import limit_model_len
@@ -80,7 +80,7 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
         yield "it is a multimodal model; only text models are"
     is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if is_masked and not getattr(config, "is_decoder", True):
-        yield f"it is a text encoder; those that can be: {', '.join(ENCODERS)}"
+        yield f"it is a text encoder; supported families of these are {', '.join(FAMILIES)}"
     if not getattr(config, "is_causal", True):
         yield "its attention is not causal (is_causal in config.json is false)"
     if config.model_type in _ALIBI_TYPES or getattr(config, "alibi", False):

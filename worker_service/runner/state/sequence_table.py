@@ -195,7 +195,8 @@ class SequenceTable:
 
     def add(self, new: NewSequence, field: str) -> int:
         """Add a sequence; a fork starts with its parent's tokens and progress. Returns its row."""
-        check_work(new, self._pooling, field)
+        if self._pooling is not None or new.pooling is not None:
+            check_work(new, self._pooling, field)
         parent, num_computed = None, new.num_computed_tokens
         if new.parent_seq_id is not None:
             parent = self._row_id_of.get(new.parent_seq_id)

@@ -5,12 +5,14 @@ from collections.abc import Mapping
 
 import pytest
 
+from pagewire.v1 import model_pb2
 from pagewire.v1.status_pb2 import WorkerLoading
 from scheduler_service.errors import (
     InvalidArgument,
     PermissionDenied,
     Unavailable,
     UnknownModel,
+    UnsupportedByModel,
 )
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.models import served_models
@@ -120,6 +122,27 @@ async def test_the_name_may_be_left_out_only_where_one_model_is_served() -> None
         "required, since several are served: a, b",
     )
     assert (await directory.resolve("b", ANYBODY)).info.name == "b"
+
+
+async def test_without_a_name_what_every_model_does_is_done_by_the_only_generator() -> None:
+    directory = ModelDirectory(Fetch())
+    embedder = model_info("a", work_kinds=[model_pb2.WORK_KIND_POOLING])
+    directory.update([embedder, model_info("b")])
+    for work in (model_pb2.WORK_KIND_POOLING, model_pb2.WORK_KIND_GENERATION):
+        await directory.resolve(None, ANYBODY, work)
+    assert directory.current(None, ANYBODY).info.name == "b"
+
+
+async def test_a_continued_request_waits_for_a_model_that_does_its_work() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("a", work_kinds=[model_pb2.WORK_KIND_POOLING])])
+    with pytest.raises(UnsupportedByModel):
+        await directory.resolve(None, ANYBODY)
+    waiting = asyncio.create_task(directory.resolve(None, ANYBODY, is_continued=True))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    directory.update([model_info("b")])
+    assert (await waiting).info.name == "b"
 
 
 async def test_a_model_is_found_under_each_of_its_names() -> None:
