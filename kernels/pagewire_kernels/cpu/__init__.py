@@ -14,6 +14,8 @@ instructions, `library()` is None, and torch and the reference are used instead.
     src/linear.h    linear layers with packed weights, and the packing
     src/quantized.h  quantized weights: packing, and products
     src/w8a8.cpp     products of 8-bit activations with 8-bit weights
+    src/linear_multiply.h  the loops over a product's items, of all kinds of weights
+    src/experts.h   mixture of experts: their choice, and products of rows sorted by expert
     src/share.h     how threads take over the items of a thread that lost its core
     src/layers.h    embedding, norms, activations, RoPE, sums of rows, argmax
     src/program.cpp a list of kernels run by one team, without returning in between
@@ -23,6 +25,7 @@ instructions, `library()` is None, and torch and the reference are used instead.
     attention.py    `NativeBackend`: attention and cache writes
     block_copy.py    `move_blocks`: copies within a cache, or between two
     linear.py       `NativeWeight`, `NativeGatedWeight`: weights packed for products
+    experts.py      `NativeExperts`: the gated experts of a layer
     w8a8.py         quantizes activations to 8 bits
     layers.py       `NativeLayerKernels`: norms, activations, RoPE; gathers of rows, argmax
     program.py      records kernels instead of running them, and runs the recorded program

@@ -2,9 +2,9 @@
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ _PANEL_OUTPUTS = 32
 _STEP_BYTES = 4
 """The inputs of each output are padded to a multiple of this many bytes."""
 
-_SERIAL_PRODUCTS = 1 << 17
+SERIAL_PRODUCTS = 1 << 17
 """Fewer multiply-adds end before other threads have woken up, and use one thread."""
 
 _MAX_GROUP_INPUTS = 256
@@ -136,8 +136,26 @@ class _Codes(NamedTuple):
         return weight.codes ^ 128 if self.bits == 8 else weight.codes + self.zero
 
 
-def _codes_of(weight: QuantizedWeight) -> _Codes:
-    """Choose the encoding with the fewest bits that holds the values of a weight."""
+class Encoding(NamedTuple):
+    """How some weights are packed."""
+
+    codes: _Codes
+    scale_bytes: int
+    """Bytes of scales and offsets."""
+
+
+def encoding_of(weights: Sequence[QuantizedWeight]) -> Encoding:
+    """Choose the encoding with the fewest bits that holds the values of all weights, which are of
+    one format and shape."""
+    if weights[0].units is not None:
+        return Encoding(_codes_of(weights), 1)
+    numbers = [number for w in weights for number in (w.scales, w.offsets) if number is not None]
+    is_half = all(number.half().float().equal(number) for number in numbers)
+    return Encoding(_codes_of(weights), 2 if is_half else 4)
+
+
+def _codes_of(weights: Sequence[QuantizedWeight]) -> _Codes:
+    weight, group_size = weights[0], _packed_group_size(weights[0])
     no_table = torch.zeros(16, dtype=torch.uint8)
     if weight.is_float and weight.table is None:
         return _Codes("float8", 8, 0, no_table)
@@ -149,13 +167,25 @@ def _codes_of(weight: QuantizedWeight) -> _Codes:
             return _Codes("int4", 4, -first, no_table)
         table = torch.tensor(weight.table, dtype=torch.int16) + 128
         return _Codes("table4", 4, 128, table.to(torch.uint8))
-    values = weight.values()
-    least, most = int(values.min()), int(values.max())
+    extremes = [values.aminmax() for values in (weight.values() for weight in weights)]
+    least, most = min(int(low) for low, _ in extremes), max(int(high) for _, high in extremes)
     for bits, zero in _RANGES:
         fits = -zero <= least and most < (1 << bits) - zero
-        if fits and weight.group_size % (32 // (bits - 4)) == 0:
+        if fits and group_size % (32 // (bits - 4)) == 0:
             return _Codes(f"int{bits}", bits, zero, no_table)
     return _Codes("int8", 8, 128, no_table)
+
+
+def _packed_group_size(weight: QuantizedWeight) -> int:
+    sizes = range(GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, GROUP_INPUTS)
+    return max(size for size in sizes if weight.group_size % size == 0)
+
+
+class Memory(Protocol):
+    """Allocates memory for packed weights."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Allocate zeros: uint8 [num_bytes], aligned to 4 KiB."""
 
 
 class _Packed:
@@ -169,17 +199,19 @@ class _Packed:
         self,
         weight: Tensor | QuantizedWeight,
         library: Library,
-        memory: HugeMemory,
+        memory: Memory,
         dtype: torch.dtype | None = None,
         *,
         consume: bool = False,
+        encoding: Encoding | None = None,
     ) -> None:
         """Pack a weight into `memory`.
 
         weight: [out_features, in_features], float32, bfloat16 or quantized; dtype: of inputs and
         outputs if the weight is quantized, float32 or bfloat16; consume: whether the memory of the
-        original is freed while it is packed, so that only a small part is in memory twice. Raises
-        ValueError for unsupported weights.
+        original is freed while it is packed, so that only a small part is in memory twice;
+        encoding: of a quantized weight, None for the smallest. Raises ValueError for unsupported
+        weights.
         """
         self.out_features, self.in_features = weight.shape
         self._consume = consume
@@ -191,7 +223,7 @@ class _Packed:
         if isinstance(weight, QuantizedWeight):
             assert dtype is not None
             self.dtype = dtype
-            self._pack_codes(weight)
+            self._pack_codes(weight, encoding)
         else:
             self.dtype = weight.dtype
             self._pack_dense(weight)
@@ -212,7 +244,7 @@ class _Packed:
             self._pack(kernel, task, first, rows.shape[0], row_bytes)
             self._discard(weight, slices)
 
-    def _pack_codes(self, weight: QuantizedWeight) -> None:
+    def _pack_codes(self, weight: QuantizedWeight, encoding: Encoding | None) -> None:
         require(
             can_pack_codes(weight),
             f"groups of a multiple of {GROUP_INPUTS} inputs, and of floats no offsets",
@@ -222,17 +254,12 @@ class _Packed:
             return
         if weight.order is not None:
             self._order = weight.order.int().contiguous()
-        sizes = range(GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, GROUP_INPUTS)
-        weight = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))
-        packed = _codes_of(weight)
+        packed, scale_bytes = encoding or encoding_of([weight])
+        weight = weight.regrouped(_packed_group_size(weight))
         self._suffix, self._table = f"_{packed.kind}", packed.table
         numbers = [tensor for tensor in (weight.scales, weight.offsets) if tensor is not None]
         num_groups = weight.scales.shape[1]
-        scale_bytes, num_units = 1, 0
-        if weight.units is not None:
-            num_units = weight.units.shape[1]
-        else:
-            scale_bytes = 2 if all(number.half().float().equal(number) for number in numbers) else 4
+        num_units = 0 if weight.units is None else weight.units.shape[1]
         self._quantization = {
             "group_size": weight.group_size,
             "scale_bytes": scale_bytes,
@@ -308,6 +335,16 @@ class _Packed:
         return self._packed.data_ptr()
 
     @property
+    def suffix(self) -> str:
+        """The end of the names of the weight's kernels."""
+        return self._suffix
+
+    @property
+    def quantization(self) -> dict[str, int]:
+        """The fields of a task that describe how the weight is quantized."""
+        return self._quantization
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the packed weight."""
         return self._packed.numel()
@@ -328,7 +365,7 @@ class _Packed:
         if self._order is not None:
             rows = self._permute(rows, self._order)
         num_products = num_rows * self.in_features * self.out_features
-        num_threads = threads.count_for(num_products, _SERIAL_PRODUCTS)
+        num_threads = threads.count_for(num_products, SERIAL_PRODUCTS)
         task = LinearTask(
             num_threads=num_threads,
             num_rows=count_address(num_rows),

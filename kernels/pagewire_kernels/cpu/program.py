@@ -11,10 +11,10 @@ import ctypes
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from pagewire_kernels.cpu.threads import NotRecordable
 
 _CACHE_LINE = _ALIGNMENT = 64
 _SHARE_BYTES = 64
+Made = TypeVar("Made")
+
 _MAX_STEPS = 1 << 14
 """The same constant as in src/share.h."""
 
@@ -82,6 +84,8 @@ class Program:
         self.positions = torch.empty(max_rows, dtype=torch.int64)
         self.token_types = torch.empty(max_rows, dtype=torch.int64)
         self.slot_mappings = [torch.empty(max_rows, dtype=torch.int64) for _ in self.batches]
+        self.kept: dict[object, Any] = {}
+        """See `kept`."""
         self.num_sampled: int | None = None
         """Maximum number of rows that sample, once the steps for them are recorded."""
         self._kernel = library.kernel("run_program")
@@ -229,6 +233,21 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if _state.program is None:
         return torch.empty(shape, dtype=dtype)
     return _state.program.buffers.take(shape, dtype)
+
+
+def kept(key: object, make: Callable[[], Made]) -> Made:
+    """What `make` returns: for each key, once for all operations of the program that is being
+    recorded, and as long as it lives; or a new one for a single launch.
+
+    It is for memory which a thread that lost its core may read at any later step, so that it must
+    not be reused for anything else.
+    """
+    if _state.program is None:
+        return make()
+    if key not in _state.program.kept:
+        _state.program.kept[key] = make()
+    found: Made = _state.program.kept[key]
+    return found
 
 
 def batch_with(indices: Tensor) -> tuple[Batch, str]:

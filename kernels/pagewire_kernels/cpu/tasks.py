@@ -163,6 +163,41 @@ class LinearTask(NativeStruct):
     )
 
 
+class ExpertPlan(NativeStruct):
+    """`ExpertPlan` of src/experts.h."""
+
+    _fields_ = fields_of("num_active active starts rows slots weights")
+
+
+class RouteTask(NativeStruct):
+    """`RouteTask` of src/experts.h."""
+
+    _fields_ = fields_of(
+        "next_item num_done num_rows logits logits_stride bias plan num_experts num_chosen scoring "
+        "normalizes num_groups num_chosen_groups num_best",
+        "epsilon min_sum scale",
+    )
+
+
+class ExpertsTask(NativeStruct):
+    """`ExpertsTask` of src/experts.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
+        "activation" + _QUANTIZATION + " expert_bytes plan gathers",
+        "alpha limit offset",
+    )
+
+
+class CombineTask(NativeStruct):
+    """`CombineTask` of src/experts.h."""
+
+    _fields_ = fields_of(
+        "next_item num_rows x x_stride plan num_chosen shared shared_stride gate gate_stride "
+        "y y_stride size"
+    )
+
+
 class GatherTask(NativeStruct):
     """`GatherTask` of src/linear.h."""
 

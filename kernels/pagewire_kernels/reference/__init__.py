@@ -3,11 +3,13 @@
 attention.py  attention over a paged cache, and over whole texts without one
 kv_cache.py   writes to a paged cache, int8 heads, copies of blocks
 layers.py     embedding, norms, rotary embedding, activations
+experts.py    the choice of experts, and gated experts
 sampling.py   a step's inputs; edits of logits, sampling, log probabilities
 backend.py    the reference as an attention backend and as layer kernels
 """
 
 from pagewire_kernels.reference.attention import packed_attention, paged_attention
+from pagewire_kernels.reference.experts import Gate, Routing, add_shared, gated_experts, route
 from pagewire_kernels.reference.kv_cache import swap_blocks, write_kv
 from pagewire_kernels.reference.layers import (
     ACTIVATIONS,
@@ -30,11 +32,15 @@ from pagewire_kernels.reference.sampling import (
 
 __all__ = [
     "ACTIVATIONS",
+    "Gate",
+    "Routing",
     "act_and_mul",
     "activate",
+    "add_shared",
     "apply_bitmask",
     "edit",
     "embed",
+    "gated_experts",
     "gather_logprobs",
     "layer_norm",
     "packed_attention",
@@ -43,6 +49,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "rotate_and_write_kv",
+    "route",
     "sample",
     "sum_rows",
     "swap_blocks",

@@ -5,7 +5,7 @@
 
 namespace pagewire {
 
-enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu };
+enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kClampedSilu };
 
 // e^-x, with -x bounded so that it stays finite.
 inline Floats exp_of_negative(Floats x) {
@@ -61,7 +61,38 @@ inline void with_activation(Activation activation, Visit visit) {
     case kGelu: return visit(Gelu());
     case kGeluTanh: return visit(GeluTanh());
     case kRelu: return visit(Relu());
+    case kClampedSilu: return;  // see `with_gate`
   }
+}
+
+inline Floats less_of(Floats a, Floats b) {
+  return subtract(zeros(), greater_of(subtract(zeros(), a), subtract(zeros(), b)));
+}
+
+// (up + offset) * gate * sigmoid(alpha * gate), with both clamped first (gpt-oss).
+struct ClampedSilu {
+  float alpha, limit, offset;
+};
+
+// activation(gate) * up
+template <class Function>
+inline Floats gate(const Function& function, Floats gate, Floats up) {
+  return multiply(function(gate), up);
+}
+inline Floats gate(const ClampedSilu& clamped, Floats gate, Floats up) {
+  const Floats limit = broadcast(clamped.limit);
+  gate = less_of(limit, gate);
+  up = greater_of(subtract(zeros(), limit), less_of(limit, up));
+  const Floats decay = exp_of_negative(multiply(gate, broadcast(clamped.alpha)));
+  const Floats active = divide(gate, add(broadcast(1.0f), decay));
+  return multiply(add(up, broadcast(clamped.offset)), active);
+}
+
+// As `with_activation`, for what `gate` supports.
+template <class Visit>
+inline void with_gate(Activation activation, const ClampedSilu& clamped, Visit visit) {
+  if (activation == kClampedSilu) return visit(clamped);
+  with_activation(activation, visit);
 }
 
 }  // namespace pagewire

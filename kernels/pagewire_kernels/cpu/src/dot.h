@@ -4,6 +4,8 @@
 // else is in the batch, so that results are batch-invariant.
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace pagewire {
@@ -63,5 +65,8 @@ struct BFloat16Dot {
   }
 #endif
 };
+
+template <class Input>
+using DotOf = std::conditional_t<std::is_same_v<Input, float>, Float32Dot, BFloat16Dot>;
 
 }  // namespace pagewire

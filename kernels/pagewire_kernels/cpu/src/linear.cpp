@@ -1,25 +1,15 @@
 // Products with packed weights; see linear.h.
 //
-// A work item is a panel of outputs for a block of rows. Rows are computed in tiles whose sums fit into
-// registers. A few rows are one tile, which is bound by reading the panel from memory. With more rows,
-// the panel is in the second-level cache: while one item is computed, the panel of the thread's next
-// item is prefetched. A thread takes consecutive panels.
-#include "linear_finish.h"
+// The rows of a block are computed in tiles whose sums fit into registers. A few rows are one tile, which
+// is bound by reading the panel from memory. With more rows, the panel is in the second-level cache.
 #include "linear_floats.h"
+#include "linear_multiply.h"
 #include "linear_tile.h"
 #include "linear_tiles.h"
-#include "share.h"
 
 namespace pagewire {
 namespace {
 
-#if defined(PAGEWIRE_HAS_TILES)
-constexpr int64_t kBlockRows = 384;  // the most rows of an item
-constexpr int64_t kBlockBytes = 1 << 20;  // of rows, so that they stay in the second-level cache
-#else
-constexpr int64_t kBlockRows = 192;
-constexpr int64_t kBlockBytes = 512 << 10;
-#endif
 constexpr int64_t kStretchSteps = 2048;  // of a panel, for the same reason
 constexpr int64_t kLinesPerStep = kStepBytes / 64;
 
@@ -110,92 +100,41 @@ struct PanelProduct<BFloat16Dot> {
 #endif
 
 // Products with the panels of a weight that is packed as it is multiplied.
-template <class D>
+template <class NumberType>
 class DenseProduct {
  public:
-  using Dot = D;
+  using Input = NumberType;
+  using Dot = DotOf<Input>;
+  static constexpr int64_t kMostRows = kBlockRows;
 
   explicit DenseProduct(const LinearTask& task)
-      : task_(task), panel_bytes_(divide_up(task.in_features, Dot::kInputsPerStep) * kStepBytes) {}
+      : in_features_(task.in_features),
+        panel_bytes_(divide_up(task.in_features, Dot::kInputsPerStep) * kStepBytes) {}
 
-  // sums: [num_rows, kPanel]
-  void operator()(const typename Dot::Input* x, int64_t num_rows, int64_t panel, int64_t next_panel,
-                  float* sums) {
-    const auto* weights = static_cast<const char*>(task_.weight);
-    product_(x, task_.x_stride, num_rows, weights + panel * panel_bytes_,
-             weights + next_panel * panel_bytes_, task_.in_features, sums);
+  int64_t panel_bytes() const { return panel_bytes_; }
+  int64_t most_rows() const { return most_rows_of<Dot>(in_features_); }
+
+  void set_rows(const InputRows<Input>& rows, int64_t count) { rows_.set(rows, count, in_features_); }
+
+  void operator()(const char* panel, const char* next_panel, float* sums) {
+    product_(rows_.x, rows_.stride, rows_.num_rows, panel, next_panel, in_features_, sums);
   }
 
  private:
-  const LinearTask& task_;
-  const int64_t panel_bytes_;
+  const int64_t in_features_, panel_bytes_;
+  BlockRows<Input> rows_;
   PanelProduct<Dot> product_;
 };
 
-// Divides rows into blocks of about equal size.
-template <class Dot>
-int64_t rows_per_block(int64_t num_rows, int64_t in_features) {
-  int64_t most = kBlockBytes / (in_features * sizeof(typename Dot::Input));
-  if (most > kBlockRows) most = kBlockRows;
-  if (most < Dot::kMaxRows) most = Dot::kMaxRows;
-  return even_part(num_rows, most);
-}
-
-template <class Product, class Finish>
-void multiply(LinearTask& task, Finish finish) {
-  using Dot = typename Product::Dot;
-  const int64_t num_rows = *task.num_rows;
-  if (num_rows == 0) return;
-  const int64_t block = rows_per_block<Dot>(num_rows, task.in_features);
-  const int64_t num_panels = Finish::num_panels(task);
-  const int64_t num_items = divide_up(num_rows, block) * num_panels;
-  alignas(64) float sums[kBlockRows * kPanel];
-  Product product(task);
-  SharedItems items(task, num_items, task.num_threads);
-  for (int64_t item = items.take(); item >= 0; item = items.take()) {
-    const int64_t row = item / num_panels * block, panel = item % num_panels;
-    const int64_t count = num_rows - row < block ? num_rows - row : block;
-    const auto* x = static_cast<const typename Dot::Input*>(task.x) + row * task.x_stride;
-    product(x, count, panel, items.following(item) % num_panels, sums);
-    if (!items.may_write()) return;
-    for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
-  }
-}
-
-template <class Product>
-void multiply_gated(LinearTask& task) {
-  with_activation(task.activation, [&](auto function) {
-    multiply<Product>(task, FinishGated<typename Product::Dot::Input, decltype(function)>());
-  });
-}
-
-template <class Dot>
-using Float4Product = FloatsProduct<Dot, FloatCodes4>;
-template <class Dot>
-using Float8Product = FloatsProduct<Dot, FloatCodes8>;
+template <class Input>
+using Float4Product = FloatsProduct<DotOf<Input>, FloatCodes4>;
+template <class Input>
+using Float8Product = FloatsProduct<DotOf<Input>, FloatCodes8>;
 
 }  // namespace
 }  // namespace pagewire
 
 using namespace pagewire;
-
-// `bfloat16_float32` is for the LM head: sums of bfloat16 products are not rounded.
-#define PAGEWIRE_LINEAR(suffix, Product) \
-  PAGEWIRE_KERNEL pw_linear_float32##suffix(LinearTask* task) { \
-    multiply<Product<Float32Dot>>(*task, Finish<float, float>()); \
-  } \
-  PAGEWIRE_KERNEL pw_linear_bfloat16##suffix(LinearTask* task) { \
-    multiply<Product<BFloat16Dot>>(*task, Finish<BFloat16, BFloat16>()); \
-  } \
-  PAGEWIRE_KERNEL pw_linear_bfloat16_float32##suffix(LinearTask* task) { \
-    multiply<Product<BFloat16Dot>>(*task, Finish<BFloat16, float>()); \
-  } \
-  PAGEWIRE_KERNEL pw_gated_linear_float32##suffix(LinearTask* task) { \
-    multiply_gated<Product<Float32Dot>>(*task); \
-  } \
-  PAGEWIRE_KERNEL pw_gated_linear_bfloat16##suffix(LinearTask* task) { \
-    multiply_gated<Product<BFloat16Dot>>(*task); \
-  }
 
 PAGEWIRE_LINEAR(, DenseProduct)
 PAGEWIRE_LINEAR(_float4, Float4Product)

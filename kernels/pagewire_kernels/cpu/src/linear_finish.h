@@ -46,8 +46,10 @@ struct FinishGated {
     const Floats gate = add_bias<Number>(sums, task.bias, column, count);
     const Floats up = add_bias<Number>(sums + kLanes, task.bias, size + column, count);
     Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
-    store_some(y + column, multiply(Function()(gate), up), count);
+    store_some(y + column, pagewire::gate(function, gate, up), count);
   }
+
+  Function function{};
 };
 
 }  // namespace pagewire

@@ -5,11 +5,28 @@
 // numbers in the same order.
 #pragma once
 
+#include "linear_multiply.h"
 #include "linear_tile.h"
 #include "linear_tiles.h"
 #include "quantized.h"
 
 namespace pagewire {
+
+// Of products with floats, in any encoding.
+#if defined(PAGEWIRE_HAS_TILES)
+constexpr int64_t kBlockRows = 384;  // the most rows of an item
+constexpr int64_t kBlockBytes = 1 << 20;  // of rows, so that they stay in the second-level cache
+#else
+constexpr int64_t kBlockRows = 192;
+constexpr int64_t kBlockBytes = 512 << 10;
+#endif
+
+template <class Dot>
+int64_t most_rows_of(int64_t in_features) {
+  int64_t most = kBlockBytes / (in_features * static_cast<int64_t>(sizeof(typename Dot::Input)));
+  if (most > kBlockRows) most = kBlockRows;
+  return most < Dot::kMaxRows ? Dot::kMaxRows : most;
+}
 
 template <class Dot>
 constexpr int64_t kPanelInputBytes = kStepBytes / Dot::kInputsPerStep;  // of an unpacked panel
@@ -165,19 +182,26 @@ template <class D, class Codes>
 class FloatsProduct {
  public:
   using Dot = D;
+  using Input = typename Dot::Input;
+  static constexpr int64_t kMostRows = kBlockRows;
 
   explicit FloatsProduct(const LinearTask& task)
-      : task_(task), layout_(task.quantization, task.in_features), codes_(task.quantization.table) {}
+      : in_features_(task.in_features), group_size_(task.quantization.group_size),
+        layout_(task.quantization, task.in_features), codes_(task.quantization.table) {}
 
-  // sums: [num_rows, kPanel]
-  void operator()(const typename Dot::Input* x, int64_t num_rows, int64_t panel, int64_t,
-                  float* sums) {
-    if (num_rows <= kFewRows) return multiply_few<kFewRows>(x, num_rows, panel, sums);
-    const int64_t size = task_.quantization.group_size, stride = task_.x_stride;
+  int64_t panel_bytes() const { return layout_.panel_bytes; }
+  int64_t most_rows() const { return most_rows_of<Dot>(in_features_); }
+
+  void set_rows(const InputRows<Input>& rows, int64_t count) { rows_.set(rows, count, in_features_); }
+
+  void operator()(const char* weights, const char*, float* sums) {
+    const int64_t num_rows = rows_.num_rows;
+    const Input* x = rows_.x;
+    if (num_rows <= kFewRows) return multiply_few<kFewRows>(x, num_rows, weights, sums);
+    const int64_t size = group_size_, stride = rows_.stride;
     const int64_t num_tiles = divide_up(num_rows, Dot::kMaxRows);
     alignas(64) char steps[kMaxGroup * kPanelInputBytes<Dot>];
     memset(sums, 0, num_rows * kPanel * sizeof(float));
-    const char* weights = static_cast<const char*>(task_.weight) + panel * layout_.panel_bytes;
     layout_.for_each_group(weights, [&](int64_t, const Group& group) {
       unpack_floats<Dot>(group.codes, size, codes_, steps);
       Floats scale[kPanelVectors];
@@ -198,29 +222,29 @@ class FloatsProduct {
   static constexpr int kFewRows = kLanes == 16 && Dot::kInputsPerStep == 2 ? 8 : 4;
 
   template <int kRows>
-  void multiply_few(const typename Dot::Input* x, int64_t num_rows, int64_t panel, float* sums) {
+  void multiply_few(const Input* x, int64_t num_rows, const char* weights, float* sums) {
     if constexpr (kRows > 1) {
-      if (num_rows < kRows) return multiply_few<kRows - 1>(x, num_rows, panel, sums);
+      if (num_rows < kRows) return multiply_few<kRows - 1>(x, num_rows, weights, sums);
     }
     constexpr int kGroups = kRows > 2 ? 1 : 2;
-    const int64_t size = task_.quantization.group_size;
+    const int64_t size = group_size_;
     Group groups[kGroups];
     memset(sums, 0, kRows * kPanel * sizeof(float));
-    const char* weights = static_cast<const char*>(task_.weight) + panel * layout_.panel_bytes;
     layout_.for_each_group(weights, [&](int64_t g, const Group& group) {
       groups[g % kGroups] = group;
       if (g % kGroups == kGroups - 1) {
-        add_groups<Dot, kRows, kGroups>(x, task_.x_stride, groups, size, codes_, sums);
+        add_groups<Dot, kRows, kGroups>(x, rows_.stride, groups, size, codes_, sums);
         x += kGroups * size;
       } else if (g == layout_.num_groups - 1) {
-        add_groups<Dot, kRows, 1>(x, task_.x_stride, groups, size, codes_, sums);
+        add_groups<Dot, kRows, 1>(x, rows_.stride, groups, size, codes_, sums);
       }
     });
   }
 
-  const LinearTask& task_;
+  const int64_t in_features_, group_size_;
   const GroupLayout<Codes> layout_;
   const Codes codes_;
+  BlockRows<Input> rows_;
 };
 
 #if defined(PAGEWIRE_HAS_TILES)
@@ -232,12 +256,20 @@ template <class Codes>
 class FloatsProduct<BFloat16Dot, Codes> {
  public:
   using Dot = BFloat16Dot;
+  using Input = BFloat16;
+  static constexpr int64_t kMostRows = kBlockRows;
 
   explicit FloatsProduct(const LinearTask& task)
-      : task_(task), layout_(task.quantization, task.in_features), codes_(task.quantization.table) {}
+      : in_features_(task.in_features), group_size_(task.quantization.group_size),
+        layout_(task.quantization, task.in_features), codes_(task.quantization.table) {}
 
-  void operator()(const BFloat16* x, int64_t num_rows, int64_t panel, int64_t, float* sums) {
-    const int64_t size = task_.quantization.group_size;
+  int64_t panel_bytes() const { return layout_.panel_bytes; }
+  int64_t most_rows() const { return most_rows_of<Dot>(in_features_); }
+
+  void set_rows(const InputRows<Input>& rows, int64_t count) { rows_.set(rows, count, in_features_); }
+
+  void operator()(const char* panel, const char*, float* sums) {
+    const int64_t size = group_size_, num_rows = rows_.num_rows;
     const int64_t num_tiles = divide_up(num_rows, TileRegisters::kMostRows);
     const bool has_many_rows = num_tiles > kFewTiles;
     int64_t most = has_many_rows ? kMaxGroup / size : 1;
@@ -251,13 +283,12 @@ class FloatsProduct<BFloat16Dot, Codes> {
       for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t row = t * num_rows / num_tiles, end = (t + 1) * num_rows / num_tiles;
         const Products products = {&some, row, end - row, products_[last.sums == products_[0]]};
-        multiply(x + some.first * size, products, weights, t, num_tiles);
+        multiply(rows_.x + some.first * size, products, weights, t, num_tiles);
         add(last, sums);
         last = products;
       }
     };
-    const char* weights = static_cast<const char*>(task_.weight) + panel * layout_.panel_bytes;
-    layout_.for_each_group(weights, [&](int64_t g, const Group& group) {
+    layout_.for_each_group(panel, [&](int64_t g, const Group& group) {
       Groups& some = groups[number % 4];
       if (g % most == 0) some = {g, 0, {}, group.codes + 2 * most * layout_.group_bytes};
       char* const to = steps[has_many_rows ? 0 : number % 2];
@@ -296,7 +327,7 @@ class FloatsProduct<BFloat16Dot, Codes> {
   void multiply(const BFloat16* x, const Products& to, const char* weights, int64_t t,
                 int64_t num_tiles) {
     constexpr int64_t kTileInputs = kTileBytes / 2, kLines = kTileInputs * kCodeBytes<Codes> / 64;
-    const int64_t size = task_.quantization.group_size, row_bytes = task_.x_stride * 2;
+    const int64_t size = group_size_, row_bytes = rows_.stride * 2;
     const int64_t whole = size / kTileInputs, last_bytes = size % kTileInputs * 2;
     // For the rows of one tile, unpacking prefetches.
     const int64_t num_lines = num_tiles == 1 ? 0 : divide_up(kLines, num_tiles);
@@ -329,9 +360,10 @@ class FloatsProduct<BFloat16Dot, Codes> {
     }
   }
 
-  const LinearTask& task_;
+  const int64_t in_features_, group_size_;
   const GroupLayout<Codes> layout_;
   const Codes codes_;
+  BlockRows<Input> rows_;
   alignas(64) float products_[2][kMostGroups * kMostSums];
   TileRegisters tiles_;
 };

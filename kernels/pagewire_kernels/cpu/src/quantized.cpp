@@ -7,12 +7,9 @@
 // once, and all rows of a block go over it there. Both add the same numbers in the same order.
 #include "quantized.h"
 
-#include <stdlib.h>
-
-#include "linear_finish.h"
+#include "linear_multiply.h"
 #include "quantized_dot.h"
 #include "quantized_tiles.h"
-#include "share.h"
 
 namespace pagewire {
 namespace {
@@ -320,27 +317,12 @@ MultiplyPanel<Dot, Codes> panel_product_of(int64_t num_rows, [[maybe_unused]] bo
   return multiply_few<Dot, Codes, kRows>;
 }
 
-// The calling thread's working memory, which grows as needed and is kept; 64 bytes aligned.
-inline char* working_memory(int64_t num_bytes) {
-  static thread_local char* memory = nullptr;
-  static thread_local int64_t size = 0;
-  if (size < num_bytes) {
-    free(memory);
-    size = num_bytes + num_bytes / 4;
-    size += -size & 63;
-    memory = static_cast<char*>(aligned_alloc(64, size));
-    if (memory == nullptr) abort();
-  }
-  return memory;
-}
-
 #if defined(PAGEWIRE_HAS_TILES)
 // What `GroupTiles` multiply, of each group the rows of a tile after the other.
 template <class Dot, class Input>
-Block<Dot> turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num_rows,
-                          int64_t num_groups) {
+Block<Dot> turn_for_tiles(const InputRows<Input>& rows, int64_t num_rows, int64_t num_groups,
+                          const Quantization& q) {
   constexpr int64_t kDigits = Dot::kDigits;
-  const Quantization& q = task.quantization;
   const int64_t tile_rows = GroupTiles<Dot>::rows_per_tile(num_rows);
   const int64_t depth = tile_depth(q.group_size), digit_bytes = tile_rows * depth;
   const int64_t tile_bytes = kDigits * tile_rows * q.group_size;
@@ -350,7 +332,7 @@ Block<Dot> turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num
   auto* groups = reinterpret_cast<typename Dot::Inputs*>(inputs + num_groups * group_bytes);
   const Words by_digit = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   for (int64_t r = 0; r < num_rows; ++r) {
-    const Input* x = static_cast<const Input*>(task.x) + (first_row + r) * task.x_stride;
+    const Input* x = rows[r];
     for (int64_t g = 0; g < num_groups; ++g) {
       char* to = inputs + g * group_bytes + r / tile_rows * tile_bytes + r % tile_rows * depth;
       int64_t at = 0;
@@ -369,14 +351,11 @@ Block<Dot> turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num
 #endif
 
 template <class Dot, class Input>
-Block<Dot> turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows,
-                     int64_t num_groups) {
+Block<Dot> turn_rows(const InputRows<Input>& rows, int64_t num_rows, int64_t num_groups,
+                     const Quantization& q) {
 #if defined(PAGEWIRE_HAS_TILES)
-  if (num_rows > kFewRows<Dot>) {
-    return turn_for_tiles<Dot, Input>(task, first_row, num_rows, num_groups);
-  }
+  if (num_rows > kFewRows<Dot>) return turn_for_tiles<Dot, Input>(rows, num_rows, num_groups, q);
 #endif
-  const Quantization& q = task.quantization;
   const int64_t row_bytes = q.group_size * Dot::kTurnedBytes, num_turned = num_groups * num_rows;
   const auto size_of_inputs = static_cast<int64_t>(sizeof(typename Dot::Inputs));
   char* inputs = working_memory(num_turned * (row_bytes + size_of_inputs));
@@ -384,7 +363,7 @@ Block<Dot> turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows
   const int64_t most = rows_together<Dot>(num_rows);
   alignas(64) char row[kMaxGroup * Dot::kTurnedBytes];
   for (int64_t r = 0; r < num_rows; ++r) {
-    const Input* x = static_cast<const Input*>(task.x) + (first_row + r) * task.x_stride;
+    const Input* x = rows[r];
     const int64_t first = r / most * most, left = num_rows - first;
     const int64_t together = left < most ? left : most;
     for (int64_t g = 0; g < num_groups; ++g) {
@@ -398,57 +377,49 @@ Block<Dot> turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows
   return {inputs, groups, num_rows};
 }
 
-// Blocks are of about the same size.
-template <class Dot>
-inline int64_t rows_per_block(const LinearTask& task) {
-  int64_t most = kBlockBytes / (task.in_features * Dot::kTurnedBytes);
-  if (most < Dot::kRegisterRows) most = Dot::kRegisterRows;
-  if (most > kBlockRows) most = kBlockRows;
-  return even_part(*task.num_rows, most);
-}
+// Products with the panels of a weight.
+template <class NumberType, class Codes>
+class CodesProduct {
+ public:
+  using Input = NumberType;
+  static constexpr int64_t kMostRows = kBlockRows;
 
-template <class Input, class Codes, class Finish>
-void multiply(LinearTask& task, Finish finish) {
-  using Dot = QuantizedDot<Input>;
-  const int64_t num_rows = *task.num_rows;
-  if (num_rows == 0) return;
-  const Quantization& q = task.quantization;
-  const GroupLayout<Codes> layout(q, task.in_features);
-  const int64_t block_rows = rows_per_block<Dot>(task);
-  const int64_t num_panels = Finish::num_panels(task);
-  const int64_t num_items = divide_up(num_rows, block_rows) * num_panels;
-  const ByteTable table = load_table(q.table);
-  alignas(64) float sums[kBlockRows * kPanel];
-  int64_t turned_row = -1;
-  Block<Dot> block;
-#if defined(PAGEWIRE_HAS_TILES)
-  GroupTiles<Dot> tiles;
-#endif
-  SharedItems items(task, num_items, task.num_threads);
-  for (int64_t item = items.take(); item >= 0; item = items.take()) {
-    const int64_t row = item / num_panels * block_rows, panel = item % num_panels;
-    const int64_t count = num_rows - row < block_rows ? num_rows - row : block_rows;
-    if (row != turned_row) {
-      block = turn_rows<Dot, Input>(task, row, count, layout.num_groups);
-#if defined(PAGEWIRE_HAS_TILES)
-      block.tiles = &tiles;
-#endif
-      turned_row = row;
-    }
-    const char* weights = static_cast<const char*>(task.weight) + panel * layout.panel_bytes;
-    memset(sums, 0, count * kPanel * sizeof(float));
-    panel_product_of<Dot, Codes>(count, q.has_offsets)(block, layout, q, weights, table, sums);
-    if (!items.may_write()) return;
-    for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
+  explicit CodesProduct(const LinearTask& task)
+      : in_features_(task.in_features), q_(task.quantization), layout_(q_, task.in_features),
+        table_(load_table(q_.table)) {}
+
+  int64_t panel_bytes() const { return layout_.panel_bytes; }
+  int64_t most_rows() const {
+    int64_t most = kBlockBytes / (in_features_ * Dot::kTurnedBytes);
+    if (most < Dot::kRegisterRows) most = Dot::kRegisterRows;
+    return most > kBlockRows ? kBlockRows : most;
   }
-}
 
-template <class Input, class Codes>
-void multiply_gated(LinearTask& task) {
-  with_activation(task.activation, [&](auto function) {
-    multiply<Input, Codes>(task, FinishGated<Input, decltype(function)>());
-  });
-}
+  void set_rows(const InputRows<Input>& rows, int64_t count) {
+    block_ = turn_rows<Dot, Input>(rows, count, layout_.num_groups, q_);
+#if defined(PAGEWIRE_HAS_TILES)
+    block_.tiles = &tiles_;
+#endif
+  }
+
+  void operator()(const char* panel, const char*, float* sums) {
+    memset(sums, 0, block_.num_rows * kPanel * sizeof(float));
+    const auto product = panel_product_of<Dot, Codes>(block_.num_rows, q_.has_offsets);
+    product(block_, layout_, q_, panel, table_, sums);
+  }
+
+ private:
+  using Dot = QuantizedDot<Input>;
+
+  const int64_t in_features_;
+  const Quantization& q_;
+  const GroupLayout<Codes> layout_;
+  const ByteTable table_;
+  Block<Dot> block_{};
+#if defined(PAGEWIRE_HAS_TILES)
+  GroupTiles<Dot> tiles_;
+#endif
+};
 
 // A number into the place of output `n`.
 inline void store_number(char* numbers, int64_t n, float number, int64_t bytes) {
@@ -572,29 +543,27 @@ using namespace pagewire;
   PAGEWIRE_KERNEL pw_gather_float32_##codes(GatherTask* task) { gather<Codes, float>(*task); } \
   PAGEWIRE_KERNEL pw_gather_bfloat16_##codes(GatherTask* task) { gather<Codes, BFloat16>(*task); }
 
-#define PAGEWIRE_QUANTIZED(codes, Codes) \
-  PAGEWIRE_KERNEL pw_linear_float32_##codes(LinearTask* task) { \
-    multiply<float, Codes>(*task, Finish<float, float>()); \
-  } \
-  PAGEWIRE_KERNEL pw_linear_bfloat16_##codes(LinearTask* task) { \
-    multiply<BFloat16, Codes>(*task, Finish<BFloat16, BFloat16>()); \
-  } \
-  PAGEWIRE_KERNEL pw_linear_bfloat16_float32_##codes(LinearTask* task) { \
-    multiply<BFloat16, Codes>(*task, Finish<BFloat16, float>()); \
-  } \
-  PAGEWIRE_KERNEL pw_gated_linear_float32_##codes(LinearTask* task) { \
-    multiply_gated<float, Codes>(*task); \
-  } \
-  PAGEWIRE_KERNEL pw_gated_linear_bfloat16_##codes(LinearTask* task) { \
-    multiply_gated<BFloat16, Codes>(*task); \
-  } \
-  PAGEWIRE_PACKED(codes, Codes)
+template <class Input>
+using Int4Product = CodesProduct<Input, Codes4>;
+template <class Input>
+using Table4Product = CodesProduct<Input, TableCodes4>;
+template <class Input>
+using Int5Product = CodesProduct<Input, Codes5>;
+template <class Input>
+using Int6Product = CodesProduct<Input, Codes6>;
+template <class Input>
+using Int8Product = CodesProduct<Input, Codes8>;
 
-PAGEWIRE_QUANTIZED(int4, Codes4)
-PAGEWIRE_QUANTIZED(table4, TableCodes4)
-PAGEWIRE_QUANTIZED(int5, Codes5)
-PAGEWIRE_QUANTIZED(int6, Codes6)
-PAGEWIRE_QUANTIZED(int8, Codes8)
+PAGEWIRE_LINEAR(_int4, Int4Product)
+PAGEWIRE_LINEAR(_table4, Table4Product)
+PAGEWIRE_LINEAR(_int5, Int5Product)
+PAGEWIRE_LINEAR(_int6, Int6Product)
+PAGEWIRE_LINEAR(_int8, Int8Product)
+PAGEWIRE_PACKED(int4, Codes4)
+PAGEWIRE_PACKED(table4, TableCodes4)
+PAGEWIRE_PACKED(int5, Codes5)
+PAGEWIRE_PACKED(int6, Codes6)
+PAGEWIRE_PACKED(int8, Codes8)
 
 // Their products are those of linear_floats.h.
 PAGEWIRE_PACKED(float4, FloatCodes4)

@@ -1,6 +1,7 @@
 // The sizes of the structures that several kernels share.
 #include "attention.h"
 #include "batch.h"
+#include "experts.h"
 #include "layers.h"
 #include "linear.h"
 #include "team.h"
@@ -20,3 +21,7 @@ PAGEWIRE_STRUCT_SIZE(LinearTask)
 PAGEWIRE_STRUCT_SIZE(PackTask)
 PAGEWIRE_STRUCT_SIZE(GatherTask)
 PAGEWIRE_STRUCT_SIZE(QuantizedPackTask)
+PAGEWIRE_STRUCT_SIZE(ExpertPlan)
+PAGEWIRE_STRUCT_SIZE(RouteTask)
+PAGEWIRE_STRUCT_SIZE(ExpertsTask)
+PAGEWIRE_STRUCT_SIZE(CombineTask)

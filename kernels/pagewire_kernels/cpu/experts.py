@@ -1,0 +1,301 @@
+"""Launchers of the kernels for mixture of experts; see src/experts.h."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire_kernels import reference
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.checks import DTYPES, require
+from pagewire_kernels.cpu.linear import (
+    SERIAL_PRODUCTS,
+    Encoding,
+    HugeMemory,
+    NativeGatedWeight,
+    NativeWeight,
+    can_pack_codes,
+    encoding_of,
+)
+from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.cpu.program import count_address, kept, launch, new_rows
+from pagewire_kernels.cpu.tasks import (
+    CombineTask,
+    ExpertPlan,
+    ExpertsTask,
+    RouteTask,
+    address,
+    rows_of,
+)
+from pagewire_kernels.quantized_weight import QuantizedWeight
+from pagewire_kernels.reference.experts import SCORINGS, Gate, Routing
+
+_CLAMPED = len(reference.ACTIVATIONS)
+"""`kClampedSilu` of src/activation.h."""
+
+_ALIGNMENT = 4096
+
+
+def can_pack_experts(weights: Sequence[Tensor | QuantizedWeight]) -> bool:
+    """Whether these weights of experts can be packed together: all dense, or all quantized in one
+    format whose columns are in the order of inputs, without quantized activations."""
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if not quantized:
+        return True
+    formats = {
+        (
+            tuple(weight.shape),
+            weight.group_size,
+            weight.is_float,
+            weight.table,
+            weight.offsets is None,
+            None if weight.units is None else weight.units.shape[1],
+        )
+        for weight in quantized
+    }
+    return (
+        len(quantized) == len(weights)
+        and len(formats) == 1
+        and can_pack_codes(quantized[0])
+        and all(weight.order is None and weight.activations is None for weight in quantized)
+    )
+
+
+class Plan(NamedTuple):
+    """The experts of a step's rows, sorted; see src/experts.h."""
+
+    task: ExpertPlan
+    memory: tuple[np.ndarray, ...]
+    """What `task` points to, which is never reused: see `kept`."""
+
+    num_slots: int
+
+
+def route(library: Library, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Plan:
+    """Choose the experts of each row; see `reference.route`."""
+    num_rows = logits.shape[0]
+    key = num_rows, routing.num_experts, routing.num_chosen
+    plan = kept(key, lambda: _new_plan(*key))
+    task = RouteTask(
+        num_rows=count_address(num_rows),
+        **rows_of(logits=logits),
+        bias=address(bias),
+        plan=ctypes.addressof(plan.task),
+        num_experts=routing.num_experts,
+        num_chosen=routing.num_chosen,
+        scoring=SCORINGS.index(routing.scoring),
+        normalizes=routing.normalizes,
+        num_groups=routing.num_groups,
+        num_chosen_groups=routing.num_chosen_groups,
+        num_best=routing.num_best,
+        epsilon=routing.epsilon,
+        min_sum=routing.min_sum,
+        scale=routing.scale,
+    )
+    num_threads = threads.count_for(logits.numel() * _ROUTE_WORK)
+    launch(library.kernel("route"), task, num_threads)
+    return plan
+
+
+class _Pieces:
+    """Consecutive pieces of memory, all of the size of the first one that is taken."""
+
+    def __init__(self, memory: HugeMemory, count: int) -> None:
+        self._memory, self._count = memory, count
+        self._all = torch.empty(0, dtype=torch.uint8)
+        self._num_taken = 0
+        self.piece_bytes = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The next piece: uint8 [num_bytes]."""
+        if self._num_taken == 0:
+            self.piece_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            self._all = self._memory.take(self._count * self.piece_bytes)
+        first = self._num_taken * self.piece_bytes
+        self._num_taken += 1
+        return self._all[first : first + num_bytes]
+
+
+class NativeExperts:
+    """The gated experts of a layer, packed for the C++ kernels. A row has the same bits in any
+    batch."""
+
+    def __init__(
+        self,
+        gate_up: Sequence[Tensor | QuantizedWeight],
+        down: Sequence[Tensor | QuantizedWeight],
+        gate: Gate,
+        library: Library,
+        memory: HugeMemory,
+        dtype: torch.dtype | None = None,
+        *,
+        consume: bool = False,
+    ) -> None:
+        """Pack the weights of all experts.
+
+        gate_up: of each expert gate, then up, [2 * inner_size, hidden_size]; down: [hidden_size,
+        inner_size]; all of one kind (`can_pack_experts`); the others as for `NativeWeight`.
+        """
+        require(can_pack_experts(gate_up) and can_pack_experts(down), "experts of one format")
+        require(len(gate_up) == len(down), "as many weights of one kind as of the other")
+        self._gate, self._library, self._num_experts = gate, library, len(down)
+        pieces = _Pieces(memory, len(gate_up)), _Pieces(memory, len(down))
+        options: list[dict[str, Any]] = [
+            {"consume": consume, "encoding": _encoding_of(weights)} for weights in (gate_up, down)
+        ]
+        self._gate_up = [
+            NativeGatedWeight(weight, gate.activation, library, pieces[0], dtype, **options[0])
+            for weight in gate_up
+        ]
+        self._down = [
+            NativeWeight(weight, library, pieces[1], dtype, **options[1]) for weight in down
+        ]
+        self._expert_bytes = pieces[0].piece_bytes, pieces[1].piece_bytes
+        self.dtype = self._down[0].dtype
+        self.hidden_size, self.inner_size = self._down[0].out_features, self._down[0].in_features
+
+    def apply(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        routing: Routing,
+        *,
+        bias: Tensor | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
+        """The weighted sum of the outputs of each row's experts, and of shared experts.
+
+        x: [num_rows, hidden_size]; logits: float32 [num_rows, num_experts]; bias: float32
+        [num_experts], as in `reference.route`; gate_up_bias: [num_experts, 2 * inner_size];
+        down_bias: [num_experts, hidden_size]; shared: as x, the output of shared experts;
+        shared_gate: float32 [num_rows, 1], as in `reference.add_shared`. Returns as x.
+        """
+        self._check(x, logits, routing, bias)
+        for name, found, size in (
+            ("gate_up_bias", gate_up_bias, 2 * self.inner_size),
+            ("down_bias", down_bias, self.hidden_size),
+        ):
+            shape = (self._num_experts, size)
+            require(found is None or _is_dense(found, shape, self.dtype), f"a {name} of {shape}")
+        plan = route(self._library, logits, routing, bias)
+        inner = new_rows(plan.num_slots, self.inner_size, self.dtype)
+        self._multiply(self._gate_up, 0, x, plan, gate_up_bias, inner)
+        output = new_rows(plan.num_slots, self.hidden_size, torch.float32)
+        self._multiply(self._down, 1, inner, plan, down_bias, output)
+        return self._combine(output, plan, routing, x, shared, shared_gate)
+
+    def _check(self, x: Tensor, logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
+        num_experts = self._num_experts
+        require(
+            x.dtype == self.dtype and x.shape[1] == self.hidden_size and x.stride(1) == 1,
+            f"dense rows of {self.dtype} [*, {self.hidden_size}]",
+        )
+        require(
+            logits.dtype == torch.float32
+            and logits.shape == (x.shape[0], num_experts)
+            and logits.stride(1) == 1,
+            f"dense logits of float32 [{x.shape[0]}, {num_experts}]",
+        )
+        require(routing.num_experts == num_experts, f"routing among {num_experts} experts")
+        require(
+            bias is None or _is_dense(bias, (num_experts,), torch.float32),
+            f"a dense bias of float32 [{num_experts}]",
+        )
+
+    def _multiply(
+        self,
+        weights: Sequence[NativeWeight] | Sequence[NativeGatedWeight],
+        part: int,
+        x: Tensor,
+        plan: Plan,
+        bias: Tensor | None,
+        y: Tensor,
+    ) -> None:
+        """part: 0 of gate and up projection, 1 of down projection."""
+        first = weights[0]
+        limit = self._gate.limit
+        num_products = plan.num_slots * first.in_features * first.out_features
+        task = ExpertsTask(
+            num_threads=threads.count_for(num_products, SERIAL_PRODUCTS),
+            **rows_of(x=x, y=y),
+            weight=first.address,
+            bias=address(bias),
+            in_features=first.in_features,
+            out_features=first.out_features,
+            activation=(
+                reference.ACTIVATIONS.index(self._gate.activation) if limit is None else _CLAMPED
+            ),
+            **first.quantization,
+            expert_bytes=self._expert_bytes[part],
+            plan=ctypes.addressof(plan.task),
+            gathers=part == 0,
+            alpha=self._gate.alpha,
+            limit=limit or 0.0,
+            offset=self._gate.offset,
+        )
+        name = f"{('gated_experts', 'experts')[part]}_{DTYPES[self.dtype]}{first.suffix}"
+        launch(self._library.kernel(name), task, task.num_threads)
+
+    def _combine(
+        self,
+        output: Tensor,
+        plan: Plan,
+        routing: Routing,
+        x: Tensor,
+        shared: Tensor | None,
+        shared_gate: Tensor | None,
+    ) -> Tensor:
+        num_rows = x.shape[0]
+        y = new_rows(num_rows, self.hidden_size, self.dtype)
+        require(
+            shared is None
+            or (shared.dtype == y.dtype and shared.shape == y.shape and shared.stride(1) == 1),
+            "an output of shared experts like the rows",
+        )
+        require(
+            shared_gate is None
+            or (shared_gate.dtype == torch.float32 and shared_gate.shape == (num_rows, 1)),
+            "a gate of shared experts of float32 [num_rows, 1]",
+        )
+        task = CombineTask(
+            num_rows=count_address(num_rows),
+            **rows_of(x=output, shared=shared, gate=shared_gate, y=y),
+            plan=ctypes.addressof(plan.task),
+            num_chosen=routing.num_chosen,
+            size=self.hidden_size,
+        )
+        kernel = self._library.kernel(f"combine_{DTYPES[self.dtype]}")
+        launch(kernel, task, threads.count_for(output.numel()))
+        return y
+
+
+_ROUTE_WORK = 16
+"""The time for the choice of an expert's logit, compared with that for a sum of two numbers."""
+
+
+def _encoding_of(weights: Sequence[Tensor | QuantizedWeight]) -> Encoding | None:
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    return encoding_of(quantized) if quantized else None
+
+
+def _is_dense(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous()
+
+
+def _new_plan(max_rows: int, num_experts: int, num_chosen: int) -> Plan:
+    sizes = {
+        "active": num_experts,
+        "starts": num_experts + 1,
+        "rows": max_rows * num_chosen,
+        "slots": max_rows * num_chosen,
+    }
+    arrays = {name: np.zeros(size, np.int32) for name, size in sizes.items()}
+    arrays["weights"] = np.zeros(max_rows * num_chosen, np.float32)
+    task = ExpertPlan(**{name: array.ctypes.data for name, array in arrays.items()})
+    return Plan(task, tuple(arrays.values()), max_rows * num_chosen)

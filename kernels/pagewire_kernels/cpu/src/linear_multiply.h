@@ -1,0 +1,259 @@
+// The loops over the items of a product, for any kind of packed weight.
+//
+// A work item is a panel of outputs for a block of rows. While one item is computed, the panel of the
+// thread's next item is prefetched. A thread takes consecutive panels.
+//
+// A `Product` has
+//
+//   Input, kMostRows      what rows consist of; the most rows of a block
+//   panel_bytes()         of the packed weight
+//   most_rows()           of a block, at most kMostRows, so that they stay in the second-level cache
+//   set_rows(rows, count) the block's rows
+//   operator()(panel, next_panel, sums)  their products with a panel, [count, kPanel]
+#pragma once
+
+#include <stdlib.h>
+
+#include "experts.h"
+#include "linear_finish.h"
+#include "share.h"
+
+namespace pagewire {
+
+// Rows of inputs: consecutive ones of x, or those that `index` lists.
+template <class Input>
+struct InputRows {
+  const Input* operator[](int64_t r) const {
+    return x + (index == nullptr ? r : index[r]) * stride;
+  }
+
+  const Input* x;
+  int64_t stride;
+  const int32_t* index;  // or null
+};
+
+// The calling thread's working memory, which grows as needed and is kept; 64 bytes aligned.
+inline char* working_memory(int64_t num_bytes) {
+  static thread_local char* memory = nullptr;
+  static thread_local int64_t size = 0;
+  if (size < num_bytes) {
+    free(memory);
+    size = num_bytes + num_bytes / 4;
+    size += -size & 63;
+    memory = static_cast<char*>(aligned_alloc(64, size));
+    if (memory == nullptr) abort();
+  }
+  return memory;
+}
+
+// The rows of a block at one distance from each other, copied if they are not.
+template <class Input>
+class BlockRows {
+ public:
+  void set(const InputRows<Input>& rows, int64_t count, int64_t size) {
+    num_rows = count;
+    x = rows[0];
+    stride = rows.stride;
+    if (rows.index == nullptr || count == 1) return;
+    // An odd number of cache lines: see `new_rows` of program.py.
+    const int64_t row_bytes = (divide_up(size * sizeof(Input), 64) | 1) * 64;
+    char* to = working_memory(count * row_bytes);
+    for (int64_t r = 0; r < count; ++r) memcpy(to + r * row_bytes, rows[r], size * sizeof(Input));
+    x = reinterpret_cast<const Input*>(to);
+    stride = row_bytes / static_cast<int64_t>(sizeof(Input));
+  }
+
+  const Input* x = nullptr;
+  int64_t stride = 0, num_rows = 0;
+};
+
+template <class Product, class Finish>
+void multiply(LinearTask& task, Finish finish) {
+  using Input = typename Product::Input;
+  const int64_t num_rows = *task.num_rows;
+  if (num_rows == 0) return;
+  alignas(64) float sums[Product::kMostRows * kPanel];
+  Product product(task);
+  const int64_t block_rows = even_part(num_rows, product.most_rows());
+  const int64_t num_panels = Finish::num_panels(task);
+  const auto* weights = static_cast<const char*>(task.weight);
+  int64_t first = -1, count = 0;  // of the block
+  SharedItems items(task, divide_up(num_rows, block_rows) * num_panels, task.num_threads);
+  for (int64_t item = items.take(); item >= 0; item = items.take()) {
+    const int64_t row = item / num_panels * block_rows, panel = item % num_panels;
+    if (row != first) {
+      first = row;
+      count = num_rows - row < block_rows ? num_rows - row : block_rows;
+      const auto* x = static_cast<const Input*>(task.x) + row * task.x_stride;
+      product.set_rows({x, task.x_stride, nullptr}, count);
+    }
+    const int64_t next = items.following(item) % num_panels;
+    product(weights + panel * product.panel_bytes(), weights + next * product.panel_bytes(), sums);
+    if (!items.may_write()) return;
+    for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
+  }
+}
+
+// The blocks of rows of all active experts, one after the other. It is a copy of what it needs of the
+// plan, since that may change before a thread that lost its core notices.
+class ExpertBlocks {
+ public:
+  ExpertBlocks(const ExpertPlan& plan, int64_t most_rows)
+      : num_active_(plan.num_active), most_rows_(most_rows) {
+    int64_t num_blocks = 0;
+    for (int64_t a = 0; a < num_active_; ++a) {
+      experts_[a] = {plan.active[a], plan.starts[a], num_blocks};
+      num_blocks += divide_up(plan.starts[a + 1] - plan.starts[a], most_rows);
+    }
+    experts_[num_active_] = {0, num_active_ ? plan.starts[num_active_] : 0, num_blocks};
+  }
+
+  struct Block {
+    int64_t expert, first_slot, num_rows;
+  };
+
+  int64_t size() const { return experts_[num_active_].first_block; }
+
+  Block operator[](int64_t block) const {
+    int64_t low = 0, high = num_active_;  // the expert is one of these
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (experts_[middle].first_block <= block ? low : high) = middle;
+    }
+    const Expert &expert = experts_[low], &next = experts_[low + 1];
+    const int64_t size = even_part(next.first_slot - expert.first_slot, most_rows_);
+    const int64_t first = expert.first_slot + (block - expert.first_block) * size;
+    const int64_t left = next.first_slot - first;
+    return {expert.index, first, left < size ? left : size};
+  }
+
+ private:
+  struct Expert {
+    int64_t index, first_slot, first_block;
+  };
+
+  const int64_t num_active_, most_rows_;
+  Expert experts_[kMaxExperts + 1];
+};
+
+// The same product for the slots of all experts, each with its own weight. `finish` is called with the
+// task of an expert's block, the number of its rows, a panel and sums.
+template <class Product, class Finish>
+void multiply_experts(ExpertsTask& task, Finish finish) {
+  using Input = typename Product::Input;
+  alignas(64) float sums[Product::kMostRows * kPanel];
+  Product product(task);
+  const ExpertBlocks blocks(*task.plan, product.most_rows());
+  const int64_t num_panels = Finish::num_panels(task);
+  const auto* weights = static_cast<const char*>(task.weight);
+  LinearTask of_block = task;
+  int64_t current = -1;
+  ExpertBlocks::Block block{};
+  SharedItems items(task, blocks.size() * num_panels, task.num_threads);
+  for (int64_t item = items.take(); item >= 0; item = items.take()) {
+    const int64_t panel = item % num_panels;
+    if (item / num_panels != current) {
+      current = item / num_panels;
+      block = blocks[current];
+      const auto* x = static_cast<const Input*>(task.x);
+      if (task.gathers) {
+        product.set_rows({x, task.x_stride, task.plan->rows + block.first_slot}, block.num_rows);
+      } else {
+        const auto* first = x + block.first_slot * task.x_stride;
+        product.set_rows({first, task.x_stride, nullptr}, block.num_rows);
+      }
+      of_block.y = static_cast<char*>(task.y) + block.first_slot * task.y_stride * Finish::kBytes;
+      if (task.bias != nullptr) {
+        of_block.bias = static_cast<const Input*>(task.bias) + block.expert * task.out_features;
+      }
+    }
+    const int64_t next = items.following(item);
+    const int64_t next_expert =
+        next / num_panels == current ? block.expert : blocks[next / num_panels].expert;
+    product(weights + block.expert * task.expert_bytes + panel * product.panel_bytes(),
+            weights + next_expert * task.expert_bytes + next % num_panels * product.panel_bytes(),
+            sums);
+    if (!items.may_write()) return;
+    finish(of_block, block.num_rows, panel, sums);
+  }
+}
+
+// y = sums + bias in float32
+template <class Number>
+struct FinishExperts {
+  static constexpr int64_t kBytes = sizeof(float);
+  static int64_t num_panels(const LinearTask& task) {
+    return Finish<Number, float>::num_panels(task);
+  }
+  void operator()(const LinearTask& task, int64_t num_rows, int64_t panel, const float* sums) const {
+    for (int64_t r = 0; r < num_rows; ++r) {
+      Finish<Number, float>()(task, r, panel, sums + r * kPanel);
+    }
+  }
+};
+
+template <class Number>
+struct FinishGatedExperts {
+  static constexpr int64_t kBytes = sizeof(Number);
+  static int64_t num_panels(const LinearTask& task) {
+    return FinishGated<Number, Silu>::num_panels(task);
+  }
+  void operator()(const LinearTask& task, int64_t num_rows, int64_t panel, const float* sums) const {
+    with_gate(task.activation, clamped, [&](auto function) {
+      const FinishGated<Number, decltype(function)> finish{function};
+      for (int64_t r = 0; r < num_rows; ++r) finish(task, r, panel, sums + r * kPanel);
+    });
+  }
+
+  const ClampedSilu& clamped;
+};
+
+template <class Product>
+void multiply_gated(LinearTask& task) {
+  with_activation(task.activation, [&](auto function) {
+    multiply<Product>(task, FinishGated<typename Product::Input, decltype(function)>{function});
+  });
+}
+
+template <class Product>
+void multiply_gated_experts(ExpertsTask& task) {
+  multiply_experts<Product>(task, FinishGatedExperts<typename Product::Input>{task.clamped});
+}
+
+template <class Product>
+void multiply_experts(ExpertsTask& task) {
+  multiply_experts<Product>(task, FinishExperts<typename Product::Input>());
+}
+
+}  // namespace pagewire
+
+// The kernels of one kind of weight: `Product` is a template of what `float` and `BFloat16` stand for.
+// `bfloat16_float32` is for the LM head: sums of bfloat16 products are not rounded.
+#define PAGEWIRE_LINEAR(suffix, Product) \
+  PAGEWIRE_KERNEL pw_linear_float32##suffix(LinearTask* task) { \
+    multiply<Product<float>>(*task, Finish<float, float>()); \
+  } \
+  PAGEWIRE_KERNEL pw_linear_bfloat16##suffix(LinearTask* task) { \
+    multiply<Product<BFloat16>>(*task, Finish<BFloat16, BFloat16>()); \
+  } \
+  PAGEWIRE_KERNEL pw_linear_bfloat16_float32##suffix(LinearTask* task) { \
+    multiply<Product<BFloat16>>(*task, Finish<BFloat16, float>()); \
+  } \
+  PAGEWIRE_KERNEL pw_gated_linear_float32##suffix(LinearTask* task) { \
+    multiply_gated<Product<float>>(*task); \
+  } \
+  PAGEWIRE_KERNEL pw_gated_linear_bfloat16##suffix(LinearTask* task) { \
+    multiply_gated<Product<BFloat16>>(*task); \
+  } \
+  PAGEWIRE_KERNEL pw_gated_experts_float32##suffix(ExpertsTask* task) { \
+    multiply_gated_experts<Product<float>>(*task); \
+  } \
+  PAGEWIRE_KERNEL pw_gated_experts_bfloat16##suffix(ExpertsTask* task) { \
+    multiply_gated_experts<Product<BFloat16>>(*task); \
+  } \
+  PAGEWIRE_KERNEL pw_experts_float32##suffix(ExpertsTask* task) { \
+    multiply_experts<Product<float>>(*task); \
+  } \
+  PAGEWIRE_KERNEL pw_experts_bfloat16##suffix(ExpertsTask* task) { \
+    multiply_experts<Product<BFloat16>>(*task); \
+  }

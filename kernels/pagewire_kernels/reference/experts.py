@@ -1,0 +1,172 @@
+"""Mixture of experts in plain torch: the choice of experts, and the gated experts themselves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.reference.layers import ACTIVATIONS, act_and_mul
+
+SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
+"""How logits become weights: over all experts, of each expert alone, or over the chosen experts."""
+
+MAX_EXPERTS = 1024
+MAX_CHOSEN = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routing:
+    """How the experts of a row are chosen and weighted. Impossible numbers raise ValueError."""
+
+    num_experts: int
+    num_chosen: int
+    """Experts of a row."""
+
+    scoring: str = "softmax"
+    """One of `SCORINGS`."""
+
+    normalizes: bool = False
+    """Whether weights are divided by their sum."""
+
+    epsilon: float = 0.0
+    """Added to the sum of weights."""
+
+    min_sum: float = 0.0
+    """Smaller sums of weights count as this."""
+
+    scale: float = 1.0
+    """Factor of the weights."""
+
+    num_groups: int = 1
+    """Groups of consecutive experts; only those of the best groups can be chosen."""
+
+    num_chosen_groups: int = 1
+    num_best: int = 1
+    """The best experts of a group, 1 or 2, whose scores add up to that of the group."""
+
+    def __post_init__(self) -> None:
+        if self.scoring not in SCORINGS:
+            raise ValueError(f"scoring: expected one of {', '.join(SCORINGS)}, got {self.scoring}")
+        limits = {
+            "num_experts": (1, MAX_EXPERTS),
+            "num_chosen": (1, min(self.num_experts, MAX_CHOSEN)),
+            "num_groups": (1, self.num_experts),
+            "num_chosen_groups": (1, self.num_groups),
+            "num_best": (1, 2),
+        }
+        for name, (low, high) in limits.items():
+            if not low <= getattr(self, name) <= high:
+                got = getattr(self, name)
+                raise ValueError(f"{name}: expected {low} to {high}, got {got}")
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_groups: expected a divisor of {self.num_experts} experts, got"
+                f" {self.num_groups}"
+            )
+        available = self.num_experts // self.num_groups * self.num_chosen_groups
+        if available < self.num_chosen:
+            raise ValueError(
+                f"num_chosen_groups: expected groups with at least {self.num_chosen} experts, got"
+                f" {self.num_chosen_groups} groups with {available}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """The gated activation of an expert: activation(gate) * up, or with a limit
+    (up + offset) * gate * sigmoid(alpha * gate), after gate was limited from above, and up from
+    both sides (gpt-oss)."""
+
+    activation: str = "silu"
+    """One of `ACTIVATIONS`; `silu` if there is a limit."""
+
+    limit: float | None = None
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            expected = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation: expected one of {expected}, got {self.activation}")
+        if self.limit is not None and self.activation != "silu":
+            raise ValueError(f"activation: expected silu with a limit, got {self.activation}")
+
+    def apply(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [num_rows, 2 * size], gate, then up. Returns [num_rows, size]."""
+        if self.limit is None:
+            return act_and_mul(gate_up, self.activation)
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        active = gate / torch.exp(-gate * self.alpha).add_(1)
+        return ((up + self.offset) * active).to(gate_up.dtype)
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each row, and weight them.
+
+    logits: float32 [num_rows, num_experts]; bias: float32 [num_experts], which is added to scores
+    for the choice alone. Returns the experts in ascending order, int64 [num_rows, num_chosen], and
+    their weights, float32. Of equal scores, the expert with the lowest index is chosen.
+    """
+    scores = {
+        "softmax": lambda: logits.softmax(dim=-1),
+        "sigmoid": lambda: 1 / (1 + torch.exp(-logits)),
+        "softmax_of_chosen": lambda: logits,
+    }[routing.scoring]()
+    compared = scores if bias is None else scores + bias
+    compared = torch.where(compared.isnan(), -torch.inf, compared)
+    if routing.num_chosen_groups < routing.num_groups:
+        groups = compared.unflatten(1, (routing.num_groups, -1))
+        num_best = min(routing.num_best, groups.shape[2])
+        of_groups = groups.topk(num_best, dim=2).values.sum(dim=2)
+        kept = torch.zeros_like(of_groups, dtype=torch.bool)
+        kept.scatter_(1, _best(of_groups, routing.num_chosen_groups), True)
+        compared = groups.masked_fill(~kept.unsqueeze(2), -torch.inf).flatten(1)
+    chosen = _best(compared, routing.num_chosen).sort(dim=1).values
+    weights = scores.gather(1, chosen)
+    if routing.scoring == "softmax_of_chosen":
+        weights = weights.softmax(dim=1)
+    if routing.normalizes:
+        total = weights.sum(dim=1, keepdim=True) + routing.epsilon
+        weights = weights / total.clamp(min=routing.min_sum)
+    return chosen, weights * routing.scale
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Indices of the largest numbers of each row, the lowest among equals."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+Product = Callable[[int, Tensor], Tensor]
+"""The product of rows with the weight of one expert, given its index."""
+
+
+def gated_experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Product, down: Product, gate: Gate
+) -> Tensor:
+    """The weighted sum of the outputs of each row's experts, in ascending order of experts, so that
+    a row has the same bits in any batch if the products have.
+
+    x: [num_rows, hidden_size]; chosen, weights: as `route` returns them; gate_up: returns gate,
+    then up; down: returns [*, hidden_size]. Returns float32 [num_rows, hidden_size].
+    """
+    total: Tensor | None = None
+    for expert in chosen.unique().tolist():
+        rows, places = torch.where(chosen == expert)
+        output = down(expert, gate.apply(gate_up(expert, x[rows]))).float()
+        if total is None:
+            total = output.new_zeros(x.shape[0], output.shape[1])
+        total[rows] += output * weights[rows, places, None]
+    return x.float() if total is None else total
+
+
+def add_shared(total: Tensor, shared: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Add the output of shared experts to that of the chosen ones.
+
+    total: float32 [num_rows, size]; shared: [num_rows, size]; gate: logits, float32 [num_rows, 1],
+    with whose sigmoid shared rows are multiplied. Returns float32 [num_rows, size].
+    """
+    if gate is None:
+        return total + shared.float()
+    return total + shared.float() / (1 + torch.exp(-gate))

@@ -1,0 +1,49 @@
+"""The choice of experts in plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire_kernels.reference import Gate, Routing, route
+
+
+@pytest.mark.parametrize(
+    ("faulty", "message"),
+    [
+        ({"scoring": "tanh"}, "scoring: expected one of softmax, sigmoid"),
+        ({"num_experts": 1025}, "num_experts: expected 1 to 1024, got 1025"),
+        ({"num_chosen": 9}, "num_chosen: expected 1 to 8, got 9"),
+        ({"num_groups": 3}, "num_groups: expected a divisor of 8 experts, got 3"),
+        ({"num_groups": 4, "num_chosen_groups": 5}, "num_chosen_groups: expected 1 to 4, got 5"),
+        ({"num_groups": 8}, "num_chosen_groups: expected groups with at least 2 experts, got 1"),
+        ({"num_best": 3}, "num_best: expected 1 to 2, got 3"),
+    ],
+)
+def test_impossible_numbers_are_refused(faulty: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Routing(**{"num_experts": 8, "num_chosen": 2, **faulty})
+
+
+def test_unknown_activations_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation: expected one of silu"):
+        Gate(activation="swish")
+    with pytest.raises(ValueError, match="activation: expected silu with a limit, got gelu"):
+        Gate(activation="gelu", limit=7.0)
+
+
+def test_the_bias_decides_the_choice_but_not_the_weights() -> None:
+    routing = Routing(num_experts=4, num_chosen=2, scoring="sigmoid")
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    chosen, weights = route(logits, routing, torch.tensor([0.0, -5.0, 0.0, 5.0]))
+    assert chosen.tolist() == [[0, 3]]
+    torch.testing.assert_close(weights, logits[:, [0, 3]].sigmoid())
+
+
+def test_only_experts_of_the_best_groups_are_chosen() -> None:
+    logits = torch.tensor([[3.0, -9.0, 2.0, 2.0, 2.5, -8.0]])
+    routing = {"num_experts": 6, "num_chosen": 2, "num_groups": 3, "num_chosen_groups": 1}
+    best = Routing(**routing, num_best=1, scoring="softmax_of_chosen")
+    assert route(logits, best)[0].tolist() == [[0, 1]]
+    pairs = Routing(**routing, num_best=2, scoring="softmax_of_chosen")
+    assert route(logits, pairs)[0].tolist() == [[2, 3]]
