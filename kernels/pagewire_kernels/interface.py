@@ -61,7 +61,8 @@ class LayerKernels(Protocol):
     """Row-wise operations, which are defined by the functions of the same names in
     `pagewire_kernels.reference`.
 
-    Weights, biases and tables have the dtype and device of the rows. Rows have a dense last axis
+    Weights, biases and tables have the dtype and device of the rows; weights of RMS norms may be
+    float32 instead. Rows have a dense last axis
     and otherwise arbitrary strides. Results are new tensors unless a method says otherwise.
     """
 
@@ -93,6 +94,15 @@ class LayerKernels(Protocol):
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up, where `gate_up` holds gate, then up, on its last axis."""
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """factor * x, in place; returns x."""
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), of float32 rows, in place; returns x."""
+
+    def add(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add x to the sums in place; returns these."""
 
     def rotate_and_write_kv(
         self,

@@ -25,6 +25,7 @@ from pagewire_kernels.cpu.program import (
 from pagewire_kernels.cpu.tasks import (
     ActivationTask,
     Batch,
+    ElementwiseTask,
     LargestTask,
     NormTask,
     RotateTask,
@@ -157,7 +158,12 @@ class NativeLayerKernels:
     ) -> Tensor:
         num_rows, size = x.shape
         require(_is_rows(x, num_rows, x.dtype), "rows with a dense last axis")
-        require(_is_dense(weight, (size,), x.dtype), "a dense weight of the rows' size and dtype")
+        has_float_weight = weight is not None and weight.dtype == torch.float32
+        weight_dtype = torch.float32 if has_float_weight else x.dtype
+        require(
+            _is_dense(weight, (size,), weight_dtype),
+            "a dense weight of the rows' size, and of their dtype or float32",
+        )
         require(_is_dense(bias, (size,), x.dtype), "a dense bias of the rows' size and dtype")
         require(
             residual is None or _is_rows(residual, num_rows, x.dtype),
@@ -168,6 +174,7 @@ class NativeLayerKernels:
             num_rows=count_address(num_rows),
             **rows_of(x=x, residual=residual, y=y),
             weight=address(weight),
+            has_float_weight=has_float_weight,
             bias=address(bias),
             size=size,
             eps=eps,
@@ -198,6 +205,31 @@ class NativeLayerKernels:
             activation=reference.ACTIVATIONS.index(activation),
         )
         self._launch(name, task, x.dtype, y.numel())
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """factor * x, in place."""
+        return self._elementwise("scale", x, x, factor)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), in place."""
+        require(x.dtype == torch.float32, "float32 rows")
+        return self._elementwise("soft_cap", x, x, cap)
+
+    def add(self, sums: Tensor, x: Tensor) -> Tensor:
+        """Add x to the sums in place."""
+        return self._elementwise("add", x, sums, 1.0)
+
+    def _elementwise(self, name: str, x: Tensor, y: Tensor, factor: float) -> Tensor:
+        num_rows, size = y.shape
+        require(
+            _is_rows(x, num_rows, y.dtype) and x.shape[1] == size and y.stride(1) == 1,
+            "rows of one dtype and size, with a dense last axis",
+        )
+        task = ElementwiseTask(
+            num_rows=count_address(num_rows), **rows_of(x=x, y=y), size=size, factor=factor
+        )
+        self._launch(name, task, y.dtype, y.numel())
+        return y
 
     def rotate_and_write_kv(
         self,
@@ -287,9 +319,11 @@ def _rotate_task(
         all(_is_dense(table, cos.shape, dtype) for table in (cos, sin)),
         "dense cos and sin tables of one shape and the rows' dtype",
     )
+    has_float_norms = weights[0] is not None and weights[0].dtype == torch.float32
+    norm_dtype = torch.float32 if has_float_norms else dtype
     require(
-        all(_is_dense(weight, (head_dim,), dtype) for weight in weights),
-        "dense norm weights of a head's size and dtype",
+        all(_is_dense(weight, (head_dim,), norm_dtype) for weight in weights),
+        "dense norm weights of a head's size, of one dtype: that of heads or float32",
     )
     require(_is_dense(positions, (num_rows,), torch.int64), "a dense int64 position for each row")
     return RotateTask(
@@ -301,6 +335,7 @@ def _rotate_task(
         table_stride=cos.shape[1],
         query_norm=address(weights[0]),
         key_norm=address(weights[1]),
+        has_float_norms=has_float_norms,
         num_heads=num_heads,
         num_kv_heads=key.shape[1],
         head_dim=head_dim,

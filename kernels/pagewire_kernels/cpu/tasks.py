@@ -95,7 +95,8 @@ class NormTask(NativeStruct):
     """`NormTask` of src/layers.h."""
 
     _fields_ = fields_of(
-        "next_item num_rows x x_stride residual residual_stride weight bias y y_stride size",
+        "next_item num_rows x x_stride residual residual_stride weight has_float_weight bias y "
+        "y_stride size",
         "eps",
     )
 
@@ -104,6 +105,12 @@ class ActivationTask(NativeStruct):
     """`ActivationTask` of src/layers.h."""
 
     _fields_ = fields_of("next_item num_rows x x_stride y y_stride size activation")
+
+
+class ElementwiseTask(NativeStruct):
+    """`ElementwiseTask` of src/layers.h."""
+
+    _fields_ = fields_of("next_item num_rows x x_stride y y_stride size", "factor")
 
 
 class TakeTask(NativeStruct):
@@ -139,7 +146,7 @@ class RotateTask(NativeStruct):
         "next_item batch query key value query_stride query_head_stride key_stride "
         "key_head_stride value_stride value_head_stride key_cache value_cache block_stride "
         "slot_stride cache_head_stride block_size cos sin table_stride query_norm key_norm "
-        "num_heads num_kv_heads head_dim half",
+        "has_float_norms num_heads num_kv_heads head_dim half",
         "eps",
     )
 

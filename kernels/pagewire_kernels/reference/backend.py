@@ -28,4 +28,7 @@ class TorchLayerKernels:
     act_and_mul = staticmethod(reference.act_and_mul)
     rotate_and_write_kv = staticmethod(reference.rotate_and_write_kv)
     rotate = staticmethod(reference.rotate)
+    scale = staticmethod(reference.scale)
+    soft_cap = staticmethod(reference.soft_cap)
+    add = staticmethod(reference.add)
     sum_rows = staticmethod(reference.sum_rows)

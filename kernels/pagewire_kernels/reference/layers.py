@@ -145,6 +145,22 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     return (_FUNCTIONS[activation](gate) * up).to(gate_up.dtype)
 
 
+def scale(x: Tensor, factor: float) -> Tensor:
+    """factor * x, in place. x: [num_rows, size]."""
+    return x.mul_(factor)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), in place, so that numbers are between -cap and cap. x: float32
+    [num_rows, size]."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def add(sums: Tensor, x: Tensor) -> Tensor:
+    """Add x to the sums in place, rounded once. Both: [num_rows, size], of one dtype."""
+    return sums.add_(x)
+
+
 def _silu(x: Tensor) -> Tensor:
     """x * sigmoid(x).
 

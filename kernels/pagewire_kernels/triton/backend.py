@@ -61,4 +61,7 @@ class TritonLayerKernels:
     act_and_mul = staticmethod(act_and_mul)
     rotate_and_write_kv = staticmethod(rotate_and_write_kv)
     rotate = staticmethod(rotate)
+    scale = staticmethod(reference.scale)
+    soft_cap = staticmethod(reference.soft_cap)
+    add = staticmethod(reference.add)
     sum_rows = staticmethod(sum_rows)

@@ -59,6 +59,38 @@ def test_norms_agree(
         assert torch.equal(*(stream for stream in streams if stream is not None))
 
 
+def test_an_rms_norm_with_a_float32_weight_agrees(
+    kernels: NativeLayerKernels, dtype: torch.dtype
+) -> None:
+    x, weight = _random(3, 100, dtype=dtype), 1 + _random(100, dtype=torch.float32, seed=1) / 1000
+    _assert_agrees(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    found, expected = (_random(3, 5, 100, dtype=dtype, seed=2) for _ in range(2))
+    angles = _random(3, 20, dtype=torch.float32, seed=3)
+    tables = torch.arange(3), angles.cos().to(dtype), angles.sin().to(dtype)
+    for rotate, heads in ((kernels.rotate, found), (reference.rotate, expected)):
+        rotate(heads[:, :3], heads[:, 3:], *tables, query_norm=weight, key_norm=weight)
+    _assert_agrees(found, expected)
+
+
+@pytest.mark.parametrize("size", [1, 1100])
+def test_sums_and_multiples_agree(
+    kernels: NativeLayerKernels, dtype: torch.dtype, size: int
+) -> None:
+    x, sums = (_random(7, 2 * size, dtype=dtype, seed=seed)[:, :size] for seed in (0, 1))
+    expected, more = 0.3 * x.float(), sums.float() + x.float()
+    assert kernels.add(sums, x) is sums
+    assert torch.equal(sums, more.to(dtype))
+    assert kernels.scale(x, 0.3) is x
+    _assert_agrees(x, expected.to(dtype))
+
+
+def test_a_soft_cap_agrees(kernels: NativeLayerKernels, dtype: torch.dtype) -> None:
+    x = torch.cat([torch.linspace(-300, 300, 5001), _random(7, dtype=torch.float32)])[None]
+    expected = 30 * torch.tanh(x.double() / 30)
+    torch.testing.assert_close(kernels.soft_cap(x, 30.0).double(), expected, rtol=1e-6, atol=1e-5)
+    assert kernels.soft_cap(torch.tensor([[torch.nan, 1.0]]), 30.0)[0, 0].isnan()
+
+
 def test_a_layer_norm_of_numbers_far_from_zero_agrees(
     kernels: NativeLayerKernels, dtype: torch.dtype
 ) -> None:

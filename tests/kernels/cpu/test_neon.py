@@ -234,6 +234,10 @@ LAYERS: dict[str, Layer] = {
     "sum_rows": _sum_rows,
     "rms_norm": lambda kernels, x: kernels.rms_norm(x, x[0], 1e-6, x[[1, 0, 3, 2, 4]].clone()),
     "layer_norm": lambda kernels, x: kernels.layer_norm(x, x[0], x[1], 1e-6),
+    "float32 weight": lambda kernels, x: kernels.rms_norm(x, x[0].float(), 1e-6),
+    "scale": lambda kernels, x: kernels.scale(x.clone(), 0.3),
+    "add": lambda kernels, x: kernels.add(x.clone(), x.flip(0)),
+    "soft_cap": lambda kernels, x: kernels.soft_cap(x.float(), 2.0),
     **{name: partial(_activate, name) for name in reference.ACTIVATIONS},
 }
 

@@ -16,6 +16,7 @@ struct NormTask : Task {
   void* residual;  // null, or [*num_rows, size]: x is added to it, and the sum is normalised
   int64_t residual_stride;
   const void* weight;  // [size] or null
+  int64_t has_float_weight;  // whether the weight is float32, whatever the rows are
   const void* bias;    // [size] or null
   void* y;             // [*num_rows, size]
   int64_t y_stride;
@@ -31,6 +32,17 @@ struct ActivationTask : Task {
   int64_t y_stride;
   int64_t size;
   Activation activation;
+};
+
+// y = factor * x; y = factor * tanh(x / factor); or y += x.
+struct ElementwiseTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, size]
+  int64_t x_stride;
+  void* y;  // [*num_rows, size]; may be x
+  int64_t y_stride;
+  int64_t size;
+  float factor;
 };
 
 struct RotateTask : Task {
@@ -50,6 +62,7 @@ struct RotateTask : Task {
   int64_t table_stride;
   const void* query_norm;  // [head_dim] or null
   const void* key_norm;
+  int64_t has_float_norms;  // whether these are float32, whatever the heads are
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;

@@ -53,12 +53,13 @@ float variance_of(const Number* x, int64_t size, float mean) {
 template <class Number>
 void scale_row(const NormTask& task, int64_t row, const Number* x, float mean, float factor) {
   Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
-  const auto* weight = static_cast<const Number*>(task.weight);
   const auto* bias = static_cast<const Number*>(task.bias);
   for (int64_t i = 0; i < task.size; i += kLanes) {
     const int64_t left = task.size - i;
     Floats z = multiply(subtract(load_some(x + i, left), broadcast(mean)), broadcast(factor));
-    if (weight != nullptr) z = multiply(z, load_some(weight + i, left));
+    if (task.weight != nullptr) {
+      z = multiply(z, load_weight<Number>(task.weight, task.has_float_weight, i, left));
+    }
     if (bias != nullptr) z = add(z, load_some(bias + i, left));
     store_some(y + i, z, left);
   }

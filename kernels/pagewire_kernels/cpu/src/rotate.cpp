@@ -22,17 +22,19 @@ void store_head(const float* head, int64_t size, Number* to) {
 
 // RMS norm.
 template <class Number>
-void norm_head(float* head, int64_t size, const Number* weight, float eps) {
+void norm_head(float* head, const void* weight, const RotateTask& task) {
+  const int64_t size = task.head_dim;
   Floats sum = zeros();
   for (int64_t i = 0; i < size; i += kLanes) {
     const Floats numbers = load_some(head + i, size - i);
     sum = multiply_add(numbers, numbers, sum);
   }
   const float mean = sum_lanes(sum) / static_cast<float>(size);
-  const float factor = 1.0f / __builtin_sqrtf(mean + eps);
+  const float factor = 1.0f / __builtin_sqrtf(mean + task.eps);
   for (int64_t i = 0; i < size; i += kLanes) {
     const Floats scaled = multiply(load_some(head + i, size - i), broadcast(factor));
-    store_some(head + i, multiply(scaled, load_some(weight + i, size - i)), size - i);
+    const Floats weights = load_weight<Number>(weight, task.has_float_norms, i, size - i);
+    store_some(head + i, multiply(scaled, weights), size - i);
   }
 }
 
@@ -54,9 +56,7 @@ void norm_and_rotate(const RotateTask& task, int64_t position, const Number* fro
                    const void* weight, Number* to) {
   alignas(64) float head[kMaxHeadDim];
   load_head(from, task.head_dim, head);
-  if (weight != nullptr) {
-    norm_head(head, task.head_dim, static_cast<const Number*>(weight), task.eps);
-  }
+  if (weight != nullptr) norm_head<Number>(head, weight, task);
   const int64_t at = position * task.table_stride;
   rotate_head(head, task.half, static_cast<const Number*>(task.cos) + at,
             static_cast<const Number*>(task.sin) + at);
