@@ -183,8 +183,8 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 FAMILIES = tuple(_FAMILIES)
-NATIVE_FAMILIES = FAMILIES[: FAMILIES.index("gemma")]
-TRANSFORMERS_FAMILIES = FAMILIES[FAMILIES.index("gemma") :]
+TRANSFORMERS_FAMILIES = FAMILIES[FAMILIES.index("gemma4") :]
+NATIVE_FAMILIES = FAMILIES[: FAMILIES.index("gemma4")]
 
 
 @cache

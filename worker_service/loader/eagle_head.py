@@ -29,6 +29,7 @@ from worker_service.loader.weights import (
     load_weights,
     open_checkpoint,
 )
+from worker_service.models.decoder_families.common import NotNative
 from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.eagle import EagleHead, EagleSettings
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -136,6 +137,8 @@ def _settings(
         decoder = llama_settings({**config, "architectures": ["LlamaForCausalLM"]})
     except KeyError as error:
         raise BadCheckpoint(f"config.json: a head of EAGLE-3 needs the key {error}") from error
+    except NotNative:
+        decoder = None
     if decoder is None or not decoder.activations <= ACTIVATIONS.keys():
         raise UnsupportedModel(
             "config.json: expected an activation and rotary embeddings that Llama models have"

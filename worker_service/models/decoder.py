@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import StepBatch
@@ -63,10 +64,13 @@ class NormSpec:
     affine: bool = True
     """Whether a layer norm has a weight and a bias."""
 
+    offset: float = 0.0
+    """What is added to the weight of an RMS norm."""
+
     def build(self, size: int, context: ModelContext, kernels: Kernels) -> RMSNorm | LayerNorm:
         """The norm of rows of this size."""
         if self.is_rms:
-            return RMSNorm(size, self.eps, context, kernels.layers)
+            return RMSNorm(size, self.eps, context, kernels.layers, self.offset)
         return LayerNorm(size, self.eps, context, kernels.layers, self.affine)
 
 
@@ -75,6 +79,9 @@ class NormPlace(Enum):
 
     BEFORE = auto()
     """Before each part, whose output is added to the residual stream."""
+
+    AROUND = auto()
+    """Before each part, and of its output."""
 
     AFTER_SUM = auto()
     """Of the sum of each part's output and the residual stream, which continues with it."""
@@ -95,6 +102,9 @@ class AttentionSpec:
 
     window: int | None = None
     """Tokens that a token sees, itself included; None: all before it."""
+
+    soft_cap: float | None = None
+    """The limit that attention scores approach; None: there is none."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -165,6 +175,12 @@ class DecoderSettings(ModelSettings):
 
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
+    embedding_scale: float = 1.0
+    """The factor of embeddings, which is rounded to their dtype."""
+
+    logits_soft_cap: float | None = None
+    """The limit that logits approach; None: there is none."""
+
     position_offset: int | None = None
     """The row of the table of learned positions for position 0; None: there is no table."""
 
@@ -212,11 +228,15 @@ class Attention(nn.Module):
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if s.head_norm is not None:
+            eps, offset = s.head_norm.eps, s.head_norm.offset
             self.query_norm, self.key_norm = (
-                RMSNorm(s.head_dim, s.head_norm.eps, context, kernels.layers) for _ in range(2)
+                RMSNorm(s.head_dim, eps, context, kernels.layers, offset) for _ in range(2)
             )
         self.paged = PagedAttention(
-            kernels.attention_of(s.window), scale=s.scale, sliding_window=s.window
+            kernels.attention_of(s.window),
+            scale=s.scale,
+            sliding_window=s.window,
+            soft_cap=s.soft_cap,
         )
         self._head_dim, self._num_heads = s.head_dim, [heads.size, kv_heads.size, kv_heads.size]
         self._rotary, self._kernels = rotary, kernels.layers
@@ -302,11 +322,18 @@ class DecoderLayer(NativeLayer):
         attention_inputs: width of the inputs of attention, None for the size; is_transposed: see
         `DecoderSettings`."""
         super().__init__()
-        self.attention_norm = spec.norm.build(size, context, kernels)
+
+        def norm() -> RMSNorm | LayerNorm:
+            return spec.norm.build(size, context, kernels)
+
+        self.attention_norm = norm()
         self.attention = Attention(
             spec.attention, attention_inputs or size, size, context, kernels, rotary
         )
-        self.feed_forward_norm = spec.norm.build(size, context, kernels)
+        self.feed_forward_norm = norm()
+        has_output_norms = spec.norm_place is NormPlace.AROUND
+        self.attention_output_norm = norm() if has_output_norms else None
+        self.feed_forward_output_norm = norm() if has_output_norms else None
         self.feed_forward = spec.feed_forward.build(size, context, kernels)
         self._place, self._names = spec.norm_place, spec.names
         self._is_transposed = is_transposed
@@ -314,17 +341,20 @@ class DecoderLayer(NativeLayer):
     def forward(
         self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor | None]:
-        if self._place is NormPlace.BEFORE:
-            return residual, self.attend_and_mix(self.attention_norm(residual, x), residual, inputs)
-        assert x is None, "a norm of the sum leaves nothing to be added"
-        residual = self.attention_norm(residual, self.attention(residual, inputs))
-        return self.feed_forward_norm(residual, self.feed_forward(residual)), None
+        if self._place is NormPlace.AFTER_SUM:
+            assert x is None, "a norm of the sum leaves nothing to be added"
+            residual = self.attention_norm(residual, self.attention(residual, inputs))
+            return self.feed_forward_norm(residual, self.feed_forward(residual)), None
+        return residual, self.attend_and_mix(self.attention_norm(residual, x), residual, inputs)
 
     def attend_and_mix(self, x: Tensor, residual: Tensor, inputs: LayerInputs) -> Tensor:
         """Add the attention output for `x`, which is normed, to `residual`, then return the output
         of the feed-forward part."""
         x = self.attention(x, inputs)
-        return self.feed_forward(self.feed_forward_norm(residual, x))
+        if self.attention_output_norm is not None:
+            x = self.attention_output_norm(x)
+        x = self.feed_forward(self.feed_forward_norm(residual, x))
+        return x if self.feed_forward_output_norm is None else self.feed_forward_output_norm(x)
 
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         return part_targets(self, self._names, f"{name}.", transposed=self._is_transposed)
@@ -379,6 +409,8 @@ class DecoderModel(NativeModel):
     ) -> None:
         super().__init__(settings, max_model_len, context, kernels)
         s, layout = settings, context.communicator.layout
+        self._embedding_scale = torch.tensor(s.embedding_scale, dtype=context.dtype).item()
+        self._logits_soft_cap = s.logits_soft_cap
         self._position_offset = s.position_offset or 0
         self.position_embedding: Tensor | None = None
         self.project_in: Linear | None = None
@@ -430,6 +462,8 @@ class DecoderModel(NativeModel):
         x = self.embedding(batch.token_ids)
         if self.project_in is not None:
             x = self.project_in(x)
+        if self._embedding_scale != 1.0:
+            x = self._kernels.layers.scale(x, self._embedding_scale)
         if self.position_embedding is None:
             return x
         positions = self.position_embedding[self._position_offset :]
@@ -438,6 +472,13 @@ class DecoderModel(NativeModel):
     def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
         x = super().run_layers(residual, batch)
         return x if self.project_out is None else self.project_out(x)
+
+    def _apply_head(self, hidden_states: Tensor) -> Tensor:
+        logits = super()._apply_head(hidden_states)
+        cap = self._logits_soft_cap
+        if cap is None or not self.communicator.layout.samples:
+            return logits
+        return self._kernels.layers.soft_cap(logits, cap)
 
     def weight_targets(self) -> Iterator[WeightTarget]:
         yield from super().weight_targets()

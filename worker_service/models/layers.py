@@ -15,12 +15,25 @@ from worker_service.models.interface import ModelContext, WeightTarget
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019)."""
+    """x / rms(x) * (offset + weight) over the last axis (Zhang and Sennrich 2019).
 
-    def __init__(self, size: int, eps: float, context: ModelContext, kernels: LayerKernels) -> None:
+    With an offset, the sum is kept in float32: rounded to bfloat16, it would lose most of a weight.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        context: ModelContext,
+        kernels: LayerKernels,
+        offset: float = 0.0,
+    ) -> None:
         super().__init__()
         self.weight = context.empty(size)
+        if offset:
+            self.weight = self.weight.float()
         self.eps = eps
+        self._offset = offset
         self._kernels = kernels
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
@@ -28,6 +41,11 @@ class RMSNorm(nn.Module):
         if x is None:
             return self._kernels.rms_norm(residual, self.weight, self.eps)
         return self._kernels.rms_norm(x, self.weight, self.eps, residual)
+
+    def add_offset(self) -> None:
+        """Add the offset to the weight, which is loaded."""
+        self.weight += self._offset
+        self._offset = 0.0
 
 
 class LayerNorm(nn.Module):
@@ -73,10 +91,12 @@ class PagedAttention:
         *,
         scale: float,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         self._backend = backend
         self._scale = scale
         self._sliding_window = sliding_window
+        self._soft_cap = soft_cap
         self.key_scale = self.value_scale = 1.0
         """Keys and values are divided by these scales when they are written to an fp8 cache."""
 
@@ -102,6 +122,7 @@ class PagedAttention:
             metadata,
             scale=self._scale,
             sliding_window=self._sliding_window,
+            soft_cap=self._soft_cap,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
         )
@@ -140,7 +161,9 @@ class RotarySettings:
     """Other parameters of the scaling type, by their names in `transformers`."""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], rotary_dim: int) -> "RotarySettings":
+    def from_config(
+        cls, config: Mapping[str, Any], rotary_dim: int, default_theta: float = 10000.0
+    ) -> "RotarySettings":
         """Read `rope_scaling`, or `rope_parameters`, and the keys that may be beside them, in the
         order of precedence of `transformers`. If each type of layer has parameters of its own, the
         scaling type is `nested`."""
@@ -154,7 +177,7 @@ class RotarySettings:
             scaling_type = "nested"
         return cls(
             rotary_dim=rotary_dim,
-            theta=float(parameters.get("rope_theta") or 10000.0),
+            theta=float(parameters.get("rope_theta") or default_theta),
             scaling_type=scaling_type,
             max_position_embeddings=int(config["max_position_embeddings"]),
             parameters=parameters,

@@ -142,12 +142,14 @@ class LoadableModule(nn.Module, ABC):
         return name
 
     def finish_loading(self) -> None:
-        """Pack the weights for the device. To be called once, when all targets are filled."""
+        """Prepare the weights for the device. To be called once, when all targets are filled."""
         for module in self.modules():
             if isinstance(module, Linear | VocabEmbedding):
                 module.pack()
             if isinstance(module, Linear) and self._needs_fixed_products:
                 module.fix_order()
+            if isinstance(module, RMSNorm):
+                module.add_offset()
 
 
 class NativeModel(LoadableModule):

@@ -1,6 +1,6 @@
 """Native models by the name of their architecture."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,7 @@ from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.models.decoder import DecoderModel
 from worker_service.models.decoder_families import DECODERS
+from worker_service.models.decoder_families.common import NotNative
 from worker_service.models.encoder import EncoderModel
 from worker_service.models.encoder_families import ENCODERS, encoder_settings
 from worker_service.models.interface import ModelContext
@@ -16,8 +17,9 @@ from worker_service.models.native import ModelSettings, NativeModel
 from worker_service.models.pooling import facts_of
 from worker_service.pooling_facts import PoolingFacts
 
-ReadSettings = Callable[[Mapping[str, Any]], ModelSettings | None]
-"""Reads settings from the content of `config.json`; None for an unsupported variant."""
+ReadSettings = Callable[[Mapping[str, Any]], ModelSettings]
+"""Reads settings from the content of `config.json`. Raises NotNative for a variant that the layers
+do not compute."""
 
 NATIVE_MODELS: dict[str, tuple[ReadSettings, type[NativeModel]]] = {
     **{name: (read, DecoderModel) for name, read in DECODERS.items()},
@@ -72,11 +74,13 @@ def native_settings(config: Mapping[str, Any]) -> ModelSettings | None:
         settings = read_settings(config)
     except KeyError as error:
         raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
+    except NotNative:
+        return None
     if model.generates and config.get("is_causal", True) is False:
         raise UnsupportedModel(
             "config.json: is_causal: expected true, since only decoders are supported, got false"
         )
-    if settings is None or not settings.activations <= ACTIVATIONS.keys():
+    if not settings.activations <= ACTIVATIONS.keys():
         return None
     if not model.generates:
         return settings
@@ -102,20 +106,31 @@ _OTHER_SETTINGS = (
 )
 """Settings of other models, or of models' own code, that change what a model computes."""
 
-_READ_SETTINGS = {
-    "MistralForCausalLM": ("sliding_window",),
-    "Qwen2ForCausalLM": ("sliding_window", "layer_types"),
-    "Qwen3ForCausalLM": ("sliding_window", "layer_types"),
-    **{name: ("layer_types",) for name in ENCODERS if name.startswith("ModernBert")},
-}
-"""Those of `_OTHER_SETTINGS` that a native model has."""
+
+class _Keys(Mapping[str, Any]):
+    """A configuration that records the keys that are read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
 
 
 def ignored_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in `config.json` that would change what a model computes, but that the model of this
     name does not have, here and in `transformers`. config: as for `native_settings`."""
-    read = _READ_SETTINGS.get(config["architectures"][0], ())
-    found = {key: config.get(key) for key in _OTHER_SETTINGS if key not in read}
+    keys = _Keys(config)
+    native_settings(keys)
+    found = {key: config.get(key) for key in _OTHER_SETTINGS if key not in keys.read}
     if set(config.get("layer_types") or ()) <= {"full_attention"}:
         found.pop("layer_types", None)
     if "AutoModelForCausalLM" not in (config.get("auto_map") or ()):

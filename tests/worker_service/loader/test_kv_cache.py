@@ -119,7 +119,6 @@ def test_the_same_memory_holds_about_twice_the_blocks_in_int8(
 def test_an_int8_cache_keeps_the_logits_within_two_hundredths(
     family: str, backend: str | None
 ) -> None:
-    """Gemma 2 runs through transformers."""
     small = _load(checkpoint(family), backend=backend, kv_cache_dtype="int8")
     assert small.model.kv_cache_spec.dtype == torch.int8
     expected, found = logits(_load(checkpoint(family), backend=backend)), logits(small)

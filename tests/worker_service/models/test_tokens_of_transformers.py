@@ -134,3 +134,9 @@ def test_bfloat16_stays_near_float32(family: str) -> None:
     expected = oracle(path).logits(tokens)
     error = (logits - expected).norm() / expected.norm()
     assert error < 0.1
+
+
+def test_a_soft_cap_bounds_the_logits() -> None:
+    logits = _loaded("gemma2").model.compute_logits(torch.randn(3, 64) * 100)
+    assert logits.abs().max() <= 7.0  # that of the checkpoint
+    assert logits.abs().max() > 6.0

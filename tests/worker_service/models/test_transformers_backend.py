@@ -69,11 +69,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
         "text encoder; supported families of these are Bert, ",
     ),
-    "GemmaForCausalLM": (
-        "GemmaConfig",
+    "PhiForCausalLM": (
+        "PhiConfig",
         {
             **SHAPE,
-            "head_dim": 16,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         },
         "dynamic rotary scaling",
@@ -150,7 +149,7 @@ class _KeepsNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "olmo2", "phi3"])
+@pytest.mark.parametrize("family", ["gemma4", "olmo2", "phi3"])
 def test_a_forward_pass_copies_nothing_to_the_host(family: str) -> None:
     loaded = load(checkpoint(family))
     driver = PagedDriver(loaded.model)
@@ -180,11 +179,3 @@ class _Misplaced:
 def test_a_model_that_ignores_positions_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="a sequence computed in chunks has other logits"):
         try_model(_Misplaced(), torch.device("cpu"), 16)
-
-
-def test_the_models_own_head_scales_and_caps_the_logits() -> None:
-    loaded = load(checkpoint("gemma2"))
-    hidden = torch.randn(3, 64) * 100
-    logits = loaded.model.compute_logits(hidden)
-    assert logits.abs().max() <= 7.0  # the checkpoint's final soft cap
-    assert logits.abs().max() > 6.0

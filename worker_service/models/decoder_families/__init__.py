@@ -4,16 +4,24 @@ from collections.abc import Callable, Mapping
 
 from worker_service.models.decoder import DecoderSettings
 from worker_service.models.decoder_families.common import Config
+from worker_service.models.decoder_families.gemma import (
+    gemma2_settings,
+    gemma3_settings,
+    gemma_settings,
+)
 from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
 from worker_service.models.decoder_families.llama import llama_settings
 
-DECODERS: Mapping[str, Callable[[Config], DecoderSettings | None]] = {
+DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "LlamaForCausalLM": llama_settings,
     "MistralForCausalLM": llama_settings,
     "Qwen2ForCausalLM": llama_settings,
     "Qwen3ForCausalLM": llama_settings,
+    "GemmaForCausalLM": gemma_settings,
+    "Gemma2ForCausalLM": gemma2_settings,
+    "Gemma3ForCausalLM": gemma3_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
 }
 """By the class name: reads settings from a configuration, in which absent keys have the defaults of
-`transformers`; None for an unsupported variant."""
+`transformers`. Raises `common.NotNative` for a variant that the layers do not compute."""

@@ -1,13 +1,125 @@
 """What families of decoders have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+from worker_service.errors import UnsupportedModel
+from worker_service.models.decoder import AttentionSpec, DecoderSettings, LayerSpec, NormSpec
+from worker_service.models.layers import SCALING_TYPES, RotarySettings
 
 Config = Mapping[str, Any]
 """The content of `config.json`."""
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Names of `layer_types`."""
+
+
+class NotNative(Exception):
+    """A variant that the layers do not compute, which may run through `transformers`."""
 
 
 def by_lines(names: str) -> dict[str, str]:
     """Names of tensors by the path of attributes, from lines that begin with the path."""
     rows = (line.split(maxsplit=1) for line in names.strip().splitlines())
     return {path: " ".join(stored.split()) for path, stored in rows}
+
+
+NAMES = by_lines("""
+attention_norm          input_layernorm
+attention.qkv           self_attn.q_proj self_attn.k_proj self_attn.v_proj
+attention.query_norm    self_attn.q_norm
+attention.key_norm      self_attn.k_norm
+attention.output        self_attn.o_proj
+feed_forward_norm       post_attention_layernorm
+feed_forward.up         mlp.gate_proj mlp.up_proj
+feed_forward.down       mlp.down_proj
+""")
+"""Llama's names, and those of the parts that it lacks."""
+
+
+def require(config: Config, key: str, *allowed: Any) -> Any:
+    """The value of a key. Raises UnsupportedModel if it is neither absent nor allowed."""
+    value = config.get(key)
+    if value is not None and value not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise UnsupportedModel(f"config.json: {key}: expected {expected}, got {value}")
+    return value
+
+
+def head_dim_of(config: Config, default: int | None = None) -> int:
+    """Elements of a head. default: where `config.json` does not say it; None: those of the hidden
+    size, divided by the heads."""
+    own = default or config["hidden_size"] // config["num_attention_heads"]
+    return int(config.get("head_dim") or own)
+
+
+def rotary_of(
+    config: Config,
+    head_dim: int,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+) -> RotarySettings:
+    """The rotary embedding of heads of this size.
+
+    parameters: those of a type of layers; None: those of `config.json`. theta, partial: defaults.
+    Raises NotNative for other scaling types.
+    """
+    if parameters is not None:
+        length = config["max_position_embeddings"]
+        config = {"max_position_embeddings": length, "rope_parameters": parameters}
+    found = RotarySettings.from_config(config, head_dim, theta)
+    if found.scaling_type not in SCALING_TYPES:
+        raise NotNative(f"rope_type {found.scaling_type}")
+    factor = float(found.parameters.get("partial_rotary_factor", partial))
+    return replace(found, rotary_dim=int(head_dim * factor))
+
+
+def layer_types(config: Config, default: Sequence[str]) -> list[str]:
+    """The type of each layer. Raises UnsupportedModel for other types, or another number."""
+    num_layers = config["num_hidden_layers"]
+    kinds = list(config.get("layer_types") or default)
+    if len(kinds) != num_layers or not set(kinds) <= {SLIDING, FULL}:
+        raise UnsupportedModel(
+            f"config.json: layer_types: expected {SLIDING} or {FULL} for each of {num_layers}"
+            f" layers, got {', '.join(map(str, kinds))}"
+        )
+    return kinds
+
+
+def attention_of(
+    config: Config, head_dim: int, rotary: RotarySettings | None, **others: Any
+) -> AttentionSpec:
+    """Attention with the usual keys. others: further fields, or other values."""
+    num_heads = config["num_attention_heads"]
+    fields = {
+        "num_heads": num_heads,
+        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+        "head_dim": head_dim,
+        "scale": head_dim**-0.5,
+        "rotary": rotary,
+    }
+    return AttentionSpec(**fields | others)
+
+
+def decoder_of(
+    config: Config, layers: Sequence[LayerSpec], norm: NormSpec, **others: Any
+) -> DecoderSettings:
+    """A decoder with the usual keys. norm: that after the last layer; others: further fields, or
+    other values."""
+    rotary = next((layer.attention.rotary for layer in layers if layer.attention.rotary), None)
+    length = config["max_position_embeddings"] if rotary is None else rotary.max_model_len()
+    fields = {
+        "architecture": config["architectures"][0],
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "embedding_size": config["hidden_size"],
+        "num_layers": len(layers),
+        "max_model_len": length,
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "layers": tuple(layers),
+        "final_norm": norm,
+    }
+    return DecoderSettings(**fields | others)

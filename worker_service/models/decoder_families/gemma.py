@@ -1,0 +1,142 @@
+"""Gemma 1, 2 and 3: norms with an offset of 1, scaled embeddings, a gated MLP with GELU; from
+Gemma 2 on norms before and after each part, and windows in most layers."""
+
+from worker_service.models.decoder import (
+    AttentionSpec,
+    DecoderSettings,
+    LayerSpec,
+    MLPSpec,
+    NormPlace,
+    NormSpec,
+)
+from worker_service.models.decoder_families.common import (
+    FULL,
+    NAMES,
+    SLIDING,
+    Config,
+    NotNative,
+    attention_of,
+    decoder_of,
+    head_dim_of,
+    layer_types,
+    rotary_of,
+)
+
+_NAMES = {
+    **NAMES,
+    "attention_output_norm": "post_attention_layernorm",
+    "feed_forward_norm": "pre_feedforward_layernorm",
+    "feed_forward_output_norm": "post_feedforward_layernorm",
+}
+_GELU = "gelu_pytorch_tanh"
+_THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+"""Of Gemma 3."""
+
+
+def gemma_settings(config: Config) -> DecoderSettings:
+    """Gemma 1. Old checkpoints name the wrong GELU."""
+    head_dim = head_dim_of(config, 256)
+    attention = attention_of(config, head_dim, rotary_of(config, head_dim), **_biases(config))
+    activation = config.get("hidden_act", _GELU)
+    return _decoder(
+        config,
+        [attention] * config["num_hidden_layers"],
+        _GELU if activation == "gelu" else activation,
+        place=NormPlace.BEFORE,
+    )
+
+
+def gemma2_settings(config: Config) -> DecoderSettings:
+    """Gemma 2: attention scores and logits with soft caps."""
+    head_dim = head_dim_of(config, 256)
+    rotary = rotary_of(config, head_dim)
+    window = config.get("sliding_window", 4096)
+    attentions = [
+        attention_of(
+            config,
+            head_dim,
+            rotary,
+            scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+            window=window if kind == SLIDING else None,
+            soft_cap=config.get("attn_logit_softcapping", 50.0),
+            **_biases(config),
+        )
+        for kind in _kinds(config, 2)
+    ]
+    activation = config.get("hidden_activation", _GELU)
+    cap = config.get("final_logit_softcapping", 30.0)
+    return _decoder(config, attentions, activation, soft_cap=cap)
+
+
+def gemma3_settings(config: Config) -> DecoderSettings:
+    """Gemma 3: queries and keys with norms, and another rotary embedding in layers with windows."""
+    head_dim = head_dim_of(config, 256)
+    stored = config.get("rope_parameters") or {}
+    local, scaling = config.get("rope_local_base_freq"), config.get("rope_scaling")
+    if config.get("rope_theta") or local or scaling or not stored:  # as older checkpoints have it
+        stored = {
+            FULL: {"rope_theta": config.get("rope_theta") or _THETAS[FULL], **(scaling or {})},
+            SLIDING: {"rope_theta": local or _THETAS[SLIDING]},
+        } | stored
+    rotaries = {
+        kind: rotary_of(config, head_dim, stored.get(kind) or {}, theta=theta)
+        for kind, theta in _THETAS.items()
+    }
+    window = config.get("sliding_window", 4096)
+    attentions = [
+        attention_of(
+            config,
+            head_dim,
+            rotaries[kind],
+            scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+            window=window if kind == SLIDING else None,
+            head_norm=_norm(config),
+            **_biases(config),
+        )
+        for kind in _kinds(config, config.get("sliding_window_pattern", 6))
+    ]
+    activation, cap = config.get("hidden_activation", _GELU), config.get("final_logit_softcapping")
+    return _decoder(config, attentions, activation, soft_cap=cap)
+
+
+def _kinds(config: Config, period: int) -> list[str]:
+    """The types of layers: the last of each period has full attention."""
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return layer_types(config, [SLIDING if layer % period else FULL for layer in layers])
+
+
+def _biases(config: Config) -> dict[str, bool]:
+    has_bias = bool(config.get("attention_bias", False))
+    return {"qkv_bias": has_bias, "output_bias": has_bias}
+
+
+def _norm(config: Config) -> NormSpec:
+    return NormSpec(eps=config.get("rms_norm_eps", 1e-6), offset=1.0)
+
+
+def _decoder(
+    config: Config,
+    attentions: list[AttentionSpec],
+    activation: str,
+    *,
+    place: NormPlace = NormPlace.AROUND,
+    soft_cap: float | None = None,
+) -> DecoderSettings:
+    """attentions: of each layer. Raises NotNative for attention that is not causal."""
+    if config.get("use_bidirectional_attention"):
+        raise NotNative("use_bidirectional_attention")
+    norm = _norm(config)
+    mlp = MLPSpec(inner_size=config["intermediate_size"], activation=activation)
+    names = _NAMES if place is NormPlace.AROUND else NAMES
+    return decoder_of(
+        config,
+        [
+            LayerSpec(attention=spec, feed_forward=mlp, norm=norm, norm_place=place, names=names)
+            for spec in attentions
+        ],
+        norm,
+        max_model_len=config["max_position_embeddings"],
+        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        embedding_scale=config["hidden_size"] ** 0.5,
+        logits_soft_cap=soft_cap,
+    )
