@@ -26,9 +26,10 @@ from pagewire_kernels.batch import (
     SamplingTables,
     StepInputs,
 )
-from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.reference import ACTIVATIONS, Gate, Routing
 from pagewire_kernels.triton import few_rows
 from pagewire_kernels.triton.attention import Launch, num_stages
+from pagewire_kernels.triton.experts import TritonExperts
 from tests.support.quantized_files import NF4
 from tests.support.quantized_weights import random_weight
 
@@ -389,6 +390,23 @@ def _linear() -> None:
             triton_kernels.linear(rows, weight, weight[:, 0].contiguous(), torch.float32)
 
 
+def _experts() -> None:
+    gate_up = torch.zeros(4, 64, 48, dtype=torch.bfloat16)
+    down = torch.zeros(4, 48, 32, dtype=torch.bfloat16)
+    experts = TritonExperts(gate_up, down, Gate(), batch_invariant=False)
+    routing = Routing(num_experts=4, num_chosen=2)
+    for num_rows in (1, 300):
+        x, logits = torch.zeros(num_rows, 48, dtype=torch.bfloat16), torch.zeros(num_rows, 4)
+        experts.apply(
+            x,
+            logits,
+            routing,
+            gate_up_bias=gate_up[..., 0].contiguous(),
+            shared=x,
+            shared_gate=logits[:, :1],
+        )
+
+
 def _few_rows() -> None:
     for num_rows, num_inputs in ((1, 1024), (4, 12288)):
         rows, weight = (torch.zeros(n, num_inputs, dtype=torch.bfloat16) for n in (num_rows, 1000))
@@ -449,6 +467,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "layers": (_layers, 13),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
+    "experts": (_experts, 8),
     "move_blocks": (_move_blocks, 1),
     "sampling": (_sampling, 4),
 }

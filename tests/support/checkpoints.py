@@ -89,6 +89,36 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"ffn_dim": 88, "init_std": 0.2, "do_layer_norm_before": False, "word_embed_proj_dim": 48},
     ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**_MOE, "shared_expert_intermediate_size": 56},
+    ),
+    "qwen2_moe_sliding": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {
+            **_MOE,
+            "shared_expert_intermediate_size": 56,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+        },
+    ),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_MOE, "head_dim": 24}),
+    "qwen3_moe_sliding": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            **_MOE,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
     "gemma2": (
         "Gemma2Config",
@@ -128,13 +158,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "phi": ("PhiConfig", "PhiForCausalLM", {"partial_rotary_factor": 0.5}),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 10}),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
-    "qwen2_moe": (
-        "Qwen2MoeConfig",
-        "Qwen2MoeForCausalLM",
-        {**_MOE, "shared_expert_intermediate_size": 56},
-    ),
-    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_MOE, "head_dim": 24}),
+    "flex_olmo": ("FlexOlmoConfig", "FlexOlmoForCausalLM", {**_MOE, "intermediate_size": 96}),
     "llama4": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",

@@ -40,7 +40,7 @@ from worker_service.loader.tensors import (
     describe,
 )
 from worker_service.models.interface import WeightTarget
-from worker_service.models.linear import Linear, round_weight
+from worker_service.models.linear import Packable, round_weight
 from worker_service.models.native import LoadableModule, NativeModel
 
 logger = logging.getLogger(__name__)
@@ -411,24 +411,24 @@ def _read_scale(stored: CheckpointTensor) -> float:
 
 
 class EagerPacking:
-    """Packs linear layers while weights are loaded. To be called with each target once it is
+    """Packs layers while weights are loaded. To be called with each target once it is
     filled."""
 
     def __init__(self, model: LoadableModule) -> None:
         self._num_missing = Counter(_memory_of(weight.target) for weight in model.weight_targets())
-        self._linears: dict[int, list[Linear]] = defaultdict(list)
+        self._layers: dict[int, list[Packable]] = defaultdict(list)
         """By the address of the weight's memory, which a tied head shares with the embedding."""
         for module in model.modules():
-            if isinstance(module, Linear) and module.weight is not None:
-                self._linears[_memory_of(module.weight)].append(module)
+            if isinstance(module, Packable) and module.weight is not None:
+                self._layers[_memory_of(module.weight)].append(module)
 
     def __call__(self, weight: WeightTarget) -> None:
         """Pack the layers whose weight this target has completed."""
         memory = _memory_of(weight.target)
         self._num_missing[memory] -= 1
         if self._num_missing[memory] == 0:
-            for linear in self._linears.pop(memory, ()):
-                linear.pack()
+            for layer in self._layers.pop(memory, ()):
+                layer.pack()
 
 
 def _memory_of(tensor: Tensor) -> int:

@@ -4,7 +4,9 @@
     kv_cache_spec.py       the KV of each layer, cache groups, and where layers lie in a block
     registry.py            from an architecture's name to a native model
     decoder.py             native decoders of all families, composed from specifications
-    decoder_families/      their specifications: Llama and its kin, Gemma, GPT-2, OPT
+    experts.py             mixture of experts: router, experts, shared experts
+    decoder_families/      their specifications: Llama and its kin, mixtures of experts, Gemma,
+                           GPT-2, OPT
     encoder.py             text encoders of all families, composed from settings
     encoder_families.py    those settings: BERT, RoBERTa, MPNet, DistilBERT, ModernBERT, nomic-bert
     eagle.py               the draft head of EAGLE-3

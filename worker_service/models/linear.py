@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from pagewire_kernels.cpu import linear as native
 from pagewire_kernels.cpu.checks import DTYPES
+from pagewire_kernels.cpu.experts import NativeExperts, can_pack_experts
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight, discard
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight, quantize, stack
+from pagewire_kernels.reference import Gate, Routing
 from worker_service.distributed.layout import Shard
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -58,6 +60,18 @@ class PackedTable(PackedWeight, Protocol):
 
     def gather(self, token_ids: Tensor) -> Tensor:
         """Gather rows by token. token_ids: int64 [num_rows]. Returns [num_rows, in_features]."""
+        ...
+
+
+@runtime_checkable
+class Packable(Protocol):
+    """A module whose weights are laid out for this machine once they are loaded."""
+
+    weight: Tensor | None
+    """What is filled; None once it is packed."""
+
+    def pack(self) -> None:
+        """Pack the weights, unless they are packed already."""
         ...
 
 
@@ -156,6 +170,62 @@ def pack_gated(
     )
 
 
+class PackedExperts(Protocol):
+    """The gated experts of a layer in a layout of their own."""
+
+    def apply(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        routing: Routing,
+        *,
+        bias: Tensor | None = None,
+        shared: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+    ) -> Tensor:
+        """The weighted sum of the outputs of each row's experts; see `NativeExperts.apply`."""
+        ...
+
+
+def pack_experts(
+    gate_up: Sequence[Tensor | QuantizedWeight],
+    down: Sequence[Tensor | QuantizedWeight],
+    gate: Gate,
+    context: ModelContext,
+) -> PackedExperts | None:
+    """Pack the weights of a layer's experts, if the device has kernels for them; None otherwise.
+    The memory of the originals is freed while packing. GPUs have dense experts only."""
+    if context.device.type == "cuda" and find_spec("triton") is not None:
+        from pagewire_kernels.triton import TritonExperts  # imported only if it is used
+
+        dense_gate_up, dense_down = _stacked(gate_up, context), _stacked(down, context)
+        return TritonExperts(
+            dense_gate_up, dense_down, gate, batch_invariant=context.batch_invariant
+        )
+    native_library = _native_library(context.dtype)
+    if native_library is None or not _is_on_cpu(context):
+        return None
+    if not (can_pack_experts(gate_up) and can_pack_experts(down)):
+        return None
+    return NativeExperts(
+        gate_up, down, gate, native_library, _memory(), context.dtype, consume=True
+    )
+
+
+def _stacked(weights: Sequence[Tensor | QuantizedWeight], context: ModelContext) -> Tensor:
+    """Dense weights as one tensor on the device: [num_weights, out_features, in_features]."""
+    num_outputs, num_inputs = weights[0].shape
+    stacked = torch.empty(
+        len(weights), num_outputs, num_inputs, dtype=context.dtype, device=context.device
+    )
+    for target, weight in zip(stacked, weights, strict=True):
+        if isinstance(weight, QuantizedWeight):
+            context.dequantized["experts on a GPU"] += target.nbytes
+            weight = weight.dequantize()
+        target.copy_(weight)
+    return stacked
+
+
 def _is_on_cpu(context: ModelContext) -> bool:
     return context.device.type == "cpu" and not context.packs_with_triton
 
@@ -230,11 +300,12 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Pack the weight for this machine once it is loaded; the original is freed."""
-        weight = self._loaded()
+        weight = self.loaded()
         if weight is not None:
-            self._lay_out(weight)
+            self.lay_out(weight)
 
-    def _lay_out(self, weight: Tensor | QuantizedWeight) -> None:
+    def lay_out(self, weight: Tensor | QuantizedWeight) -> None:
+        """Pack what `loaded` returned."""
         context, self.weight = self._context, None
         if isinstance(weight, QuantizedWeight):
             self.packed = pack_codes(weight, context)
@@ -245,7 +316,7 @@ class Linear(nn.Module):
             if context.device.type == "cuda" and not context.batch_invariant:
                 self.use_few_rows_kernels()
 
-    def _loaded(self) -> Tensor | QuantizedWeight | None:
+    def loaded(self) -> Tensor | QuantizedWeight | None:
         """The whole weight, quantized if there are kernels for that; None once it is packed."""
         if self.weight is None:
             return None
@@ -332,12 +403,12 @@ class GatedLinear(Linear):
         self._kernels = kernels
         self._gated: NativeGatedWeight | None = None
 
-    def _lay_out(self, weight: Tensor | QuantizedWeight) -> None:
+    def lay_out(self, weight: Tensor | QuantizedWeight) -> None:
         self._gated = pack_gated(weight, self._context, self._activation)
         if self._gated is not None:
             self.weight = None
         else:
-            super()._lay_out(weight)
+            super().lay_out(weight)
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, size]."""

@@ -22,7 +22,7 @@ from worker_service.models.layers import (
     RMSNorm,
     norm_targets,
 )
-from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
+from worker_service.models.linear import Linear, Packable, VocabEmbedding, VocabHead
 from worker_service.models.pooling import head_context
 from worker_service.plan import PoolingHead
 from worker_service.pooling_facts import PoolingFacts
@@ -144,7 +144,7 @@ class LoadableModule(nn.Module, ABC):
     def finish_loading(self) -> None:
         """Prepare the weights for the device. To be called once, when all targets are filled."""
         for module in self.modules():
-            if isinstance(module, Linear | VocabEmbedding):
+            if isinstance(module, Packable):
                 module.pack()
             if isinstance(module, Linear) and self._needs_fixed_products:
                 module.fix_order()

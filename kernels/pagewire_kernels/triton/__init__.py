@@ -8,6 +8,7 @@ layers.py      norms, fused with the residual addition; activations; sums of row
 rotary.py      norms of queries and keys, RoPE and the cache write, if any, in one kernel
 linear.py      batch-invariant linear layers, with a fixed order of summation
 few_rows.py    products of up to four rows, and gated ones
+experts.py     mixture of experts: products of rows sorted by expert, in dense weights
 quantized_linear.py  products with quantized weights, and gathers of their rows
 sampling.py    a step's inputs, edits of logits, sampling, log probabilities; kernels in
                `sampling_kernels.py`
@@ -21,6 +22,7 @@ device, so all can be captured in a CUDA graph, except `move_blocks` with `pairs
 
 from pagewire_kernels.triton.attention import Launch, choose_launch, paged_attention
 from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels
+from pagewire_kernels.triton.experts import TritonExperts
 from pagewire_kernels.triton.kv_cache import move_blocks, write_kv
 from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm, sum_rows
 from pagewire_kernels.triton.linear import InvariantWeight, linear
@@ -33,6 +35,7 @@ __all__ = [
     "InvariantWeight",
     "Launch",
     "TritonBackend",
+    "TritonExperts",
     "TritonLayerKernels",
     "TritonQuantizedWeight",
     "act_and_mul",

@@ -92,8 +92,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 THROUGH_TRANSFORMERS = (
     *("phi3", "cohere", "gpt_neox"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4"),
+    *("flex_olmo", "gpt_oss", "llama4"),
 )
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def _round(model: Any, quantization: str) -> None:
@@ -115,7 +116,10 @@ def _round(model: Any, quantization: str) -> None:
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [
-        *((family, "int4") for family in ("llama", "gpt2", "opt", "gemma3", *THROUGH_TRANSFORMERS)),
+        *(
+            (family, "int4")
+            for family in ("llama", "gpt2", "opt", "gemma3", *EXPERTS, *THROUGH_TRANSFORMERS)
+        ),
         *((family, "int8") for family in ("llama_tied", "gemma3", "gpt_oss")),
         *((family, "fp8") for family in ("qwen3", "gemma3", "gpt_oss")),
     ],

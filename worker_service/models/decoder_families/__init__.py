@@ -11,6 +11,7 @@ from worker_service.models.decoder_families.gemma import (
 )
 from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
 from worker_service.models.decoder_families.llama import llama_settings
+from worker_service.models.decoder_families.mixtures import mixtral_settings, qwen_moe_settings
 
 DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "LlamaForCausalLM": llama_settings,
@@ -20,6 +21,9 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "GemmaForCausalLM": gemma_settings,
     "Gemma2ForCausalLM": gemma2_settings,
     "Gemma3ForCausalLM": gemma3_settings,
+    "MixtralForCausalLM": mixtral_settings,
+    "Qwen2MoeForCausalLM": qwen_moe_settings,
+    "Qwen3MoeForCausalLM": qwen_moe_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
 }

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pagewire_kernels.reference import Routing
 from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder import AttentionSpec, DecoderSettings, LayerSpec, NormSpec
 from worker_service.models.layers import SCALING_TYPES, RotarySettings
@@ -123,3 +124,11 @@ def decoder_of(
         "final_norm": norm,
     }
     return DecoderSettings(**fields | others)
+
+
+def routing(**numbers: Any) -> Routing:
+    """How experts are chosen. Raises UnsupportedModel for impossible numbers."""
+    try:
+        return Routing(**numbers)
+    except ValueError as error:
+        raise UnsupportedModel(f"config.json: experts: {error}") from error

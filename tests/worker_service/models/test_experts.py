@@ -1,0 +1,163 @@
+"""Experts of native models: their weights stay packed, or are ordinary linear layers."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pagewire_kernels import reference
+from pagewire_kernels.cpu import library
+from pagewire_kernels.cpu.experts import NativeExperts
+from pagewire_kernels.reference import Gate, Routing
+from tests.support.checkpoints import make_checkpoint
+from tests.support.gguf_files import make_gguf
+from tests.support.loading import assert_same, load
+from tests.support.quantized_checkpoints import AWQ, FP8, NF4
+from tests.support.quantized_files import (
+    GROUP_SIZE,
+    awq,
+    bitsandbytes,
+    fp8,
+    integers,
+    make_quantized,
+)
+from worker_service.distributed.layout import Shard
+from worker_service.errors import UnsupportedModel
+from worker_service.loader import LoadedModel
+from worker_service.models.experts import ExpertWeights
+from worker_service.models.interface import ModelContext
+
+SHAPE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32}
+needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels are not built")
+
+
+def _all(loaded: LoadedModel) -> list[ExpertWeights]:
+    model = loaded.model
+    assert isinstance(model, nn.Module)
+    return [module for module in model.modules() if isinstance(module, ExpertWeights)]
+
+
+def _suffixes(loaded: LoadedModel) -> set[str]:
+    found = set()
+    for experts in _all(loaded):
+        packed = experts._packed
+        assert isinstance(packed, NativeExperts)
+        found |= {packed._gate_up[0].suffix, packed._down[0].suffix}
+    return found
+
+
+def _to_awq(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    if module.endswith("shared_expert_gate"):  # one output does not fill a word
+        return {"weight": weight}, weight
+    rounded = integers(weight, 4, size=GROUP_SIZE, symmetric=False)
+    return awq(rounded, 4), rounded.values
+
+
+def _to_fp8(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    return fp8(weight, (1, weight.shape[1]), "weight_scale", [-1, 1])
+
+
+def _to_nf4(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    return bitsandbytes(weight, nested=True)
+
+
+def _to_small_blocks(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    return fp8(weight, (8, 8), "weight_scale_inv", [-(-size // 8) for size in weight.shape])
+
+
+KINDS = {"_int4": (AWQ, _to_awq), "_float8": (FP8, _to_fp8), "_float4": (NF4, _to_nf4)}
+"""Settings and conversions of checkpoints, by the suffix of the kernels."""
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "_int4") for family in ("mixtral", "qwen2_moe", "qwen3_moe")),
+        ("mixtral", "_float8"),
+        ("mixtral", "_float4"),
+    ],
+)
+def test_quantized_experts_stay_packed(
+    family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, convert = KINDS[kind]
+    path, dense = make_quantized(tmp_path, settings, convert, family=family, **SHAPE)
+    with caplog.at_level(logging.INFO):
+        loaded = load(path)
+    assert "weights dequantized" not in caplog.text
+    assert _suffixes(loaded) == {kind}
+    assert loaded.batch_invariant
+    assert loaded.model.num_parameters == load(dense).model.num_parameters
+    assert_same(loaded, dense)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(("kind", "suffix"), [("Q8_0", "_int8"), ("Q4_0", "_int4")])
+def test_experts_of_gguf_files_stay_packed(
+    family: str, kind: str, suffix: str, tmp_path: Path
+) -> None:
+    file, dense = make_gguf(family, kind, tmp_path)
+    loaded = load(file)
+    assert _suffixes(loaded) == {suffix}
+    assert_same(loaded, dense)
+
+
+def test_the_log_says_what_is_dequantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = {**FP8, "weight_block_size": [8, 8]}
+    path, dense = make_quantized(tmp_path, settings, _to_small_blocks, family="mixtral")
+    with caplog.at_level(logging.INFO):
+        assert_same(load(path), dense)
+    assert "reason=groups of 8 inputs" in caplog.text
+
+
+@needs_kernels
+def test_experts_are_part_of_the_recorded_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint("qwen2_moe", tmp_path)
+    with caplog.at_level(logging.INFO):
+        assert_same(path, path)
+    assert "layers run eagerly" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_without_kernels_for_the_dtype_experts_are_linear_layers(dtype: torch.dtype) -> None:
+    num_experts, size, inner = 4, 32, 48
+    context = ModelContext(dtype=dtype, device=torch.device("cpu"))
+    experts = ExpertWeights(num_experts, size, Shard.full(inner), Gate(), context)
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for target in experts.targets("gate.*", "up.*", "down.*"):
+        weights[target.name] = torch.randn(target.target.shape, generator=generator) * 0.2
+        target.target.copy_(weights[target.name])
+    experts.pack()
+    assert experts.weight is None
+    assert (experts._packed is None) == (dtype == torch.float16 or library() is None)
+    routing = Routing(num_experts=num_experts, num_chosen=2, normalizes=True)
+    x, logits = torch.randn(9, size, generator=generator), torch.randn(9, num_experts)
+    shared = torch.randn(9, size, generator=generator)
+    found = experts(x.to(dtype), logits, routing, None, shared.to(dtype), None)
+    total = reference.gated_experts(
+        x,
+        *reference.route(logits, routing),
+        lambda e, rows: (
+            rows @ torch.cat([weights[f"gate.{e}.weight"], weights[f"up.{e}.weight"]]).T
+        ),
+        lambda e, rows: rows @ weights[f"down.{e}.weight"].T,
+        Gate(),
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(found.float(), total + shared, atol=tolerance, rtol=tolerance)
+
+
+def test_more_experts_of_a_token_than_there_are_are_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("qwen3_moe", tmp_path, num_experts_per_tok=5)
+    with pytest.raises(
+        UnsupportedModel, match=r"config\.json: experts: num_chosen: expected 1 to 4, got 5"
+    ):
+        load(path)

@@ -1,0 +1,128 @@
+"""Mixtral (Jiang et al. 2024), Qwen2-MoE and Qwen3-MoE: Llama's layers, with experts in place of
+the MLP."""
+
+from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
+from worker_service.models.decoder_families.common import (
+    FULL,
+    NAMES,
+    SLIDING,
+    Config,
+    attention_of,
+    by_lines,
+    decoder_of,
+    head_dim_of,
+    layer_types,
+    rotary_of,
+    routing,
+)
+from worker_service.models.experts import ExpertsSpec, SharedSpec
+
+_ATTENTION_NAMES = {path: name for path, name in NAMES.items() if "feed_forward." not in path}
+
+_MIXTRAL_NAMES = _ATTENTION_NAMES | {
+    "feed_forward.router": "block_sparse_moe.gate",
+    "feed_forward.experts": " ".join(f"block_sparse_moe.experts.*.{w}" for w in ("w1", "w3", "w2")),
+}
+
+QWEN_NAMES = _ATTENTION_NAMES | by_lines("""
+feed_forward.router   mlp.gate
+feed_forward.experts  mlp.experts.*.gate_proj mlp.experts.*.up_proj mlp.experts.*.down_proj
+""")
+
+_SHARED_NAMES = QWEN_NAMES | by_lines("""
+feed_forward.shared.up    mlp.shared_expert.gate_proj mlp.shared_expert.up_proj
+feed_forward.shared.down  mlp.shared_expert.down_proj
+feed_forward.shared.gate  mlp.shared_expert_gate
+""")
+
+
+def mixtral_settings(config: Config) -> DecoderSettings:
+    """Mixtral: all layers have a window, or none."""
+    head_dim = head_dim_of(config)
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-5))
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim, theta=1e6),
+            num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
+            window=config.get("sliding_window"),
+        ),
+        feed_forward=ExpertsSpec(
+            routing=routing(
+                num_experts=config.get("num_local_experts") or config.get("num_experts") or 8,
+                num_chosen=config.get("num_experts_per_tok", 2),
+                normalizes=True,
+            ),
+            inner_size=config["intermediate_size"],
+            activation=config.get("hidden_act", "silu"),
+        ),
+        norm=norm,
+        names=_MIXTRAL_NAMES,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def qwen_moe_settings(config: Config) -> DecoderSettings:
+    """Qwen2-MoE, which has a shared expert with a gate, and Qwen3-MoE, which has norms of heads.
+    Some layers may have an MLP."""
+    is_qwen3 = config["architectures"][0] == "Qwen3MoeForCausalLM"
+    head_dim = head_dim_of(config)
+    rotary = rotary_of(config, head_dim)
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6))
+    has_windows, window = (
+        config.get("use_sliding_window", False),
+        config.get("sliding_window", 4096),
+    )
+    activation = config.get("hidden_act", "silu")
+    num_experts = config.get("num_experts")
+    if num_experts is None:
+        num_experts = config.get("num_local_experts", 128 if is_qwen3 else 60)
+    step, mlp_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    shared = None
+    if not is_qwen3:
+        inner_size = config.get("shared_expert_intermediate_size", 5632)
+        shared = SharedSpec(inner_size=inner_size, is_gated=True)
+
+    def layer(index: int, kind: str) -> LayerSpec:
+        has_experts = index not in mlp_layers and num_experts > 0 and (index + 1) % step == 0
+        attention = attention_of(
+            config,
+            head_dim,
+            rotary,
+            num_kv_heads=config.get("num_key_value_heads", 4 if is_qwen3 else 16)
+            or config["num_attention_heads"],
+            window=window if has_windows and kind == SLIDING else None,
+            qkv_bias=bool(config.get("attention_bias" if is_qwen3 else "qkv_bias", not is_qwen3)),
+            output_bias=is_qwen3 and bool(config.get("attention_bias", False)),
+            head_norm=norm if is_qwen3 else None,
+        )
+        if not has_experts:
+            mlp = MLPSpec(inner_size=config["intermediate_size"], activation=activation)
+            return LayerSpec(attention=attention, feed_forward=mlp, norm=norm, names=NAMES)
+        experts = ExpertsSpec(
+            routing=routing(
+                num_experts=num_experts,
+                num_chosen=config.get("num_experts_per_tok", 8 if is_qwen3 else 4),
+                normalizes=bool(config.get("norm_topk_prob", False)),
+            ),
+            inner_size=config.get("moe_intermediate_size", 768 if is_qwen3 else 1408),
+            activation=activation,
+            shared=shared,
+        )
+        names = QWEN_NAMES if is_qwen3 else _SHARED_NAMES
+        return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=names)
+
+    kinds = _layer_types(config, is_qwen3)
+    return decoder_of(config, [layer(i, kind) for i, kind in enumerate(kinds)], norm)
+
+
+def _layer_types(config: Config, is_qwen3: bool) -> list[str]:
+    """Of Qwen3-MoE, all layers are of the same type; of Qwen2-MoE those that are listed, or every
+    second one of the first layers has a window."""
+    num_layers = config["num_hidden_layers"]
+    if is_qwen3:
+        return [SLIDING] * num_layers
+    num_first = config.get("max_window_layers", 28)
+    windows = [SLIDING if i % 2 == 0 and i < num_first else FULL for i in range(num_layers)]
+    return layer_types(config, windows)
