@@ -36,6 +36,17 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 _MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_experts": 4}
+_SCORED_MOE: dict[str, Any] = {
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
 
 
 def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -143,6 +154,22 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {
+            **_SCORED_MOE,
+            "head_dim": 24,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "dots1": (
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {**_SCORED_MOE, "sliding_window": 9, "max_window_layers": 1},
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",
@@ -241,6 +268,9 @@ def make_checkpoint(family: str, path: Path, *, seed: int = 0, **overrides: Any)
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):  # of the scores of experts; zeros at first
+                    buffer.add_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(path)
     write_tokenizer(path)
     return path

@@ -184,6 +184,10 @@ class DecoderSettings(ModelSettings):
     position_offset: int | None = None
     """The row of the table of learned positions for position 0; None: there is no table."""
 
+    ignores_further_layers: bool = False
+    """Whether checkpoints may hold layers after the last one, which predict further tokens, and
+    which are not used."""
+
     is_transposed: bool = False
     """Whether the checkpoint stores the weights of layers as [in_features, out_features]."""
 
@@ -412,6 +416,9 @@ class DecoderModel(NativeModel):
         self._embedding_scale = torch.tensor(s.embedding_scale, dtype=context.dtype).item()
         self._logits_soft_cap = s.logits_soft_cap
         self._position_offset = s.position_offset or 0
+        if s.ignores_further_layers:
+            ours = "|".join(map(str, range(s.num_layers)))
+            self.unused_names = re.compile(rf"model\.layers\.(?!(?:{ours})\.)\d+\..*")
         self.position_embedding: Tensor | None = None
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None

@@ -256,7 +256,7 @@ class EncoderModel(NativeModel):
     optional_names: ClassVar[re.Pattern[str]] = re.compile(
         r".*\.(position_ids|token_type_ids|inv_freq)"
     )
-    unused_names: ClassVar[re.Pattern[str]] = re.compile(
+    unused_names: re.Pattern[str] = re.compile(
         r"(pooler|cls|lm_head|vocab_\w+|head|decoder|(pre_)?classifier|qa_outputs)\..*"
     )
 

@@ -121,7 +121,7 @@ class LoadableModule(nn.Module, ABC):
     """Canonical names that a checkpoint may hold without a target for them, because the model
     computes the same without these tensors."""
 
-    unused_names: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
+    unused_names: re.Pattern[str] = re.compile(r"(?!)")
     """Canonical names that a checkpoint may hold for other uses of the model, which are logged."""
 
     architecture: str

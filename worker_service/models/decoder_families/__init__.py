@@ -12,6 +12,10 @@ from worker_service.models.decoder_families.gemma import (
 from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
 from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.decoder_families.mixtures import mixtral_settings, qwen_moe_settings
+from worker_service.models.decoder_families.scored_mixtures import (
+    dots1_settings,
+    glm4_moe_settings,
+)
 
 DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "LlamaForCausalLM": llama_settings,
@@ -24,6 +28,8 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "MixtralForCausalLM": mixtral_settings,
     "Qwen2MoeForCausalLM": qwen_moe_settings,
     "Qwen3MoeForCausalLM": qwen_moe_settings,
+    "Glm4MoeForCausalLM": glm4_moe_settings,
+    "Dots1ForCausalLM": dots1_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
 }

@@ -1,0 +1,110 @@
+"""GLM-4.5 (`Glm4Moe`) and dots1: Llama's layers, of which all but the first have shared experts,
+and others that are chosen among groups by the sigmoid of their scores, as in DeepSeek-V3."""
+
+from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
+from worker_service.models.decoder_families.common import (
+    FULL,
+    NAMES,
+    SLIDING,
+    Config,
+    attention_of,
+    by_lines,
+    decoder_of,
+    head_dim_of,
+    layer_types,
+    rotary_of,
+    routing,
+)
+from worker_service.models.decoder_families.mixtures import QWEN_NAMES
+from worker_service.models.experts import ExpertsSpec, SharedSpec
+
+_NAMES = QWEN_NAMES | by_lines("""
+feed_forward.correction   mlp.gate.e_score_correction_bias
+feed_forward.shared.up    mlp.shared_experts.gate_proj mlp.shared_experts.up_proj
+feed_forward.shared.down  mlp.shared_experts.down_proj
+""")
+
+
+def glm4_moe_settings(config: Config) -> DecoderSettings:
+    """GLM-4.5, of which heads are rotated in part. Layers after the last one predict further
+    tokens, and are not used."""
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-5))
+    head_dim = head_dim_of(config)
+    has_norms = config.get("use_qk_norm", False)
+    attention = attention_of(
+        config,
+        head_dim,
+        rotary_of(config, head_dim, partial=0.5),
+        num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
+        qkv_bias=bool(config.get("attention_bias", False)),
+        head_norm=norm if has_norms else None,
+    )
+    num_layers = config["num_hidden_layers"]
+    dense = MLPSpec(
+        inner_size=config["intermediate_size"], activation=config.get("hidden_act", "silu")
+    )
+    experts = _experts(config, num_chosen=8, normalizes=True)
+    num_dense = config.get("first_k_dense_replace", 1)
+    layers = [
+        LayerSpec(attention=attention, feed_forward=dense, norm=norm, names=NAMES)
+        if i < num_dense
+        else LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=_NAMES)
+        for i in range(num_layers)
+    ]
+    return decoder_of(config, layers, norm, ignores_further_layers=True)
+
+
+def dots1_settings(config: Config) -> DecoderSettings:
+    """dots1, whose heads have norms, and whose last layers may have a window."""
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6))
+    head_dim = head_dim_of(config)
+    rotary, bias = rotary_of(config, head_dim), bool(config.get("attention_bias", False))
+    dense = MLPSpec(
+        inner_size=config["intermediate_size"], activation=config.get("hidden_act", "silu")
+    )
+    experts = _experts(config, num_chosen=None, normalizes=False)
+    window = config.get("sliding_window", 4096)
+    first_window = config.get("max_window_layers", 62) if window is not None else 1 << 30
+    num_layers, num_dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 0)
+    default = [SLIDING if i >= first_window else FULL for i in range(num_layers)]
+
+    def layer(index: int, kind: str) -> LayerSpec:
+        attention = attention_of(
+            config,
+            head_dim,
+            rotary,
+            window=window if kind == SLIDING else None,
+            qkv_bias=bias,
+            output_bias=bias,
+            head_norm=norm,
+        )
+        if index < num_dense:
+            return LayerSpec(attention=attention, feed_forward=dense, norm=norm, names=NAMES)
+        return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=_NAMES)
+
+    kinds = layer_types(config, default)
+    return decoder_of(config, [layer(i, kind) for i, kind in enumerate(kinds)], norm)
+
+
+def _experts(config: Config, *, num_chosen: int | None, normalizes: bool) -> ExpertsSpec:
+    """num_chosen, normalizes: defaults; None: there is none."""
+    inner_size = config.get("moe_intermediate_size", 1408)
+    chosen = config["num_experts_per_tok"] if num_chosen is None else num_chosen
+    num_shared = config.get("n_shared_experts", 1)
+    return ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("n_routed_experts") or config["num_local_experts"],
+            num_chosen=config.get("num_experts_per_tok") or chosen,
+            scoring="sigmoid",
+            normalizes=bool(config.get("norm_topk_prob", normalizes)),
+            epsilon=1e-20,
+            scale=float(config.get("routed_scaling_factor", 1.0)),
+            num_groups=config.get("n_group", 1),
+            num_chosen_groups=config.get("topk_group", 1),
+            num_best=2,
+        ),
+        inner_size=inner_size,
+        activation=config.get("hidden_act", "silu"),
+        shared=SharedSpec(inner_size=inner_size * num_shared),
+        corrects=True,
+    )
