@@ -170,6 +170,18 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Dots1ForCausalLM",
         {**_SCORED_MOE, "sliding_window": 9, "max_window_layers": 1},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "head_dim": 24,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",
@@ -219,18 +231,6 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"sliding_window": 13},
     ),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
-    "gpt_oss": (
-        "GptOssConfig",
-        "GptOssForCausalLM",
-        {
-            "head_dim": 24,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-    ),
 }
 
 FAMILIES = tuple(_FAMILIES)

@@ -25,6 +25,7 @@ from worker_service.models.layers import (
     RMSNorm,
     RotarySettings,
     RotaryTable,
+    Vector,
 )
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
 from worker_service.models.native import (
@@ -105,6 +106,9 @@ class AttentionSpec:
 
     soft_cap: float | None = None
     """The limit that attention scores approach; None: there is none."""
+
+    has_sinks: bool = False
+    """Whether each head has a score that takes part in the softmax without a value."""
 
     qkv_bias: bool = False
     output_bias: bool = False
@@ -236,11 +240,13 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = (
                 RMSNorm(s.head_dim, eps, context, kernels.layers, offset) for _ in range(2)
             )
+        self.sinks = Vector(heads, context) if s.has_sinks else None
         self.paged = PagedAttention(
             kernels.attention_of(s.window),
             scale=s.scale,
             sliding_window=s.window,
             soft_cap=s.soft_cap,
+            sinks=None if self.sinks is None else self.sinks.numbers,
         )
         self._head_dim, self._num_heads = s.head_dim, [heads.size, kv_heads.size, kv_heads.size]
         self._rotary, self._kernels = rotary, kernels.layers

@@ -10,6 +10,8 @@ Each rank has some columns of every expert.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from pagewire_kernels.reference import Gate, Routing
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.layers import ACTIVATIONS
+from worker_service.models.layers import ACTIVATIONS, Vector
 from worker_service.models.linear import GatedLinear, Linear, PackedExperts, pack_experts
 
 
@@ -32,6 +34,23 @@ class SharedSpec:
     inner_size: int
     is_gated: bool = False
     """Whether their output is multiplied by the sigmoid of a product of the row."""
+
+
+class ExpertStorage(Enum):
+    """Which tensors of a checkpoint hold the weights of experts, and how `LayerSpec.names` lists
+    them; `*` in a name stands for the expert's index."""
+
+    SEPARATE = auto()
+    """Each expert has modules: gate, up and down. The tensors of biases, which follow, are of all
+    experts: gate, then up, and down."""
+
+    TRANSPOSED_STACK = auto()
+    """Tensors of all experts: rows of gate and up in turn, [num_experts, hidden_size, 2 *
+    inner_size], down, [num_experts, inner_size, hidden_size], and the biases of both."""
+
+    IN_TURN = auto()
+    """Each expert has modules: rows of gate and up in turn, and down. The tensors of biases, which
+    follow, are of all experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +71,14 @@ class ExpertsSpec:
     shared: SharedSpec | None = None
     corrects: bool = False
     """Whether a bias of scores changes which experts are chosen."""
+
+    bias: bool = False
+    """Whether router and experts have biases."""
+
+    gate: Gate | None = None
+    """How an expert's gate acts; None: by the activation alone."""
+
+    storage: ExpertStorage = ExpertStorage.SEPARATE
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the columns."""
@@ -74,36 +101,22 @@ class Experts(nn.Module):
         self._routing, self._communicator = spec.routing, context.communicator
         inner = context.communicator.layout.even_shard(spec.inner_size, "columns of an expert")
         num_experts, activation = spec.routing.num_experts, ACTIVATIONS[spec.activation]
-        in_full = replace(context, quantization=None)
-        outputs = [Shard.full(num_experts)]
-        self.router = Linear(Shard.full(size), outputs, bias=False, context=in_full)
-        self.correction = CorrectionBias(num_experts, context) if spec.corrects else None
-        gate = Gate(activation=activation)
-        self.experts = ExpertWeights(num_experts, size, inner, gate, context)
+        in_full, outputs = replace(context, quantization=None), Shard.full(num_experts)
+        self.router = Linear(Shard.full(size), [outputs], bias=spec.bias, context=in_full)
+        self.correction = Vector(outputs, context) if spec.corrects else None
+        self.experts = ExpertWeights(spec, size, inner, context)
         self.shared: SharedExperts | None = None
         if spec.shared is not None:
             self.shared = SharedExperts(spec.shared, size, activation, context, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, size]; returns the same shape."""
-        logits = self.router.multiply(x, None, torch.float32)
-        bias = None if self.correction is None else self.correction.bias
+        logits = self.router.multiply(x, self.router.bias, torch.float32)
+        bias = None if self.correction is None else self.correction.numbers
         shared, gate = (None, None) if self.shared is None else self.shared(x)
         y = self.experts(x, logits, self._routing, bias, shared, gate)
         layout = self._communicator.layout
         return y if layout.tensor_parallel_size == 1 else self._communicator.sum(y)
-
-
-class CorrectionBias:
-    """A bias of the scores of experts, float32 [num_experts]."""
-
-    def __init__(self, num_experts: int, context: ModelContext) -> None:
-        self.bias = torch.empty(num_experts, dtype=torch.float32, device=context.device)
-
-    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Destination of the tensor with this name."""
-        (name,) = names
-        yield WeightTarget(name, self.bias)
 
 
 class SharedExperts(nn.Module):
@@ -142,46 +155,69 @@ def _loaded(linears: Sequence[Linear]) -> list[Tensor | QuantizedWeight]:
 class ExpertWeights(nn.Module):
     """The weights of all experts of a layer, and their products."""
 
-    def __init__(
-        self, num_experts: int, size: int, inner: Shard, gate: Gate, context: ModelContext
-    ) -> None:
+    def __init__(self, spec: ExpertsSpec, size: int, inner: Shard, context: ModelContext) -> None:
         """inner: this rank's columns of each expert."""
         super().__init__()
-        self._gate, self._context = gate, context
-        num_first = num_experts * 2 * inner.size * size
+        self._gate = spec.gate or Gate(activation=ACTIVATIONS[spec.activation])
+        self._context, self._inner, self._storage = context, inner, spec.storage
+        self._has_bias = spec.bias
+        num_experts, double = spec.routing.num_experts, inner.times(2)
+        num_first = num_experts * double.size * size
         self.weight: Tensor | None = context.empty_weight(
             num_first + num_experts * size * inner.size
         )
         """All weights in one memory, so that they are packed when the last one is filled; None once
         they are packed."""
 
-        gate_up = self.weight[:num_first].view(num_experts, 2 * inner.size, size)
+        gate_up = self.weight[:num_first].view(num_experts, double.size, size)
         down = self.weight[num_first:].view(num_experts, size, inner.size)
+        self._stacks = [gate_up, down]
         full = Shard.full(size)
+        outputs = [inner] * 2 if spec.storage is ExpertStorage.SEPARATE else [double]
         # In lists: modules of their own would be packed one by one.
         self._gate_up = [
-            Linear(full, [inner] * 2, bias=False, context=context, weight=weight)
-            for weight in gate_up
+            Linear(full, outputs, bias=False, context=context, weight=weight) for weight in gate_up
         ]
         self._down = [
             Linear(inner, [full], bias=False, context=context, weight=weight) for weight in down
         ]
+        self._gate_up_bias = context.empty(num_experts, double.size) if spec.bias else None
+        self._down_bias = context.empty(num_experts, size) if spec.bias else None
+        self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
         self._packed: PackedExperts | None = None
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Destinations of the tensors of gate, up and down projections with these names, in which
-        `*` stands for the expert's index."""
-        for i, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
-            gate, up, of_down = (name.replace("*", str(i)) for name in names)
-            yield from gate_up.targets(gate, up, transposed=transposed)
-            yield from down.targets(of_down, transposed=transposed)
+        """Destinations of the tensors with these names; see `ExpertStorage`."""
+        num_modules = 3 if self._storage is ExpertStorage.SEPARATE else 2
+        modules, biases = names[:num_modules], names[num_modules:]
+        if self._storage is ExpertStorage.TRANSPOSED_STACK:
+            yield from self._stacked_targets(*modules)
+        else:
+            for i, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
+                *of_gate_up, of_down = (name.replace("*", str(i)) for name in modules)
+                yield from gate_up.targets(*of_gate_up, transposed=transposed)
+                yield from down.targets(of_down, transposed=transposed)
+        if self._gate_up_bias is not None and self._down_bias is not None:
+            yield WeightTarget(biases[0], self._gate_up_bias, 1, self._inner.times(2))
+            yield WeightTarget(biases[1], self._down_bias)
+
+    def _stacked_targets(self, gate_up: str, down: str) -> Iterator[WeightTarget]:
+        stacks = (stack.mT for stack in self._stacks)
+        yield WeightTarget(gate_up, next(stacks), 2, self._inner.times(2))
+        yield WeightTarget(down, next(stacks), 1, self._inner)
 
     def pack(self) -> None:
-        """Pack the weights for this machine once they are loaded; the originals are freed."""
+        """Pack the weights for this machine once they are loaded; the originals are freed.
+
+        May be called before the biases are loaded, and then again.
+        """
+        self._biases = self._arranged_biases()
         if self.weight is None:
             return
-        self.weight = None
+        self.weight, self._stacks = None, []
         gate_up, down = _loaded(self._gate_up), _loaded(self._down)
+        if self._storage is not ExpertStorage.SEPARATE:
+            gate_up = [_apart(weight) for weight in gate_up]
         self._packed = pack_experts(gate_up, down, self._gate, self._context)
         if self._packed is not None:
             self._gate_up, self._down = [], []
@@ -191,6 +227,14 @@ class ExpertWeights(nn.Module):
                 linear.lay_out(weight)
                 if self._context.needs_fixed_products:
                     linear.fix_order()
+
+    def _arranged_biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Biases of gate, then up, and of down, which only one rank adds."""
+        gate_up, down = self._gate_up_bias, self._down_bias
+        if gate_up is not None and self._storage is not ExpertStorage.SEPARATE:
+            gate_up = _apart(gate_up.t()).t().contiguous()
+        adds = self._context.communicator.layout.tensor_rank == 0
+        return gate_up, down if adds else None
 
     def forward(
         self,
@@ -202,19 +246,37 @@ class ExpertWeights(nn.Module):
         shared_gate: Tensor | None,
     ) -> Tensor:
         """See `NativeExperts.apply`."""
+        gate_up_bias, down_bias = self._biases
         if self._packed is not None:
             return self._packed.apply(
-                x, logits, routing, bias=bias, shared=shared, shared_gate=shared_gate
+                x,
+                logits,
+                routing,
+                bias=bias,
+                gate_up_bias=gate_up_bias,
+                down_bias=down_bias,
+                shared=shared,
+                shared_gate=shared_gate,
             )
+
+        def product(linears: list[Linear], biases: Tensor | None) -> reference.Product:
+            def multiply(expert: int, rows: Tensor) -> Tensor:
+                return linears[expert].multiply(rows, None if biases is None else biases[expert])
+
+            return multiply
+
         chosen, weights = reference.route(logits, routing, bias)
-        total = reference.gated_experts(
-            x,
-            chosen,
-            weights,
-            lambda expert, rows: self._gate_up[expert](rows),
-            lambda expert, rows: self._down[expert](rows),
-            self._gate,
-        )
+        first, second = product(self._gate_up, gate_up_bias), product(self._down, down_bias)
+        total = reference.gated_experts(x, chosen, weights, first, second, self._gate)
         if shared is not None:
             total = reference.add_shared(total, shared, shared_gate)
         return total.to(x.dtype)
+
+
+Rows = TypeVar("Rows", Tensor, QuantizedWeight, Tensor | QuantizedWeight)
+
+
+def _apart(weight: Rows) -> Rows:
+    """All rows of gate, then those of up, of a weight that has them in turn."""
+    order = torch.arange(weight.shape[0]).view(-1, 2).t().flatten()
+    return weight[order] if isinstance(weight, Tensor) else weight.rows(order)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata, LayerCaches
 from pagewire_kernels.interface import AttentionBackend, LayerKernels
+from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 
 
@@ -81,6 +82,20 @@ def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]
         yield WeightTarget(f"{name}.bias", norm.bias)
 
 
+class Vector:
+    """Float32 numbers of a layer that belong to no linear layer and no norm."""
+
+    def __init__(self, shard: Shard, context: ModelContext) -> None:
+        """shard: this rank's numbers."""
+        self.numbers = torch.empty(shard.size, dtype=torch.float32, device=context.device)
+        self._shard = shard
+
+    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
+        """Destination of the tensor with this name."""
+        (name,) = names
+        yield WeightTarget(name, self.numbers, shard=self._shard)
+
+
 class PagedAttention:
     """Attention of one layer: writes new keys and values to its part of the cache, and attends over
     it."""
@@ -92,11 +107,14 @@ class PagedAttention:
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
+        """sinks: [num_heads], scores that take part in the softmax without a value."""
         self._backend = backend
         self._scale = scale
         self._sliding_window = sliding_window
         self._soft_cap = soft_cap
+        self._sinks = sinks
         self.key_scale = self.value_scale = 1.0
         """Keys and values are divided by these scales when they are written to an fp8 cache."""
 
@@ -123,6 +141,7 @@ class PagedAttention:
             scale=self._scale,
             sliding_window=self._sliding_window,
             soft_cap=self._soft_cap,
+            sinks=self._sinks,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
         )

@@ -180,6 +180,8 @@ class PackedExperts(Protocol):
         routing: Routing,
         *,
         bias: Tensor | None = None,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
         shared: Tensor | None = None,
         shared_gate: Tensor | None = None,
     ) -> Tensor:

@@ -9,7 +9,14 @@ backend.py    the reference as an attention backend and as layer kernels
 """
 
 from pagewire_kernels.reference.attention import packed_attention, paged_attention
-from pagewire_kernels.reference.experts import Gate, Routing, add_shared, gated_experts, route
+from pagewire_kernels.reference.experts import (
+    Gate,
+    Product,
+    Routing,
+    add_shared,
+    gated_experts,
+    route,
+)
 from pagewire_kernels.reference.kv_cache import swap_blocks, write_kv
 from pagewire_kernels.reference.layers import (
     ACTIVATIONS,
@@ -36,6 +43,7 @@ from pagewire_kernels.reference.sampling import (
 __all__ = [
     "ACTIVATIONS",
     "Gate",
+    "Product",
     "Routing",
     "act_and_mul",
     "activate",

@@ -27,7 +27,7 @@ from tests.support.quantized_files import (
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
 from worker_service.loader import LoadedModel
-from worker_service.models.experts import ExpertWeights
+from worker_service.models.experts import ExpertsSpec, ExpertStorage, ExpertWeights
 from worker_service.models.interface import ModelContext
 
 SHAPE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32}
@@ -125,31 +125,66 @@ def test_experts_are_part_of_the_recorded_program(
     assert "layers run eagerly" not in caplog.text
 
 
+CLAMPED = Gate(limit=0.7, alpha=1.702, offset=1.0)
+BIASES = ("gate_up_bias", "down_bias")
+STORED = {
+    ExpertStorage.SEPARATE: ("gate.*", "up.*", "down.*", *BIASES),
+    ExpertStorage.IN_TURN: ("gate_up.*", "down.*", *BIASES),
+    ExpertStorage.TRANSPOSED_STACK: ("gate_up", "down", *BIASES),
+}
+
+
+def _dense(stored: dict[str, Tensor], storage: ExpertStorage) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each expert the weight of gate, then up, and that of down."""
+    if storage is ExpertStorage.TRANSPOSED_STACK:
+        in_turn, down = list(stored["gate_up"].mT), list(stored["down"].mT)
+    else:
+        down = [stored[f"down.{i}.weight"] for i in range(4)]
+        if storage is ExpertStorage.SEPARATE:
+            parts = [(stored[f"gate.{i}.weight"], stored[f"up.{i}.weight"]) for i in range(4)]
+            return [torch.cat(part) for part in parts], down
+        in_turn = [stored[f"gate_up.{i}.weight"] for i in range(4)]
+    return [torch.cat([weight[::2], weight[1::2]]) for weight in in_turn], down
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_without_kernels_for_the_dtype_experts_are_linear_layers(dtype: torch.dtype) -> None:
-    num_experts, size, inner = 4, 32, 48
+@pytest.mark.parametrize("storage", ExpertStorage)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_without_kernels_for_the_dtype_experts_are_linear_layers(
+    dtype: torch.dtype, storage: ExpertStorage, has_bias: bool
+) -> None:
+    size, inner = 32, 48
+    spec = ExpertsSpec(
+        routing=Routing(num_experts=4, num_chosen=2, normalizes=True),
+        inner_size=inner,
+        activation="silu",
+        bias=has_bias,
+        gate=CLAMPED if has_bias else None,
+        storage=storage,
+    )
     context = ModelContext(dtype=dtype, device=torch.device("cpu"))
-    experts = ExpertWeights(num_experts, size, Shard.full(inner), Gate(), context)
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for target in experts.targets("gate.*", "up.*", "down.*"):
-        weights[target.name] = torch.randn(target.target.shape, generator=generator) * 0.2
-        target.target.copy_(weights[target.name])
+    experts = ExpertWeights(spec, size, Shard.full(inner), context)
+    generator, stored = torch.Generator().manual_seed(0), {}
+    for target in experts.targets(*STORED[storage]):
+        stored[target.name] = torch.randn(target.target.shape, generator=generator) * 0.2
+        target.target.copy_(stored[target.name])
+    assert any(name in stored for name in BIASES) == has_bias
     experts.pack()
     assert experts.weight is None
     assert (experts._packed is None) == (dtype == torch.float16 or library() is None)
-    routing = Routing(num_experts=num_experts, num_chosen=2, normalizes=True)
-    x, logits = torch.randn(9, size, generator=generator), torch.randn(9, num_experts)
+    x, logits = torch.randn(9, size, generator=generator), torch.randn(9, 4, generator=generator)
     shared = torch.randn(9, size, generator=generator)
-    found = experts(x.to(dtype), logits, routing, None, shared.to(dtype), None)
+    found = experts(x.to(dtype), logits, spec.routing, None, shared.to(dtype), None)
+    gate_up, down = _dense(stored, storage)
+    of_gate_up, of_down = (stored.get(name, torch.zeros(4, 1)) for name in BIASES)
+    if has_bias and storage is not ExpertStorage.SEPARATE:
+        of_gate_up = torch.cat([of_gate_up[:, ::2], of_gate_up[:, 1::2]], dim=1)
     total = reference.gated_experts(
         x,
-        *reference.route(logits, routing),
-        lambda e, rows: (
-            rows @ torch.cat([weights[f"gate.{e}.weight"], weights[f"up.{e}.weight"]]).T
-        ),
-        lambda e, rows: rows @ weights[f"down.{e}.weight"].T,
-        Gate(),
+        *reference.route(logits, spec.routing),
+        lambda e, rows: rows @ gate_up[e].T + of_gate_up[e],
+        lambda e, rows: rows @ down[e].T + of_down[e],
+        spec.gate or Gate(),
     )
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(found.float(), total + shared, atol=tolerance, rtol=tolerance)

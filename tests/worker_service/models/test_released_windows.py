@@ -17,7 +17,7 @@ from worker_service.loader.trial import try_model
 from worker_service.models.interface import Model
 
 NATIVE = ("mistral", "qwen2_sliding", "gemma2", "gemma3")
-THROUGH_TRANSFORMERS = ("gemma4", "gpt_oss", "phi3")
+THROUGH_TRANSFORMERS = ("gemma4", "phi3")
 FAMILIES = NATIVE + THROUGH_TRANSFORMERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

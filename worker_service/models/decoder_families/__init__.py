@@ -10,6 +10,7 @@ from worker_service.models.decoder_families.gemma import (
     gemma_settings,
 )
 from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
+from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
 from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.decoder_families.mixtures import mixtral_settings, qwen_moe_settings
 from worker_service.models.decoder_families.scored_mixtures import (
@@ -30,6 +31,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Qwen3MoeForCausalLM": qwen_moe_settings,
     "Glm4MoeForCausalLM": glm4_moe_settings,
     "Dots1ForCausalLM": dots1_settings,
+    "GptOssForCausalLM": gpt_oss_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
 }

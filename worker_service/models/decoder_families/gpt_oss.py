@@ -1,0 +1,78 @@
+"""gpt-oss: attention sinks, windows in every other layer, and experts with biases and a clamped
+gate, which are stored in MXFP4."""
+
+from pagewire_kernels.reference import Gate
+from worker_service.models.decoder import DecoderSettings, LayerSpec, NormSpec
+from worker_service.models.decoder_families.common import (
+    FULL,
+    NAMES,
+    SLIDING,
+    Config,
+    attention_of,
+    decoder_of,
+    layer_types,
+    rotary_of,
+    routing,
+)
+from worker_service.models.experts import ExpertsSpec, ExpertStorage
+
+_BIASES = "mlp.experts.gate_up_proj_bias mlp.experts.down_proj_bias"
+
+_NAMES = {path: name for path, name in NAMES.items() if "feed_forward." not in path} | {
+    "attention.sinks": "self_attn.sinks",
+    "feed_forward.router": "mlp.router",
+    "feed_forward.experts": f"mlp.experts.gate_up_proj mlp.experts.down_proj {_BIASES}",
+}
+
+_ROTARY = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The defaults of `rope_parameters`."""
+
+
+def gpt_oss_settings(config: Config) -> DecoderSettings:
+    """gpt-oss."""
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-5))
+    head_dim = config.get("head_dim", 64)
+    has_rotary = config.get("rope_scaling") or config.get("rope_parameters")
+    rotary = rotary_of(config, head_dim, None if has_rotary else _ROTARY, theta=150000.0)
+    bias = bool(config.get("attention_bias", True))
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("num_local_experts") or config.get("num_experts") or 128,
+            num_chosen=config.get("num_experts_per_tok", 4),
+            scoring="softmax_of_chosen",
+        ),
+        inner_size=config["intermediate_size"],
+        activation=config.get("hidden_act", "silu"),
+        bias=True,
+        gate=Gate(
+            limit=float(config.get("swiglu_limit", 7.0)),
+            alpha=float(config.get("swiglu_alpha", 1.702)),
+            offset=1.0,
+        ),
+        storage=ExpertStorage.TRANSPOSED_STACK,
+    )
+    window = config.get("sliding_window", 128)
+
+    def layer(kind: str) -> LayerSpec:
+        attention = attention_of(
+            config,
+            head_dim,
+            rotary,
+            num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
+            window=window if kind == SLIDING else None,
+            has_sinks=True,
+            qkv_bias=bias,
+            output_bias=bias,
+        )
+        return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=_NAMES)
+
+    kinds = [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
+    return decoder_of(config, [*map(layer, layer_types(config, kinds))], norm)
