@@ -9,6 +9,7 @@ needed. Errors in headers and in `quantization_config` are reported before a wei
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from worker_service.loader.quantized_formats import (
     FORMATS,
     FP8,
     INT8,
+    MXFP4,
     PACKED,
     Format,
     Scheme,
     StoredWeight,
 )
-from worker_service.loader.tensors import FLOATS, CheckpointTensor, StoredTensor
+from worker_service.loader.tensors import FLOATS, CheckpointTensor, ExpertTensor, StoredTensor
 
 Formats = Mapping[str, Format]
 Pattern = re.Pattern[str]
@@ -261,6 +263,10 @@ def _modelopt_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[P
         yield settings.pattern(""), scheme
 
 
+def _mxfp4_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
+    yield settings.pattern(""), Scheme(format=formats["mxfp4"], bits=4, block=(1, 32))
+
+
 def _bitsandbytes_schemes(
     settings: _Settings, formats: Formats
 ) -> Iterator[tuple[Pattern, Scheme]]:
@@ -276,6 +282,7 @@ _READERS = {
     "compressed-tensors": _compressed_schemes,
     "fp8": _fp8_schemes,
     "modelopt": _modelopt_schemes,
+    "mxfp4": _mxfp4_schemes,
     "bitsandbytes": _bitsandbytes_schemes,
 }
 
@@ -289,6 +296,8 @@ def with_quantized_weights(
     naming file and tensor, if the tensors of a weight do not fit its scheme, and BadCheckpoint if
     no weight is quantized, or one is stored both dense and quantized.
     """
+    if any(scheme.format is MXFP4 for _, scheme in schemes):
+        stored = {tensor.name: tensor for tensor in _separate_experts(stored)}
     weights = list(_find_weights(schemes, stored))
     if not weights:
         wanted = sorted({f"*.{scheme.format.codes}" for _, scheme in schemes})
@@ -307,6 +316,34 @@ def with_quantized_weights(
             )
         tensors[weight.name] = weight
     return tensors
+
+
+def _separate_experts(stored: Mapping[str, StoredTensor]) -> Iterator[StoredTensor]:
+    """The tensors of a checkpoint in MXFP4, in which blocks, [num_experts, out_features, groups,
+    16], and scales, [num_experts, out_features, groups], are of all experts: here each expert has
+    tensors. Raises BadCheckpoint for other shapes."""
+    for name, tensor in stored.items():
+        found = re.fullmatch(r"(.*)\.(\w+)_(blocks|scales)", name)
+        if found is None:
+            yield tensor
+            continue
+        experts, part, suffix = found.groups()
+        num_dims = 4 if suffix == "blocks" else 3
+        if len(tensor.shape) != num_dims or 0 in tensor.shape:
+            raise BadCheckpoint(
+                f"{tensor.file}: {name} is {tensor.shape}, expected {num_dims} dimensions"
+            )
+        num_experts, num_rows, *others = tensor.shape
+        for i in range(num_experts):
+            yield ExpertTensor(
+                name=f"{experts}.{i}.{part}.{suffix}",
+                stored_name=tensor.stored_name,
+                file=tensor.file,
+                files=tensor.files,
+                shape=[num_rows, prod(others)],
+                type=tensor.type,
+                expert=i,
+            )
 
 
 def _find_weights(schemes: Schemes, stored: Mapping[str, StoredTensor]) -> Iterator[StoredWeight]:

@@ -423,6 +423,26 @@ class _BitsAndBytes(StoredWeight):
         )
 
 
+_MXFP4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4_TABLE = (*_MXFP4_SIZES, *(-size for size in _MXFP4_SIZES))
+"""The numbers of e2m1, of which the upper bit is the sign."""
+
+
+class _Mxfp4(StoredWeight):
+    """Floats of 4 bits, e2m1, with scales that are powers of two, e8m0 (OCP Microscaling)."""
+
+    def _read(self) -> QuantizedWeight:
+        exponents = self.part("scales").int()
+        if exponents.eq(255).any():  # other ones are the exponents of float32, subnormal for 0
+            raise self.fault(f"{self.parts['scales'].name}: expected numbers, got NaN")
+        return QuantizedWeight(
+            codes=self.part("blocks"),
+            scales=torch.where(exponents > 0, exponents << 23, 1 << 22).int().view(torch.float32),
+            table=_MXFP4_TABLE,
+            is_float=True,
+        )
+
+
 class StoredRounded(StoredWeight):
     """Weights of `--quantization-cache`: codes of 8 bits, floats in F8_E4M3, or of 4 bits."""
 
@@ -461,6 +481,8 @@ fp8          weight_scale?                        FLOAT,F8_E8M0  rows groups
 fp8          weight_scale_inv?                    FLOAT,F8_E8M0  rows groups
 fp8          input_scale?                         FLOAT          1
 fp8          activation_scale?                    FLOAT          1
+mxfp4        blocks                               U8             out in*
+mxfp4        scales                               U8             rows groups
 nf4,fp4      weight                               U8             numbers*
 nf4,fp4      weight.absmax                        F32,U8         blocks
 nf4,fp4      weight.quant_map                     F32            16
@@ -494,6 +516,7 @@ INT8 = Format("int8", _Integers)
 FP8 = Format("fp8", _Fp8)
 NF4 = Format("nf4", _BitsAndBytes, nibbles=(1, 0))
 FP4 = Format("fp4", _BitsAndBytes, nibbles=(1, 0))
+MXFP4 = Format("mxfp4", _Mxfp4)
 ROUNDED = Format("rounded", StoredRounded)
 
 FORMATS: Mapping[str, Mapping[str, Format]] = {
@@ -502,6 +525,7 @@ FORMATS: Mapping[str, Mapping[str, Format]] = {
     "compressed-tensors": {"pack-quantized": PACKED, "int-quantized": INT8, "float-quantized": FP8},
     "fp8": {"e4m3": FP8},
     "modelopt": {"fp8": FP8, "fp8_per_channel_per_token": FP8, "fp8_pb_wo": FP8},
+    "mxfp4": {"mxfp4": MXFP4},
     "bitsandbytes": {"nf4": NF4, "fp4": FP4},
 }
 """By `quant_method`, then by the method's own name of the format."""

@@ -129,6 +129,18 @@ class StoredTensor(CheckpointTensor):
         return part
 
 
+@dataclass(kw_only=True)
+class ExpertTensor(StoredTensor):
+    """The matrix of one expert in a tensor of all experts."""
+
+    expert: int
+
+    def __getitem__(self, index: Index) -> Tensor:
+        part: Tensor = self.files.open(self.file).get_slice(self.stored_name)[self.expert]
+        self.files.count(part.nbytes)
+        return part.reshape(self.shape)[index]
+
+
 def describe(file: Path, files: OpenFiles) -> Iterator[StoredTensor]:
     """Describe the tensors of a safetensors file. Raises BadCheckpoint if it is damaged."""
     opened = files.open(file)

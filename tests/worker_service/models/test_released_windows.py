@@ -16,7 +16,7 @@ from worker_service.loader import load_model
 from worker_service.loader.trial import try_model
 from worker_service.models.interface import Model
 
-NATIVE = ("mistral", "qwen2_sliding", "gemma2", "gemma3")
+NATIVE = ("mistral", "qwen2_sliding", "gemma2", "gemma3", "gpt_oss")
 THROUGH_TRANSFORMERS = ("gemma4", "phi3")
 FAMILIES = NATIVE + THROUGH_TRANSFORMERS
 

@@ -24,6 +24,10 @@ _NAMES = {path: name for path, name in NAMES.items() if "feed_forward." not in p
     "feed_forward.experts": f"mlp.experts.gate_up_proj mlp.experts.down_proj {_BIASES}",
 }
 
+_MXFP4_NAMES = _NAMES | {
+    "feed_forward.experts": f"mlp.experts.*.gate_up_proj mlp.experts.*.down_proj {_BIASES}",
+}
+
 _ROTARY = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
@@ -43,6 +47,7 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
     has_rotary = config.get("rope_scaling") or config.get("rope_parameters")
     rotary = rotary_of(config, head_dim, None if has_rotary else _ROTARY, theta=150000.0)
     bias = bool(config.get("attention_bias", True))
+    is_mxfp4 = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     experts = ExpertsSpec(
         routing=routing(
             num_experts=config.get("num_local_experts") or config.get("num_experts") or 128,
@@ -57,7 +62,7 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
             alpha=float(config.get("swiglu_alpha", 1.702)),
             offset=1.0,
         ),
-        storage=ExpertStorage.TRANSPOSED_STACK,
+        storage=ExpertStorage.IN_TURN if is_mxfp4 else ExpertStorage.TRANSPOSED_STACK,
     )
     window = config.get("sliding_window", 128)
 
@@ -72,7 +77,8 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
             qkv_bias=bias,
             output_bias=bias,
         )
-        return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=_NAMES)
+        names = _MXFP4_NAMES if is_mxfp4 else _NAMES
+        return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=names)
 
     kinds = [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
     return decoder_of(config, [*map(layer, layer_types(config, kinds))], norm)
