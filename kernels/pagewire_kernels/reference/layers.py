@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from pagewire_kernels.reference.kv_cache import write_kv
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 def embed(table: Tensor, indices: Tensor, sums: Tensor | None = None) -> Tensor:
@@ -193,4 +193,5 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
 }

@@ -156,6 +156,8 @@ def active(x, ACTIVATION: tl.constexpr):
         result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "relu":
         result = tl.where(x < 0.0, 0.0, x)  # propagates NaN
+    elif ACTIVATION == "relu2":
+        result = tl.where(x < 0.0, 0.0, x * x)
     else:
         # 0.5 * (1 + tanh(y)) is the logistic function of 2 * y (Hendrycks and Gimpel 2016).
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)

@@ -5,7 +5,7 @@
 
 namespace pagewire {
 
-enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kClampedSilu };
+enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSilu };
 
 // e^-x, with -x bounded so that it stays finite.
 inline Floats exp_of_negative(Floats x) {
@@ -53,6 +53,14 @@ struct Relu {
   Floats operator()(Floats x) const { return greater_of(zeros(), x); }
 };
 
+// The square of ReLU (So et al. 2021).
+struct Relu2 {
+  Floats operator()(Floats x) const {
+    const Floats positive = Relu()(x);
+    return multiply(positive, positive);
+  }
+};
+
 // Calls `visit` with the function object of `activation`.
 template <class Visit>
 inline void with_activation(Activation activation, Visit visit) {
@@ -61,6 +69,7 @@ inline void with_activation(Activation activation, Visit visit) {
     case kGelu: return visit(Gelu());
     case kGeluTanh: return visit(GeluTanh());
     case kRelu: return visit(Relu());
+    case kRelu2: return visit(Relu2());
     case kClampedSilu: return;  // see `with_gate`
   }
 }
