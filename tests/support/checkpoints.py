@@ -182,6 +182,84 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 10}),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "phi3_long": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        _rope(
+            "longrope",
+            short_factor=[1.0 + i / 8 for i in range(8)],
+            long_factor=[2.0 + i for i in range(8)],
+            original_max_position_embeddings=128,
+        ),
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 24}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {"head_dim": 24}),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", {}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
+    "starcoder2": (
+        "Starcoder2Config",
+        "Starcoder2ForCausalLM",
+        {"sliding_window": 13},
+    ),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
+    "gpt_neox_sequential": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {"rotary_pct": 0.5, "use_parallel_residual": False},
+    ),
+    "stablelm_parallel": (
+        "StableLmConfig",
+        "StableLmForCausalLM",
+        {"partial_rotary_factor": 0.5, "use_parallel_residual": True, "use_qkv_bias": True},
+    ),
+    "cohere_plain": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.25}),
+    "cohere2": (
+        "Cohere2Config",
+        "Cohere2ForCausalLM",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {}),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {"rotary_dim": 8, "n_inner": 88}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {"ffn_hidden_size": 88}),
+    "falcon_groups": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "falcon_alibi": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    "mpt": (
+        "MptConfig",
+        "MptForCausalLM",
+        {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": MAX_POSITIONS},
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",
@@ -196,7 +274,6 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "phi": ("PhiConfig", "PhiForCausalLM", {"partial_rotary_factor": 0.5}),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 10}),
     "flex_olmo": ("FlexOlmoConfig", "FlexOlmoForCausalLM", {**_MOE, "intermediate_size": 96}),
     "llama4": (
         "Llama4TextConfig",
@@ -212,25 +289,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "intermediate_size_mlp": 96,
         },
     ),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
-    "granite": (
-        "GraniteConfig",
-        "GraniteForCausalLM",
-        {
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.5,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-        },
-    ),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.25, "use_qk_norm": True}),
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
-    "starcoder2": (
-        "Starcoder2Config",
-        "Starcoder2ForCausalLM",
-        {"sliding_window": 13},
-    ),
-    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
 }
 
 FAMILIES = tuple(_FAMILIES)

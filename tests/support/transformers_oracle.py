@@ -13,10 +13,12 @@ class Oracle:
     """A checkpoint's model as the library runs it, one sequence at a time."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
+        # The eager attention of Falcon adds ALiBi biases twice.
+        has_alibi = getattr(AutoConfig.from_pretrained(path), "alibi", False)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation="eager", dtype=torch.float32
+            path, attn_implementation="sdpa" if has_alibi else "eager", dtype=torch.float32
         ).eval()
 
     @torch.inference_mode()

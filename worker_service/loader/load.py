@@ -72,6 +72,7 @@ CACHE_DTYPES = {"auto": None, "fp8": FP8, "int8": torch.int8}
 
 _SOFT_CAP_KEYS = ("attn_logit_softcapping", "attention_logit_cap")
 _MODELS_WITH_SINKS = ("gpt_oss",)
+_MODELS_WITH_ALIBI = ("bloom", "mpt")
 _ALWAYS_IN_A_WINDOW = ("MistralForCausalLM",)
 
 
@@ -169,7 +170,7 @@ def attention_needs(
         sliding_window=any(_windows(text)),
         soft_cap=any(text.get(key) for key in _SOFT_CAP_KEYS),
         sinks=text.get("model_type") in _MODELS_WITH_SINKS,
-        alibi=bool(text.get("alibi")),
+        alibi=bool(text.get("alibi")) or text.get("model_type") in _MODELS_WITH_ALIBI,
         packed=any(name in ENCODERS for name in config.get("architectures") or ()),
         batch_invariant=batch_invariant,
     )
@@ -183,7 +184,10 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _plain_head_dim(config: Mapping[str, Any]) -> int:
-    sizes, counts = ("hidden_size", "n_embd", "dim"), ("num_attention_heads", "n_head", "n_heads")
+    sizes, counts = (
+        ("hidden_size", "n_embd", "dim", "d_model"),
+        ("num_attention_heads", "n_head", "n_heads"),
+    )
     size, heads = (
         next((config[key] for key in keys if config.get(key)), 0) for keys in (sizes, counts)
     )

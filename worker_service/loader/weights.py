@@ -293,14 +293,16 @@ def _fill(tensor: CheckpointTensor, weight: WeightTarget, model: LoadableModule)
         model.dequantized["the format has no groups of whole numbers"] += target.nbytes
     is_small = target.dim() != 2 or target.nbytes <= MAX_MAPPED_BYTES
     if is_small or not isinstance(tensor, StoredTensor):
-        target.copy_(tensor[weight.source_index or ...])
+        target.copy_(weight.arranged(tensor[weight.source_index or ...]))
     elif weight.rounding is None or weight.keep is None:
+        places = None if weight.order is None else weight.order.argsort()
         for rows, part in _read_by_rows(tensor, weight):
-            target[rows].copy_(part)
+            target[rows if places is None else places[rows]] = part.to(target)
     else:
         parts = (part.to(target.dtype) for _, part in _read_by_rows(tensor, weight))
         rounded = (round_weight(part, weight.rounding) for part in parts)
-        weight.keep(assemble(rounded, target.shape[0]))
+        whole = assemble(rounded, target.shape[0])
+        weight.keep(whole if weight.order is None else whole.rows(weight.order))
 
 
 def _read_by_rows(tensor: CheckpointTensor, weight: WeightTarget) -> Iterator[tuple[slice, Tensor]]:
@@ -374,7 +376,7 @@ def fill_dummy_weights(
         else:
             generator.manual_seed(zlib.crc32(weight.name.encode()))
             values = torch.empty(weight.source_shape).uniform_(-0.05, 0.05, generator=generator)
-            weight.target.copy_(values[weight.source_index])
+            weight.target.copy_(weight.arranged(values[weight.source_index]))
         on_filled(weight)
 
 

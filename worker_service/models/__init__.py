@@ -5,8 +5,7 @@
     registry.py            from an architecture's name to a native model
     decoder.py             native decoders of all families, composed from specifications
     experts.py             mixture of experts: router, experts, shared experts
-    decoder_families/      their specifications: Llama and its kin, mixtures of experts, Gemma,
-                           GPT-2, OPT
+    decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …
     encoder.py             text encoders of all families, composed from settings
     encoder_families.py    those settings: BERT, RoBERTa, MPNet, DistilBERT, ModernBERT, nomic-bert
     eagle.py               the draft head of EAGLE-3

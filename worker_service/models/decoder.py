@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard
+from worker_service.errors import InvalidOption
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
 from worker_service.models.layers import (
@@ -26,6 +27,7 @@ from worker_service.models.layers import (
     RotarySettings,
     RotaryTable,
     Vector,
+    norm_targets,
 )
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
 from worker_service.models.native import (
@@ -40,10 +42,11 @@ KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
 """Canonical names of the scales of keys and values in an fp8 cache, one number each."""
 
 _NAMES = """
-embed_tokens     wte
+embed_tokens     wte word_embeddings embed_in
 embed_positions  wpe
-layers           h
-norm             ln_f final_layer_norm
+embedding_norm   word_embeddings_layernorm
+layers           h blocks
+norm             ln_f final_layer_norm norm_f
 project_in
 project_out
 """
@@ -53,7 +56,7 @@ modules in other families."""
 _CANONICAL = {
     name: names[0] for names in map(str.split, _NAMES.strip().splitlines()) for name in names
 }
-_MODULE = re.compile(r"(?:(?:model|transformer)\.)?(?:decoder\.)?(\w+)(\..+)")
+_MODULE = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:decoder\.)?(\w+)(\..+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,16 +66,33 @@ class NormSpec:
     eps: float
     is_rms: bool = True
     affine: bool = True
-    """Whether a layer norm has a weight and a bias."""
+    """Whether a layer norm has a weight, and possibly a bias."""
+
+    bias: bool = True
+    """Whether a layer norm has a bias."""
 
     offset: float = 0.0
-    """What is added to the weight of an RMS norm."""
+    """What is added to the weight."""
 
     def build(self, size: int, context: ModelContext, kernels: Kernels) -> RMSNorm | LayerNorm:
         """The norm of rows of this size."""
         if self.is_rms:
             return RMSNorm(size, self.eps, context, kernels.layers, self.offset)
-        return LayerNorm(size, self.eps, context, kernels.layers, self.affine)
+        return LayerNorm(
+            size, self.eps, context, kernels.layers, self.affine, self.bias, self.offset
+        )
+
+
+class QKVStorage(Enum):
+    """How a checkpoint stores the weights of queries, keys and values."""
+
+    SEPARATE = auto()
+    CONSECUTIVE = auto()
+    """In one tensor, one after the other."""
+
+    BY_GROUP = auto()
+    """In one tensor: for each head of keys, the heads of queries that attend to it, then that of
+    keys, then that of values."""
 
 
 class NormPlace(Enum):
@@ -83,6 +103,9 @@ class NormPlace(Enum):
 
     AROUND = auto()
     """Before each part, and of its output."""
+
+    AFTER = auto()
+    """Of the output of each part alone."""
 
     AFTER_SUM = auto()
     """Of the sum of each part's output and the residual stream, which continues with it."""
@@ -110,16 +133,35 @@ class AttentionSpec:
     has_sinks: bool = False
     """Whether each head has a score that takes part in the softmax without a value."""
 
+    alibi_slopes: tuple[float, ...] = ()
+    """By head, what is subtracted from scores for each token between query and key; empty: nothing
+    (Press et al. 2022)."""
+
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm: NormSpec | None = None
     """The RMS norm of each head of queries and keys before they are rotated, if there is one."""
 
-    is_fused: bool = False
-    """Whether one tensor has the rows of queries, then of keys, then of values."""
+    norm_spans_heads: bool = False
+    """Whether `head_norm` is that of all heads of queries, and of keys, together."""
+
+    storage: QKVStorage = QKVStorage.SEPARATE
+    has_pairs: bool = False
+    """Whether the checkpoint's weights rotate neighbouring elements against each other, instead of
+    those of the two halves: their rows are rearranged when they are loaded."""
+
+    @property
+    def group(self) -> int:
+        """Heads of queries that attend to one of keys."""
+        return self.num_heads // self.num_kv_heads
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the heads."""
+        if self.norm_spans_heads and layout.tensor_parallel_size > 1:
+            raise InvalidOption(
+                "tensor_parallel_size: expected 1, since the norms of queries and keys span all"
+                f" heads, got {layout.tensor_parallel_size}"
+            )
         layout.even_shard(self.num_heads, "attention heads")
         layout.kv_head_shard(self.num_kv_heads)
 
@@ -149,6 +191,8 @@ class MLPSpec:
     activation: str
     is_gated: bool = True
     bias: bool = False
+    is_fused: bool = False
+    """Whether one tensor has the rows of the gate, then those of the layer that it multiplies."""
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the columns."""
@@ -171,6 +215,12 @@ class LayerSpec:
     `DecoderLayer`; see `native.part_targets`."""
 
     norm_place: NormPlace = NormPlace.BEFORE
+    is_parallel: bool = False
+    """Whether the feed-forward part has the input of attention, not its output. It shares the norm
+    of attention if `names` has none of its own."""
+
+    residual_multiplier: float = 1.0
+    """The factor of what is added to the residual stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,9 +229,11 @@ class DecoderSettings(ModelSettings):
 
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec | None
+    embedding_norm: NormSpec | None = None
     embedding_scale: float = 1.0
     """The factor of embeddings, which is rounded to their dtype."""
 
+    logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     """The limit that logits approach; None: there is none."""
 
@@ -224,13 +276,20 @@ class Attention(nn.Module):
         heads = layout.even_shard(s.num_heads, "attention heads")
         kv_heads = layout.kv_head_shard(s.num_kv_heads)
         attended, kv_rows = heads.times(s.head_dim), kv_heads.times(s.head_dim)
-        outputs = [attended, kv_rows, kv_rows]
+        outputs: list[Shard] = [attended, kv_rows, kv_rows]
+        sources: list[int] | None = None
+        orders: list[Tensor | None] = [_halves(s, heads), _halves(s, kv_heads), None]
+        if s.storage is QKVStorage.CONSECUTIVE:
+            outputs, sources = consecutive(outputs), [0] * 3
+        elif s.storage is QKVStorage.BY_GROUP:
+            outputs, orders = [kv_heads.times((s.group + 2) * s.head_dim)], [_by_kind(s, kv_heads)]
         self.qkv = Linear(
             Shard.full(inputs),
-            consecutive(outputs) if s.is_fused else outputs,
+            outputs,
             bias=s.qkv_bias,
             context=context,
-            sources=[0] * 3 if s.is_fused else None,
+            sources=sources,
+            orders=orders,
         )
         self.output = RowParallelLinear(attended, size, bias=s.output_bias, context=context)
         self.query_norm: RMSNorm | None = None
@@ -238,15 +297,18 @@ class Attention(nn.Module):
         if s.head_norm is not None:
             eps, offset = s.head_norm.eps, s.head_norm.offset
             self.query_norm, self.key_norm = (
-                RMSNorm(s.head_dim, eps, context, kernels.layers, offset) for _ in range(2)
+                RMSNorm(s.head_dim * num, eps, context, kernels.layers, offset)
+                for num in ((s.num_heads, s.num_kv_heads) if s.norm_spans_heads else (1, 1))
             )
         self.sinks = Vector(heads, context) if s.has_sinks else None
+        self._norm_spans_heads = s.norm_spans_heads
         self.paged = PagedAttention(
             kernels.attention_of(s.window),
             scale=s.scale,
             sliding_window=s.window,
             soft_cap=s.soft_cap,
             sinks=None if self.sinks is None else self.sinks.numbers,
+            alibi_slopes=_slopes(s, heads, context),
         )
         self._head_dim, self._num_heads = s.head_dim, [heads.size, kv_heads.size, kv_heads.size]
         self._rotary, self._kernels = rotary, kernels.layers
@@ -260,10 +322,14 @@ class Attention(nn.Module):
         """Write the keys and values of rows to the layer's caches. Returns their queries."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         query, key, value = heads.split_with_sizes(self._num_heads, 1)
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if self._norm_spans_heads and query_norm is not None and key_norm is not None:
+            query = query_norm(query.flatten(1)).view_as(query)
+            key = key_norm(key.flatten(1)).view_as(key)
+            query_norm = key_norm = None
         if self._rotary is None:
             self.paged.write(key, value, inputs.caches, inputs.metadata)
             return query
-        query_norm, key_norm = self.query_norm, self.key_norm
         self._kernels.rotate_and_write_kv(
             query,
             key,
@@ -280,6 +346,31 @@ class Attention(nn.Module):
             value_scale=self.paged.value_scale,
         )
         return query
+
+
+def _slopes(spec: AttentionSpec, heads: Shard, context: ModelContext) -> Tensor | None:
+    """The ALiBi slopes of these heads: float32 [num_heads]."""
+    if not spec.alibi_slopes:
+        return None
+    slopes = spec.alibi_slopes[heads.start : heads.start + heads.size]
+    return torch.tensor(slopes, dtype=torch.float32, device=context.device)
+
+
+def _halves(spec: AttentionSpec, heads: Shard) -> Tensor | None:
+    """The order of the rows of these heads in which the elements that are rotated against each
+    other are those of two halves; None if they are so already."""
+    if not spec.has_pairs or spec.rotary is None:
+        return None
+    rotated, rows = spec.rotary.rotary_dim, torch.arange(spec.head_dim)
+    head = torch.cat([rows[0:rotated:2], rows[1:rotated:2], rows[rotated:]])
+    return (torch.arange(heads.size)[:, None] * spec.head_dim + head).flatten()
+
+
+def _by_kind(spec: AttentionSpec, kv_heads: Shard) -> Tensor:
+    """The order of rows that are stored by group: queries, then keys, then values."""
+    shape = kv_heads.size, spec.group + 2, spec.head_dim
+    rows = torch.arange(kv_heads.size * shape[1] * shape[2]).view(shape)
+    return torch.cat([part.flatten() for part in rows.split([spec.group, 1, 1], dim=1)])
 
 
 def consecutive(shards: Sequence[Shard]) -> list[Shard]:
@@ -302,7 +393,15 @@ class MLP(nn.Module):
         self._activation = None if s.is_gated else activation
         self._kernels = kernels.layers
         self.up = (
-            GatedLinear(size, [inner] * 2, activation, kernels.layers, bias=s.bias, context=context)
+            GatedLinear(
+                size,
+                consecutive([inner] * 2) if s.is_fused else [inner] * 2,
+                activation,
+                kernels.layers,
+                bias=s.bias,
+                context=context,
+                sources=[0] * 2 if s.is_fused else None,
+            )
             if s.is_gated
             else Linear(Shard.full(size), [inner], bias=s.bias, context=context)
         )
@@ -333,41 +432,68 @@ class DecoderLayer(NativeLayer):
         `DecoderSettings`."""
         super().__init__()
 
-        def norm() -> RMSNorm | LayerNorm:
-            return spec.norm.build(size, context, kernels)
-
-        self.attention_norm = norm()
+        place = spec.norm_place
+        has_norms = {
+            "attention_norm": place is not NormPlace.AFTER,
+            "feed_forward_norm": place is not NormPlace.AFTER
+            and not (spec.is_parallel and "feed_forward_norm" not in spec.names),
+            "attention_output_norm": place in (NormPlace.AROUND, NormPlace.AFTER),
+            "feed_forward_output_norm": place in (NormPlace.AROUND, NormPlace.AFTER),
+        }
+        for name, has_norm in has_norms.items():
+            setattr(self, name, spec.norm.build(size, context, kernels) if has_norm else None)
         self.attention = Attention(
             spec.attention, attention_inputs or size, size, context, kernels, rotary
         )
-        self.feed_forward_norm = norm()
-        has_output_norms = spec.norm_place is NormPlace.AROUND
-        self.attention_output_norm = norm() if has_output_norms else None
-        self.feed_forward_output_norm = norm() if has_output_norms else None
         self.feed_forward = spec.feed_forward.build(size, context, kernels)
-        self._place, self._names = spec.norm_place, spec.names
+        self._spec, self._kernels = spec, kernels.layers
         self._is_transposed = is_transposed
+
+    attention_norm: RMSNorm | LayerNorm | None
+    feed_forward_norm: RMSNorm | LayerNorm | None
+    attention_output_norm: RMSNorm | LayerNorm | None
+    feed_forward_output_norm: RMSNorm | LayerNorm | None
 
     def forward(
         self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor | None]:
-        if self._place is NormPlace.AFTER_SUM:
+        if self._spec.norm_place is NormPlace.AFTER_SUM:
             assert x is None, "a norm of the sum leaves nothing to be added"
-            residual = self.attention_norm(residual, self.attention(residual, inputs))
-            return self.feed_forward_norm(residual, self.feed_forward(residual)), None
-        return residual, self.attend_and_mix(self.attention_norm(residual, x), residual, inputs)
+            residual = self._normed(self.attention_norm, residual, self.attention(residual, inputs))
+            x = self.feed_forward(residual)
+            return self._normed(self.feed_forward_norm, residual, x), None
+        x = self._normed(self.attention_norm, residual, x)
+        if not self._spec.is_parallel:
+            return residual, self.attend_and_mix(x, residual, inputs)
+        mixed = x if self.feed_forward_norm is None else self.feed_forward_norm(residual)
+        attended = self.attention(x, inputs)
+        return residual, self._kernels.add(attended, self.feed_forward(mixed))
 
     def attend_and_mix(self, x: Tensor, residual: Tensor, inputs: LayerInputs) -> Tensor:
         """Add the attention output for `x`, which is normed, to `residual`, then return the output
         of the feed-forward part."""
-        x = self.attention(x, inputs)
-        if self.attention_output_norm is not None:
-            x = self.attention_output_norm(x)
-        x = self.feed_forward(self.feed_forward_norm(residual, x))
-        return x if self.feed_forward_output_norm is None else self.feed_forward_output_norm(x)
+        x = self._output(self.attention(x, inputs), self.attention_output_norm)
+        x = self.feed_forward(self._normed(self.feed_forward_norm, residual, x))
+        return self._output(x, self.feed_forward_output_norm)
+
+    def _normed(
+        self, norm: RMSNorm | LayerNorm | None, residual: Tensor, x: Tensor | None
+    ) -> Tensor:
+        """Add x, if given, to the residual stream in place. Returns the norm of the sum, or the sum
+        itself without a norm."""
+        if norm is not None:
+            normed: Tensor = norm(residual, x)
+            return normed
+        return residual if x is None else self._kernels.add(residual, x)
+
+    def _output(self, x: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
+        """What is added to the residual stream for the output of a part."""
+        x = x if norm is None else norm(x)
+        multiplier = self._spec.residual_multiplier
+        return x if multiplier == 1.0 else self._kernels.scale(x, multiplier)
 
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
-        return part_targets(self, self._names, f"{name}.", transposed=self._is_transposed)
+        return part_targets(self, self._spec.names, f"{name}.", transposed=self._is_transposed)
 
 
 class RotaryTables:
@@ -394,7 +520,7 @@ class DecoderModel(NativeModel):
     """A decoder of any family."""
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(
-        rf"lm_head\.weight|.*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|{KV_SCALE_NAMES}"
+        rf"lm_head\.weight|.*rotary_emb\.inv_freq|.*\.(attn|attention)\.(masked_)?bias|{KV_SCALE_NAMES}"
     )
     """Among them causal masks, which old checkpoints hold."""
 
@@ -406,6 +532,8 @@ class DecoderModel(NativeModel):
     def canonical_name(cls, name: str) -> str:
         """Llama's name, whether or not the checkpoint has an LM head, whose names have a prefix."""
         match = _MODULE.fullmatch(name)
+        if match is not None and match[1] == "embed_out":
+            return f"lm_head{match[2]}"
         if match is None or match[1] not in _CANONICAL:
             return name
         return f"model.{_CANONICAL[match[1]]}{match[2]}"
@@ -420,12 +548,14 @@ class DecoderModel(NativeModel):
         super().__init__(settings, max_model_len, context, kernels)
         s, layout = settings, context.communicator.layout
         self._embedding_scale = torch.tensor(s.embedding_scale, dtype=context.dtype).item()
+        self._logits_scale = s.logits_scale
         self._logits_soft_cap = s.logits_soft_cap
         self._position_offset = s.position_offset or 0
         if s.ignores_further_layers:
             ours = "|".join(map(str, range(s.num_layers)))
             self.unused_names = re.compile(rf"model\.layers\.(?!(?:{ours})\.)\d+\..*")
         self.position_embedding: Tensor | None = None
+        self.embedding_norm: RMSNorm | LayerNorm | None = None
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None
         projects = s.embedding_size != s.hidden_size
@@ -434,6 +564,8 @@ class DecoderModel(NativeModel):
             if s.position_offset is not None:
                 num_positions = s.max_model_len + s.position_offset
                 self.position_embedding = context.empty(num_positions, s.hidden_size)
+            if s.embedding_norm is not None:
+                self.embedding_norm = s.embedding_norm.build(s.hidden_size, context, kernels)
             if projects:
                 self.project_in = Linear(size, [inner], bias=False, context=context)
         tables = RotaryTables(max_model_len, context)
@@ -477,10 +609,10 @@ class DecoderModel(NativeModel):
             x = self.project_in(x)
         if self._embedding_scale != 1.0:
             x = self._kernels.layers.scale(x, self._embedding_scale)
-        if self.position_embedding is None:
-            return x
-        positions = self.position_embedding[self._position_offset :]
-        return self._kernels.layers.embed(positions, batch.positions, x)
+        if self.position_embedding is not None:
+            positions = self.position_embedding[self._position_offset :]
+            x = self._kernels.layers.embed(positions, batch.positions, x)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
         x = super().run_layers(residual, batch)
@@ -488,15 +620,19 @@ class DecoderModel(NativeModel):
 
     def _apply_head(self, hidden_states: Tensor) -> Tensor:
         logits = super()._apply_head(hidden_states)
-        cap = self._logits_soft_cap
-        if cap is None or not self.communicator.layout.samples:
+        if not self.communicator.layout.samples:
             return logits
-        return self._kernels.layers.soft_cap(logits, cap)
+        kernels, cap = self._kernels.layers, self._logits_soft_cap
+        if self._logits_scale != 1.0:
+            logits = kernels.scale(logits, self._logits_scale)
+        return logits if cap is None else kernels.soft_cap(logits, cap)
 
     def weight_targets(self) -> Iterator[WeightTarget]:
         yield from super().weight_targets()
         if self.position_embedding is not None:
             yield WeightTarget("model.embed_positions.weight", self.position_embedding)
+        if self.embedding_norm is not None:
+            yield from norm_targets("model.embedding_norm", self.embedding_norm)
         for name in ("project_in", "project_out"):
             if (linear := getattr(self, name)) is not None:
                 yield from linear.targets(f"model.{name}")

@@ -161,8 +161,9 @@ class EagleHead(LoadableModule):
         """Return the inputs of the attention, and the residual stream."""
         embed = self.embedding or self._target[0].embedding
         assert embed is not None, "the target is a whole model"
-        normed = self.hidden_norm(hidden)
-        inputs = torch.cat([self.layer.attention_norm(embed(token_ids)), normed], dim=1)
+        norm, normed = self.layer.attention_norm, self.hidden_norm(hidden)
+        assert norm is not None, "as every layer of Llama"
+        inputs = torch.cat([norm(embed(token_ids)), normed], dim=1)
         return inputs, normed if self._norm_before_residual else hidden
 
 

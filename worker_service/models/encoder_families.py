@@ -56,8 +56,8 @@ _FUSED_QKV = "attn.Wqkv attn.Wqkv attn.Wqkv"
 _HEAD_ACTIVATIONS = {"gelu": "GELU", "silu": "SiLU", "relu": "ReLU", "tanh": "Tanh"}
 _POOLINGS = {"cls": PoolingType.CLS, "mean": PoolingType.MEAN}
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
-_SCALINGS = tuple(kind for kind in SCALING_TYPES if kind != "dynamic")
-"""Dynamic scaling depends on the length of the text."""
+_SCALINGS = tuple(kind for kind in SCALING_TYPES if kind not in ("dynamic", "longrope"))
+"""The others depend on the length of the text."""
 
 
 def _require(key: str, value: Any, allowed: Sequence[Any]) -> Any:

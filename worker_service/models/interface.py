@@ -140,6 +140,9 @@ class WeightTarget:
     rounding: str | None = None
     """The format to which a dense tensor is quantized: `int8`, `int4` or `fp8`; None: it is not."""
 
+    order: Tensor | None = None
+    """int64 [rows]: for each row of `target`, that of the part; None: they have the same order."""
+
     @property
     def source_shape(self) -> list[int]:
         """Expected shape of the checkpoint's tensor."""
@@ -157,8 +160,13 @@ class WeightTarget:
         return (slice(None),) * self.axis + (part,)
 
     def part_of(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """The part of the checkpoint's quantized weight."""
-        if self.shard is None:
-            return weight
-        start, stop = self.shard.start, self.shard.start + self.shard.size
-        return weight.columns(start, stop) if self.axis else weight.rows(slice(start, stop))
+        """The part of the checkpoint's quantized weight, in the order of `target`."""
+        if self.shard is not None:
+            start, stop = self.shard.start, self.shard.start + self.shard.size
+            rows = slice(start, stop)
+            weight = weight.columns(start, stop) if self.axis else weight.rows(rows)
+        return weight if self.order is None else weight.rows(self.order)
+
+    def arranged(self, part: Tensor) -> Tensor:
+        """The part of a dense tensor in the order of `target`."""
+        return part if self.order is None else part[self.order]

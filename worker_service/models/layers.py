@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import AttentionMetadata, LayerCaches
 from pagewire_kernels.interface import AttentionBackend, LayerKernels
 from worker_service.distributed.layout import Shard
+from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
 
 
@@ -50,7 +51,7 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / deviation * weight + bias over the last axis."""
+    """(x - mean) / deviation * (offset + weight) + bias over the last axis; see `RMSNorm`."""
 
     def __init__(
         self,
@@ -60,18 +61,32 @@ class LayerNorm(nn.Module):
         kernels: LayerKernels,
         affine: bool = True,
         has_bias: bool = True,
+        offset: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = context.empty(size) if affine else None
+        if self.weight is not None and offset:
+            self.weight = self.weight.float()
+        self._offset = offset
         self.bias = context.empty(size) if affine and has_bias else None
         self._eps = eps
+        # The Triton kernel has both weight and bias, or neither.
+        no_bias = context.empty(size).zero_() if affine and context.device.type == "cuda" else None
+        self._no_bias = no_bias if self.bias is None else None
         self._kernels = kernels
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
         """Add x, if given, to the residual stream in place. Returns the norm of the sum."""
+        bias = self._no_bias if self.bias is None else self.bias
         if x is None:
-            return self._kernels.layer_norm(residual, self.weight, self.bias, self._eps)
-        return self._kernels.layer_norm(x, self.weight, self.bias, self._eps, residual)
+            return self._kernels.layer_norm(residual, self.weight, bias, self._eps)
+        return self._kernels.layer_norm(x, self.weight, bias, self._eps, residual)
+
+    def add_offset(self) -> None:
+        """Add the offset to the weight, which is loaded."""
+        if self.weight is not None:
+            self.weight += self._offset
+        self._offset = 0.0
 
 
 def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]:
@@ -108,6 +123,7 @@ class PagedAttention:
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> None:
         """sinks: [num_heads], scores that take part in the softmax without a value."""
         self._backend = backend
@@ -115,6 +131,7 @@ class PagedAttention:
         self._sliding_window = sliding_window
         self._soft_cap = soft_cap
         self._sinks = sinks
+        self._alibi_slopes = alibi_slopes
         self.key_scale = self.value_scale = 1.0
         """Keys and values are divided by these scales when they are written to an fp8 cache."""
 
@@ -142,6 +159,7 @@ class PagedAttention:
             sliding_window=self._sliding_window,
             soft_cap=self._soft_cap,
             sinks=self._sinks,
+            alibi_slopes=self._alibi_slopes,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
         )
@@ -152,6 +170,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -161,7 +180,10 @@ ACTIVATIONS = {
 
 _POSITIONS_AT_ONCE = 1 << 16
 
-SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+NO_ROTATION = "none"
+"""The scaling type of an embedding that rotates nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,6 +274,8 @@ class RotaryTable:
 def _angles(settings: RotarySettings, num_positions: int) -> Tensor:
     """float32 [num_positions, rotary_dim // 2]."""
     positions = torch.arange(num_positions, dtype=torch.float32)
+    if settings.scaling_type == NO_ROTATION:
+        return torch.zeros(num_positions, settings.rotary_dim // 2)
     if settings.scaling_type == "dynamic":
         return positions[:, None] * _dynamic_frequencies(settings, num_positions)
     frequencies = _plain_frequencies(settings.theta, settings.rotary_dim)
@@ -261,6 +285,8 @@ def _angles(settings: RotarySettings, num_positions: int) -> Tensor:
         frequencies = _llama3_frequencies(settings, frequencies)
     elif settings.scaling_type == "yarn":
         frequencies = _yarn_frequencies(settings)
+    elif settings.scaling_type == "longrope":
+        frequencies = _long_frequencies(settings, num_positions)
     return positions[:, None] * frequencies
 
 
@@ -323,13 +349,34 @@ def _yarn_frequencies(settings: RotarySettings) -> Tensor:
     return interpolated * ramp + extrapolated * (1 - ramp)
 
 
+def _long_frequencies(settings: RotarySettings, num_positions: int) -> Tensor:
+    """LongRoPE (Ding et al. 2024): frequencies are divided by factors, the short ones if all
+    positions are within the trained length, otherwise the long ones.
+
+    `transformers` chooses at each forward pass by the longest sequence in the batch, which would
+    make the tokens of a request depend on another's.
+    """
+    kind = "long_factor" if num_positions > settings.original_length() else "short_factor"
+    factors, dim = settings.parameters.get(kind), settings.rotary_dim
+    if not isinstance(factors, list) or len(factors) != dim // 2:
+        raise UnsupportedModel(
+            f"config.json: {kind}: expected {dim // 2} numbers, one per rotated pair, got {factors}"
+        )
+    return 1.0 / (torch.tensor(factors) * settings.theta ** _powers(dim))
+
+
 def _attention_factor(settings: RotarySettings) -> float:
-    """YaRN's correction of the softmax temperature, applied to queries and keys; otherwise 1."""
-    if settings.scaling_type != "yarn":
+    """The correction of the softmax temperature of YaRN and LongRoPE, applied to queries and keys;
+    otherwise 1."""
+    if settings.scaling_type not in ("yarn", "longrope"):
         return 1.0
     parameters = settings.parameters
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
+    if settings.scaling_type == "longrope":
+        trained = settings.original_length()
+        factor = float(parameters.get("factor") or settings.max_position_embeddings / trained)
+        return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     factor = float(parameters["factor"])
 
     def scale(weight: float) -> float:

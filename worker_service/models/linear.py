@@ -260,14 +260,17 @@ class Linear(nn.Module):
         context: ModelContext,
         weight: Tensor | None = None,
         sources: Sequence[int] | None = None,
+        orders: Sequence[Tensor | None] | None = None,
     ) -> None:
         """inputs: this rank's inputs; outputs: this rank's outputs of each of the stacked weights.
         Only one of the two may be sharded. weight: None allocates it; sources: by stacked weight,
-        the index of the checkpoint's tensor of which it is a part; None: each is a tensor."""
+        the index of the checkpoint's tensor of which it is a part; None: each is a tensor; orders:
+        by stacked weight, the `WeightTarget.order` of its outputs."""
         super().__init__()
         self.weight: Tensor | None
         self._inputs, self._outputs = inputs, outputs
         self._sources = range(len(outputs)) if sources is None else sources
+        self._orders = [None] * len(outputs) if orders is None else orders
         num_outputs = sum(shard.size for shard in outputs)
         self.weight = context.empty_weight(num_outputs, inputs.size) if weight is None else weight
         self.bias = context.empty(num_outputs) if bias else None
@@ -290,15 +293,17 @@ class Linear(nn.Module):
         names = tuple(names[source] for source in self._sources)
         self._names = names
         for i, (name, part, outputs) in enumerate(zip(names, parts, self._outputs, strict=True)):
+            order, rounding = self._orders[i], self._quantization
             axis, shard = (0, outputs) if self._inputs.is_full else (1, self._inputs)
             keep = None if transposed else partial(self._kept.__setitem__, i)
             if transposed:
                 axis, part = 1 - axis, part.t()
-            yield WeightTarget(f"{name}.weight", part, axis, shard, keep, self._quantization)
+            yield WeightTarget(f"{name}.weight", part, axis, shard, keep, rounding, order)
         if self.bias is not None:
             biases = self.bias.split(sizes)
-            for name, part, outputs in zip(names, biases, self._outputs, strict=True):
-                yield WeightTarget(f"{name}.bias", part, shard=outputs)
+            described = zip(names, biases, self._outputs, self._orders, strict=True)
+            for name, part, outputs, order in described:
+                yield WeightTarget(f"{name}.bias", part, shard=outputs, order=order)
 
     def pack(self) -> None:
         """Pack the weight for this machine once it is loaded; the original is freed."""
@@ -511,13 +516,19 @@ class VocabHead(Linear):
     """Logits from hidden states, where each rank has the rows of some tokens."""
 
     def __init__(
-        self, vocab_size: int, size: int, context: ModelContext, tied_to: VocabEmbedding | None
+        self,
+        vocab_size: int,
+        size: int,
+        context: ModelContext,
+        tied_to: VocabEmbedding | None,
+        *,
+        bias: bool = False,
     ) -> None:
         """tied_to: the embedding that shares its table with the head, if this rank has it."""
         layout = context.communicator.layout
         rows = Shard.full(layout.vocab_rows(vocab_size))
         table = None if tied_to is None else tied_to.weight
-        super().__init__(Shard.full(size), [rows], bias=False, context=context, weight=table)
+        super().__init__(Shard.full(size), [rows], bias=bias, context=context, weight=table)
         self.shard = layout.vocab_shard(vocab_size)
         self._tied_to = [] if tied_to is None else [tied_to]  # in a list: not a module of its own
         if tied_to is not None:
@@ -525,6 +536,8 @@ class VocabHead(Linear):
         else:
             assert self.weight is not None
             self.weight[self.shard.size :] = 0
+        if self.bias is not None:
+            self.bias[self.shard.size :] = 0
         if self._quantization is not None:
             self._quantization = HEAD_ROUNDING
         self._communicator = context.communicator
@@ -550,10 +563,15 @@ class VocabHead(Linear):
         rounding = self._quantization
         return WeightTarget(name, table, shard=self.shard, keep=keep, rounding=rounding)
 
+    def bias_targets(self, name: str) -> Iterator[WeightTarget]:
+        """Destination of the bias called `name`, if there is one."""
+        if self.bias is not None:
+            yield WeightTarget(name, self.bias[: self.shard.size], shard=self.shard)
+
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, size]; returns float32 [num_rows, vocab_size] on the rank that samples,
         and zeros on those that share its layers."""
-        logits = self.multiply(rows, None, torch.float32)
+        logits = self.multiply(rows, self.bias, torch.float32)
         if self.shard.is_full:
             return logits
         # Only the last ranks' rows are padded, so the padding is at the end.

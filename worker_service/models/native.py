@@ -43,6 +43,9 @@ class ModelSettings:
     """The longest sequence that the model's positions allow."""
 
     tie_word_embeddings: bool
+    has_head_bias: bool = False
+    """Whether the LM head has a bias."""
+
     num_labels: int = 0
     """Labels of which the model computes logits instead of those of tokens; 0: none."""
 
@@ -148,7 +151,7 @@ class LoadableModule(nn.Module, ABC):
                 module.pack()
             if isinstance(module, Linear) and self._needs_fixed_products:
                 module.fix_order()
-            if isinstance(module, RMSNorm):
+            if isinstance(module, RMSNorm | LayerNorm):
                 module.add_offset()
 
 
@@ -215,7 +218,9 @@ class NativeModel(LoadableModule):
             self.score = Linear(inputs, of_labels, bias=False, context=in_float32)
         if layout.is_last_stage and context.generates and self.generates:
             tied_to = self.embedding if s.tie_word_embeddings else None
-            self.head = VocabHead(s.vocab_size, s.embedding_size, context, tied_to)
+            self.head = VocabHead(
+                s.vocab_size, s.embedding_size, context, tied_to, bias=s.has_head_bias
+            )
         self.layers = nn.ModuleList()
         self._kernels = kernels
         self._run: ForwardFn | None = None
@@ -251,6 +256,8 @@ class NativeModel(LoadableModule):
             yield self.embedding.table_target(self.embedding_name)
         if self.head is not None and not (self._is_tied and self.embedding is not None):
             yield self.head.table_target(self.head_name)
+        if self.head is not None:
+            yield from self.head.bias_targets("lm_head.bias")
         for name, layer in self.named_layers():
             yield from layer.weight_targets(name)
         if self.norm is not None:

@@ -91,7 +91,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 THROUGH_TRANSFORMERS = (
-    *("phi3", "cohere", "gpt_neox"),
+    *("phi", "cohere"),
     *("flex_olmo", "gpt_oss", "llama4"),
 )
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -118,7 +118,11 @@ def _round(model: Any, quantization: str) -> None:
     [
         *(
             (family, "int4")
-            for family in ("llama", "gpt2", "opt", "gemma3", *EXPERTS, *THROUGH_TRANSFORMERS)
+            for family in (
+                *("llama", "gpt2", "opt", "gemma3", "phi3", "glm4", "gpt_neox"),
+                *EXPERTS,
+                *THROUGH_TRANSFORMERS,
+            )
         ),
         *((family, "int8") for family in ("llama_tied", "gemma3", "gpt_oss")),
         *((family, "fp8") for family in ("qwen3", "gemma3", "gpt_oss")),

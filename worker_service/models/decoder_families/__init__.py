@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from worker_service.models.decoder import DecoderSettings
+from worker_service.models.decoder_families.alibi import bloom_settings, mpt_settings
 from worker_service.models.decoder_families.common import Config
 from worker_service.models.decoder_families.gemma import (
     gemma2_settings,
@@ -12,7 +13,26 @@ from worker_service.models.decoder_families.gemma import (
 from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
 from worker_service.models.decoder_families.llama import llama_settings
+from worker_service.models.decoder_families.llama_kin import (
+    arcee_settings,
+    exaone4_settings,
+    glm4_settings,
+    granite_settings,
+    olmo2_settings,
+    phi3_settings,
+    seed_oss_settings,
+    smollm3_settings,
+)
 from worker_service.models.decoder_families.mixtures import mixtral_settings, qwen_moe_settings
+from worker_service.models.decoder_families.parallel import (
+    cohere_settings,
+    falcon_settings,
+    gpt_neox_settings,
+    gptj_settings,
+    nemotron_settings,
+    stablelm_settings,
+    starcoder2_settings,
+)
 from worker_service.models.decoder_families.scored_mixtures import (
     dots1_settings,
     glm4_moe_settings,
@@ -32,6 +52,25 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Glm4MoeForCausalLM": glm4_moe_settings,
     "Dots1ForCausalLM": dots1_settings,
     "GptOssForCausalLM": gpt_oss_settings,
+    "ArceeForCausalLM": arcee_settings,
+    "BloomForCausalLM": bloom_settings,
+    "CohereForCausalLM": cohere_settings,
+    "Cohere2ForCausalLM": cohere_settings,
+    "FalconForCausalLM": falcon_settings,
+    "GPTJForCausalLM": gptj_settings,
+    "GPTNeoXForCausalLM": gpt_neox_settings,
+    "MptForCausalLM": mpt_settings,
+    "NemotronForCausalLM": nemotron_settings,
+    "StableLmForCausalLM": stablelm_settings,
+    "Starcoder2ForCausalLM": starcoder2_settings,
+    "Exaone4ForCausalLM": exaone4_settings,
+    "Glm4ForCausalLM": glm4_settings,
+    "GraniteForCausalLM": granite_settings,
+    "Olmo2ForCausalLM": olmo2_settings,
+    "Olmo3ForCausalLM": olmo2_settings,
+    "Phi3ForCausalLM": phi3_settings,
+    "SeedOssForCausalLM": seed_oss_settings,
+    "SmolLM3ForCausalLM": smollm3_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
 }

@@ -1,12 +1,19 @@
 """What families of decoders have in common."""
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from pagewire_kernels.reference import Routing
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import AttentionSpec, DecoderSettings, LayerSpec, NormSpec
+from worker_service.models.decoder import (
+    AttentionSpec,
+    DecoderSettings,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+)
 from worker_service.models.layers import SCALING_TYPES, RotarySettings
 
 Config = Mapping[str, Any]
@@ -48,6 +55,14 @@ def require(config: Config, key: str, *allowed: Any) -> Any:
     return value
 
 
+def with_keys(config: Config, names: Mapping[str, str], **defaults: Any) -> Config:
+    """The configuration with further keys: names: of keys, by the usual ones that they stand for;
+    defaults: of absent keys."""
+    found = {usual: config.get(name) for usual, name in names.items()}
+    given = {usual: value for usual, value in found.items() if value is not None}
+    return ChainMap(given, cast(Any, config), defaults)
+
+
 def head_dim_of(config: Config, default: int | None = None) -> int:
     """Elements of a head. default: where `config.json` does not say it; None: those of the hidden
     size, divided by the heads."""
@@ -76,6 +91,43 @@ def rotary_of(
         raise NotNative(f"rope_type {found.scaling_type}")
     factor = float(found.parameters.get("partial_rotary_factor", partial))
     return replace(found, rotary_dim=int(head_dim * factor))
+
+
+def rotaries_by_type(
+    config: Config, head_dim: int, thetas: Mapping[str, float]
+) -> dict[str, RotarySettings]:
+    """The rotary embedding of each type of layers. thetas: their defaults.
+
+    Older checkpoints have one `rope_theta` and `rope_scaling` for layers with full attention, and
+    `rope_local_base_freq` for the others.
+    """
+    stored = dict(config.get("rope_parameters") or {})
+    if stored and not all(isinstance(value, Mapping) for value in stored.values()):
+        raise NotNative("rope_parameters of all layers")
+    if not stored:
+        full = {"rope_theta": config.get("rope_theta") or thetas[FULL]}
+        local = config.get("rope_local_base_freq") or thetas[SLIDING]
+        stored = {FULL: full | (config.get("rope_scaling") or {}), SLIDING: {"rope_theta": local}}
+    return {
+        kind: rotary_of(config, head_dim, stored.get(kind) or {}, theta=theta)
+        for kind, theta in thetas.items()
+    }
+
+
+def every(config: Config, period: int) -> list[str]:
+    """Types of layers where the last of each period has full attention."""
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return [SLIDING if layer % period else FULL for layer in layers]
+
+
+def gated_mlp(config: Config, **others: Any) -> MLPSpec:
+    """A gated MLP with the usual keys. others: further fields, or other values."""
+    fields = {
+        "inner_size": config["intermediate_size"],
+        "activation": config.get("hidden_act", "silu"),
+        "bias": bool(config.get("mlp_bias", False)),
+    }
+    return MLPSpec(**fields | others)
 
 
 def layer_types(config: Config, default: Sequence[str]) -> list[str]:

@@ -17,8 +17,10 @@ from worker_service.models.decoder_families.common import (
     NotNative,
     attention_of,
     decoder_of,
+    every,
     head_dim_of,
     layer_types,
+    rotaries_by_type,
     rotary_of,
 )
 
@@ -61,7 +63,7 @@ def gemma2_settings(config: Config) -> DecoderSettings:
             soft_cap=config.get("attn_logit_softcapping", 50.0),
             **_biases(config),
         )
-        for kind in _kinds(config, 2)
+        for kind in layer_types(config, every(config, 2))
     ]
     activation = config.get("hidden_activation", _GELU)
     cap = config.get("final_logit_softcapping", 30.0)
@@ -71,17 +73,7 @@ def gemma2_settings(config: Config) -> DecoderSettings:
 def gemma3_settings(config: Config) -> DecoderSettings:
     """Gemma 3: queries and keys with norms, and another rotary embedding in layers with windows."""
     head_dim = head_dim_of(config, 256)
-    stored = config.get("rope_parameters") or {}
-    local, scaling = config.get("rope_local_base_freq"), config.get("rope_scaling")
-    if config.get("rope_theta") or local or scaling or not stored:  # as older checkpoints have it
-        stored = {
-            FULL: {"rope_theta": config.get("rope_theta") or _THETAS[FULL], **(scaling or {})},
-            SLIDING: {"rope_theta": local or _THETAS[SLIDING]},
-        } | stored
-    rotaries = {
-        kind: rotary_of(config, head_dim, stored.get(kind) or {}, theta=theta)
-        for kind, theta in _THETAS.items()
-    }
+    rotaries = rotaries_by_type(config, head_dim, _THETAS)
     window = config.get("sliding_window", 4096)
     attentions = [
         attention_of(
@@ -93,16 +85,10 @@ def gemma3_settings(config: Config) -> DecoderSettings:
             head_norm=_norm(config),
             **_biases(config),
         )
-        for kind in _kinds(config, config.get("sliding_window_pattern", 6))
+        for kind in layer_types(config, every(config, config.get("sliding_window_pattern", 6)))
     ]
     activation, cap = config.get("hidden_activation", _GELU), config.get("final_logit_softcapping")
     return _decoder(config, attentions, activation, soft_cap=cap)
-
-
-def _kinds(config: Config, period: int) -> list[str]:
-    """The types of layers: the last of each period has full attention."""
-    layers = range(1, config["num_hidden_layers"] + 1)
-    return layer_types(config, [SLIDING if layer % period else FULL for layer in layers])
 
 
 def _biases(config: Config) -> dict[str, bool]:

@@ -9,6 +9,7 @@ from worker_service.models.decoder import (
     MLPSpec,
     NormPlace,
     NormSpec,
+    QKVStorage,
 )
 from worker_service.models.decoder_families.common import Config, by_lines
 
@@ -103,7 +104,7 @@ def gpt2_settings(config: Config) -> DecoderSettings:
             scale=scale / (index + 1) if by_layer else scale,
             qkv_bias=True,
             output_bias=True,
-            is_fused=True,
+            storage=QKVStorage.CONSECUTIVE,
         )
         return LayerSpec(attention=attention, feed_forward=mlp, norm=norm, names=_GPT2_NAMES)
 

@@ -320,8 +320,8 @@ def test_a_head_that_does_not_fit_is_refused(
 
 
 def test_a_target_that_runs_through_transformers_is_refused(tmp_path: Path) -> None:
-    target = load(checkpoint("phi3"))
-    with pytest.raises(UnsupportedModel, match="got Phi3ForCausalLM, which runs through"):
+    target = load(checkpoint("phi"))
+    with pytest.raises(UnsupportedModel, match="got PhiForCausalLM, which runs through"):
         load_eagle_head(str(make_head(tmp_path)), target, CacheConfig())
 
 

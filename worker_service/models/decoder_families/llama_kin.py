@@ -1,0 +1,257 @@
+"""Families that differ from Llama in one or two parts: norms elsewhere, layers without RoPE, scaled
+streams, tensors that hold several weights."""
+
+from dataclasses import replace
+
+from worker_service.models.decoder import (
+    DecoderSettings,
+    LayerSpec,
+    MLPSpec,
+    NormPlace,
+    NormSpec,
+    QKVStorage,
+)
+from worker_service.models.decoder_families.common import (
+    FULL,
+    NAMES,
+    SLIDING,
+    Config,
+    NotNative,
+    attention_of,
+    decoder_of,
+    every,
+    gated_mlp,
+    head_dim_of,
+    layer_types,
+    rotaries_by_type,
+    rotary_of,
+)
+from worker_service.models.layers import NO_ROTATION, RotarySettings
+
+_INPUT_NORMS = ("attention_norm", "feed_forward_norm")
+_OUTPUT_NORMS = {
+    **{path: name for path, name in NAMES.items() if path not in _INPUT_NORMS},
+    "attention_output_norm": "post_attention_layernorm",
+    "feed_forward_output_norm": "post_feedforward_layernorm",
+}
+_FUSED = {**NAMES, "attention.qkv": "self_attn.qkv_proj", "feed_forward.up": "mlp.gate_up_proj"}
+_GLM4 = {
+    **NAMES,
+    "attention_output_norm": "post_self_attn_layernorm",
+    "feed_forward.up": "mlp.gate_up_proj",
+    "feed_forward_output_norm": "post_mlp_layernorm",
+}
+_PLAIN = {**NAMES, "feed_forward.up": "mlp.up_proj"}
+
+
+def _rms(config: Config, eps: float = 1e-6) -> NormSpec:
+    return NormSpec(eps=config.get("rms_norm_eps", eps))
+
+
+def _biases(config: Config, default: bool = False) -> dict[str, bool]:
+    has_bias = bool(config.get("attention_bias", default))
+    return {"qkv_bias": has_bias, "output_bias": has_bias}
+
+
+def olmo2_settings(config: Config) -> DecoderSettings:
+    """OLMo 2 and 3: norms after each part, and of all heads together; windows in OLMo 3."""
+    head_dim, norm, length = head_dim_of(config), _rms(config, 1e-5), None
+    if config["architectures"][0] == "Olmo3ForCausalLM":
+        kinds = layer_types(config, every(config, 4))
+        rotaries = rotaries_by_type(config, head_dim, {FULL: 500_000.0, SLIDING: 500_000.0})
+        length = rotaries[FULL].max_model_len()
+    else:
+        kinds = [FULL] * config["num_hidden_layers"]
+        rotaries = {FULL: rotary_of(config, head_dim)}
+    window = config.get("sliding_window", 4096) if length else None
+    layers = [
+        LayerSpec(
+            attention=attention_of(
+                config,
+                head_dim,
+                rotaries[kind],
+                window=window if kind == SLIDING else None,
+                head_norm=norm,
+                norm_spans_heads=True,
+                **_biases(config),
+            ),
+            feed_forward=gated_mlp(config, bias=False),
+            norm=norm,
+            norm_place=NormPlace.AFTER,
+            names=_OUTPUT_NORMS,
+        )
+        for kind in kinds
+    ]
+    settings = decoder_of(config, layers, norm)
+    return settings if length is None else replace(settings, max_model_len=length)
+
+
+def exaone4_settings(config: Config) -> DecoderSettings:
+    """EXAONE 4: norms after each part and of heads; no RoPE in layers with full attention, if
+    others have windows."""
+    head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
+    rotary, window = rotary_of(config, head_dim), config.get("sliding_window", 4096)
+    period = config.get("sliding_window_pattern", 4) if window else 1
+    unrotated = RotarySettings(
+        rotary_dim=2,
+        theta=1.0,
+        scaling_type=NO_ROTATION,
+        max_position_embeddings=rotary.max_model_len(),
+    )
+    layers = [
+        LayerSpec(
+            attention=attention_of(
+                config,
+                head_dim,
+                rotary if kind == SLIDING or not window else unrotated,
+                window=window if kind == SLIDING else None,
+                head_norm=norm,
+            ),
+            feed_forward=gated_mlp(config, bias=False),
+            norm=norm,
+            norm_place=NormPlace.AFTER,
+            names=_OUTPUT_NORMS,
+        )
+        for kind in layer_types(config, every(config, period))
+    ]
+    return decoder_of(config, layers, norm, max_model_len=rotary.max_model_len())
+
+
+def granite_settings(config: Config) -> DecoderSettings:
+    """Granite: multipliers of embeddings, attention scores, the residual stream and logits."""
+    head_dim, norm = head_dim_of(config), _rms(config)
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim),
+            scale=config.get("attention_multiplier", 1.0),
+            **_biases(config),
+        ),
+        feed_forward=gated_mlp(config),
+        norm=norm,
+        residual_multiplier=config.get("residual_multiplier", 1.0),
+        names=NAMES,
+    )
+    return decoder_of(
+        config,
+        [layer] * config["num_hidden_layers"],
+        norm,
+        embedding_scale=config.get("embedding_multiplier", 1.0),
+        logits_scale=1.0 / config.get("logits_scaling", 1.0),
+    )
+
+
+def smollm3_settings(config: Config) -> DecoderSettings:
+    """SmolLM3: no RoPE in every fourth layer, or in those that the configuration lists."""
+    head_dim, norm, num_layers = head_dim_of(config), _rms(config), config["num_hidden_layers"]
+    rotary = rotary_of(config, head_dim)
+    interval = config.get("no_rope_layer_interval", 4)
+    default = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    rotates = config.get("no_rope_layers") or default
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    kinds = layer_types(
+        config, [SLIDING if window and not has_rope else FULL for has_rope in rotates]
+    )
+    layers = [
+        LayerSpec(
+            attention=attention_of(
+                config,
+                head_dim,
+                rotary if has_rope else None,
+                window=window if kind == SLIDING else None,
+                **_biases(config),
+            ),
+            feed_forward=gated_mlp(config),
+            norm=norm,
+            names=NAMES,
+        )
+        for kind, has_rope in zip(kinds, rotates, strict=True)
+    ]
+    return decoder_of(
+        config,
+        layers,
+        norm,
+        max_model_len=rotary.max_model_len(),
+        tie_word_embeddings=config.get("tie_word_embeddings", True),
+    )
+
+
+def phi3_settings(config: Config) -> DecoderSettings:
+    """Phi-3 and 4: tensors that hold several weights, and LongRoPE, which older checkpoints call
+    su or yarn."""
+    head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
+    stored = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if (stored.get("rope_type") or stored.get("type")) in ("su", "yarn"):
+        stored["rope_type"] = "longrope"
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if config.get(key) is not None:
+            stored.setdefault(key, config.get(key))
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim, stored),
+            window=config.get("sliding_window"),
+            storage=QKVStorage.CONSECUTIVE,
+        ),
+        feed_forward=gated_mlp(config, bias=False, is_fused=True),
+        norm=norm,
+        names=_FUSED,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def seed_oss_settings(config: Config) -> DecoderSettings:
+    """Seed-OSS: biases of queries, keys and values."""
+    head_dim, norm = head_dim_of(config, 128), _rms(config)
+    attention = attention_of(
+        config,
+        head_dim,
+        rotary_of(config, head_dim),
+        num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
+        qkv_bias=bool(config.get("attention_bias", True)),
+        output_bias=bool(config.get("attention_out_bias", False)),
+    )
+    layer = LayerSpec(attention=attention, feed_forward=gated_mlp(config), norm=norm, names=NAMES)
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def glm4_settings(config: Config) -> DecoderSettings:
+    """GLM-4: norms around each part, and RoPE of neighbouring elements in half of each head."""
+    head_dim, norm = head_dim_of(config, 128), _rms(config, 1.5625e-7)
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim, partial=0.5),
+            num_kv_heads=config.get("num_key_value_heads", 2),
+            qkv_bias=bool(config.get("attention_bias", True)),
+            has_pairs=True,
+        ),
+        feed_forward=gated_mlp(config, bias=False, is_fused=True),
+        norm=norm,
+        norm_place=NormPlace.AROUND,
+        names=_GLM4,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def arcee_settings(config: Config) -> DecoderSettings:
+    """Arcee: a plain MLP with squared ReLU."""
+    head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
+    rotary = rotary_of(config, head_dim)
+    if rotary.rotary_dim != head_dim:
+        raise NotNative("partial_rotary_factor")
+    layer = LayerSpec(
+        attention=attention_of(config, head_dim, rotary, **_biases(config)),
+        feed_forward=MLPSpec(
+            inner_size=config["intermediate_size"],
+            activation=config.get("hidden_act", "relu2"),
+            is_gated=False,
+            bias=bool(config.get("mlp_bias", False)),
+        ),
+        norm=norm,
+        names=_PLAIN,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
