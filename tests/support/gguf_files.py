@@ -47,6 +47,7 @@ _ARCHITECTURES = {
     "MixtralForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
     "Qwen2MoeForCausalLM": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
     "Qwen3MoeForCausalLM": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
+    "GptOssForCausalLM": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
 }
 
 _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
@@ -76,6 +77,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 512},
+    "gpt_oss": {"head_dim": 64},
     "qwen3_moe": {**_EXPERTS, "head_dim": 64, "norm_topk_prob": True},
 }
 """By family; a name may go on after that of the checkpoint's family."""
@@ -104,6 +106,10 @@ def make_gguf(
     experts: dict[str, dict[str, Any]] = {}
     for tensor_name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.float().numpy()
+        if config.model_type == "gpt_oss" and ".experts." in tensor_name:
+            result = _add_gpt_oss_experts(writer, tensor_name, values, kind)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
         if ".experts." in tensor_name:
             stacked_name = re.sub(r"experts\.\d+", "experts", tensor_name)
             experts.setdefault(stacked_name, {})[tensor_name] = values
@@ -117,9 +123,11 @@ def make_gguf(
             query = ".q_proj." in tensor_name
             num_heads = config.num_attention_heads if query else config.num_key_value_heads
             order = order.reshape(num_heads, 2, -1).swapaxes(1, 2).ravel()
-        is_router = tensor_name.endswith(".gate.weight")
+        is_router = tensor_name.endswith((".gate.weight", ".router.weight"))
         data, result, data_type = _quantized(values[order], "F32" if is_router else kind)
         stored_name = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
+        if tensor_name.endswith(".sinks"):
+            stored_name = f"blk.{tensor_name.split('.')[2]}.attn_sinks.weight"
         assert stored_name is not None
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
         if name.startswith("gemma") and "norm." in tensor_name:
@@ -138,6 +146,25 @@ def make_gguf(
     if parts:
         file = next(folder.glob("*-00001-of-*.gguf"))
     return file, reference
+
+
+def _add_gpt_oss_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: str) -> Any:
+    """Add the weights or biases of a layer's experts, of which gate and up take turns in the
+    checkpoint. Returns them as they are stored, in the checkpoint's layout."""
+    layer, part = name.split(".")[2], name.rpartition(".")[2]
+    suffix, rows = "weight", values.swapaxes(1, -1)
+    if part.endswith("_bias"):
+        suffix, kind = "bias", "F32"
+    parts = {"down": rows}
+    if part.startswith("gate_up"):
+        parts = {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+    results = []
+    for stored, numbers in parts.items():
+        data, result, data_type = _quantized(np.ascontiguousarray(numbers), kind)
+        writer.add_tensor(f"blk.{layer}.ffn_{stored}_exps.{suffix}", data, raw_dtype=data_type)
+        results.append(result)
+    joined = np.stack(results, axis=2).reshape(rows.shape)
+    return np.ascontiguousarray(joined.swapaxes(1, -1))
 
 
 def tokenizer_of(assets: Mapping[str, bytes]) -> ModelTokenizer:
@@ -197,7 +224,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type != "gemma2":  # whose converter leaves it out
         writer.add_rope_freq_base(rope["rope_theta"])
     window = getattr(config, "sliding_window", None)
-    if window and config.model_type in ("mistral", "gemma2", "gemma3_text"):
+    if window and config.model_type in ("mistral", "gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(window)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

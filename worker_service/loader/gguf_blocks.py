@@ -30,6 +30,7 @@ Q4_K    unsigned   0   scale:2 offset:2 mixed_parts:12 codes:128:32:4
 Q5_K    bytes      0   scale:2 offset:2 mixed_parts:12 high:32:32:1:4 codes:128:32:4
 Q6_K    bytes     32   codes:128:64:4 high:64:32:2:4 parts:16 scale:2
 IQ4_NL  nonlinear  0   scale:2 codes:16:16:4
+MXFP4   halves     0   exponent:1 codes:16:16:4
 IQ4_XS  nonlinear  0   scale:2 high_parts:2:1:2:4 parts:4:1:4 codes:128:16:4
 """
 """By type: the values of codes, what is subtracted from codes, and the fields of a block:
@@ -40,6 +41,7 @@ _VALUES = {
     "bytes": None,
     "signed": SIGNED_TABLE,
     "unsigned": UNSIGNED_TABLE,
+    "halves": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "nonlinear": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
 BLOCK_TYPES = tuple(_FORMATS)
@@ -58,6 +60,8 @@ def quantized_weight(data: Bytes, kind: str, shape: Sequence[int]) -> QuantizedW
     if zero != "0":
         codes -= np.uint8(int(zero) & 255)
     scale, offset = _half(fields, "scale"), _half(fields, "offset")
+    if "exponent" in fields:  # of a power of two, e8m0; values are twice those of e2m1
+        scale = np.ldexp(np.float32(1.0), fields["exponent"].astype(np.int32) - 128)
     multiples = _multiples(fields)
 
     def tensor(numbers: Numbers | None) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ _CLASSES = {
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "bert": ("BertModel", "bert"),
     "nomic-bert": ("NomicBertModel", "nomic_bert"),
     "modern-bert": ("ModernBertModel", "modernbert"),
@@ -30,7 +31,7 @@ _CLASSES = {
 _MISTRAL = ("MistralForCausalLM", "mistral")
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 """The models with a sliding window, and with experts, whose architecture is `llama`, too."""
-_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 _ENCODERS = ("bert", "nomic_bert", "modernbert")
 
 _POOLINGS = ("ALL", "MEAN", "CLS", "LAST")
@@ -74,6 +75,12 @@ qwen     ffn_gate_inp_shexp   mlp.shared_expert_gate
 qwen     ffn_gate_shexp       mlp.shared_expert.gate_proj
 qwen     ffn_up_shexp         mlp.shared_expert.up_proj
 qwen     ffn_down_shexp       mlp.shared_expert.down_proj
+gpt_oss  post_attention_norm  post_attention_layernorm
+gpt_oss  attn_sinks           self_attn.sinks
+gpt_oss  ffn_gate_inp         mlp.router
+gpt_oss  ffn_gate_exps        mlp.experts.*.gate_proj
+gpt_oss  ffn_up_exps          mlp.experts.*.up_proj
+gpt_oss  ffn_down_exps        mlp.experts.*.down_proj
 encoder  token_embd           embeddings.word_embeddings
 encoder  token_embd_norm      embeddings.LayerNorm
 encoder  token_types          embeddings.token_type_embeddings
@@ -130,9 +137,12 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models, which scale attention scores by hidden_size / num_heads
 instead of head_dim."""
 
-_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "modern-bert": 3}
+_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "modern-bert": 3}
 """The last layer of each period, or the first of ModernBERT's, has full attention, unless the file
 says otherwise."""
+
+_WITH_WINDOWS = ("gemma2", "gemma3", "gpt-oss", "phi3", "modern-bert")
+"""Architectures that may have a window."""
 
 _SOFTMAX = 1
 """`expert_gating_func` of a softmax, the only gating function that is supported."""
@@ -193,11 +203,14 @@ def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
     name, shape = tensor.name, tensor.shape
     if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
         yield replace(tensor, shape=[1, *shape])
+    elif name.endswith(".sinks.weight"):
+        yield replace(tensor, name=name.removesuffix(".weight"))
     elif "*" not in name:
         yield tensor
-    elif len(shape) != 3:
+    elif len(shape) != (num_dims := 2 if name.endswith(".bias") else 3):
         raise BadCheckpoint(
-            f"{tensor.file}: {name}: expected 3 dimensions, the first of experts, got {shape}"
+            f"{tensor.file}: {name}: expected {num_dims} dimensions, the first of experts, got"
+            f" {shape}"
         )
     else:
         num_bytes = tensor.num_bytes // shape[0]
@@ -287,6 +300,11 @@ class _Config:
             config |= self._phi3(config["rope_parameters"], rotary_dim / head_dim, rotary_dim // 2)
         elif kind in _WITH_EXPERTS:
             config |= self._experts(config["intermediate_size"], kind)
+        if kind == "gpt_oss":
+            config |= {
+                "layer_types": self._layer_types(config["num_hidden_layers"], window),
+                "rope_parameters": {**config["rope_parameters"], "truncate": False},
+            }
         return config | self._pooling(kind)
 
     def _encoder(self, config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
@@ -363,7 +381,7 @@ class _Config:
         name, kind = _CLASSES[self._architecture]
         if self._architecture == "llama" and (window or num_experts):
             name, kind = _MIXTRAL if num_experts else _MISTRAL
-        elif window and self._architecture not in ("gemma2", "gemma3", "phi3", "modern-bert"):
+        elif window and self._architecture not in _WITH_WINDOWS:
             self._require("attention.sliding_window", None, "none")
         if num_experts and kind not in _WITH_EXPERTS:
             self._require("expert_count", 0, "none")
@@ -441,6 +459,10 @@ class _Config:
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
         if kind == "mixtral":
             return {**config, "num_local_experts": num_experts}
+        if kind == "gpt_oss":
+            size = self._int("expert_feed_forward_length", intermediate_size)
+            config |= {"num_local_experts": num_experts, "intermediate_size": size}
+            return {**config, "has_expert_modules": True}
         size = self._int("expert_feed_forward_length", max(1, intermediate_size // num_used))
         config |= {"num_experts": num_experts, "moe_intermediate_size": size}
         config["norm_topk_prob"] = kind == "qwen3_moe"

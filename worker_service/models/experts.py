@@ -41,8 +41,7 @@ class ExpertStorage(Enum):
     them; `*` in a name stands for the expert's index."""
 
     SEPARATE = auto()
-    """Each expert has modules: gate, up and down. The tensors of biases, which follow, are of all
-    experts: gate, then up, and down."""
+    """Each expert has modules, with their biases: gate, up and down."""
 
     TRANSPOSED_STACK = auto()
     """Tensors of all experts: rows of gate and up in turn, [num_experts, hidden_size, 2 *
@@ -188,8 +187,9 @@ class ExpertWeights(nn.Module):
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destinations of the tensors with these names; see `ExpertStorage`."""
-        num_modules = 3 if self._storage is ExpertStorage.SEPARATE else 2
-        modules, biases = names[:num_modules], names[num_modules:]
+        modules, biases = names, names[2:]
+        if self._storage is not ExpertStorage.SEPARATE:
+            modules = names[:2]
         if self._storage is ExpertStorage.TRANSPOSED_STACK:
             yield from self._stacked_targets(*modules)
         else:
@@ -197,9 +197,17 @@ class ExpertWeights(nn.Module):
                 *of_gate_up, of_down = (name.replace("*", str(i)) for name in modules)
                 yield from gate_up.targets(*of_gate_up, transposed=transposed)
                 yield from down.targets(of_down, transposed=transposed)
-        if self._gate_up_bias is not None and self._down_bias is not None:
+        if self._gate_up_bias is None or self._down_bias is None:
+            return
+        if self._storage is not ExpertStorage.SEPARATE:
             yield WeightTarget(biases[0], self._gate_up_bias, 1, self._inner.times(2))
             yield WeightTarget(biases[1], self._down_bias)
+            return
+        all_biases = zip(*self._gate_up_bias.chunk(2, dim=1), self._down_bias, strict=True)
+        for i, of_expert in enumerate(all_biases):
+            shards = (self._inner, self._inner, None)
+            for name, target, shard in zip(modules, of_expert, shards, strict=True):
+                yield WeightTarget(f"{name.replace('*', str(i))}.bias", target, shard=shard)
 
     def _stacked_targets(self, gate_up: str, down: str) -> Iterator[WeightTarget]:
         stacks = (stack.mT for stack in self._stacks)

@@ -40,7 +40,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
     [
         *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
         *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial"),
-        *("mixtral", "qwen2_moe", "qwen3_moe"),
+        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     ],
 )
 def test_every_architecture_computes_as_transformers_do(family: str, tmp_path: Path) -> None:
@@ -60,6 +60,10 @@ def test_a_model_in_several_files_is_loaded_by_the_name_of_one(tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["Q4_K", "IQ4_XS", "BF16"])
 def test_experts_are_read_from_tensors_of_every_kind_of_type(kind: str, tmp_path: Path) -> None:
     assert_same(*make_gguf("qwen3_moe", kind, tmp_path))
+
+
+def test_experts_of_gpt_oss_are_read_in_mxfp4(tmp_path: Path) -> None:
+    assert_same(*make_gguf("gpt_oss", "MXFP4", tmp_path))
 
 
 def test_a_rope_without_long_factors_and_one_with_them_are_those_of_phi_3(tmp_path: Path) -> None:

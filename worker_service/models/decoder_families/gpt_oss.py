@@ -28,6 +28,11 @@ _MXFP4_NAMES = _NAMES | {
     "feed_forward.experts": f"mlp.experts.*.gate_up_proj mlp.experts.*.down_proj {_BIASES}",
 }
 
+_MODULE_NAMES = _NAMES | {
+    "feed_forward.experts": " ".join(f"mlp.experts.*.{w}_proj" for w in ("gate", "up", "down")),
+}
+"""In GGUF files."""
+
 _ROTARY = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
@@ -47,7 +52,11 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
     has_rotary = config.get("rope_scaling") or config.get("rope_parameters")
     rotary = rotary_of(config, head_dim, None if has_rotary else _ROTARY, theta=150000.0)
     bias = bool(config.get("attention_bias", True))
-    is_mxfp4 = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    names, storage = _NAMES, ExpertStorage.TRANSPOSED_STACK
+    if config.get("has_expert_modules"):
+        names, storage = _MODULE_NAMES, ExpertStorage.SEPARATE
+    elif (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+        names, storage = _MXFP4_NAMES, ExpertStorage.IN_TURN
     experts = ExpertsSpec(
         routing=routing(
             num_experts=config.get("num_local_experts") or config.get("num_experts") or 128,
@@ -62,7 +71,7 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
             alpha=float(config.get("swiglu_alpha", 1.702)),
             offset=1.0,
         ),
-        storage=ExpertStorage.IN_TURN if is_mxfp4 else ExpertStorage.TRANSPOSED_STACK,
+        storage=storage,
     )
     window = config.get("sliding_window", 128)
 
@@ -77,7 +86,6 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
             qkv_bias=bias,
             output_bias=bias,
         )
-        names = _MXFP4_NAMES if is_mxfp4 else _NAMES
         return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=names)
 
     kinds = [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
