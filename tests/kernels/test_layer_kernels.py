@@ -138,6 +138,16 @@ def test_rotation_without_a_cache_gives_the_bits_of_a_cache_write(
     assert torch.equal(rotated[:, 5], heads[:, 5])
 
 
+def test_queries_are_rotated_without_keys_with_the_same_bits(kernels: LayerKernels) -> None:
+    heads, angles = _random(7, 6, 24), _random(8, 12, seed=1)
+    columns = torch.tensor([7, 0, 1, 2, 3, 4, 7]), angles.cos(), angles.sin()
+    expected, found = heads.clone(), heads.clone()
+    kernels.rotate(expected[:, :4], expected[:, 4:], *columns)
+    kernels.rotate(found[:, :4], found[:, :0], *columns)
+    assert torch.equal(found[:, :4], expected[:, :4])
+    assert torch.equal(found[:, 4:], heads[:, 4:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sum_of_a_text_has_the_same_bits_in_any_chunks(
     kernels: LayerKernels, dtype: torch.dtype

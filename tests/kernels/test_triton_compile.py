@@ -464,7 +464,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "rotate": (_rotate_in_place, 2),
-    "layers": (_layers, 13),
+    "layers": (_layers, 5 + 2 * len(ACTIVATIONS)),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "experts": (_experts, 8),

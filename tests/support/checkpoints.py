@@ -260,6 +260,21 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MptForCausalLM",
         {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": MAX_POSITIONS},
     ),
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        {
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.5,
+            ),
+            "head_dim": 24,
+        },
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",

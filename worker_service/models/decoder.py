@@ -330,15 +330,19 @@ class Attention(nn.Module):
         if self._rotary is None:
             self.paged.write(key, value, inputs.caches, inputs.metadata)
             return query
+        table, rotated = self._rotary, query
+        if table.scales_queries:
+            rotated = query[:, :0]  # only keys remain to be rotated
+            self._kernels.rotate(query, rotated, inputs.positions, table.query_cos, table.query_sin)
         self._kernels.rotate_and_write_kv(
-            query,
+            rotated,
             key,
             value,
             *inputs.caches,
             inputs.metadata.slot_mapping,
             inputs.positions,
-            self._rotary.cos,
-            self._rotary.sin,
+            table.cos,
+            table.sin,
             query_norm=None if query_norm is None else query_norm.weight,
             key_norm=None if key_norm is None else key_norm.weight,
             eps=1e-6 if query_norm is None else query_norm.eps,

@@ -182,6 +182,9 @@ _POSITIONS_AT_ONCE = 1 << 16
 
 SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
+QUERY_SCALING = "llama_4_scaling_beta"
+"""The parameter in `config.json` by which queries are scaled with their positions."""
+
 NO_ROTATION = "none"
 """The scaling type of an embedding that rotates nothing."""
 
@@ -263,12 +266,32 @@ class RotaryTable:
         angles = _angles(settings, num_positions)
         factor = _attention_factor(settings)
 
-        def of_angles(function: Callable[[Any], Any]) -> Tensor:
+        def of_angles(function: Callable[[Any], Any], scales: Tensor | None = None) -> Tensor:
             parts = (part.double().numpy() for part in angles.split(_POSITIONS_AT_ONCE))
             exact = (torch.from_numpy(function(part) * factor) for part in parts)
+            if scales is not None:
+                factors = scales[:, None].split(_POSITIONS_AT_ONCE)
+                exact = (part * scale for part, scale in zip(exact, factors, strict=True))
             return torch.cat([part.to(dtype) for part in exact]).to(device)
 
         self.cos, self.sin = of_angles(np.cos), of_angles(np.sin)
+        self.query_cos, self.query_sin = self.cos, self.sin
+        self.scales_queries = bool(settings.parameters.get(QUERY_SCALING))
+        """Whether queries have tables of their own, which scale them by their positions, too."""
+
+        if self.scales_queries:
+            scales = _query_scales(settings, num_positions)
+            self.query_cos, self.query_sin = (
+                of_angles(function, scales) for function in (np.cos, np.sin)
+            )
+
+
+def _query_scales(settings: RotarySettings, num_positions: int) -> Tensor:
+    """The factors by which Ministral 3 scales queries, which grow with the multiples of the trained
+    length before them (Nakanishi 2025): float64 [num_positions]."""
+    beta = float(settings.parameters[QUERY_SCALING])
+    multiples = np.floor(np.arange(num_positions) / settings.original_length())
+    return torch.from_numpy(1 + beta * np.log1p(multiples))
 
 
 def _angles(settings: RotarySettings, num_positions: int) -> Tensor:

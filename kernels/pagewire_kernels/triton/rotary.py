@@ -209,9 +209,9 @@ def _launch(*tensors: Any) -> LayoutLaunch | None:
         2 * half <= head_dim,
         f"cos: expected at most {head_dim // 2} columns for heads of {head_dim}, got {half}",
     )
-    if num_tokens == 0:
-        return None
     num_tiles = triton.cdiv(num_heads, _TILE_HEADS) + triton.cdiv(num_kv_heads, _TILE_HEADS)
+    if num_tokens == 0 or num_tiles == 0:
+        return None
     strides = (stride for rows in t[:3] for stride in rows.stride()[:2])
     return layout_launch(
         _rotate_and_write,

@@ -167,3 +167,28 @@ def test_sums_of_rows_have_the_bits_of_the_reference(dtype: torch.dtype) -> None
     KERNELS.sum_rows(hidden.to(DEVICE), starts.to(DEVICE), output)
     TORCH.sum_rows(hidden, starts, sums)
     assert torch.equal(output.cpu(), sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_and_keys_are_rotated_apart_with_the_same_bits(dtype: torch.dtype) -> None:
+    heads, angles = _random(5, 14, 32, dtype=dtype).to(DEVICE), _random(50, 16, seed=1)
+    tables = [table.to(DEVICE, dtype) for table in (angles.cos(), angles.sin())]
+    positions = torch.tensor([49, 0, 7, 8, 9]).to(DEVICE)
+    together, apart = heads.clone(), heads.clone()
+    caches = torch.zeros(2, 2, 8, 3, 2, 32, dtype=dtype, device=DEVICE)
+    slots = torch.tensor([3, 4, 20, 0, 17]).to(DEVICE)
+    rows, keys = together.split([10, 2, 2], dim=1), apart.split([10, 2, 2], dim=1)
+    rotate_and_write_kv(*rows, *caches[0], slots, positions, *tables)
+    none = apart[:, :0]
+    KERNELS.rotate(keys[0], none, positions, *tables)
+    rotate_and_write_kv(none, *keys[1:], *caches[1], slots, positions, *tables)
+    assert torch.equal(together, apart)
+    assert torch.equal(*caches)
+    assert caches.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_rms_norm_with_a_float32_weight_agrees(dtype: torch.dtype) -> None:
+    rows, weight = _random(5, 60, dtype=dtype), 1 + _random(60, seed=1) / 1000
+    norm = KERNELS.rms_norm(rows.to(DEVICE), weight.to(DEVICE), 1e-6)
+    assert_agrees(norm, reference.rms_norm(rows, weight, 1e-6))

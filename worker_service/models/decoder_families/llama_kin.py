@@ -26,7 +26,7 @@ from worker_service.models.decoder_families.common import (
     rotaries_by_type,
     rotary_of,
 )
-from worker_service.models.layers import NO_ROTATION, RotarySettings
+from worker_service.models.layers import NO_ROTATION, QUERY_SCALING, RotarySettings
 
 _INPUT_NORMS = ("attention_norm", "feed_forward_norm")
 _OUTPUT_NORMS = {
@@ -42,6 +42,17 @@ _GLM4 = {
     "feed_forward_output_norm": "post_mlp_layernorm",
 }
 _PLAIN = {**NAMES, "feed_forward.up": "mlp.up_proj"}
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    QUERY_SCALING: 0.1,
+}
+"""The default of `transformers`."""
 
 
 def _rms(config: Config, eps: float = 1e-6) -> NormSpec:
@@ -214,6 +225,28 @@ def seed_oss_settings(config: Config) -> DecoderSettings:
         output_bias=bool(config.get("attention_out_bias", False)),
     )
     layer = LayerSpec(attention=attention, feed_forward=gated_mlp(config), norm=norm, names=NAMES)
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def ministral3_settings(config: Config) -> DecoderSettings:
+    """Ministral 3: queries are scaled by their positions."""
+    head_dim, norm = head_dim_of(config, 128), _rms(config, 1e-5)
+    stored = config.get("rope_parameters") or config.get("rope_scaling") or _MINISTRAL3_ROPE
+    rotary = rotary_of(config, head_dim, stored, theta=config.get("rope_theta") or 10000.0)
+    if rotary.rotary_dim != head_dim:
+        raise NotNative("partial_rotary_factor")
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary,
+            num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
+            window=config.get("sliding_window"),
+        ),
+        feed_forward=gated_mlp(config, bias=False),
+        norm=norm,
+        names=NAMES,
+    )
     return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
 
 

@@ -20,10 +20,15 @@ from worker_service.models.kv_cache_spec import KVCacheSpec
 
 pytestmark = pytest.mark.gpu
 
+FAMILIES = (
+    *("llama", "mistral", "qwen3", "opt", "gpt2", "gemma2", "gemma3", "olmo2", "ministral3"),
+    *("glm4", "cohere2", "gptj", "falcon_groups", "bloom"),
+)
+
 CHUNKED = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "opt", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_gpu_gives_the_tokens_of_the_cpu(family: str) -> None:
     draw = np.random.default_rng(3)
     prompts = [draw.integers(5, 250, size=length).tolist() for length in (1, 3, 17, 26, 9, 40, 8)]
@@ -37,7 +42,7 @@ def test_a_gpu_gives_the_tokens_of_the_cpu(family: str) -> None:
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "opt", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_batch_invariant_gpu_gives_a_sequence_the_same_logits_in_any_batch(
     family: str, dtype: str
