@@ -275,6 +275,35 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "head_dim": 24,
         },
     ),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**_MOE, "norm_topk_prob": True}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24, "rotary_dim": 12},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",

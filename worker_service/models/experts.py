@@ -43,6 +43,10 @@ class ExpertStorage(Enum):
     SEPARATE = auto()
     """Each expert has modules, with their biases: gate, up and down."""
 
+    STACK = auto()
+    """Tensors of all experts: rows of gate, then of up, [num_experts, 2 * inner_size, hidden_size],
+    down, [num_experts, hidden_size, inner_size], and the biases of both."""
+
     TRANSPOSED_STACK = auto()
     """Tensors of all experts: rows of gate and up in turn, [num_experts, hidden_size, 2 *
     inner_size], down, [num_experts, inner_size, hidden_size], and the biases of both."""
@@ -70,6 +74,9 @@ class ExpertsSpec:
     shared: SharedSpec | None = None
     corrects: bool = False
     """Whether a bias of scores changes which experts are chosen."""
+
+    correction_is_row: bool = False
+    """Whether the checkpoint stores this bias as a matrix of one row."""
 
     bias: bool = False
     """Whether router and experts have biases."""
@@ -102,7 +109,9 @@ class Experts(nn.Module):
         num_experts, activation = spec.routing.num_experts, ACTIVATIONS[spec.activation]
         in_full, outputs = replace(context, quantization=None), Shard.full(num_experts)
         self.router = Linear(Shard.full(size), [outputs], bias=spec.bias, context=in_full)
-        self.correction = Vector(outputs, context) if spec.corrects else None
+        self.correction: Vector | None = None
+        if spec.corrects:
+            self.correction = Vector(outputs, context, is_row=spec.correction_is_row)
         self.experts = ExpertWeights(spec, size, inner, context)
         self.shared: SharedExperts | None = None
         if spec.shared is not None:
@@ -172,7 +181,7 @@ class ExpertWeights(nn.Module):
         down = self.weight[num_first:].view(num_experts, size, inner.size)
         self._stacks = [gate_up, down]
         full = Shard.full(size)
-        outputs = [inner] * 2 if spec.storage is ExpertStorage.SEPARATE else [double]
+        outputs = [double] if self._takes_turns else [inner] * 2
         # In lists: modules of their own would be packed one by one.
         self._gate_up = [
             Linear(full, outputs, bias=False, context=context, weight=weight) for weight in gate_up
@@ -190,7 +199,7 @@ class ExpertWeights(nn.Module):
         modules, biases = names, names[2:]
         if self._storage is not ExpertStorage.SEPARATE:
             modules = names[:2]
-        if self._storage is ExpertStorage.TRANSPOSED_STACK:
+        if self._storage in (ExpertStorage.STACK, ExpertStorage.TRANSPOSED_STACK):
             yield from self._stacked_targets(*modules)
         else:
             for i, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
@@ -200,7 +209,7 @@ class ExpertWeights(nn.Module):
         if self._gate_up_bias is None or self._down_bias is None:
             return
         if self._storage is not ExpertStorage.SEPARATE:
-            yield WeightTarget(biases[0], self._gate_up_bias, 1, self._inner.times(2))
+            yield from self._double_targets(biases[0], self._gate_up_bias)
             yield WeightTarget(biases[1], self._down_bias)
             return
         all_biases = zip(*self._gate_up_bias.chunk(2, dim=1), self._down_bias, strict=True)
@@ -209,10 +218,28 @@ class ExpertWeights(nn.Module):
             for name, target, shard in zip(modules, of_expert, shards, strict=True):
                 yield WeightTarget(f"{name.replace('*', str(i))}.bias", target, shard=shard)
 
+    @property
+    def _takes_turns(self) -> bool:
+        """Whether the rows of gate and up take turns in the checkpoint."""
+        return self._storage in (ExpertStorage.TRANSPOSED_STACK, ExpertStorage.IN_TURN)
+
     def _stacked_targets(self, gate_up: str, down: str) -> Iterator[WeightTarget]:
-        stacks = (stack.mT for stack in self._stacks)
-        yield WeightTarget(gate_up, next(stacks), 2, self._inner.times(2))
-        yield WeightTarget(down, next(stacks), 1, self._inner)
+        all_gate_up, all_down = self._stacks
+        if self._storage is ExpertStorage.STACK:
+            yield from self._double_targets(gate_up, all_gate_up)
+            yield WeightTarget(down, all_down, 2, self._inner)
+        else:
+            yield WeightTarget(gate_up, all_gate_up.mT, 2, self._inner.times(2))
+            yield WeightTarget(down, all_down.mT, 1, self._inner)
+
+    def _double_targets(self, name: str, target: Tensor) -> Iterator[WeightTarget]:
+        """Destinations of a tensor of gate and up, [num_experts, 2 * inner_size, ...]."""
+        if self._takes_turns:
+            yield WeightTarget(name, target, 1, self._inner.times(2))
+            return
+        total = self._inner.total
+        for start, part in zip((0, total), target.chunk(2, dim=1), strict=True):
+            yield WeightTarget(name, part, 1, self._inner.within(start, 2 * total))
 
     def pack(self) -> None:
         """Pack the weights for this machine once they are loaded; the originals are freed.
@@ -224,7 +251,7 @@ class ExpertWeights(nn.Module):
             return
         self.weight, self._stacks = None, []
         gate_up, down = _loaded(self._gate_up), _loaded(self._down)
-        if self._storage is not ExpertStorage.SEPARATE:
+        if self._takes_turns:
             gate_up = [_apart(weight) for weight in gate_up]
         self._packed = pack_experts(gate_up, down, self._gate, self._context)
         if self._packed is not None:
@@ -239,7 +266,7 @@ class ExpertWeights(nn.Module):
     def _arranged_biases(self) -> tuple[Tensor | None, Tensor | None]:
         """Biases of gate, then up, and of down, which only one rank adds."""
         gate_up, down = self._gate_up_bias, self._down_bias
-        if gate_up is not None and self._storage is not ExpertStorage.SEPARATE:
+        if gate_up is not None and self._takes_turns:
             gate_up = _apart(gate_up.t()).t().contiguous()
         adds = self._context.communicator.layout.tensor_rank == 0
         return gate_up, down if adds else None

@@ -100,15 +100,19 @@ def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]
 class Vector:
     """Float32 numbers of a layer that belong to no linear layer and no norm."""
 
-    def __init__(self, shard: Shard, context: ModelContext) -> None:
-        """shard: this rank's numbers."""
+    def __init__(self, shard: Shard, context: ModelContext, *, is_row: bool = False) -> None:
+        """shard: this rank's numbers; is_row: whether the checkpoint stores them as a matrix of one
+        row."""
         self.numbers = torch.empty(shard.size, dtype=torch.float32, device=context.device)
-        self._shard = shard
+        self._shard, self._is_row = shard, is_row
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destination of the tensor with this name."""
         (name,) = names
-        yield WeightTarget(name, self.numbers, shard=self._shard)
+        if self._is_row:
+            yield WeightTarget(name, self.numbers.unsqueeze(0), 1, self._shard)
+        else:
+            yield WeightTarget(name, self.numbers, shard=self._shard)
 
 
 class PagedAttention:

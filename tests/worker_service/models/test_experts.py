@@ -131,12 +131,15 @@ PARTS = ("gate", "up", "down")
 STORED = {
     ExpertStorage.SEPARATE: ("gate.*", "up.*", "down.*"),
     ExpertStorage.IN_TURN: ("gate_up.*", "down.*", *BIASES),
+    ExpertStorage.STACK: ("gate_up", "down", *BIASES),
     ExpertStorage.TRANSPOSED_STACK: ("gate_up", "down", *BIASES),
 }
 
 
 def _dense(stored: dict[str, Tensor], storage: ExpertStorage) -> tuple[list[Tensor], list[Tensor]]:
     """Of each expert the weight of gate, then up, and that of down."""
+    if storage is ExpertStorage.STACK:
+        return list(stored["gate_up"]), list(stored["down"])
     if storage is ExpertStorage.TRANSPOSED_STACK:
         in_turn, down = list(stored["gate_up"].mT), list(stored["down"].mT)
     else:
@@ -167,8 +170,9 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
     experts = ExpertWeights(spec, size, Shard.full(inner), context)
     generator, stored = torch.Generator().manual_seed(0), {}
     for target in experts.targets(*STORED[storage]):
-        stored[target.name] = torch.randn(target.target.shape, generator=generator) * 0.2
-        target.target.copy_(stored[target.name])
+        if target.name not in stored:
+            stored[target.name] = torch.randn(target.source_shape, generator=generator) * 0.2
+        target.target.copy_(stored[target.name][target.source_index or ...])
     assert any(name.endswith("bias") for name in stored) == has_bias
     experts.pack()
     assert experts.weight is None
@@ -183,7 +187,7 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
             torch.stack([stored[f"{part}.{i}.bias"] for i in range(4)]) for part in PARTS
         )
         of_gate_up = torch.cat([gate_bias, up_bias], dim=1)
-    elif has_bias:
+    elif has_bias and storage is not ExpertStorage.STACK:
         of_gate_up = torch.cat([of_gate_up[:, ::2], of_gate_up[:, 1::2]], dim=1)
     total = reference.gated_experts(
         x,

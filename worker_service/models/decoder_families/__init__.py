@@ -24,6 +24,12 @@ from worker_service.models.decoder_families.llama_kin import (
     seed_oss_settings,
     smollm3_settings,
 )
+from worker_service.models.decoder_families.mixture_kin import (
+    ernie4_5_moe_settings,
+    granite_moe_settings,
+    minimax_m2_settings,
+    olmoe_settings,
+)
 from worker_service.models.decoder_families.mixtures import mixtral_settings, qwen_moe_settings
 from worker_service.models.decoder_families.parallel import (
     cohere_settings,
@@ -52,6 +58,10 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Qwen3MoeForCausalLM": qwen_moe_settings,
     "Glm4MoeForCausalLM": glm4_moe_settings,
     "Dots1ForCausalLM": dots1_settings,
+    "OlmoeForCausalLM": olmoe_settings,
+    "GraniteMoeForCausalLM": granite_moe_settings,
+    "MiniMaxM2ForCausalLM": minimax_m2_settings,
+    "Ernie4_5_MoeForCausalLM": ernie4_5_moe_settings,
     "GptOssForCausalLM": gpt_oss_settings,
     "ArceeForCausalLM": arcee_settings,
     "BloomForCausalLM": bloom_settings,

@@ -19,7 +19,7 @@ from worker_service.models.experts import ExpertsSpec, SharedSpec
 
 _ATTENTION_NAMES = {path: name for path, name in NAMES.items() if "feed_forward." not in path}
 
-_MIXTRAL_NAMES = _ATTENTION_NAMES | {
+MIXTRAL_NAMES = _ATTENTION_NAMES | {
     "feed_forward.router": "block_sparse_moe.gate",
     "feed_forward.experts": " ".join(f"block_sparse_moe.experts.*.{w}" for w in ("w1", "w3", "w2")),
 }
@@ -58,7 +58,7 @@ def mixtral_settings(config: Config) -> DecoderSettings:
             activation=config.get("hidden_act", "silu"),
         ),
         norm=norm,
-        names=_MIXTRAL_NAMES,
+        names=MIXTRAL_NAMES,
     )
     return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
 

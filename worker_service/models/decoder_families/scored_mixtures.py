@@ -18,11 +18,12 @@ from worker_service.models.decoder_families.common import (
 from worker_service.models.decoder_families.mixtures import QWEN_NAMES
 from worker_service.models.experts import ExpertsSpec, SharedSpec
 
-_NAMES = QWEN_NAMES | by_lines("""
-feed_forward.correction   mlp.gate.e_score_correction_bias
+SHARED_NAMES = by_lines("""
 feed_forward.shared.up    mlp.shared_experts.gate_proj mlp.shared_experts.up_proj
 feed_forward.shared.down  mlp.shared_experts.down_proj
 """)
+
+_NAMES = QWEN_NAMES | SHARED_NAMES | {"feed_forward.correction": "mlp.gate.e_score_correction_bias"}
 
 
 def glm4_moe_settings(config: Config) -> DecoderSettings:

@@ -1,0 +1,177 @@
+"""Mixtures of experts that differ from Mixtral and Qwen-MoE in one or two parts: OLMoE,
+Granite-MoE, MiniMax-M2 and ERNIE 4.5."""
+
+from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
+from worker_service.models.decoder_families.common import (
+    NAMES,
+    Config,
+    NotNative,
+    attention_of,
+    by_lines,
+    decoder_of,
+    head_dim_of,
+    rotary_of,
+    routing,
+)
+from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES, QWEN_NAMES
+from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
+from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
+
+_MINIMAX_NAMES = MIXTRAL_NAMES | {
+    "feed_forward.correction": "block_sparse_moe.e_score_correction_bias"
+}
+
+_GRANITE_NAMES = MIXTRAL_NAMES | by_lines("""
+feed_forward.router   block_sparse_moe.router.layer
+feed_forward.experts  block_sparse_moe.input_linear.weight block_sparse_moe.output_linear.weight
+""")
+
+_ERNIE_NAMES = QWEN_NAMES | {"feed_forward.correction": "mlp.moe_statics.e_score_correction_bias"}
+
+
+def olmoe_settings(config: Config) -> DecoderSettings:
+    """OLMoE: norms of all heads together."""
+    if config.get("clip_qkv") is not None:
+        raise NotNative("clip_qkv")
+    head_dim, norm = head_dim_of(config), NormSpec(eps=config.get("rms_norm_eps", 1e-5))
+    bias = bool(config.get("attention_bias", False))
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim),
+            qkv_bias=bias,
+            output_bias=bias,
+            head_norm=norm,
+            norm_spans_heads=True,
+        ),
+        feed_forward=ExpertsSpec(
+            routing=routing(
+                num_experts=config.get("num_experts") or config.get("num_local_experts") or 64,
+                num_chosen=config.get("num_experts_per_tok", 8),
+                normalizes=bool(config.get("norm_topk_prob", False)),
+            ),
+            inner_size=config["intermediate_size"],
+            activation=config.get("hidden_act", "silu"),
+        ),
+        norm=norm,
+        names=QWEN_NAMES,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def granite_moe_settings(config: Config) -> DecoderSettings:
+    """Granite-MoE: multipliers of embeddings, attention scores, the residual stream and logits; one
+    tensor has the weights of all experts."""
+    head_dim, norm = head_dim_of(config), NormSpec(eps=config.get("rms_norm_eps", 1e-6))
+    bias = bool(config.get("attention_bias", False))
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim),
+            scale=config.get("attention_multiplier", 1.0),
+            qkv_bias=bias,
+            output_bias=bias,
+        ),
+        feed_forward=ExpertsSpec(
+            routing=routing(
+                num_experts=config.get("num_local_experts", 8),
+                num_chosen=config.get("num_experts_per_tok", 2),
+                scoring="softmax_of_chosen",
+            ),
+            inner_size=config["intermediate_size"],
+            activation=config.get("hidden_act", "silu"),
+            storage=ExpertStorage.STACK,
+        ),
+        norm=norm,
+        residual_multiplier=config.get("residual_multiplier", 1.0),
+        names=_GRANITE_NAMES,
+    )
+    return decoder_of(
+        config,
+        [layer] * config["num_hidden_layers"],
+        norm,
+        embedding_scale=config.get("embedding_multiplier", 1.0),
+        logits_scale=1.0 / config.get("logits_scaling", 1.0),
+    )
+
+
+def minimax_m2_settings(config: Config) -> DecoderSettings:
+    """MiniMax-M2: norms of all heads together, heads that are rotated in part, and sigmoid scores
+    with a correction."""
+    head_dim = config.get("head_dim", 128)
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6))
+    partial = config.get("rotary_dim", head_dim) / head_dim
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim, theta=5e6, partial=partial),
+            num_kv_heads=config.get("num_key_value_heads", 8),
+            head_norm=norm,
+            norm_spans_heads=True,
+        ),
+        feed_forward=ExpertsSpec(
+            routing=routing(
+                num_experts=config.get("num_local_experts") or config.get("num_experts") or 256,
+                num_chosen=config.get("num_experts_per_tok", 8),
+                scoring="sigmoid",
+                normalizes=True,
+            ),
+            inner_size=config["intermediate_size"],
+            activation=config.get("hidden_act", "silu"),
+            corrects=True,
+        ),
+        norm=norm,
+        names=_MINIMAX_NAMES,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def ernie4_5_moe_settings(config: Config) -> DecoderSettings:
+    """ERNIE 4.5 with experts in some of its layers, which are chosen with a correction. Weights
+    rotate neighbouring elements of heads."""
+    if config.get("use_bias", False):
+        raise NotNative("use_bias")
+    head_dim, norm = head_dim_of(config), NormSpec(eps=config.get("rms_norm_eps", 1e-5))
+    activation = config.get("hidden_act", "silu")
+    attention = attention_of(
+        config,
+        head_dim,
+        rotary_of(config, head_dim, theta=500_000.0),
+        num_kv_heads=config.get("num_key_value_heads", 4) or config["num_attention_heads"],
+        has_pairs=True,
+    )
+    inner_size = config.get("moe_intermediate_size", 1536)
+    num_shared = config.get("moe_num_shared_experts", 2)
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("moe_num_experts", 64),
+            num_chosen=config.get("moe_k", 6),
+            normalizes=True,
+            min_sum=float(config.get("moe_norm_min", 1e-12)),
+        ),
+        inner_size=inner_size,
+        activation=activation,
+        shared=SharedSpec(inner_size=inner_size * num_shared) if num_shared else None,
+        corrects=True,
+        correction_is_row=True,
+    )
+    mlp = MLPSpec(inner_size=config["intermediate_size"], activation=activation)
+    num_layers, interval = config["num_hidden_layers"], config.get("moe_layer_interval", 1)
+    first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
+    last = num_layers - 1 if last == -1 else last
+    names = _ERNIE_NAMES | (SHARED_NAMES if num_shared else {})
+
+    def layer(index: int) -> LayerSpec:
+        if (index + 1) % interval == 0 and first <= index <= last:
+            return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=names)
+        return LayerSpec(attention=attention, feed_forward=mlp, norm=norm, names=NAMES)
+
+    return decoder_of(
+        config,
+        [layer(i) for i in range(num_layers)],
+        norm,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
+    )
