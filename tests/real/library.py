@@ -27,6 +27,8 @@ SPECIAL_TOKENS = {
     "gemma3": ("<pad>", "<unk>", "<bos>", "<eos>", "<mask>"),
 }
 """Padding, unknown, first, last, mask."""
+ORDER = {"roberta": (2, 0, 3, 1, 4)}
+"""By which ids are given, if it is another. MPNet takes the token 1 for padding everywhere."""
 TEMPLATES = {
     "bert": ("{2} $A {3}", "{2} $A {3} $B:1 {3}:1"),
     "roberta": ("{2} $A {3}", "{2} $A {3} {3} $B {3}"),
@@ -68,7 +70,8 @@ def tokenizer_of(tokens: str, algorithm: str) -> Any:
     import transformers
 
     special = list(SPECIAL_TOKENS[tokens])
-    common = {"vocab_size": VOCAB_SIZE, "special_tokens": special, "show_progress": False}
+    ordered = [special[place] for place in ORDER.get(tokens, range(len(special)))]
+    common = {"vocab_size": VOCAB_SIZE, "special_tokens": ordered, "show_progress": False}
     if algorithm == "wordpiece":
         tokenizer = Tokenizer(models.WordPiece(unk_token=special[1]))
         tokenizer.normalizer = normalizers.BertNormalizer()

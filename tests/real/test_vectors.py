@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.json_lines import LineProcess
 from pagewire_client import Client
-from tests.real.library import CROSS_ENCODERS, EMBEDDERS, PAIRS
+from tests.real.library import CROSS_ENCODERS, EMBEDDERS, PAIRS, PROMPTS
 from tests.support.cluster import Cluster
 from tools.launch import ROOT, environment
 
@@ -121,13 +121,17 @@ def test_similarities_of_200_pairs_and_their_order_are_those_of_the_library(
     assert means == sorted(means, reverse=True)  # paraphrases, related, unrelated
 
 
-@pytest.mark.parametrize("prompt_name", [None, "query", "document"])
-@pytest.mark.parametrize("name", EMBEDDERS)
+@pytest.mark.parametrize(
+    ("name", "prompt_name"),
+    [
+        (name, prompt)
+        for name, row in EMBEDDERS.items()
+        for prompt in (None, *(PROMPTS if "prompts" in row else ()))
+    ],
+)
 def test_vectors_are_those_of_the_library(
     name: str, prompt_name: str | None, client: Client, models: dict[str, Path], library: Library
 ) -> None:
-    if prompt_name is not None and "prompts" not in EMBEDDERS[name]:
-        pytest.skip("it has no prompts")
     options = {} if prompt_name is None else {"prompt_name": prompt_name}
     ours = client.embed(TEXTS, model=f"embedder-{name}", **options, **CUT)
     folder = str(models[f"embedder-{name}"])
