@@ -86,9 +86,9 @@ def llama_server(settings: dict[str, Any]) -> Embed:
     atexit.register(server.kill)
     while server.poll() is None:
         try:
-            embed = over_http(f"127.0.0.1:{port}")
-            embed(["It loads the model first."])
-            return embed
+            over_http(f"127.0.0.1:{port}")(["It loads the model first."])
+            # It closes connections that are idle while others are measured.
+            return lambda texts: over_http(f"127.0.0.1:{port}")(texts)
         except (OSError, KeyError):
             time.sleep(0.1)
     raise RuntimeError(f"{settings['server']} ended with {server.returncode}")
