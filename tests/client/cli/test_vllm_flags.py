@@ -66,7 +66,7 @@ def test_all_unknown_options_are_explained_in_one_message() -> None:
     assert said.startswith("error: --enforce-eager is --no-cuda-graphs here\n")
     assert "--enable-lora has no counterpart here: adapters are not applied: merge them" in said
     assert "--logits-processors has no counterpart here: the server runs no plugins" in said
-    assert "-ep has no counterpart here: a model with experts runs on one rank" in said
+    assert "-ep has no counterpart here: each rank has some columns of every expert" in said
     assert "-O is --compile here" in said
     assert "--max-model-lem: no such option; did you mean --max-model-len?" in said
     assert "--whatever: no such option\n" in said

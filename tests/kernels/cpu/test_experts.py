@@ -283,6 +283,35 @@ def test_a_recorded_program_serves_any_number_of_rows(kernels: Library) -> None:
         assert torch.equal(twice[rows], packed.apply(alone, logits[rows], routing))
 
 
+def test_threads_that_lose_their_cores_change_nothing(kernels: Library) -> None:
+    """There are many more threads than cores: others take over what a thread is computing, which
+    later reads a plan that has changed."""
+    layers = []
+    for _ in range(6):
+        weights = _expert_weights("dense", 8, 128, 96, torch.float32)
+        layers.append(NativeExperts(*weights, Gate(), kernels, HugeMemory()))
+    routing, num_threads = Routing(num_experts=8, num_chosen=3, normalizes=True), 12
+    x, logits = _random(64, 128), _random(6, 64, 8, seed=1)
+    program = Program(kernels, 64)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        with record(program):
+            found = x
+            for layer, of_layer in zip(layers, logits, strict=True):
+                found = layer.apply(found, of_layer, routing)
+        torch.set_num_threads(1)
+        expected = x
+        for layer, of_layer in zip(layers, logits, strict=True):
+            expected = layer.apply(expected, of_layer, routing)
+    finally:
+        torch.set_num_threads(before)
+    for num_rows in [64, 1, 17] * 20:
+        program.batches[0].num_rows = num_rows
+        program.run(num_threads)
+        assert torch.equal(found[:num_rows], expected[:num_rows])
+
+
 def test_experts_of_different_formats_are_not_packed_together() -> None:
     four, eight = (random_weight(32, 64, bits, 32, offsets=False) for bits in (4, 8))
     assert can_pack_experts([four, four])
