@@ -22,4 +22,4 @@ def test_dequantized_blocks_are_bit_for_bit_those_of_the_library(kind: str) -> N
     finite = np.isfinite(expected)
     assert finite.mean() > 0.8
     assert np.array_equal(found[finite], expected[finite])
-    assert weight.bits == (4 if kind[1] in "234" or kind.startswith("IQ") else 8)
+    assert weight.bits == (4 if kind[1] in "234" or kind.startswith(("IQ", "MX")) else 8)

@@ -24,7 +24,7 @@ def path(gptq_checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(gptq_checkpoint, tmp_path / "changed"))
 
 
-KNOWN = "expected awq or gptq or compressed-tensors or fp8 or modelopt or bitsandbytes"
+KNOWN = "expected awq or gptq or compressed-tensors or fp8 or modelopt or mxfp4 or bitsandbytes"
 
 PACKED = FORMATS["pack-quantized 4"][0]
 
