@@ -101,6 +101,9 @@ class LayerKernels(Protocol):
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap), of float32 rows, in place; returns x."""
 
+    def xielu(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """xIELU with these parameters, in place; returns x."""
+
     def add(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add x to the sums in place; returns these."""
 

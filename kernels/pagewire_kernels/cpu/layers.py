@@ -219,14 +219,25 @@ class NativeLayerKernels:
         """Add x to the sums in place."""
         return self._elementwise("add", x, sums, 1.0)
 
-    def _elementwise(self, name: str, x: Tensor, y: Tensor, factor: float) -> Tensor:
+    def xielu(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """xIELU, in place."""
+        require(_is_dense(numbers, (4,), torch.float32), "four dense float32 numbers")
+        return self._elementwise("xielu", x, x, 1.0, numbers)
+
+    def _elementwise(
+        self, name: str, x: Tensor, y: Tensor, factor: float, numbers: Tensor | None = None
+    ) -> Tensor:
         num_rows, size = y.shape
         require(
             _is_rows(x, num_rows, y.dtype) and x.shape[1] == size and y.stride(1) == 1,
             "rows of one dtype and size, with a dense last axis",
         )
         task = ElementwiseTask(
-            num_rows=count_address(num_rows), **rows_of(x=x, y=y), size=size, factor=factor
+            num_rows=count_address(num_rows),
+            **rows_of(x=x, y=y),
+            size=size,
+            numbers=address(numbers),
+            factor=factor,
         )
         self._launch(name, task, y.dtype, y.numel())
         return y

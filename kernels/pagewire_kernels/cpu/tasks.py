@@ -110,7 +110,7 @@ class ActivationTask(NativeStruct):
 class ElementwiseTask(NativeStruct):
     """`ElementwiseTask` of src/layers.h."""
 
-    _fields_ = fields_of("next_item num_rows x x_stride y y_stride size", "factor")
+    _fields_ = fields_of("next_item num_rows x x_stride y y_stride size numbers", "factor")
 
 
 class TakeTask(NativeStruct):

@@ -31,6 +31,7 @@ from pagewire_kernels.reference.layers import (
     scale,
     soft_cap,
     sum_rows,
+    xielu,
 )
 from pagewire_kernels.reference.sampling import (
     apply_bitmask,
@@ -68,4 +69,5 @@ __all__ = [
     "sum_rows",
     "swap_blocks",
     "write_kv",
+    "xielu",
 ]

@@ -30,5 +30,6 @@ class TorchLayerKernels:
     rotate = staticmethod(reference.rotate)
     scale = staticmethod(reference.scale)
     soft_cap = staticmethod(reference.soft_cap)
+    xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
     sum_rows = staticmethod(reference.sum_rows)

@@ -156,6 +156,17 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return x.div_(cap).tanh_().mul_(cap)
 
 
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """xIELU (Huang and Schlag 2024), in place: a x^2 + beta x where x is positive, and otherwise
+    b (e^min(x, epsilon) - 1 - x) + beta x.
+
+    x: [num_rows, size]; numbers: float32 [4]: a, b, beta, epsilon.
+    """
+    wide, (positive, negative, beta, epsilon) = x.float(), numbers
+    others = (torch.expm1(torch.minimum(wide, epsilon)) - wide) * negative
+    return x.copy_(torch.where(wide > 0, positive * wide * wide, others) + beta * wide)
+
+
 def add(sums: Tensor, x: Tensor) -> Tensor:
     """Add x to the sums in place, rounded once. Both: [num_rows, size], of one dtype."""
     return sums.add_(x)

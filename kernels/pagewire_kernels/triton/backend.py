@@ -63,5 +63,6 @@ class TritonLayerKernels:
     rotate = staticmethod(rotate)
     scale = staticmethod(reference.scale)
     soft_cap = staticmethod(reference.soft_cap)
+    xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
     sum_rows = staticmethod(sum_rows)

@@ -84,6 +84,15 @@ def test_sums_and_multiples_agree(
     _assert_agrees(x, expected.to(dtype))
 
 
+def test_xielu_agrees(kernels: NativeLayerKernels, dtype: torch.dtype) -> None:
+    numbers = torch.tensor([0.8, 1.3, 0.5, -1e-6])
+    x = torch.cat([torch.linspace(-100, 20, 3001), torch.linspace(-1, 1, 3001) ** 3])[None]
+    found, expected = x.to(dtype), x.to(dtype)
+    assert kernels.xielu(found, numbers) is found
+    _assert_agrees(found, reference.xielu(expected, numbers))
+    assert kernels.xielu(torch.tensor([[torch.nan]], dtype=dtype), numbers).isnan().all()
+
+
 def test_a_soft_cap_agrees(kernels: NativeLayerKernels, dtype: torch.dtype) -> None:
     x = torch.cat([torch.linspace(-300, 300, 5001), _random(7, dtype=torch.float32)])[None]
     expected = 30 * torch.tanh(x.double() / 30)

@@ -237,6 +237,7 @@ LAYERS: dict[str, Layer] = {
     "float32 weight": lambda kernels, x: kernels.rms_norm(x, x[0].float(), 1e-6),
     "scale": lambda kernels, x: kernels.scale(x.clone(), 0.3),
     "add": lambda kernels, x: kernels.add(x.clone(), x.flip(0)),
+    "xielu": lambda kernels, x: kernels.xielu(x.clone(), torch.tensor([0.8, 1.3, 0.5, -1e-6])),
     "soft_cap": lambda kernels, x: kernels.soft_cap(x.float(), 2.0),
     **{name: partial(_activate, name) for name in reference.ACTIVATIONS},
 }

@@ -41,6 +41,31 @@ void add_rows(ElementwiseTask& task) {
   });
 }
 
+// e^x - 1 - x for x <= 0: a series where the difference would lose its digits.
+inline Floats exp_beyond_linear(Floats x) {
+  static const float kCoefficients[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f};
+  Floats series = broadcast(1.0f / 720);
+  for (const float c : kCoefficients) series = multiply_add(series, x, broadcast(c));
+  const Floats small = multiply(series, multiply(x, x));
+  const Floats large = subtract(subtract(exp(x), broadcast(1.0f)), x);
+  return select(not_less_than(x, broadcast(-0.25f)), small, large);
+}
+
+template <class Number>
+void xielu(ElementwiseTask& task) {
+  const Floats positive = broadcast(task.numbers[0]), negative = broadcast(task.numbers[1]);
+  const Floats beta = broadcast(task.numbers[2]), epsilon = broadcast(task.numbers[3]);
+  for_each_register<Number>(task, [&](const Number* from, const Number*, int64_t left) {
+    const Floats x = load_some(from, left), linear = multiply(beta, x);
+    const Floats least = select(not_less_than(x, epsilon), epsilon, x);
+    // e^min(x, epsilon) - 1 - x
+    const Floats beyond = add(exp_beyond_linear(least), subtract(least, x));
+    const Floats square = multiply(multiply(positive, x), x);
+    const Mask is_negative = not_less_than(zeros(), x);
+    return add(select(is_negative, multiply(beyond, negative), square), linear);
+  });
+}
+
 }  // namespace
 }  // namespace pagewire
 
@@ -55,3 +80,5 @@ PAGEWIRE_KERNEL pw_scale_bfloat16(ElementwiseTask* task) { scale<BFloat16>(*task
 PAGEWIRE_KERNEL pw_add_float32(ElementwiseTask* task) { add_rows<float>(*task); }
 PAGEWIRE_KERNEL pw_add_bfloat16(ElementwiseTask* task) { add_rows<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_soft_cap_float32(ElementwiseTask* task) { soft_cap(*task); }
+PAGEWIRE_KERNEL pw_xielu_float32(ElementwiseTask* task) { xielu<float>(*task); }
+PAGEWIRE_KERNEL pw_xielu_bfloat16(ElementwiseTask* task) { xielu<BFloat16>(*task); }

@@ -34,7 +34,7 @@ struct ActivationTask : Task {
   Activation activation;
 };
 
-// y = factor * x; y = factor * tanh(x / factor); or y += x.
+// y = factor * x; y = factor * tanh(x / factor); y += x; or y = xielu(x).
 struct ElementwiseTask : Task {
   const int64_t* num_rows;
   const void* x;  // [*num_rows, size]
@@ -42,6 +42,7 @@ struct ElementwiseTask : Task {
   void* y;  // [*num_rows, size]; may be x
   int64_t y_stride;
   int64_t size;
+  const float* numbers;  // of xIELU: for positive x, for others, beta, epsilon
   float factor;
 };
 
