@@ -304,6 +304,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "apertus": ("ApertusConfig", "ApertusForCausalLM", {}),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",

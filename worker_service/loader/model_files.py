@@ -175,6 +175,7 @@ _TEXT_MODELS = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }
 """Text models of multimodal ones that can be served alone, by `model_type`."""

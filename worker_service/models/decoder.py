@@ -27,6 +27,7 @@ from worker_service.models.layers import (
     RotarySettings,
     RotaryTable,
     Vector,
+    Xielu,
     norm_targets,
 )
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
@@ -170,8 +171,8 @@ class FeedForwardSpec(Protocol):
     """What follows attention in a layer."""
 
     @property
-    def activation(self) -> str:
-        """The activation's name in `config.json`."""
+    def activation(self) -> str | None:
+        """The activation's name in `config.json`; None for one whose parameters are learned."""
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the part."""
@@ -188,7 +189,9 @@ class MLPSpec:
     multiplied by the activation of a third, the gate. Implements `FeedForwardSpec`."""
 
     inner_size: int
-    activation: str
+    activation: str | None
+    """None: xIELU, which has no gate."""
+
     is_gated: bool = True
     bias: bool = False
     is_fused: bool = False
@@ -249,7 +252,8 @@ class DecoderSettings(ModelSettings):
 
     @property
     def activations(self) -> set[str]:
-        return {layer.feed_forward.activation for layer in self.layers}
+        found = {layer.feed_forward.activation for layer in self.layers}
+        return {name for name in found if name is not None}
 
     def require_shards(self, layout: Layout) -> None:
         ModelSettings.require_shards(self, layout)
@@ -393,11 +397,13 @@ class MLP(nn.Module):
         super().__init__()
         s, layout = spec, context.communicator.layout
         inner = layout.even_shard(s.inner_size, "columns of the MLP")
-        activation = ACTIVATIONS[s.activation]
-        self._activation = None if s.is_gated else activation
-        self._kernels = kernels.layers
-        self.up = (
-            GatedLinear(
+        activation = None if s.activation is None else ACTIVATIONS[s.activation]
+        self._activation, self._kernels = activation, kernels.layers
+        self._is_gated = s.is_gated
+        self.xielu = Xielu(context, kernels.layers) if activation is None else None
+        if s.is_gated:
+            assert activation is not None, "xIELU has no gate"
+            self.up: Linear = GatedLinear(
                 size,
                 consecutive([inner] * 2) if s.is_fused else [inner] * 2,
                 activation,
@@ -406,15 +412,18 @@ class MLP(nn.Module):
                 context=context,
                 sources=[0] * 2 if s.is_fused else None,
             )
-            if s.is_gated
-            else Linear(Shard.full(size), [inner], bias=s.bias, context=context)
-        )
+        else:
+            self.up = Linear(Shard.full(size), [inner], bias=s.bias, context=context)
         self.down = RowParallelLinear(inner, size, bias=s.bias, context=context)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, size]; returns the same shape."""
         x = self.up(x)
-        return self.down(self._kernels.activate(x, self._activation) if self._activation else x)
+        if self.xielu is not None:
+            x = self.xielu(x)
+        elif self._activation is not None and not self._is_gated:
+            x = self._kernels.activate(x, self._activation)
+        return self.down(x)
 
 
 class DecoderLayer(NativeLayer):

@@ -115,6 +115,41 @@ class Vector:
             yield WeightTarget(name, self.numbers, shard=self._shard)
 
 
+class Xielu(nn.Module):
+    """The activation xIELU, whose parameters are those of a layer. Implements `linear.Packable`."""
+
+    weight: Tensor | None
+    """float32 [4], as the checkpoint stores them; None once they are packed."""
+
+    def __init__(self, context: ModelContext, kernels: LayerKernels) -> None:
+        super().__init__()
+        self.weight = torch.empty(4, dtype=torch.float32, device=context.device)
+        self._numbers = torch.empty_like(self.weight)
+        self._kernels = kernels
+
+    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
+        """Destinations of the tensors of the module with this name."""
+        assert self.weight is not None
+        (name,) = names
+        positive, negative, beta, epsilon = self.weight.unsqueeze(1)
+        yield WeightTarget(f"{name}.alpha_p", positive)
+        yield WeightTarget(f"{name}.alpha_n", negative)
+        yield WeightTarget(f"{name}.beta", beta[0])
+        yield WeightTarget(f"{name}.eps", epsilon[0])
+
+    def pack(self) -> None:
+        """Compute the parameters of `reference.xielu`, unless they are computed already."""
+        if self.weight is not None:
+            positive, negative = nn.functional.softplus(self.weight[:2])
+            _, _, beta, epsilon = self.weight
+            self._numbers.copy_(torch.stack([positive, beta + negative, beta, epsilon]))
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, size], which is overwritten and returned."""
+        return self._kernels.xielu(x, self._numbers)
+
+
 class PagedAttention:
     """Attention of one layer: writes new keys and values to its part of the cache, and attends over
     it."""

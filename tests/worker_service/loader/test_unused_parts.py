@@ -325,6 +325,7 @@ VISION = {
         ("Llava", "LlamaConfig", "CLIPVisionConfig"),
         ("Llava", "Qwen2Config", "SiglipVisionConfig"),
         ("Mistral3", "MistralConfig", "PixtralVisionConfig"),
+        ("Mistral3", "Ministral3Config", "PixtralVisionConfig"),
         ("Gemma3", "Gemma3TextConfig", "SiglipVisionConfig"),
         ("InternVL", "Qwen3Config", "InternVLVisionConfig"),
         ("Llama4", "Llama4TextConfig", "Llama4VisionConfig"),

@@ -17,6 +17,8 @@ FAMILIES = NATIVE_FAMILIES + TRANSFORMERS_FAMILIES
 PROMPT_LENGTHS = (1, 2, 5, 9, 17, 26, 33, 40)
 NUM_TOKENS = 8
 LOGITS_TOLERANCE = 1e-4
+STORED_BUFFERS = ("correction_bias", "act_fn.beta", "act_fn.eps")
+"""Which are parameters here."""
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,7 +109,7 @@ def test_facts_are_those_of_the_checkpoint(family: str) -> None:
     model, reference = _loaded(family).model, oracle(checkpoint(family)).model
     assert model.architecture == type(reference).__name__
     assert model.vocab_size == VOCAB_SIZE
-    biases = (buffer for name, buffer in reference.named_buffers() if "correction_bias" in name)
+    biases = (buffer for name, buffer in reference.named_buffers() if name.endswith(STORED_BUFFERS))
     num_parameters = reference.num_parameters() + sum(bias.numel() for bias in biases)
     assert model.num_parameters == num_parameters
     assert len(model.kv_cache_spec.layers) == reference.config.num_hidden_layers

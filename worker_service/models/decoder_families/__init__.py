@@ -14,6 +14,7 @@ from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settin
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
 from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.decoder_families.llama_kin import (
+    apertus_settings,
     arcee_settings,
     exaone4_settings,
     glm4_settings,
@@ -63,6 +64,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "MiniMaxM2ForCausalLM": minimax_m2_settings,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_settings,
     "GptOssForCausalLM": gpt_oss_settings,
+    "ApertusForCausalLM": apertus_settings,
     "ArceeForCausalLM": arcee_settings,
     "BloomForCausalLM": bloom_settings,
     "CohereForCausalLM": cohere_settings,

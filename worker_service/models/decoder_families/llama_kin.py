@@ -43,6 +43,19 @@ _GLM4 = {
 }
 _PLAIN = {**NAMES, "feed_forward.up": "mlp.up_proj"}
 
+_APERTUS = {
+    **_PLAIN,
+    "attention_norm": "attention_layernorm",
+    "feed_forward_norm": "feedforward_layernorm",
+    "feed_forward.xielu": "mlp.act_fn",
+}
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
@@ -52,7 +65,7 @@ _MINISTRAL3_ROPE = {
     "mscale": 1.0,
     QUERY_SCALING: 0.1,
 }
-"""The default of `transformers`."""
+"""Defaults of `transformers`."""
 
 
 def _rms(config: Config, eps: float = 1e-6) -> NormSpec:
@@ -286,5 +299,23 @@ def arcee_settings(config: Config) -> DecoderSettings:
         ),
         norm=norm,
         names=_PLAIN,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def apertus_settings(config: Config) -> DecoderSettings:
+    """Apertus: norms of heads, a plain MLP with xIELU."""
+    if config.get("hidden_act", "xielu") != "xielu" or config.get("mlp_bias"):
+        raise NotNative("hidden_act, mlp_bias")
+    head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
+    stored = config.get("rope_parameters") or config.get("rope_scaling") or _APERTUS_ROPE
+    rotary = rotary_of(config, head_dim, stored, theta=config.get("rope_theta") or 12_000_000.0)
+    layer = LayerSpec(
+        attention=attention_of(config, head_dim, rotary, head_norm=norm, **_biases(config)),
+        feed_forward=MLPSpec(
+            inner_size=config["intermediate_size"], activation=None, is_gated=False
+        ),
+        norm=norm,
+        names=_APERTUS,
     )
     return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
