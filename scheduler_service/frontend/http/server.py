@@ -257,16 +257,25 @@ class HttpServer:
             await asyncio.sleep(POLL_S)
 
 
+class _NewestContext(ssl.SSLContext):
+    """Wraps each new connection with the context of the files on disk at that time.
+
+    A connection that begins with one context and changes to another, as in a callback for the
+    server's name, could resume a session of the former one, whose client is not asked for its
+    certificate again.
+    """
+
+    watched: WatchedFiles[ssl.SSLContext]
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        return self.watched.get().wrap_bio(*arguments, **options)
+
+
 def http_context(files: TlsFiles) -> ssl.SSLContext:
     """The TLS context of an HTTP server: each new connection uses the certificate and authority on
     disk at that time."""
-    watched = WatchedFiles(files.paths, lambda: _context(files))
-    context = _context(files)
-
-    def use_newest(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        connection.context = watched.get()
-
-    context.sni_callback = use_newest
+    context = _NewestContext(ssl.PROTOCOL_TLS_SERVER)
+    context.watched = WatchedFiles(files.paths, lambda: _context(files))
     return context
 
 
