@@ -104,7 +104,8 @@ class Caller:
         attempts = Attempts(self.policy, deadline)
 
         async def attempt(stub: InferenceServiceStub) -> AsyncGenerator[None, None]:
-            inputs.start()
+            if not inputs.start():  # the end of the call was lost, and nothing else
+                return
             method = getattr(stub, inputs.method)
             call: Any = method(inputs.messages(), **self.call_options(deadline))
             try:

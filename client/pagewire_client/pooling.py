@@ -148,12 +148,14 @@ class PooledInputs:
         """The entries of each input, in order; one except for vectors of tokens."""
         return self._results
 
-    def start(self) -> None:
-        """Begin a call with the inputs that have no result. Vectors of tokens are all requested
-        again, because only the end of the call shows which of them are complete."""
+    def start(self) -> bool:
+        """Begin a call with the inputs that have no result; returns False if all have one. Vectors
+        of tokens are all requested again, because only the end of the call shows which of them are
+        complete."""
         if self._of_tokens:
             self._results = [[] for _ in self._inputs]
         self._sent = [place for place, found in enumerate(self._results) if not found]
+        return bool(self._sent) or not self._inputs
 
     async def messages(self) -> AsyncGenerator[Any, None]:
         """The messages of the current call."""

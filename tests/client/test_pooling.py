@@ -6,10 +6,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
+from pagewire.columns import pack_floats
+from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import pooling_pb2
+from pagewire.v1.inference_service_pb2_grpc import (
+    InferenceServiceServicer,
+    add_InferenceServiceServicer_to_server,
+)
 from pagewire_client import AsyncClient, Client, InvalidArgument
 from tests.support.fake_core import FakeRequest
 from tests.support.frontends import running_frontend
@@ -125,3 +132,31 @@ async def test_a_call_continues_at_another_frontend_with_what_has_no_result(kind
         again = [r for r in seen if r.attachment is not seen[0].attachment]
         assert 0 < len(again) < len(texts)
         await called(client, "close")
+
+
+class LosesTheEnd(InferenceServiceServicer):
+    """Answers every text, and ends the call before it says that there are no more answers."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def Embed(self, requests: Any, context: Any) -> AsyncIterator[pb.EmbedResponse]:
+        self.num_calls += 1
+        async for request in requests:
+            for index, _ in enumerate(request.inputs):
+                vector = pb.Embedding(index=index, num_tokens=1, values=pack_floats([index]))
+                yield pb.EmbedResponse(embeddings=[vector])
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+
+
+@KINDS
+async def test_nothing_is_requested_again_where_only_the_end_is_lost(kind: Any) -> None:
+    server, service = grpc.aio.server(), LosesTheEnd()
+    add_InferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    client = kind(f"127.0.0.1:{port}")
+    assert (await called(client, "embed", ["a", "b"])).tolist() == [[0.0], [1.0]]
+    assert service.num_calls == 1
+    await called(client, "close")
+    await server.stop(0)
