@@ -114,8 +114,19 @@ def _drawn(
     if shape.weights is not None and name.endswith("_proj.weight"):
         parts = quantized(values, shape.weights).items()
         return [(name.removesuffix("weight") + end, part.contiguous()) for end, part in parts]
-    # Norms scale around one, matrices around zero.
-    return [(name, (values + 1 if len(size) == 1 else values).to(dtype))]
+    # Norms scale around one, for which Gemma stores zero, and matrices around zero.
+    if len(size) == 1 and "gemma" not in shape.model_type:
+        values += 1
+    values = values.to(dtype)
+    if len(size) < 3:
+        return [(name, values)]
+    prefix, _, part = name.rpartition(".")
+    names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+    return [
+        (f"{prefix}.{expert}.{stored}.weight", part.clone())
+        for expert, stacked in enumerate(values)
+        for stored, part in zip(names, stacked.chunk(len(names)), strict=True)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

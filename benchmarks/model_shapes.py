@@ -27,6 +27,9 @@ class Shape:
     max_position_embeddings: int
     tied: bool
     """Whether the output layer is the embedding."""
+    num_experts: int = 1
+    """In each layer, each with an MLP of `intermediate_size`."""
+    experts_per_token: int = 1
     scale: float = 1.0
     """Share of a workload's requests that are run on a CPU."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -64,10 +67,20 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Values in the matrices of all layers, by which every token is multiplied."""
+        """Values in the matrices of all layers by which a token is multiplied."""
+        return self._weights_of(self.experts_per_token)
+
+    def weights_read(self, num_tokens: int) -> int:
+        """Values in the matrices of all layers that are read for some tokens: of experts, those
+        that routing at random would choose."""
+        share = 1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens
+        return self._weights_of(share * self.num_experts)
+
+    def _weights_of(self, num_experts: float) -> int:
+        router = self.num_experts if self.num_experts > 1 else 0
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        per_layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return per_layer * self.num_layers
+        columns = heads + router + 3 * self.intermediate_size * num_experts
+        return round(self.hidden_size * self.num_layers * columns)
 
     @property
     def output_weights(self) -> int:

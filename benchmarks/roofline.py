@@ -1,10 +1,10 @@
 """The minimum time of a workload by the machine's memory bandwidth and arithmetic throughput.
 
-A step reads all weights once, and the keys and values that its rows attend over; or it is bound by
-its matrix products, if these take longer. The floor of a workload is the sum over the steps of an
-ideal scheduler: all requests arrive at the start, every step has all decodes, prompts fill the rest
-of its token budget, shared prefixes are computed once and read once per step, and no time passes
-between the steps.
+A step reads all weights once, of experts those that are chosen, and the keys and values that its
+rows attend over; or it is bound by its matrix products, if these take longer. The floor of a
+workload is the sum over the steps of an ideal scheduler: all requests arrive at the start, every
+step has all decodes, prompts fill the rest of its token budget, shared prefixes are computed once
+and read once per step, and no time passes between the steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class Step:
         """Weights and KV read, and new KV written."""
         dense = 8 * BYTES_PER_VALUE[dtype]
         bits = BITS_PER_WEIGHT.get(shape.weights or "", Bits(layers=dense))
-        weights = shape.layer_weights * bits.layers / 8
+        weights = shape.weights_read(self.num_tokens) * bits.layers / 8
         if any(row.samples for row in self.rows):
             weights += shape.output_weights * (bits.head or dense) / 8
         own = sum(row.context - self.shared for row in self.rows)
