@@ -29,7 +29,7 @@ from worker_service.pooling_facts import PoolingFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSettings:
+class ModelSettings(ABC):
     """Shape of a native model, as far as all of them have it."""
 
     architecture: str
@@ -50,9 +50,9 @@ class ModelSettings:
     """Labels of which the model computes logits instead of those of tokens; 0: none."""
 
     @property
+    @abstractmethod
     def activations(self) -> set[str]:
         """The names in `config.json` of the activations of all MLPs."""
-        raise NotImplementedError
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the model."""
