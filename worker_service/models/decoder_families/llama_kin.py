@@ -1,10 +1,12 @@
 """Families that differ from Llama in one or two parts: norms elsewhere, layers without RoPE, scaled
 streams, tensors that hold several weights."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from worker_service.models.decoder import (
     DecoderSettings,
+    FeedForwardSpec,
     LayerSpec,
     MLPSpec,
     NormPlace,
@@ -141,8 +143,13 @@ def exaone4_settings(config: Config) -> DecoderSettings:
     return decoder_of(config, layers, norm, max_model_len=rotary.max_model_len())
 
 
-def granite_settings(config: Config) -> DecoderSettings:
-    """Granite: multipliers of embeddings, attention scores, the residual stream and logits."""
+def granite_settings(
+    config: Config, experts: FeedForwardSpec | None = None, names: Mapping[str, str] = NAMES
+) -> DecoderSettings:
+    """Granite: multipliers of embeddings, attention scores, the residual stream and logits.
+
+    experts: in place of the MLP.
+    """
     head_dim, norm = head_dim_of(config), _rms(config)
     layer = LayerSpec(
         attention=attention_of(
@@ -152,10 +159,10 @@ def granite_settings(config: Config) -> DecoderSettings:
             scale=config.get("attention_multiplier", 1.0),
             **_biases(config),
         ),
-        feed_forward=gated_mlp(config),
+        feed_forward=experts or gated_mlp(config),
         norm=norm,
         residual_multiplier=config.get("residual_multiplier", 1.0),
-        names=NAMES,
+        names=names,
     )
     return decoder_of(
         config,

@@ -13,6 +13,7 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     routing,
 )
+from worker_service.models.decoder_families.llama_kin import granite_settings
 from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES, QWEN_NAMES
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
 from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
@@ -61,40 +62,18 @@ def olmoe_settings(config: Config) -> DecoderSettings:
 
 
 def granite_moe_settings(config: Config) -> DecoderSettings:
-    """Granite-MoE: multipliers of embeddings, attention scores, the residual stream and logits; one
-    tensor has the weights of all experts."""
-    head_dim, norm = head_dim_of(config), NormSpec(eps=config.get("rms_norm_eps", 1e-6))
-    bias = bool(config.get("attention_bias", False))
-    layer = LayerSpec(
-        attention=attention_of(
-            config,
-            head_dim,
-            rotary_of(config, head_dim),
-            scale=config.get("attention_multiplier", 1.0),
-            qkv_bias=bias,
-            output_bias=bias,
+    """Granite-MoE: Granite, where one tensor has the weights of all experts."""
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("num_local_experts", 8),
+            num_chosen=config.get("num_experts_per_tok", 2),
+            scoring="softmax_of_chosen",
         ),
-        feed_forward=ExpertsSpec(
-            routing=routing(
-                num_experts=config.get("num_local_experts", 8),
-                num_chosen=config.get("num_experts_per_tok", 2),
-                scoring="softmax_of_chosen",
-            ),
-            inner_size=config["intermediate_size"],
-            activation=config.get("hidden_act", "silu"),
-            storage=ExpertStorage.STACK,
-        ),
-        norm=norm,
-        residual_multiplier=config.get("residual_multiplier", 1.0),
-        names=_GRANITE_NAMES,
+        inner_size=config["intermediate_size"],
+        activation=config.get("hidden_act", "silu"),
+        storage=ExpertStorage.STACK,
     )
-    return decoder_of(
-        config,
-        [layer] * config["num_hidden_layers"],
-        norm,
-        embedding_scale=config.get("embedding_multiplier", 1.0),
-        logits_scale=1.0 / config.get("logits_scaling", 1.0),
-    )
+    return granite_settings(config, experts, _GRANITE_NAMES)
 
 
 def minimax_m2_settings(config: Config) -> DecoderSettings:
