@@ -1,15 +1,21 @@
 """The bytes of tokens in byte-level vocabularies, and the parts of a tokenizer's decoder."""
 
+import json
 from functools import cache
 from typing import Any
 
+from tokenizers import Tokenizer
 
-def decoder_steps(decoder: dict[str, Any] | None) -> list[str]:
-    """Type names of a decoder in tokenizer.json and, in a sequence, of its parts."""
-    if decoder is None:
-        return []
+
+def decoder_steps(tokenizer: Tokenizer) -> list[str]:
+    """Type names of a tokenizer's decoder and, in a sequence, of its parts."""
+    decoder = tokenizer.decoder
+    return [] if decoder is None else _steps(json.loads(decoder.__getstate__()))
+
+
+def _steps(decoder: dict[str, Any]) -> list[str]:
     if decoder["type"] == "Sequence":
-        return [step for part in decoder["decoders"] for step in decoder_steps(part)]
+        return [step for part in decoder["decoders"] for step in _steps(part)]
     return [decoder["type"]]
 
 

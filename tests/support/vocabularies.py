@@ -30,7 +30,7 @@ def grammars(vocab_size: int) -> "Grammars":
     """Over `token_texts`."""
     from worker_service.structured.grammars import Grammars  # not on every machine with a GPU
 
-    return Grammars(token_texts(vocab_size))
+    return Grammars(vocab_size, lambda: token_texts(vocab_size))
 
 
 def text_of(token_ids: Sequence[int]) -> str:

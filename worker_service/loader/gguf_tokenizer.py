@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
@@ -242,19 +243,24 @@ class _Vocabulary:
             for token, score, kind in zip(self._tokens, scores, self._types, strict=True)
             if kind in (_NORMAL, _USER_DEFINED)  # Gemma's runs of spaces are the latter
         }
-        # By the score of the merged token, then by the scores of its parts; the sort is stable.
         merges = [
-            (token[:cut], token[cut:], score)
+            (left, right, score)
             for token, score in normal.items()
             for cut in range(1, len(token))
-            if token[:cut] in normal and token[cut:] in normal
+            if (left := token[:cut]) in normal and (right := token[cut:]) in normal
         ]
-        merges.sort(key=lambda merge: (-merge[2], -normal[merge[0]], -normal[merge[1]]))
+        # By the score of the merged token, then by the scores of its parts; the sort is stable.
+        scores_of_parts = [
+            [normal[right] for _, right, _ in merges],
+            [normal[left] for left, _, _ in merges],
+        ]
+        keys = np.array([*scores_of_parts, [score for _, _, score in merges]], np.float64)
+        order = np.lexsort(-keys)
         unknown = self._get("unknown_token_id", 0)
         has_unknown = isinstance(unknown, int) and 0 <= unknown < len(self._tokens)
         model = models.BPE(
             self._ids,
-            [(left, right) for left, right, _ in merges],
+            [merges[i][:2] for i in order.tolist()],
             unk_token=self._tokens[unknown] if has_unknown else None,
             fuse_unk=True,
             byte_fallback=_BYTE in self._types,

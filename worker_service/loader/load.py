@@ -6,13 +6,16 @@ only at run time; the trial run then fails with the backend's error.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from tokenizers import Tokenizer
 
 from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.select import Kernels, can_keep_weights_packed, select_kernels
@@ -43,7 +46,9 @@ from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.model_files import (
     WHOLE_MODEL,
     fingerprint,
+    iter_assets,
     read_config,
+    read_tokenizer,
     resolve_config,
     resolve_model,
     special_tokens,
@@ -97,6 +102,12 @@ class LoadedModel:
     """Tokens that end a sequence; may be empty."""
 
     bos_token_id: int | None
+    assets: Mapping[str, bytes]
+    """The files that frontends need, by name."""
+
+    tokenizer: Tokenizer | None
+    """The one that they describe; None if there is none that can be used, or if the model pools."""
+
     fingerprint: str
     weights: str
     """The format in which most weights are stored."""
@@ -317,6 +328,7 @@ def load_model(
     if has_weights:  # report damaged files before anything is built
         checkpoint = open_checkpoint(model_dir, schemes)
         _warn_of_unused(config, hf_config, checkpoint)
+    texts = _start_reading_texts(model_dir, generates=context.generates)
     builder = ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
     with freed_memory_returns():
         model = builder.build()
@@ -330,6 +342,7 @@ def load_model(
         set_threads(config.threads, num_parameters, config.cpu_share)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
+    assets, tokenizer = texts()
     loaded = LoadedModel(
         model=model,
         config=replace(
@@ -344,7 +357,9 @@ def load_model(
         hf_config=hf_config,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
-        fingerprint=fingerprint(model_dir, config.load_format, config.quantization, facts),
+        assets=assets,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint(model_dir, assets, config.load_format, config.quantization, facts),
         pooler=pooler,
         weights=checkpoint.stored_as,
         communicator=context.communicator,
@@ -353,6 +368,36 @@ def load_model(
     )
     _log(loaded, time.monotonic() - started)
     return loaded
+
+
+Texts: TypeAlias = tuple[Mapping[str, bytes], Tokenizer | None]
+"""The files that frontends need, by name, and the tokenizer that they describe."""
+
+
+def _start_reading_texts(model_dir: Path, *, generates: bool) -> Callable[[], Texts]:
+    """Begin to make the files that frontends need and, if the model generates, their tokenizer.
+    Returns a function that waits for them.
+
+    Only those of a GGUF file are made while weights are read: a large vocabulary takes seconds.
+    Imports of `transformers`, which other files may need, are not safe in several threads.
+    """
+
+    def make() -> Texts:
+        files = dict(iter_assets(model_dir))
+        return files, read_tokenizer(files, model_dir) if generates else None
+
+    if not is_gguf(model_dir):
+        return make
+    made: Future[Texts] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:  # raised where the result is wanted
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="tokenizer", daemon=True).start()
+    return made.result
 
 
 def release_windows(loaded: LoadedModel, cache: CacheConfig) -> LoadedModel:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from worker_service.config import EMBEDDED, local_model
 from worker_service.errors import BadCheckpoint, ModelNotFound
 from worker_service.load_progress import LoadProgress
@@ -288,6 +290,18 @@ def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
         yield file.name, file.read_bytes()
 
 
+def read_tokenizer(assets: Mapping[str, bytes], model_dir: Path) -> Tokenizer | None:
+    """The tokenizer of these files; None, with a warning, without one that can be used."""
+    if "tokenizer.json" not in assets:
+        logger.warning("no tokenizer.json, only token ids can be prompts model=%s", model_dir)
+        return None
+    try:
+        return Tokenizer.from_buffer(assets["tokenizer.json"])
+    except Exception as error:  # the library's own has no class
+        logger.warning("no structured output error=tokenizer.json: %s", error)
+        return None
+
+
 _TRANSFORMER_SETTINGS = "sentence_*_config.json"
 
 
@@ -336,12 +350,13 @@ _MAX_HEADER_BYTES = 100_000_000
 
 def fingerprint(
     model_dir: Path,
+    assets: Mapping[str, bytes],
     load_format: str = "safetensors",
     quantization: str | None = None,
     pooling: PoolingFacts | None = None,
 ) -> str:
-    """Hash configuration, tokenizer, headers of weight files, load format, quantization, and how
-    the model pools, if it does.
+    """Hash the assets, headers of weight files, load format, quantization, and how the model
+    pools, if it does.
 
     The weights themselves are not read: two fine-tuned models with the same shapes and otherwise
     identical files have the same fingerprint unless the metadata in their headers or the sizes of
@@ -352,7 +367,7 @@ def fingerprint(
         _add(digest, quantization.encode())
     if pooling is not None:
         _add(digest, repr(pooling).encode())
-    for name, content in iter_assets(model_dir):
+    for name, content in assets.items():
         _add(digest, name.encode())
         _add(digest, content)
     if load_format == "safetensors":

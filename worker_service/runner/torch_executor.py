@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from worker_service.kv_cache.memory_budget import (
 )
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
-from worker_service.loader.model_files import iter_assets
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.runner.batch.pooling import Pooling
@@ -370,7 +370,7 @@ class TorchExecutor:
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The checkpoint's files that frontends need."""
-        return iter_assets(self.loaded.model_dir)
+        return iter(self.loaded.assets.items())
 
     def start_profile(self) -> None:
         """Begin a trace of this thread."""
@@ -393,21 +393,12 @@ class TorchExecutor:
 
 def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
     """Grammars of structured output; None without a readable tokenizer or without llguidance."""
-    assets = dict(iter_assets(loaded.model_dir))
-    if "tokenizer.json" not in assets:
-        logger.warning(
-            "no tokenizer.json, only token ids can be prompts model=%s", loaded.model_dir
-        )
+    if loaded.tokenizer is None:
         return None
     if find_spec("llguidance") is None:
         logger.warning("no structured output error=llguidance is not installed")
         return None
     from worker_service.structured.grammars import Grammars, special_texts, token_texts
 
-    tokenizer = assets["tokenizer.json"]
-    try:
-        texts = token_texts(tokenizer, loaded.model.vocab_size)
-        return Grammars(texts, special_texts(tokenizer))
-    except ValueError as error:
-        logger.warning("no structured output error=%s", error)
-        return None
+    tokenizer, size = loaded.tokenizer, loaded.model.vocab_size
+    return Grammars(size, partial(token_texts, tokenizer, size), special_texts(tokenizer))

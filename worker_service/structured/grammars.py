@@ -11,38 +11,31 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from service_common import lark
 from service_common.token_bytes import byte_level_bytes, decoder_steps
-from worker_service.plan import Constraint, ConstraintKind
+from worker_service.plan import Constraint, ConstraintKind, Thought
 from worker_service.structured.thoughts import ThoughtTexts
 
 NO_TEXT = b""
 _BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
-def token_texts(tokenizer_json: bytes, vocab_size: int) -> list[bytes]:
-    """The text of each token, `vocab_size` of them, from the model's tokenizer.json.
+def token_texts(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
+    """The text of each token, `vocab_size` of them.
 
     Byte-level tokens are sequences of bytes, byte-fallback tokens (`<0x0A>`) one byte. The text of
     any other token is what it adds to a text that ends with the same token, since decoders treat
     the first token of a text specially. Special tokens have no text, nor have ids beyond the
-    tokenizer's: a model often has more logits than its vocabulary has tokens. Raises ValueError if
-    the file cannot be read.
+    tokenizer's: a model often has more logits than its vocabulary has tokens.
     """
-    text = tokenizer_json.decode()
-    try:
-        tokenizer = Tokenizer.from_str(text)
-    # The library raises bare `Exception` for any error in the file.
-    except Exception as error:
-        raise ValueError(f"tokenizer.json: {error}") from error
-    steps = decoder_steps(json.loads(text).get("decoder"))
+    steps = decoder_steps(tokenizer)
     added = tokenizer.get_added_tokens_decoder()
     special = {token_id for token_id, token in added.items() if token.special}
     ids = range(min(vocab_size, tokenizer.get_vocab_size(with_added_tokens=True)))
@@ -56,10 +49,10 @@ def token_texts(tokenizer_json: bytes, vocab_size: int) -> list[bytes]:
     return texts + [NO_TEXT] * (vocab_size - len(texts))
 
 
-def special_texts(tokenizer_json: bytes) -> dict[int, bytes]:
+def special_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The contents of special tokens, which thoughts may contain, by id."""
-    added = json.loads(tokenizer_json).get("added_tokens") or ()
-    return {token["id"]: token["content"].encode() for token in added if token["special"]}
+    added = tokenizer.get_added_tokens_decoder().items()
+    return {token_id: token.content.encode() for token_id, token in added if token.special}
 
 
 def _decoded(tokenizer: Tokenizer, names: Sequence[str], *, has_byte_fallback: bool) -> list[bytes]:
@@ -122,25 +115,38 @@ class _Texts:
         return []
 
 
+class _Vocabulary:
+    """The texts of tokens, for constraints."""
+
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self.texts = texts
+        wrapped = _Texts(texts)
+        self.tokenizer = LLTokenizer(TokenizerWrapper(wrapped), eos_token=wrapped.eos_token_id)
+
+
 class Grammars:
-    """Makes matchers. All methods may be called from any thread."""
+    """Makes matchers. All methods may be called from any thread.
+
+    The vocabulary is prepared on the thread that compiles, which takes seconds if it is large.
+    """
 
     def __init__(
-        self, token_texts: Sequence[bytes], special_texts: Mapping[int, bytes] | None = None
+        self,
+        vocab_size: int,
+        token_texts: Callable[[], Sequence[bytes]],
+        special_texts: Mapping[int, bytes] | None = None,
     ) -> None:
-        """token_texts: by token id, as many as there are logits; empty for a token without.
-        special_texts: those of some of the tokens without, in a thought."""
-        self.vocab_size = len(token_texts)
-        in_thoughts = [
-            text or (special_texts or {}).get(token, b"") for token, text in enumerate(token_texts)
-        ]
-        self.thought = lru_cache(MAX_CACHED)(partial(ThoughtTexts, in_thoughts))
+        """vocab_size: number of logits; token_texts: returns as many texts, by token id, which are
+        empty for tokens without; special_texts: those of some of the tokens without, in a
+        thought."""
+        self.vocab_size = vocab_size
+        self.thought = lru_cache(MAX_CACHED)(self._prepare_thought)
         """Prepares a kind of thought, in tens of milliseconds the first time."""
-        texts = _Texts(token_texts)
-        self._tokenizer = LLTokenizer(TokenizerWrapper(texts), eos_token=texts.eos_token_id)
+        self._special_texts = special_texts or {}
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler = _thread_with_a_large_stack()
+        self._vocabulary = self._compiler.submit(lambda: _Vocabulary(token_texts()))
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
         self.executor = LLExecutor(num_threads)
         """Computes the masks of several matchers at once."""
@@ -165,7 +171,14 @@ class Grammars:
             return future
 
     def _compile(self, text: str) -> LLMatcher:
-        return LLMatcher(self._tokenizer, text, log_level=0, limits=lark.LIMITS)
+        tokenizer = self._vocabulary.result().tokenizer
+        return LLMatcher(tokenizer, text, log_level=0, limits=lark.LIMITS)
+
+    def _prepare_thought(self, thought: Thought) -> ThoughtTexts:
+        texts = enumerate(self._vocabulary.result().texts)
+        return ThoughtTexts(
+            [text or self._special_texts.get(token, b"") for token, text in texts], thought
+        )
 
 
 def _thread_with_a_large_stack() -> ThreadPoolExecutor:

@@ -9,7 +9,6 @@ long texts are encoded by them, in a thread. Before a text is encoded as a whole
 counted piece by piece, so that a text far too long for the model costs little time and memory.
 """
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -58,23 +57,24 @@ class ModelTokenizer:
         tokenizer_json: bytes,
         tokenizer_config: Mapping[str, Any] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        added_tokens: Mapping[str, int] | None = None,
     ) -> None:
         """Raises ValueError for a malformed file.
 
         `chat_templates` are sources by name. One that cannot be used refuses chats.
+        `added_tokens`: ids by text, of an older model's added_tokens.json.
         """
         self.config = config = tokenizer_config or {}
         """tokenizer_config.json."""
         self.truncation_side: Side = "left" if config.get("truncation_side") == "left" else "right"
         """Where a text that is too long is cut by default."""
-        text = tokenizer_json.decode()
-        self._tokenizer = _load_tokenizer(text)
+        self._tokenizer = _load_tokenizer(tokenizer_json)
         self._special_tokens = special_tokens(config)
         self.warnings: list[str] = []
         """What the files name and does not have the effect that their author expects."""
-        self._add_tokens()
+        self._add_tokens(added_tokens or {})
         _set_post_processor(self._tokenizer, config, self._special_tokens)
-        self._detokenizers = DetokenizerFactory(self._tokenizer, json.loads(text).get("decoder"))
+        self._detokenizers = DetokenizerFactory(self._tokenizer)
         self._templates: dict[str, ChatTemplate] = {}
         self.template_errors: dict[str, str] = {}
         """Why chat templates cannot be used, by name."""
@@ -89,27 +89,30 @@ class ModelTokenizer:
         self.token_text = lru_cache(maxsize=65536)(self._detokenizers.token_text)
         """One token's text as it reads inside a text, with U+FFFD for broken characters."""
 
-    def _add_tokens(self) -> None:
-        """Add the tokens that the configuration declares; others of the vocabulary, which it only
-        names, become special. Tokens that have no id there cannot have one in the model."""
-        declared = declared_tokens(self.config)
+    def _add_tokens(self, older: Mapping[str, int]) -> None:
+        """Add the tokens that the configuration declares, or else those of older files; others of
+        the vocabulary, which it only names, become special. Tokens that have no id there cannot
+        have one in the model."""
+        added = self._tokenizer.get_added_tokens_decoder()
         names = dict.fromkeys((*self._special_tokens.values(), *extra_tokens(self.config)))
-        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
-        known |= {token.content for token in declared.values()}
-        for token_id, token in declared.items():
-            if token.content in self._special_tokens.values():
-                token.special = True
-            self._add_token(token, token_id)
-        for text in names:
-            if text not in known:
-                self._add_token(AddedToken(text, special=True), None)
-
-    def _add_token(self, token: AddedToken, token_id: int | None) -> None:
-        has_id = self._tokenizer.token_to_id(token.content) is not None
-        if has_id or token_id == self._tokenizer.get_vocab_size(with_added_tokens=True):
-            self._tokenizer.add_tokens([token])
+        if "added_tokens_decoder" in self.config:
+            declared = declared_tokens(self.config)
         else:
-            self.warnings.append(f"token {token.content!r} is not in the vocabulary")
+            tokens = {i: AddedToken(text, special=text in names) for text, i in older.items()}
+            declared = dict(sorted((tokens | added).items()))
+        known = {token.content for token in (*added.values(), *declared.values())}
+        wanted: list[tuple[int | None, AddedToken]] = [*declared.items()]
+        wanted += [(None, AddedToken(text, special=True)) for text in names if text not in known]
+        found, num_tokens = [], self._tokenizer.get_vocab_size(with_added_tokens=True)
+        for token_id, token in wanted:
+            has_id = self._tokenizer.token_to_id(token.content) is not None
+            if has_id or token_id == num_tokens:
+                num_tokens += not has_id
+                token.special |= token.content in self._special_tokens.values()
+                found.append(token)
+            else:
+                self.warnings.append(f"token {token.content!r} is not in the vocabulary")
+        self._tokenizer.add_tokens(found)  # at once: every call reads all added tokens again
 
     def _load_templates(self, sources: Mapping[str, str]) -> None:
         for name in TEMPLATE_NAMES:
@@ -261,9 +264,9 @@ def _cut_lengths(lengths: list[int], room: int) -> list[int]:
     return [shorter, room - shorter] if is_first_shorter else [room - shorter, shorter]
 
 
-def _load_tokenizer(text: str) -> Tokenizer:
+def _load_tokenizer(content: bytes) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_buffer(content)
     # The library raises bare `Exception` for any error in the file.
     except Exception as error:
         raise ValueError(f"tokenizer.json: {error}") from error

@@ -13,7 +13,6 @@ from scheduler_service.frontend.models.tokenizer import (
     DEFAULT_TEMPLATE,
     TEMPLATE_NAMES,
     ModelTokenizer,
-    extra_tokens,
     special_tokens,
 )
 
@@ -36,7 +35,8 @@ def build_tokenizer(files: Files, model: str) -> ModelTokenizer | None:
         templates = _chat_templates(files, config, model)
     except ValueError as error:
         problem = str(error)
-    tokenizer = ModelTokenizer(files["tokenizer.json"], config, templates)
+    added = _object(files, "added_tokens.json")
+    tokenizer = ModelTokenizer(files["tokenizer.json"], config, templates, added)
     if problem is not None:
         tokenizer.template_errors[DEFAULT_TEMPLATE] = problem
     for name, reason in tokenizer.template_errors.items():
@@ -58,8 +58,8 @@ def _object(files: Files, name: str) -> dict[str, Any]:
 
 
 def _config(files: Files, model: str) -> dict[str, Any]:
-    """`tokenizer_config.json` with the tokens that older files name. They do not count if it
-    declares all added tokens itself."""
+    """`tokenizer_config.json` with the special tokens that an older file names. They do not count
+    if it declares all added tokens itself."""
     config = _object(files, "tokenizer_config.json")
     named = _object(files, "special_tokens_map.json")
     if "added_tokens_decoder" in config:
@@ -67,16 +67,7 @@ def _config(files: Files, model: str) -> dict[str, Any]:
         for name in sorted(lost):
             logger.warning("special_tokens_map.json: %s is not used model=%s", name, model)
         return config
-    config |= named
-    special = {*special_tokens(config).values(), *extra_tokens(config)}
-    config["added_tokens_decoder"] = {
-        str(token_id): {"content": text, "special": text in special}
-        for text, token_id in _object(files, "added_tokens.json").items()
-    } | {
-        str(token["id"]): {name: value for name, value in token.items() if name != "id"}
-        for token in _object(files, "tokenizer.json").get("added_tokens", ())
-    }
-    return config
+    return config | named
 
 
 def _chat_templates(files: Files, config: Mapping[str, Any], model: str) -> dict[str, str]:

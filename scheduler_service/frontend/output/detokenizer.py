@@ -16,7 +16,7 @@ Both take amortized constant time per token.
 import codecs
 import re
 from collections.abc import Callable, Collection, Sequence, Set
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -123,10 +123,9 @@ class WindowDetokenizer:
 class DetokenizerFactory:
     """Makes the detokenizers of one tokenizer, and holds what they share."""
 
-    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
-        """`decoder` is the `decoder` section of tokenizer.json."""
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        steps = decoder_steps(decoder)
+        steps = decoder_steps(tokenizer)
         self._is_byte_level = steps == ["ByteLevel"]
         self._has_byte_fallback = "ByteFallback" in steps
         self._mends_replacements = "ByteLevel" in steps

@@ -234,11 +234,13 @@ def test_facts_and_files_for_frontends_come_from_the_metadata(llama: Path) -> No
 def test_metadata_and_size_are_in_the_fingerprint(llama: Path, tmp_path: Path) -> None:
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(llama.read_bytes())
-    assert fingerprint(renamed) == fingerprint(llama)
+    assert fingerprint(renamed, dict(iter_assets(renamed))) == fingerprint(
+        llama, dict(iter_assets(llama))
+    )
     content = bytearray(llama.read_bytes())
     content[content.index(b"<eos>")] = ord("(")
     renamed.write_bytes(content)
-    assert fingerprint(renamed) != fingerprint(llama)
+    assert fingerprint(renamed, {}) != fingerprint(llama, {})
 
 
 def test_frequency_factors_of_llama_3_are_recognised(tmp_path: Path) -> None:
@@ -363,8 +365,7 @@ def test_damaged_headers_are_read_or_refused(seed: int, any_family: Path, tmp_pa
         with suppress(WorkerError):
             config = read_config(file)
             special_tokens(file, config)
-            dict(iter_assets(file))
-            fingerprint(file)
+            fingerprint(file, dict(iter_assets(file)))
             gguf_tensors(file, OpenFiles())
 
 

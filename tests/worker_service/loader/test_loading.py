@@ -18,8 +18,9 @@ from tests.support.checkpoints import (
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load, logits
 from worker_service.config import CacheConfig
 from worker_service.errors import InvalidOption
+from worker_service.loader import model_files
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads, warn_of_rounding
-from worker_service.loader.model_files import fingerprint, iter_assets
+from worker_service.loader.model_files import iter_assets
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 CPU = torch.device("cpu")
@@ -231,6 +232,20 @@ def test_a_model_without_a_tokenizer_is_loaded_with_a_warning(
     executor = TorchExecutor(CacheConfig(), Profiler(tmp_path), lambda: load(model))
     executor.load()
     assert f"no tokenizer.json, only token ids can be prompts model={model}" in caplog.text
+
+
+def test_a_model_with_an_unreadable_tokenizer_is_loaded_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = copy_checkpoint("llama", tmp_path)
+    (model / "tokenizer.json").write_text("{}")
+    executor = TorchExecutor(CacheConfig(), Profiler(tmp_path), lambda: load(model))
+    assert not executor.load().structured_output
+    assert "no structured output error=tokenizer.json: " in caplog.text
+
+
+def fingerprint(model_dir: Path, *options: str) -> str:
+    return model_files.fingerprint(model_dir, dict(iter_assets(model_dir)), *options)
 
 
 def test_the_fingerprint_differs_between_models_but_not_between_copies(tmp_path: Path) -> None:

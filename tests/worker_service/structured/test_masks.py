@@ -17,7 +17,7 @@ from worker_service.structured.masks import ConstrainedRow, TokenMasks
 VOCAB_SIZE = 160
 """Not a multiple of 32; the vocabulary has texts for fewer."""
 TEXTS = token_texts(VOCAB_SIZE)
-GRAMMARS = Grammars(TEXTS)
+GRAMMARS = Grammars(VOCAB_SIZE, lambda: TEXTS)
 OTHER_END, LAST = 3, 4
 
 
@@ -191,7 +191,7 @@ def test_of_more_constraints_than_are_kept_each_is_compiled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that come in one plan are all needed in the same step."""
-    grammars, texts = Grammars(TEXTS), []
+    grammars, texts = Grammars(VOCAB_SIZE, lambda: TEXTS), []
     compile_one = grammars._compile
     monkeypatch.setattr(
         grammars, "_compile", lambda text: (texts.append(text), compile_one(text))[1]
@@ -206,7 +206,7 @@ def test_of_more_constraints_than_are_kept_each_is_compiled_once(
 
 
 def test_compiled_constraints_are_shared_and_bounded() -> None:
-    grammars = Grammars(TEXTS)
+    grammars = Grammars(VOCAB_SIZE, lambda: TEXTS)
     first = grammars.expect(constraint("choice", "0"))
     assert grammars.expect(constraint("choice", "0", ends=[9])) is first
     for number in range(MAX_CACHED):

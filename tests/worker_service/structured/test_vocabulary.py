@@ -14,7 +14,7 @@ TEXTS = ["hello world", "naïve café 你好 😀", ' {"a": [1, 2]}\n', "  two  
 
 def texts_of(tokenizer: Tokenizer, extra: int = 0) -> list[bytes]:
     size = tokenizer.get_vocab_size() + extra
-    return token_texts(tokenizer.to_str().encode(), size)
+    return token_texts(tokenizer, size)
 
 
 @pytest.mark.parametrize("name", ["byte level", "embedded", *SENTENCEPIECE_DECODERS])
@@ -43,8 +43,3 @@ def test_special_tokens_and_ids_beyond_the_vocabulary_have_none() -> None:
 
 def test_fewer_logits_than_tokens_are_enough() -> None:
     assert texts_of(byte_level(), extra=-5) == texts_of(byte_level())[:-5]
-
-
-def test_a_file_that_is_no_tokenizer_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        token_texts(b"{}", 10)

@@ -89,7 +89,7 @@ def test_one_spelling_is_banned_once() -> None:
     ("arguments", "complaint"),
     [
         ((b"{}",), "tokenizer.json"),
-        ((b"\xff\xff",), "utf-8"),
+        ((b"\xff\xff",), "tokenizer.json"),
         ((FILE, {"added_tokens_decoder": {"5": "x"}}), "added_tokens_decoder: expected tokens"),
         ((FILE, {"added_tokens_decoder": {"x": {"content": "x"}}}), "added_tokens_decoder"),
     ],
