@@ -34,6 +34,7 @@ from benchmarks.tables import publish, script_parser
 from pagewire_client import Client
 from tests.support.cluster import Cluster
 from tools.launch import ROOT, free_port
+from worker_service.config import QUANTIZATIONS
 
 NUM_TEXTS, MIN_TOKENS, MAX_TOKENS = 256, 10, 256
 NUM_QUERIES, NUM_SHORT = 40, 4096
@@ -103,7 +104,7 @@ class Engine:
 
 def serve(args: argparse.Namespace, dtype: str, stack: ExitStack) -> tuple[Cluster, list[Engine]]:
     """Pagewire's services, called over gRPC and over HTTP."""
-    flags = ["--quantization", "int8"] if dtype == "int8" else ["--dtype", dtype]
+    flags = ["--quantization" if dtype in QUANTIZATIONS else "--dtype", dtype]
     cluster = Cluster(
         Path(stack.enter_context(tempfile.TemporaryDirectory())),
         model=str(args.model),
@@ -121,7 +122,7 @@ def libraries(args: argparse.Namespace, stack: ExitStack) -> list[Engine]:
     rows: list[tuple[str, str, dict[str, str | None]]] = [
         ("sentence_transformers", "float32", {}),
         ("onnxruntime", "float32", {"onnx": args.onnx}),
-        ("onnxruntime", "int8", {"onnx": args.onnx_int8}),
+        ("onnxruntime", "w8a8", {"onnx": args.onnx_int8}),
         ("fastembed", "float32", {"onnx": args.onnx}),
         ("llama_server", "float32", {"server": args.llama_server, "gguf": args.gguf}),
     ]
@@ -217,7 +218,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--onnx-int8", help="the same, quantized")
     parser.add_argument("--llama-server", help="llama.cpp's server")
     parser.add_argument("--gguf", help="the model for it, in float32")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "int8"], help="Pagewire's")
+    parser.add_argument(
+        "--dtype", nargs="+", default=["float32", "int8", "w8a8"], help="Pagewire's"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--turns", type=int, default=5)
     return parser.parse_args(arguments)

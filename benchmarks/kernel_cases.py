@@ -20,7 +20,7 @@ from pagewire_kernels.batch import (
     mask_width,
 )
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, stored_head_size
-from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight, quantize
+from pagewire_kernels.quantized_weight import QuantizedWeight, quantize
 from pagewire_kernels.reference import swap_blocks
 from pagewire_kernels.select import Kernels, select_kernels
 from worker_service.config import QUANTIZATIONS
@@ -330,6 +330,8 @@ def _gpu_products(where: Setting, weight: Tensor) -> Iterator[Product]:
     if few_rows.can_multiply(weight):
         yield "few rows", weight.nbytes, lambda rows: few_rows.multiply(rows, weight)
     for name, packed in _rounded(weight).items():
+        if packed.activations is not None:  # for CPUs alone
+            continue
         quantized = TritonQuantizedWeight(packed, where.dtype, where.device, batch_invariant=False)
         yield name, quantized.num_bytes, quantized.apply
 
@@ -346,11 +348,7 @@ def _cpu_products(where: Setting, weight: Tensor) -> Iterator[Product]:
     yield "torch", weight.nbytes, lambda rows: torch.nn.functional.linear(rows, next(dense))
     if not can_pack(where.dtype, where.device):
         return
-    rounded = _rounded(weight)
-    stored_as: dict[str, Tensor | QuantizedWeight] = {"native": weight}
-    scales = rounded["int8"].scales[:, :1]  # of whole outputs
-    rounded["w8a8"] = replace(rounded["int8"], scales=scales, activations=Int8Activations())
-    stored_as |= rounded
+    stored_as: dict[str, Tensor | QuantizedWeight] = {"native": weight, **_rounded(weight)}
     for name, stored in stored_as.items():
         num_bytes = pack(stored, where.dtype).num_bytes
         turns = cycle([pack(stored, where.dtype) for _ in range(_BEYOND_CACHES // num_bytes)])

@@ -143,7 +143,7 @@ def _cache_group(text: str) -> CacheGroup:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("safetensors", "dummy")
-QUANTIZATIONS = ("int8", "int4", "fp8")
+QUANTIZATIONS = ("int8", "int4", "fp8", "w8a8")
 CHECKPOINT_METHODS = {
     name: name
     for name in ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes", "gguf")
@@ -180,8 +180,9 @@ class ModelConfig:
     its files or its architecture say so."""
 
     quantization: str | None = None
-    """Round the weights of linear layers to int8, int4 or fp8 while they are loaded; or the method
-    of a quantized checkpoint, such as awq, which is only checked."""
+    """Round the weights of linear layers to int8, int4 or fp8 while they are loaded, or on CPUs to
+    w8a8, which is int8 with inputs in int8, too; or the method of a quantized checkpoint, such as
+    awq, which is only checked."""
 
     quantization_cache: str | None = None
     """Write rounded weights to this folder, once, and read them at later starts."""

@@ -86,22 +86,30 @@ def llama_server(settings: dict[str, Any]) -> Embed:
     atexit.register(server.kill)
     while server.poll() is None:
         try:
-            over_http(f"127.0.0.1:{port}")(["It loads the model first."])
-            # It closes connections that are idle while others are measured.
-            return lambda texts: over_http(f"127.0.0.1:{port}")(texts)
+            embed = over_http(f"127.0.0.1:{port}")
+            embed(["It loads the model first."])
+            return embed
         except (OSError, KeyError):
             time.sleep(0.1)
     raise RuntimeError(f"{settings['server']} ended with {server.returncode}")
 
 
 def over_http(address: str) -> Embed:
-    """A server's `/v1/embeddings`, on one connection."""
+    """A server's `/v1/embeddings`, on one connection, or on another one after the server has closed
+    it: it is idle while others are measured."""
     connection = http.client.HTTPConnection(address)
 
     def embed(texts: list[str]) -> Any:
         body = json.dumps({"input": texts, "encoding_format": "base64"})
-        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
-        items = json.load(connection.getresponse())["data"]
+        arguments = "POST", "/v1/embeddings", body, {"Content-Type": "application/json"}
+        try:
+            connection.request(*arguments)
+            response = connection.getresponse()
+        except ConnectionError:
+            connection.close()
+            connection.request(*arguments)
+            response = connection.getresponse()
+        items = json.load(response)["data"]
         values = b"".join(base64.b64decode(item["embedding"]) for item in items)
         return np.frombuffer(values, dtype=np.float32).reshape(len(texts), -1)
 

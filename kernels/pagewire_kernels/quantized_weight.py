@@ -238,7 +238,8 @@ GROUP_INPUTS = 16
 """Kernels require group sizes that are multiples of this."""
 
 GROUP_SIZES = (128, 64, 32)
-"""Group sizes of `quantize`: it uses the largest one that divides the inputs."""
+"""Group sizes of `quantize`: it uses the largest one that divides the inputs, unless an output has
+one scale."""
 
 _AT_ONCE = 1 << 18
 """Numbers of a weight that are converted at once, which takes several times their memory."""
@@ -253,22 +254,30 @@ def slices_of_rows(num_rows: int, in_features: int) -> Iterator[slice]:
         yield slice(first, min(first + step, num_rows))
 
 
-def quantize(
-    weight: Tensor, quantization: str, done_with: Callable[[Tensor], None] | None = None
-) -> QuantizedWeight:
-    """Quantize a weight to `int8`, `int4` or `fp8`, rounding to nearest, in groups of inputs.
-
-    weight: [out_features, in_features]. `int8` is symmetric, `int4` has an offset, the group's
-    smallest number, and `fp8` is float8_e4m3fn. Scales and offsets are representable in float16.
-    done_with: called with slices of the weight that are no longer needed. Raises ValueError if no
-    group size divides the inputs.
-    """
-    num_rows, in_features = weight.shape
+def choose_group_size(in_features: int, quantization: str) -> int:
+    """The group size of `quantize`. Raises ValueError if none divides the inputs."""
     size = next((size for size in GROUP_SIZES if in_features % size == 0), None)
     if size is None:
         raise ValueError(
             f"expected a multiple of {GROUP_SIZES[-1]} input features, got {in_features}"
         )
+    return in_features if quantization == "w8a8" else size
+
+
+def quantize(
+    weight: Tensor, quantization: str, done_with: Callable[[Tensor], None] | None = None
+) -> QuantizedWeight:
+    """Quantize a weight to `int8`, `int4`, `fp8` or `w8a8`, rounding to nearest, in groups of
+    inputs.
+
+    weight: [out_features, in_features]. `int8` is symmetric, `int4` has an offset, the group's
+    smallest number, `fp8` is float8_e4m3fn, and `w8a8` is `int8` with one scale per output and
+    inputs that are quantized by `Int8Activations`. Scales and offsets are representable in float16.
+    done_with: called with slices of the weight that are no longer needed. Raises ValueError if no
+    group size divides the inputs.
+    """
+    num_rows, in_features = weight.shape
+    size = choose_group_size(in_features, quantization)
 
     def rounded() -> Iterator[QuantizedWeight]:
         for rows in slices_of_rows(num_rows, in_features):
@@ -287,11 +296,13 @@ def _quantize(rows: Tensor, group_size: int, quantization: str) -> QuantizedWeig
         multiples = (groups / scales.unsqueeze(2)).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
         codes = multiples.flatten(1).to(torch.float8_e4m3fn).view(torch.uint8)
         return QuantizedWeight(codes=codes, scales=scales, is_float=True)
-    if quantization == "int8":
+    if quantization in ("int8", "w8a8"):
         scales = _above_zero(torch.maximum(-least, most) / 127)
         codes = (groups / scales.unsqueeze(2)).round_().clamp_(-127, 127)
         return QuantizedWeight(
-            codes=codes.flatten(1).to(torch.int8).view(torch.uint8), scales=scales
+            codes=codes.flatten(1).to(torch.int8).view(torch.uint8),
+            scales=scales,
+            activations=Int8Activations() if quantization == "w8a8" else None,
         )
     offsets = least.half().float()
     scales = _above_zero((most - offsets) / 15)

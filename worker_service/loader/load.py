@@ -486,6 +486,11 @@ def _context(
             f" kernels, or on a GPU the Triton kernels; this is {device} with --attention-backend"
             f" {kernels.attention.name}"
         )
+    if config.quantization == "w8a8" and not has_products:
+        raise InvalidOption(
+            f"quantization: expected int8, int4 or fp8 on {device}, got w8a8, which needs the"
+            " compiled CPU kernels"
+        )
     return ModelContext(
         dtype=dtype,
         device=device,

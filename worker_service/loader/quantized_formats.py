@@ -454,6 +454,7 @@ class StoredRounded(StoredWeight):
             offsets=self.floats("offsets") if "offsets" in self.parts else None,
             table=UNSIGNED_TABLE if self.scheme.bits == 4 else None,
             is_float=codes.dtype == torch.float8_e4m3fn,
+            activations=self.scheme.activations,
         )
 
 

@@ -22,7 +22,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import GROUP_SIZES, QuantizedWeight
+from pagewire_kernels.quantized_weight import (
+    Int8Activations,
+    QuantizedWeight,
+    choose_group_size,
+)
 from worker_service.errors import InvalidOption
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.quantized_formats import ROUNDED, Scheme, StoredRounded
@@ -49,9 +53,9 @@ def with_rounded_weights(
 ) -> Checkpoint:
     """Return the checkpoint with rounded weights from the cache, which is written if it is missing.
 
-    roundings: `int8`, `int4` or `fp8`, by tensor name; dtype: to which weights are converted before
-    they are rounded; folder: of the cache files. If the cache cannot be written, a warning is
-    logged and the checkpoint is returned unchanged. Raises InvalidOption if the folder cannot be
+    roundings: the format of `quantize`, by tensor name; dtype: to which weights are converted
+    before they are rounded; folder: of the cache files. If the cache cannot be written, a warning
+    is logged and the checkpoint is returned unchanged. Raises InvalidOption if the folder cannot be
     created.
     """
     tensors = checkpoint.tensors
@@ -77,8 +81,12 @@ def with_rounded_weights(
     stored = {tensor.name: tensor for tensor in describe(file, checkpoint.opened)}
     weights = {}
     for name, to in roundings.items():
-        size = next(size for size in GROUP_SIZES if tensors[name].shape[1] % size == 0)
-        scheme = Scheme(format=ROUNDED, bits=4 if to == "int4" else 8, block=(1, size))
+        scheme = Scheme(
+            format=ROUNDED,
+            bits=4 if to == "int4" else 8,
+            block=(1, choose_group_size(tensors[name].shape[1], to)),
+            activations=Int8Activations() if to == "w8a8" else None,
+        )
         weights[name] = StoredRounded(name.removesuffix(".weight"), scheme, stored)
     return Checkpoint((*checkpoint.files, file), {**tensors, **weights}, checkpoint.opened)
 

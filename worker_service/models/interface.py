@@ -84,7 +84,7 @@ class ModelContext:
     """Whether a row must have the same bits in any batch on GPUs, too."""
 
     quantization: str | None = None
-    """The format to which dense weights of linear layers are quantized: `int8`, `int4` or `fp8`;
+    """The format to which dense weights of linear layers are quantized, as `quantize` names it;
     None: they are not."""
 
     generates: bool = True
@@ -138,7 +138,7 @@ class WeightTarget:
     was quantized while it was read; None: it must be dequantized."""
 
     rounding: str | None = None
-    """The format to which a dense tensor is quantized: `int8`, `int4` or `fp8`; None: it is not."""
+    """The format to which a dense tensor is quantized, as `quantize` names it; None: it is not."""
 
     order: Tensor | None = None
     """int64 [rows]: for each row of `target`, that of the part; None: they have the same order."""

@@ -130,7 +130,7 @@ def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
 
 
 def round_weight(weight: Tensor, quantization: str, *, consume: bool = False) -> QuantizedWeight:
-    """Quantize a dense weight to `int8`, `int4` or `fp8`.
+    """Quantize a dense weight to a format of `quantize`.
 
     consume: whether the memory of the original is freed meanwhile. Raises InvalidOption if no group
     size divides the inputs.

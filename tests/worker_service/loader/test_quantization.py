@@ -22,7 +22,7 @@ from tests.support.paged_driver import PagedDriver
 from tests.support.quantized_checkpoints import FORMATS
 from tests.support.quantized_files import make_quantized
 from tests.support.transformers_oracle import Oracle
-from worker_service.config import CacheConfig, ModelConfig
+from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, check_model, weights
@@ -39,7 +39,7 @@ SHAPES: dict[str, Any] = {
 """Whose inputs are whole groups."""
 
 
-@pytest.fixture(params=["int8", "int4", "fp8"])
+@pytest.fixture(params=QUANTIZATIONS)
 def quantization(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -144,7 +144,7 @@ def test_logits_are_those_of_the_rounded_weights(
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("llama_tied", "int8"), ("gpt2", "int4"), ("opt", "fp8"), ("qwen3", "int4")],
+    [("llama_tied", "int8"), ("gpt2", "int4"), ("opt", "fp8"), ("qwen3", "int4"), ("opt", "w8a8")],
 )
 def test_tensors_that_are_rounded_while_they_are_read_have_the_same_bits(
     family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +162,8 @@ def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize(
-    ("quantization", "dtype"), [("int8", "float32"), ("int4", "bfloat16"), ("fp8", "bfloat16")]
+    ("quantization", "dtype"),
+    [("int8", "float32"), ("int4", "bfloat16"), ("fp8", "bfloat16"), ("w8a8", "bfloat16")],
 )
 def test_rows_do_not_depend_on_the_batch(rounded: Path, quantization: str, dtype: str) -> None:
     loaded = load(rounded, quantization=quantization, dtype=dtype)
@@ -185,7 +186,7 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, hidden_size=40)
     with pytest.raises(InvalidOption, match="quantization: expected a multiple of 32 input"):
         load(path, quantization="int4")
-    with pytest.raises(InvalidOption, match=r"expected int8, int4, fp8 to round.*, got .fp4."):
+    with pytest.raises(InvalidOption, match=r"expected int8, .*, w8a8 to round.*, got .fp4."):
         load(checkpoint("llama"), quantization="fp4")
     with pytest.raises(InvalidOption, match=r"quantization: expected a multiple of 32 .* 88"):
         load(checkpoint("gemma2"), quantization="int8")
@@ -232,7 +233,7 @@ def test_the_method_of_a_quantized_checkpoint_may_be_named(
 
 
 def test_a_method_of_a_dense_checkpoint_is_refused_with_what_rounds_it() -> None:
-    with pytest.raises(InvalidOption, match=r"expected none, .*, got awq; .* fp8 round"):
+    with pytest.raises(InvalidOption, match=r"expected none, .*, got awq; .* w8a8 round"):
         load(checkpoint("llama"), quantization="awq")
 
 
@@ -245,6 +246,7 @@ def _cached(path: Path, folder: Path, quantization: str = "int4", **options: Any
     [
         *((family, "int4") for family in ("llama", "opt", "gpt2", "gemma3", "qwen2_moe")),
         *(("llama_tied", "int8"), ("gemma", "int8"), ("gpt_oss", "fp8"), ("llama", "fp8")),
+        ("opt", "w8a8"),
     ],
 )
 def test_a_cache_changes_no_bit(family: str, quantization: str, tmp_path: Path) -> None:

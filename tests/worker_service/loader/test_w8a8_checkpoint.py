@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from pagewire_kernels.quantized_weight import quantize
+from tests.support.checkpoints import make_checkpoint
 from tests.support.loading import (
     TOKENS,
     edit_config,
@@ -90,6 +92,22 @@ def _errors(path: Path, reference: Path, inputs: Mapping[str, Any] | None) -> Te
     if inputs is not None:
         assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
     return (found - expected).abs() / expected.std()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_dense_checkpoint_is_rounded_like_a_stored_one(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path, intermediate_size=96, ffn_dim=96)
+    oracle = Oracle(path)
+    head = oracle.model.get_output_embeddings()
+    for module in oracle.model.modules():
+        if isinstance(module, nn.Linear):
+            rounded = quantize(module.weight.data, "int8" if module is head else "w8a8")
+            module.weight.data.copy_(rounded.dequantize())
+    with _rounded_inputs(oracle.model, INPUTS["dynamic"]):
+        expected = oracle.logits(TOKENS)
+    found = PagedDriver(load(path, quantization="w8a8").model).run([(0, 0, TOKENS)])[0]
+    unrounded = (oracle.logits(TOKENS) - expected).abs().median()
+    assert (found - expected).abs().median() < unrounded / 8
 
 
 @pytest.mark.parametrize(
