@@ -10,6 +10,7 @@ these and the packages listed above it:
 
 | package | holds |
 | --- | --- |
+| `adapters/` | the adapters of sequences, on the host |
 | `distributed/` | a model's layout over ranks, their communicator, an epoch's rendezvous |
 | `models/` | decoder-only models over a KV cache; `models/transformers_backend/`: all others |
 | `structured/` | bitmasks of the tokens that a constraint allows |

@@ -25,6 +25,7 @@ from worker_service.config import DEFAULT_LISTEN, WorkerConfig
 from worker_service.cpu_cores import limit_spinning
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.launcher.flags import (
+    ADAPTERS,
     CACHE,
     COST,
     CPU_AFFINITY,
@@ -69,6 +70,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
     CLUSTER.parameters,
     CACHE.parameters,
     RUNNER.parameters,
+    ADAPTERS.parameters,
     RANKS.parameters,
     RAY.parameters,
     [SIMULATE],
@@ -158,7 +160,8 @@ def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
         from worker_service.simulated.executor import SimulatedExecutor
 
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
-        return SimulatedExecutor(model, block_size, max_drafts=config.runner.max_drafts)
+        max_drafts = config.runner.max_drafts
+        return SimulatedExecutor(model, block_size, max_drafts, config.adapters)
     from worker_service.loader import check_model, load_model
     from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
@@ -175,6 +178,7 @@ def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
         lambda: load_model(model, config.cache, progress),
         rendezvous,
         config.runner,
+        adapters=config.adapters,
     )
 
 

@@ -4,6 +4,7 @@ The docstrings of most fields are the help texts of their flags; `launcher/flags
 Nothing here imports torch.
 """
 
+import json
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -406,6 +407,70 @@ class RunnerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterModule:
+    """An adapter that is loaded when the worker starts."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """The model that it must be of; None: the worker's."""
+
+    @classmethod
+    def parse(cls, text: str) -> "AdapterModule":
+        """`NAME=PATH`, or vLLM's JSON object of name and path. Raises InvalidOption."""
+        expected = "NAME=PATH, or a JSON object of name, path and base_model_name"
+        if not text.lstrip().startswith("{"):
+            name, _, path = text.partition("=")
+            _expect(bool(name and path), "lora_modules", expected, repr(text))
+            return cls(name=name, path=path)
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = {}
+        is_valid = {"name", "path"} <= values.keys() <= {"name", "path", "base_model_name"}
+        is_valid = is_valid and all(isinstance(text, str) and text for text in values.values())
+        _expect(is_valid, "lora_modules", expected, repr(text))
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterConfig:
+    """LoRA adapters."""
+
+    enable_lora: bool = False
+    """Serve LoRA adapters of the model."""
+
+    max_loras: int = 1
+    """Adapters in one step; requests for further ones wait."""
+
+    max_cpu_loras: int = 64
+    """Adapters held on the host, at least --max-loras."""
+
+    max_lora_rank: int = 16
+    """Maximum rank of an adapter."""
+
+    lora_modules: list[str] = field(default_factory=list)
+    """Adapter to load at the start; may be repeated. NAME=PATH, or a JSON object of name, path and
+    base_model_name."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_lora_rank"):
+            got = getattr(self, name)
+            _expect(got >= 1, name, "at least 1", got)
+        at_least = f"at least {self.max_loras}, --max-loras"
+        _expect(self.max_cpu_loras >= self.max_loras, "max_cpu_loras", at_least, self.max_cpu_loras)
+        names = [module.name for module in self.modules]
+        _expect(len(set(names)) == len(names), "lora_modules", "each name once", names)
+        if self.lora_modules:
+            _expect(self.enable_lora, "lora_modules", "none without --enable-lora", names)
+
+    @property
+    def modules(self) -> list[AdapterModule]:
+        """The adapters to load at the start."""
+        return [AdapterModule.parse(text) for text in self.lora_modules]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkConfig:
     """The worker's addresses, and the core with which it registers."""
 
@@ -476,6 +541,7 @@ class WorkerConfig:
     model: ModelConfig | SimulationConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
 

@@ -11,6 +11,9 @@
     ├── NotReady           the model is still loading, or the worker is shutting down
     ├── InvalidPlan        a message from the core contradicts itself or our state
     ├── OutOfOrder         a call or a step that is out of order
+    ├── AdapterNotFound    no adapter at a path or with a digest
+    ├── BadAdapter         an adapter's files are damaged, unsupported or do not fit the model
+    ├── AdaptersFull       no room for another adapter
     ├── WorkerRejected     the core instructed this worker to stop
     ├── StaleEpoch         a newer epoch has taken over
     ├── GroupBroken        another rank of the group is gone
@@ -65,6 +68,18 @@ class InvalidPlan(WorkerError, InvalidArgument):
 
 class OutOfOrder(WorkerError):
     """A call or a step is out of order."""
+
+
+class AdapterNotFound(WorkerError):
+    """There is no adapter at this path, or none with this digest is loaded."""
+
+
+class BadAdapter(WorkerError):
+    """An adapter is unusable; the message names the field, its value and what is allowed."""
+
+
+class AdaptersFull(WorkerError):
+    """As many adapters are held as are allowed."""
 
 
 class WorkerRejected(WorkerError):

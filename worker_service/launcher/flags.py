@@ -19,6 +19,7 @@ from worker_service.config import (
     DEFAULT_MAX_MODEL_LEN,
     DEFAULT_SPECULATIVE_TOKENS,
     EMBEDDED,
+    AdapterConfig,
     CacheConfig,
     CostModel,
     GroupConfig,
@@ -349,6 +350,7 @@ RUNNER = ConfigFlags(
     },
     compile="compile!",
 )
+ADAPTERS = ConfigFlags(AdapterConfig, enable_lora="enable_lora!")
 NETWORK = ConfigFlags(
     NetworkConfig,
     settings={"advertise": {"show_default": "where it listens"}},
@@ -381,6 +383,7 @@ WORKER = ConfigFlags(
     model=None,
     cache=None,
     runner=None,
+    adapters=None,
     network=None,
     group=None,
 )
@@ -412,6 +415,7 @@ def worker_config(flags: Flags, assignment: RankAssignment) -> WorkerConfig:
         model=_simulation(flags) if flags["simulate"] else _model(flags, assignment),
         cache=CacheConfig(**CACHE.fields_of(flags)),
         runner=RunnerConfig(**RUNNER.fields_of(flags)),
+        adapters=AdapterConfig(**ADAPTERS.fields_of(flags)),
         network=_network(flags, assignment),
         group=assignment.group,
     )

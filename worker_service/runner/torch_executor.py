@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from worker_service.config import CacheConfig, RunnerConfig
+from worker_service.adapters.store import AdapterInfo
+from worker_service.config import AdapterConfig, CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts, WorkKind
 from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutOfOrder
@@ -110,6 +111,7 @@ class TorchExecutor:
         rendezvous: Rendezvous | None = None,
         runner: RunnerConfig | None = None,
         draft_lengths: DraftLengths | None = None,
+        adapters: AdapterConfig | None = None,
     ) -> None:
         """rendezvous: where the ranks join, if several share the model. draft_lengths: chooses
         numbers of drafts; None: from measurements, which outlast an epoch."""
@@ -118,6 +120,8 @@ class TorchExecutor:
         self._load = load
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
+        if adapters is not None and adapters.enable_lora:
+            raise InvalidOption("enable_lora: expected --simulate with it, as yet")
         self._loaded: LoadedModel | None = None
         self._draft: Model | EagleHead | None = None
         self._draft_lengths = draft_lengths or DraftLengths()
@@ -371,6 +375,21 @@ class TorchExecutor:
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The checkpoint's files that frontends need."""
         return iter(self.loaded.assets.items())
+
+    def load_adapter(self, path: str) -> AdapterInfo:
+        """Refused: see `Executor.load_adapter`."""
+        raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+
+    def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
+        """Refused, as no adapter is held."""
+        raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+
+    def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
+        """Refused, as `load_adapter`."""
+        raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+
+    def retain_adapters(self, digests: Set[bytes]) -> None:
+        """Nothing to drop."""
 
     def start_profile(self) -> None:
         """Begin a trace of this thread."""

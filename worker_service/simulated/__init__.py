@@ -11,6 +11,7 @@ shares no code with `runner/` and `sampling/`, as it judges them.
 | `memory_model.py` | what is in which KV slot, and what may be done with which block |
 | `sequences.py` | sequences and the rows of a step, checked against the rules of `plan.proto` |
 | `model.py` | the simulated model: histories, next tokens, log probabilities; its sampler |
+| `adapters.py` | adapters: the files of a folder, which are not interpreted |
 
 A plan that breaks a rule ends its stream with `InvalidPlan`, which names the field and the
 problem. A token is a function of the tokens before it, its parameters, choice and position alone,

@@ -4,14 +4,15 @@ A step checks its plan against the memory model, samples, and takes the time of 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from worker_service.adapters.store import AdapterInfo, AdapterStore
 from worker_service.array_types import Float32Array
 from worker_service.cache_groups import CacheGroup
-from worker_service.config import SimulationConfig
+from worker_service.config import AdapterConfig, SimulationConfig
 from worker_service.engine.executor import BlockCounts, FinishedStep, ModelFacts, WorkKind
 from worker_service.errors import OutOfOrder
 from worker_service.plan import (
@@ -27,6 +28,7 @@ from worker_service.plan import (
     monotonic_us,
 )
 from worker_service.pooling_facts import PoolingFacts
+from worker_service.simulated.adapters import SimulatedAdapter, SimulatedAdapters
 from worker_service.simulated.memory_model import MemoryModel
 from worker_service.simulated.model import (
     VECTOR_SIZE,
@@ -79,10 +81,13 @@ class SimulatedRunner:
         num_gpu_blocks: int,
         num_cpu_blocks: int,
         max_drafts: int = 0,
+        adapters: AdapterStore[SimulatedAdapter] | None = None,
     ) -> None:
-        """max_drafts: most drafts of a row; 0 adds none."""
+        """max_drafts: most drafts of a row; 0 adds none. adapters: those that a sequence may have;
+        None: any."""
         self._config = config
         self._max_drafts = max_drafts
+        self._adapters = adapters
         self._groups = groups
         self._num_gpu_blocks = num_gpu_blocks
         self._num_cpu_blocks = num_cpu_blocks
@@ -90,6 +95,8 @@ class SimulatedRunner:
 
     def reset(self) -> None:
         """Forget all sequences and the contents of the caches."""
+        if self._adapters is not None:
+            self._adapters.release_all()
         self._memory = MemoryModel(
             num_gpu_blocks=self._num_gpu_blocks,
             num_cpu_blocks=self._num_cpu_blocks,
@@ -100,6 +107,7 @@ class SimulatedRunner:
             vocab_size=self._config.vocab_size,
             max_model_len=self._config.max_model_len,
             num_labels=self._config.num_labels,
+            adapters=self._adapters,
         )
 
     def launch(self, plan: StepPlan) -> FinishedStep:
@@ -272,9 +280,17 @@ def _wait_until(end_us: float) -> None:
 class SimulatedExecutor:
     """Implements `worker_service.engine.executor.Executor`."""
 
-    def __init__(self, config: SimulationConfig, block_size: int, max_drafts: int = 0) -> None:
-        """max_drafts: most drafts of a row; 0 adds none."""
+    def __init__(
+        self,
+        config: SimulationConfig,
+        block_size: int,
+        max_drafts: int = 0,
+        adapters: AdapterConfig | None = None,
+    ) -> None:
+        """max_drafts: most drafts of a row; 0 adds none. adapters: without --enable-lora, sequences
+        may name any adapter, which is not loaded."""
         self._config = config
+        self._adapters = SimulatedAdapters(adapters or AdapterConfig())
         self._groups = config.groups(block_size)
         self._max_drafts = max_drafts
 
@@ -324,7 +340,24 @@ class SimulatedExecutor:
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
             max_drafts=self._max_drafts,
+            adapters=self._adapters.store,
         )
+
+    def load_adapter(self, path: str) -> AdapterInfo:
+        """Hold the content of all files of a folder."""
+        return self._adapters.load(path)
+
+    def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
+        """The content of an adapter."""
+        return self._adapters.require_store().chunks(digest)
+
+    def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
+        """Hold the content that another worker has sent."""
+        return self._adapters.add(chunks)
+
+    def retain_adapters(self, digests: Set[bytes]) -> None:
+        """Drop all other adapters, those in use once no sequence uses them."""
+        self._adapters.require_store().retain(digests)
 
     def check_device(self) -> None:
         """Nothing to check: there is no device."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.adapters.store import AdapterStore
 from worker_service.array_types import Int32Array
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.errors import InvalidPlan
@@ -51,6 +53,12 @@ class KnownSequence(SimulatedSequence):
         self.failure: RowErrorReason | None = None
         """Why no token could be sampled: the sequence stays failed until it is forgotten."""
         self._sampler = SimulatedSampler(new.sampling, new.choice_index)
+
+    @property
+    def adapter(self) -> bytes:
+        """The digest of its adapter; empty if it has none."""
+        adapters = (part.digest for part in self.context if part.kind is ContextKind.ADAPTER)
+        return next(adapters, b"")
 
     def next_token(self, distribution: NextToken) -> int | None:
         """The token sampled after the last; None if every token is excluded."""
@@ -101,9 +109,17 @@ class SimulatedSequenceTable:
     """Known sequences by id; each holds its table's blocks in the memory model."""
 
     def __init__(
-        self, memory: MemoryModel, *, vocab_size: int, max_model_len: int, num_labels: int
+        self,
+        memory: MemoryModel,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        num_labels: int,
+        adapters: AdapterStore[Any] | None = None,
     ) -> None:
+        """adapters: those that a sequence may have; None: any."""
         self._memory = memory
+        self._adapters = adapters
         self._num_labels = num_labels
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -122,6 +138,8 @@ class SimulatedSequenceTable:
             sequence = self.get(seq_id, "forget_seq_ids")
             for table in sequence.tables:
                 self._memory.release(table, seq_id)
+            if self._adapters is not None and sequence.adapter:
+                self._adapters.release(sequence.adapter)
             del self._known[seq_id]
 
     def add(self, new: NewSequence, field: str) -> None:
@@ -143,6 +161,8 @@ class SimulatedSequenceTable:
         sequence.tables = tables
         if new.parent_seq_id is None:
             self._memory.check_new_states(sequence, f"{field}.num_computed_tokens")
+        if self._adapters is not None and sequence.adapter:
+            self._adapters.acquire(sequence.adapter)
         self._known[new.seq_id] = sequence
         for table in new.tables:
             for block in table.block_ids.tolist():
@@ -238,7 +258,9 @@ class SimulatedSequenceTable:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
 
     def _check_context(self, new: NewSequence, field: str) -> None:
-        """Media have a length where it is that of a source."""
+        """Adapters are loaded, and media have a length where it is that of a source."""
+        if self._adapters is not None:
+            self._adapters.adapter_of(new, field)
         if all(group.lifetime is not CacheLifetime.FIXED for group in self._memory.groups):
             return
         for index, part in enumerate(new.context):

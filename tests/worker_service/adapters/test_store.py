@@ -1,0 +1,105 @@
+"""The adapters of a worker on the host, and sequences of a simulated worker that name them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.plans import new_sequence
+from worker_service.adapters.store import AdapterInfo
+from worker_service.config import AdapterConfig, AdapterModule
+from worker_service.errors import (
+    AdapterNotFound,
+    AdaptersFull,
+    BadAdapter,
+    InvalidOption,
+    InvalidPlan,
+)
+from worker_service.plan import ContextKind, ContextPart
+from worker_service.simulated.adapters import SimulatedAdapters
+
+
+def write(folder: Path, content: str, rank: int = 4) -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    (folder / "adapter_model.safetensors").write_text(content)
+    return str(folder)
+
+
+def adapters(**settings: int) -> SimulatedAdapters:
+    return SimulatedAdapters(AdapterConfig(enable_lora=True, **settings))
+
+
+def test_an_adapter_is_its_content_wherever_it_was_read(tmp_path: Path) -> None:
+    here, there = adapters(), adapters()
+    first = here.load(write(tmp_path / "a", "x"))
+    assert (first.rank, len(first.digest)) == (4, 32)
+    assert here.load(write(tmp_path / "b", "x")) == first
+    assert here.load(write(tmp_path / "c", "y")).digest != first.digest
+    assert there.add(here.require_store().chunks(first.digest)) == first
+
+
+def test_what_is_in_use_is_dropped_when_its_last_sequence_ends(tmp_path: Path) -> None:
+    here = adapters()
+    store, digest = here.require_store(), here.load(write(tmp_path / "a", "x")).digest
+    store.acquire(digest)
+    store.acquire(digest)
+    store.retain(set())
+    store.release(digest)
+    assert store.get(digest).info.digest == digest
+    store.release(digest)
+    with pytest.raises(AdapterNotFound, match=digest.hex()):
+        store.get(digest)
+
+
+def test_adapters_beyond_the_limits_are_refused_by_value(tmp_path: Path) -> None:
+    here = adapters(max_cpu_loras=1)
+    here.load(write(tmp_path / "a", "x"))
+    with pytest.raises(AdaptersFull, match="max_cpu_loras: expected at most 1 adapters"):
+        here.load(write(tmp_path / "b", "y"))
+    with pytest.raises(BadAdapter, match="r: expected 1 to 16, --max-lora-rank, got 32"):
+        here.load(write(tmp_path / "c", "z", rank=32))
+    with pytest.raises(AdapterNotFound, match="nowhere"):
+        here.load("nowhere")
+    with pytest.raises(BadAdapter, match="chunks: expected"):
+        here.add([b"{}\n"])
+    with pytest.raises(InvalidOption, match="enable_lora"):
+        SimulatedAdapters(AdapterConfig()).load(str(tmp_path / "a"))
+
+
+def part(info: AdapterInfo | None, start: int = 0) -> ContextPart:
+    digest = bytes(32) if info is None else info.digest
+    return ContextPart(kind=ContextKind.ADAPTER, digest=digest, start=start, length=0)
+
+
+def test_a_sequence_has_one_adapter_that_is_loaded(tmp_path: Path) -> None:
+    here = adapters()
+    info, store = here.load(write(tmp_path / "a", "x")), here.require_store()
+    assert store.adapter_of(new_sequence(context=(part(info),)), "new") == info.digest
+    assert store.adapter_of(new_sequence(), "new") == b""
+    for context, path in (
+        ((part(None),), r"new.context\[0\].digest"),
+        ((part(info), part(info)), r"new.context\[1\]"),
+        ((part(info, start=3),), r"new.context\[0\]"),
+    ):
+        with pytest.raises(InvalidPlan, match=path):
+            store.adapter_of(new_sequence(context=context), "new")
+
+
+def test_modules_are_named_as_users_of_vllm_name_them() -> None:
+    config = AdapterConfig(
+        enable_lora=True, lora_modules=["sql=/a=b", '{"name": "x", "path": "y"}']
+    )
+    assert config.modules == [
+        AdapterModule(name="sql", path="/a=b"),
+        AdapterModule(name="x", path="y"),
+    ]
+    for text in ("sql", "=x", "x=", '{"name": "x"}', '{"name": "x", "path": "y", "rank": 1}', "{"):
+        with pytest.raises(InvalidOption, match="lora_modules: expected NAME=PATH"):
+            AdapterConfig(enable_lora=True, lora_modules=[text])
+    with pytest.raises(InvalidOption, match="each name once"):
+        AdapterConfig(enable_lora=True, lora_modules=["x=y", "x=z"])
+    with pytest.raises(InvalidOption, match="none without --enable-lora"):
+        AdapterConfig(lora_modules=["x=y"])
+    with pytest.raises(InvalidOption, match="max_cpu_loras: expected at least 4"):
+        AdapterConfig(max_loras=4, max_cpu_loras=2)

@@ -1,0 +1,151 @@
+"""The adapters that a worker holds on the host, by digest. Nothing here imports torch."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from worker_service.errors import AdapterNotFound, AdaptersFull, BadAdapter, InvalidPlan
+from worker_service.plan import ContextKind, NewSequence
+
+CHUNK_BYTES = 1 << 20
+"""Size of the pieces in which an adapter is sent to another worker."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterInfo:
+    """What the core learns of an adapter."""
+
+    digest: bytes
+    """SHA-256 of its content, 32 bytes."""
+
+    rank: int
+    """The greatest rank of its modules."""
+
+    num_bytes: int
+    """Size of its content."""
+
+    targets: tuple[str, ...]
+    """The last parts of the names of the modules that it changes, sorted, such as `q_proj`."""
+
+
+class Adapter(Protocol):
+    """An adapter on the host."""
+
+    @property
+    def info(self) -> AdapterInfo:
+        """What the core learns of it."""
+        ...
+
+    @property
+    def content(self) -> bytes | memoryview:
+        """What its digest is that of, and what another worker makes it from."""
+        ...
+
+
+AdapterT = TypeVar("AdapterT", bound=Adapter)
+
+
+def join(chunks: Iterable[bytes], max_bytes: int) -> bytes:
+    """The content that chunks make up. Raises BadAdapter beyond `max_bytes`."""
+    content = bytearray()
+    for chunk in chunks:
+        content += chunk
+        if len(content) > max_bytes:
+            raise BadAdapter(f"chunks: expected at most {max_bytes} bytes, got more")
+    return bytes(content)
+
+
+class AdapterStore(Generic[AdapterT]):
+    """Adapters by digest, with the numbers of sequences that use them.
+
+    An adapter stays as long as it is retained or a sequence uses it; one that is added is retained
+    until `retain` is called without it. May be used on any thread.
+    """
+
+    def __init__(self, max_adapters: int) -> None:
+        """max_adapters: how many are held, those in use included."""
+        self._max_adapters = max_adapters
+        self._held: dict[bytes, AdapterT] = {}
+        self._retained: set[bytes] = set()
+        self._num_users: Counter[bytes] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, adapter: AdapterT) -> AdapterInfo:
+        """Hold and retain an adapter, once. Raises AdaptersFull if there is no room for it."""
+        digest = adapter.info.digest
+        with self._lock:
+            if digest not in self._held and len(self._held) >= self._max_adapters:
+                raise AdaptersFull(
+                    f"max_cpu_loras: expected at most {self._max_adapters} adapters, which are"
+                    " held already; unload one or increase the flag"
+                )
+            self._retained.add(digest)
+            return self._held.setdefault(digest, adapter).info
+
+    def get(self, digest: bytes) -> AdapterT:
+        """The adapter with this digest. Raises AdapterNotFound."""
+        with self._lock:
+            found = self._held.get(digest)
+        if found is None:
+            raise AdapterNotFound(f"digest: expected that of a loaded adapter, got {digest.hex()}")
+        return found
+
+    def chunks(self, digest: bytes) -> Iterator[bytes]:
+        """The content of an adapter, in pieces. Raises AdapterNotFound."""
+        content = memoryview(self.get(digest).content)
+        return (
+            bytes(content[start : start + CHUNK_BYTES])
+            for start in range(0, len(content), CHUNK_BYTES)
+        )
+
+    def retain(self, digests: Set[bytes]) -> None:
+        """Drop all other adapters, those in use once no sequence uses them."""
+        with self._lock:
+            self._retained = set(digests) & self._held.keys()
+            for digest in self._held.keys() - self._retained:
+                if not self._num_users[digest]:
+                    del self._held[digest]
+
+    def acquire(self, digest: bytes) -> None:
+        """Count a sequence that uses an adapter, which `adapter_of` has found."""
+        with self._lock:
+            self._num_users[digest] += 1
+
+    def release_all(self) -> None:
+        """Count no sequence any more."""
+        for digest in list(self._num_users.elements()):
+            self.release(digest)
+
+    def release(self, digest: bytes) -> None:
+        """Count a sequence that uses an adapter no longer."""
+        with self._lock:
+            self._num_users[digest] -= 1
+            if not self._num_users[digest]:
+                del self._num_users[digest]
+                if digest not in self._retained:
+                    self._held.pop(digest, None)
+
+    def adapter_of(self, new: NewSequence, field: str) -> bytes:
+        """The digest of a sequence's adapter; empty if it has none.
+
+        Raises InvalidPlan if it has several, one that is not held here, or one for some positions.
+        """
+        found = b""
+        for index, part in enumerate(new.context):
+            if part.kind is not ContextKind.ADAPTER:
+                continue
+            path = f"{field}.context[{index}]"
+            if found:
+                raise InvalidPlan(path, "expected one ADAPTER, got another one")
+            if part.start or part.length:
+                problem = f"expected start 0 and length 0, got {part.start} and {part.length}"
+                raise InvalidPlan(path, problem)
+            found = part.digest
+            with self._lock:
+                is_held = found in self._held
+            if not is_held:
+                problem = f"expected an adapter that is loaded here, got {found.hex()}"
+                raise InvalidPlan(f"{path}.digest", problem)
+        return found

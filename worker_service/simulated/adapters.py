@@ -1,0 +1,89 @@
+"""Adapters of a simulated model: the files of a folder, which are not interpreted."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from worker_service.adapters.store import AdapterInfo, AdapterStore, join
+from worker_service.config import AdapterConfig
+from worker_service.errors import AdapterNotFound, BadAdapter, InvalidOption
+
+_MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class SimulatedAdapter:
+    """The names and contents of files. Implements `adapters.store.Adapter`."""
+
+    content: bytes
+    """A JSON object of rank and sizes by name, a line end, and the files in this order."""
+
+    @cached_property
+    def info(self) -> AdapterInfo:
+        """What the core learns of it. Raises BadAdapter if the content is malformed."""
+        header, _, files = self.content.partition(b"\n")
+        try:
+            values = json.loads(header)
+            rank, sizes = int(values["rank"]), list(map(int, values["sizes"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadAdapter(f"chunks: expected an adapter's content, got {error!r}") from None
+        if sum(sizes) != len(files):
+            raise BadAdapter(f"chunks: expected {sum(sizes)} bytes of files, got {len(files)}")
+        return AdapterInfo(
+            digest=hashlib.sha256(self.content).digest(),
+            rank=rank,
+            num_bytes=len(self.content),
+            targets=("simulated",),
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> "SimulatedAdapter":
+        """Read all files of a folder; the rank is that of `adapter_config.json`, if it is there."""
+        if not path.is_dir():
+            raise AdapterNotFound(f"path: expected the folder of an adapter, got {str(path)!r}")
+        contents = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+        rank = 1
+        if "adapter_config.json" in contents:
+            try:
+                rank = int(json.loads(contents["adapter_config.json"]).get("r", 8))
+            except (ValueError, AttributeError, TypeError) as error:
+                raise BadAdapter(f"adapter_config.json: expected an object: {error}") from None
+        sizes = {name: len(content) for name, content in contents.items()}
+        header = json.dumps({"rank": rank, "sizes": sizes}).encode()
+        return cls(b"\n".join([header, b"".join(contents.values())]))
+
+
+class SimulatedAdapters:
+    """Loads the adapters of a simulated worker."""
+
+    def __init__(self, config: AdapterConfig) -> None:
+        self._config = config
+        self.store: AdapterStore[SimulatedAdapter] | None = None
+        """None without --enable-lora."""
+        if config.enable_lora:
+            self.store = AdapterStore(config.max_cpu_loras)
+
+    def require_store(self) -> AdapterStore[SimulatedAdapter]:
+        """The adapters. Raises InvalidOption without --enable-lora."""
+        if self.store is None:
+            raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+        return self.store
+
+    def load(self, path: str) -> AdapterInfo:
+        """See `Executor.load_adapter`."""
+        self.require_store()
+        return self._hold(SimulatedAdapter.read(Path(path)))
+
+    def add(self, chunks: Iterable[bytes]) -> AdapterInfo:
+        """See `Executor.add_adapter`."""
+        self.require_store()
+        return self._hold(SimulatedAdapter(join(chunks, _MAX_BYTES)))
+
+    def _hold(self, adapter: SimulatedAdapter) -> AdapterInfo:
+        if not 1 <= adapter.info.rank <= self._config.max_lora_rank:
+            expected = f"1 to {self._config.max_lora_rank}, --max-lora-rank"
+            raise BadAdapter(f"r: expected {expected}, got {adapter.info.rank}")
+        return self.require_store().add(adapter)
