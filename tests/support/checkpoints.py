@@ -293,6 +293,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MiniMaxM2ForCausalLM",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24, "rotary_dim": 12},
     ),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
         "Ernie4_5_MoeForCausalLM",

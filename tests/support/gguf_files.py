@@ -4,7 +4,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,23 @@ _ARCHITECTURES = {
     "Qwen2MoeForCausalLM": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
     "Qwen3MoeForCausalLM": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
     "GptOssForCausalLM": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
+    "Cohere2ForCausalLM": ("cohere2", gguf.MODEL_ARCH.COHERE2),
+    "Ernie4_5ForCausalLM": ("ernie4_5", gguf.MODEL_ARCH.ERNIE4_5),
+    "Ernie4_5_MoeForCausalLM": ("ernie4_5-moe", gguf.MODEL_ARCH.ERNIE4_5_MOE),
+    "Exaone4ForCausalLM": ("exaone4", gguf.MODEL_ARCH.EXAONE4),
+    "Glm4ForCausalLM": ("glm4", gguf.MODEL_ARCH.GLM4),
+    "Glm4MoeForCausalLM": ("glm4moe", gguf.MODEL_ARCH.GLM4_MOE),
+    "GraniteForCausalLM": ("granite", gguf.MODEL_ARCH.GRANITE),
+    "GraniteMoeForCausalLM": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
+    "MiniMaxM2ForCausalLM": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
+    "Olmo2ForCausalLM": ("olmo2", gguf.MODEL_ARCH.OLMO2),
+    "Olmo3ForCausalLM": ("olmo2", gguf.MODEL_ARCH.OLMO2),
+    "SeedOssForCausalLM": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
+    "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
 }
+
+_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "smollm3")
+"""Architectures whose converter permutes queries and keys."""
 
 _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
 _EXPERTS = {"moe_intermediate_size": 256, "num_experts": 3}
@@ -78,6 +94,14 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 512},
     "gpt_oss": {"head_dim": 64},
+    "cohere2": {"num_hidden_layers": 4, "layer_types": None},
+    "ernie4_5": {"head_dim": 64},
+    "ernie4_5_moe": {"moe_intermediate_size": 256},
+    "glm4": {"head_dim": 64},
+    "glm4_moe": {"head_dim": 64, "moe_intermediate_size": 256},
+    "minimax_m2": {"head_dim": 64, "rotary_dim": 32},
+    "seed_oss": {"head_dim": 64},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
     "qwen3_moe": {**_EXPERTS, "head_dim": 64, "norm_topk_prob": True},
 }
 """By family; a name may go on after that of the checkpoint's family."""
@@ -110,22 +134,31 @@ def make_gguf(
             result = _add_gpt_oss_experts(writer, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
+        if ".input_linear." in tensor_name or ".output_linear." in tensor_name:
+            result = _add_granite_experts(writer, tensor_name, values, kind)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
         if ".experts." in tensor_name:
             stacked_name = re.sub(r"experts\.\d+", "experts", tensor_name)
             experts.setdefault(stacked_name, {})[tensor_name] = values
             continue
         if name.startswith("gemma") and "norm." in tensor_name:
             values = values + 1
-        if tensor_name.endswith("shared_expert_gate.weight"):
+        if tensor_name.endswith(
+            ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
+        ):
             values = values[0]
         order = np.arange(len(values))
-        if name == "llama" and (".q_proj." in tensor_name or ".k_proj." in tensor_name):
+        if name in _PAIRS_ROTATED and (".q_proj." in tensor_name or ".k_proj." in tensor_name):
             query = ".q_proj." in tensor_name
             num_heads = config.num_attention_heads if query else config.num_key_value_heads
             order = order.reshape(num_heads, 2, -1).swapaxes(1, 2).ravel()
-        is_router = tensor_name.endswith((".gate.weight", ".router.weight"))
+        is_router = tensor_name.endswith((".gate.weight", ".router.weight", ".layer.weight"))
         data, result, data_type = _quantized(values[order], "F32" if is_router else kind)
-        stored_name = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
+        stored_name = names.get_name(
+            tensor_name.replace("correction_bias", "correction.bias"),
+            try_suffixes=(".weight", ".bias"),
+        )
         if tensor_name.endswith(".sinks"):
             stored_name = f"blk.{tensor_name.split('.')[2]}.attn_sinks.weight"
         assert stored_name is not None
@@ -165,6 +198,22 @@ def _add_gpt_oss_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: 
         results.append(result)
     joined = np.stack(results, axis=2).reshape(rows.shape)
     return np.ascontiguousarray(joined.swapaxes(1, -1))
+
+
+def _add_granite_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: str) -> Any:
+    """Add the weights of a layer's experts, of which gate and up are one tensor in the checkpoint.
+    Returns them as they are stored, in the checkpoint's layout."""
+    layer = name.split(".")[2]
+    parts = {"down": values}
+    if ".input_linear." in name:
+        gate, up = np.split(values, 2, axis=1)
+        parts = {"gate": gate, "up": up}
+    results = []
+    for stored, numbers in parts.items():
+        data, result, data_type = _quantized(np.ascontiguousarray(numbers), kind)
+        writer.add_tensor(f"blk.{layer}.ffn_{stored}_exps.weight", data, raw_dtype=data_type)
+        results.append(result)
+    return np.concatenate(results, axis=1)
 
 
 def tokenizer_of(assets: Mapping[str, bytes]) -> ModelTokenizer:
@@ -219,24 +268,29 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if config.model_type != "gemma2":  # whose converter leaves it out
         writer.add_rope_freq_base(rope["rope_theta"])
     window = getattr(config, "sliding_window", None)
-    if window and config.model_type in ("mistral", "gemma2", "gemma3_text", "gpt_oss"):
+    if window and config.model_type in _WITH_WINDOWS:
         writer.add_sliding_window(window)
+    if window and config.model_type in ("olmo3", "exaone4"):
+        pattern = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_sliding_window_pattern(pattern)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.model_type == "phi3":
         writer.add_sliding_window(window or 0)
         _add_phi3_rope(writer, config)
-    if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-    if getattr(config, "moe_intermediate_size", None):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    _add_experts(writer, config)
+    for field, add in _multipliers(writer).items():
+        if hasattr(config, field):
+            add(getattr(config, field))
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if rope["rope_type"] in ("linear", "yarn"):
@@ -250,7 +304,53 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if head_dim:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_dimension_count(head_dim)
+        rotary_dim = head_dim * (rope.get("partial_rotary_factor") or 1)
+        writer.add_rope_dimension_count(int(getattr(config, "rotary_dim", rotary_dim)))
+
+
+_WITH_WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3")
+
+
+def _multipliers(writer: gguf.GGUFWriter) -> dict[str, Callable[[float], None]]:
+    """Where the fields of Granite and Cohere are written."""
+    return {
+        "attention_multiplier": writer.add_attention_scale,
+        "embedding_multiplier": writer.add_embedding_scale,
+        "residual_multiplier": writer.add_residual_scale,
+        "logits_scaling": writer.add_logit_scale,
+        "logit_scale": writer.add_logit_scale,
+    }
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The numbers of experts, and how they are chosen, as the converters write them."""
+    kind = config.model_type
+    if kind == "ernie4_5_moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_used_count(config.moe_k)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_expert_shared_feed_forward_length(999)  # wrong in files, too
+    else:
+        names = ("n_routed_experts", "num_local_experts", "num_experts")
+        count = next((getattr(config, name) for name in names if hasattr(config, name)), None)
+        if count:
+            writer.add_expert_count(count)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+    if kind in ("glm4_moe", "minimax_m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    if kind == "minimax_m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if getattr(config, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
 def _add_phi3_rope(writer: gguf.GGUFWriter, config: Any) -> None:

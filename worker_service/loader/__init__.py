@@ -10,7 +10,8 @@
 | `hub_progress.py` | the progress of a download |
 | `gguf_file.py` | GGUF files: metadata, and tensors one at a time, dense or packed |
 | `gguf_blocks.py` | a table of the types of quantized tensors in GGUF files |
-| `gguf_model.py` | configuration and tensors of a GGUF file under the names of `transformers` |
+| `gguf_model.py` | configuration of a GGUF file, as that of `transformers` |
+| `gguf_names.py` | tensors of a GGUF file under the names of `transformers` |
 | `gguf_tokenizer.py` | tokenizer and chat template of a GGUF file, as files for frontends |
 | `quantized_checkpoint.py` | `quantization_config`, and quantized weights under dense names |
 | `quantized_formats.py` | a table of the tensors that make up a quantized weight |

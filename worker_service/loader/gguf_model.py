@@ -1,16 +1,13 @@
-"""GGUF models as `transformers` would describe them: configuration, and tensors by name."""
+"""The configuration of a GGUF model as `transformers` would describe it."""
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel, WorkerError
-from worker_service.loader.gguf_file import Gguf, GgufTensor, open_gguf
-from worker_service.loader.tensors import OpenFiles
+from worker_service.loader.gguf_file import Gguf, open_gguf
 
 _CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -22,6 +19,18 @@ _CLASSES = {
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
+    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
+    "exaone4": ("Exaone4ForCausalLM", "exaone4"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
+    "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
+    "granite": ("GraniteForCausalLM", "granite"),
+    "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
     "bert": ("BertModel", "bert"),
     "nomic-bert": ("NomicBertModel", "nomic_bert"),
     "modern-bert": ("ModernBertModel", "modernbert"),
@@ -31,8 +40,15 @@ _CLASSES = {
 _MISTRAL = ("MistralForCausalLM", "mistral")
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 """The models with a sliding window, and with experts, whose architecture is `llama`, too."""
-_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-_ENCODERS = ("bert", "nomic_bert", "modernbert")
+_OLMO3 = ("Olmo3ForCausalLM", "olmo3")
+"""The model with a sliding window whose architecture is `olmo2`."""
+_WITH_EXPERTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
+    *("glm4_moe", "ernie4_5_moe", "minimax_m2"),
+)
+_SIGMOID_SCORES = ("glm4_moe", "minimax_m2")
+"""Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
+ENCODERS = ("bert", "nomic_bert", "modernbert")
 
 _POOLINGS = ("ALL", "MEAN", "CLS", "LAST")
 """Names of `PoolingType` by `pooling_type`; the next number is that of a classifier."""
@@ -43,74 +59,8 @@ _CLASSIFIERS = {
 }
 """Class and tensors of classifiers by `model_type`. Of others, files lack a layer: the pooler."""
 
-_TENSORS = """
-all      token_embd           model.embed_tokens
-all      output_norm          model.norm
-all      output               lm_head
-all      attn_norm            input_layernorm
-all      attn_q               self_attn.q_proj
-all      attn_k               self_attn.k_proj
-all      attn_v               self_attn.v_proj
-all      attn_output          self_attn.o_proj
-all      attn_q_norm          self_attn.q_norm
-all      attn_k_norm          self_attn.k_norm
-all      ffn_norm             post_attention_layernorm
-all      ffn_gate             mlp.gate_proj
-all      ffn_up               mlp.up_proj
-all      ffn_down             mlp.down_proj
-gemma    post_attention_norm  post_attention_layernorm
-gemma    ffn_norm             pre_feedforward_layernorm
-gemma    post_ffw_norm        post_feedforward_layernorm
-phi3     attn_qkv             self_attn.qkv_proj
-phi3     ffn_up               mlp.gate_up_proj
-mixtral  ffn_gate_inp         block_sparse_moe.gate
-mixtral  ffn_gate_exps        block_sparse_moe.experts.*.w1
-mixtral  ffn_up_exps          block_sparse_moe.experts.*.w3
-mixtral  ffn_down_exps        block_sparse_moe.experts.*.w2
-qwen     ffn_gate_inp         mlp.gate
-qwen     ffn_gate_exps        mlp.experts.*.gate_proj
-qwen     ffn_up_exps          mlp.experts.*.up_proj
-qwen     ffn_down_exps        mlp.experts.*.down_proj
-qwen     ffn_gate_inp_shexp   mlp.shared_expert_gate
-qwen     ffn_gate_shexp       mlp.shared_expert.gate_proj
-qwen     ffn_up_shexp         mlp.shared_expert.up_proj
-qwen     ffn_down_shexp       mlp.shared_expert.down_proj
-gpt_oss  post_attention_norm  post_attention_layernorm
-gpt_oss  attn_sinks           self_attn.sinks
-gpt_oss  ffn_gate_inp         mlp.router
-gpt_oss  ffn_gate_exps        mlp.experts.*.gate_proj
-gpt_oss  ffn_up_exps          mlp.experts.*.up_proj
-gpt_oss  ffn_down_exps        mlp.experts.*.down_proj
-encoder  token_embd           embeddings.word_embeddings
-encoder  token_embd_norm      embeddings.LayerNorm
-encoder  token_types          embeddings.token_type_embeddings
-encoder  position_embd        embeddings.position_embeddings
-encoder  output_norm          final_norm
-encoder  attn_q               attention.self.query
-encoder  attn_k               attention.self.key
-encoder  attn_v               attention.self.value
-encoder  attn_qkv             attn.Wqkv
-encoder  attn_output          attention.output.dense
-encoder  attn_output_norm     attention.output.LayerNorm
-encoder  ffn_up               intermediate.dense
-encoder  ffn_gate             mlp.fc12
-encoder  ffn_down             output.dense
-encoder  layer_output_norm    output.LayerNorm
-bert     cls                  classifier.dense
-bert     cls.output           classifier.out_proj
-modern   attn_norm            attention.output.LayerNorm
-modern   ffn_norm             output.LayerNorm
-modern   ffn_up               mlp.Wi
-modern   cls                  head.dense
-modern   cls.norm             head.norm
-modern   cls.output           classifier
-"""
-"""The beginning of `model_type`, a tensor's name in GGUF files, and its name in `transformers`, of
-which later rows take precedence. `*` stands for an expert's index."""
-
-_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+|cls\.\w+)\.(weight|bias)")
-_ROPE_FREQUENCIES = "rope_freqs.weight"
-_LONG_ROPE = {
+ROPE_FREQUENCIES = "rope_freqs.weight"
+LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
     "short_factor": "rope_factors_short.weight",
 }
@@ -137,15 +87,26 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models, which scale attention scores by hidden_size / num_heads
 instead of head_dim."""
 
-_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "modern-bert": 3}
+_WINDOW_PERIODS = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "gpt-oss": 2,
+    "modern-bert": 3,
+    "cohere2": 4,
+    "exaone4": 4,
+    "olmo2": 4,
+}
 """The last layer of each period, or the first of ModernBERT's, has full attention, unless the file
 says otherwise."""
 
-_WITH_WINDOWS = ("gemma2", "gemma3", "gpt-oss", "phi3", "modern-bert")
+_WITH_WINDOWS = (*_WINDOW_PERIODS, "phi3")
 """Architectures that may have a window."""
 
-_SOFTMAX = 1
-"""`expert_gating_func` of a softmax, the only gating function that is supported."""
+_ROTATED_IN_PART = ("phi3", "glm4", "glm4moe", "minimax-m2")
+"""Architectures of which RoPE may rotate a part of each head."""
+
+_SOFTMAX, _SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -161,67 +122,6 @@ _NO_EFFECT = (
 """Ends of settings that describe a file or its history, or have an effect with others only."""
 
 _SAVED = {"F32": "float32", "F16": "float16"}
-
-
-def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
-    """The tensors of a model under the names of `transformers`. files: counts what is read. Raises
-    BadCheckpoint or UnsupportedModel."""
-    gguf = open_gguf(path)
-    config = gguf_config(path)
-    kind = config["model_type"]
-    heads = {}
-    if gguf.metadata["general.architecture"] == "llama":
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    rows = map(str.split, _TENSORS.strip().splitlines())
-    groups = ("all", *(["encoder"] if kind in _ENCODERS else []))
-    names = {stored: name for of, stored, name in rows if of in groups or kind.startswith(of)}
-    read_already = _LONG_ROPE.values() if kind == "phi3" else (_ROPE_FREQUENCIES,)
-    return {
-        part.name: replace(
-            part,
-            files=files,
-            num_heads=heads.get(part.name.split(".")[-2]) if "." in part.name else None,
-            has_one_added=kind.startswith("gemma") and part.name.endswith("norm.weight"),
-        )
-        for tensor in gguf.tensors.values()
-        if tensor.stored_name not in read_already
-        for part in _parts(replace(tensor, name=_name(tensor.stored_name, names)))
-    }
-
-
-def _name(stored_name: str, names: Mapping[str, str]) -> str:
-    """The name in `transformers`; an unknown name is returned unchanged, and refused later."""
-    match = _TENSOR.fullmatch(stored_name)
-    if match is None or match[2] not in names:
-        return stored_name
-    layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{names[match[2]]}.{match[3]}"
-
-
-def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
-    """The tensor, or the consecutive tensors of all experts that it contains."""
-    name, shape = tensor.name, tensor.shape
-    if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
-        yield replace(tensor, shape=[1, *shape])
-    elif name.endswith(".sinks.weight"):
-        yield replace(tensor, name=name.removesuffix(".weight"))
-    elif "*" not in name:
-        yield tensor
-    elif len(shape) != (num_dims := 2 if name.endswith(".bias") else 3):
-        raise BadCheckpoint(
-            f"{tensor.file}: {name}: expected {num_dims} dimensions, the first of experts, got"
-            f" {shape}"
-        )
-    else:
-        num_bytes = tensor.num_bytes // shape[0]
-        for expert in range(shape[0]):
-            yield replace(
-                tensor,
-                name=name.replace("*", str(expert)),
-                shape=shape[1:],
-                offset=tensor.offset + expert * num_bytes,
-                num_bytes=num_bytes,
-            )
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
@@ -285,27 +185,51 @@ class _Config:
             "eos_token_id": self._eos_token_ids(),
             "pad_token_id": None,
         }
-        if kind in _ENCODERS:
+        if kind in ENCODERS:
             return config | self._encoder(config, window) | self._pooling(kind)
+        epsilon = "layer_norm_epsilon" if kind == "cohere2" else "layer_norm_rms_epsilon"
         config |= {
-            "rms_norm_eps": self._float("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": self._float(f"attention.{epsilon}"),
             "hidden_act": "silu",
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": window or None,
         }
-        if kind.startswith("gemma"):
-            config |= self._gemma(config)
-        elif kind == "phi3":
-            config |= self._phi3(config["rope_parameters"], rotary_dim / head_dim, rotary_dim // 2)
-        elif kind in _WITH_EXPERTS:
+        if self._architecture in _WINDOW_PERIODS:
+            config["layer_types"] = self._layer_types(config["num_hidden_layers"], window)
+        if self._architecture in _ROTATED_IN_PART:
+            config["rope_parameters"]["partial_rotary_factor"] = rotary_dim / head_dim
+        if kind in _WITH_EXPERTS:
             config |= self._experts(config["intermediate_size"], kind)
-        if kind == "gpt_oss":
-            config |= {
-                "layer_types": self._layer_types(config["num_hidden_layers"], window),
-                "rope_parameters": {**config["rope_parameters"], "truncate": False},
-            }
+        config |= self._of_family(kind, config, rotary_dim)
         return config | self._pooling(kind)
+
+    def _of_family(self, kind: str, config: Mapping[str, Any], rotary_dim: int) -> dict[str, Any]:
+        """The fields that only some families have. config: the others."""
+        rope, tensors = config["rope_parameters"], self._gguf.tensors
+        if kind.startswith("gemma"):
+            return self._gemma(config)
+        if kind.startswith("granite"):
+            return self._granite(config["head_dim"])
+        if kind == "phi3":
+            return self._phi3(rope, rotary_dim // 2)
+        if kind == "gpt_oss":
+            return {"rope_parameters": {**rope, "truncate": False}}
+        if kind == "olmo3":
+            theta = self._float("rope.freq_base_swa", rope["rope_theta"])
+            return {"rope_parameters": self._with_local_rope(rope, theta)}
+        if kind == "cohere2":
+            scale = self._float("logit_scale")
+            return {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": scale}
+        if kind == "minimax_m2":
+            return {"rotary_dim": rotary_dim}
+        if kind == "seed_oss":
+            return {"attention_out_bias": "blk.0.attn_output.bias" in tensors}
+        if kind == "glm4_moe":
+            return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
+        if kind == "ernie4_5":
+            return {"use_bias": config["attention_bias"]}
+        return {}
 
     def _encoder(self, config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
         """The fields that only encoders have."""
@@ -321,14 +245,16 @@ class _Config:
             fields |= {
                 "local_attention": window or 0,
                 "layer_types": self._layer_types(config["num_hidden_layers"], window),
-                "rope_parameters": self._with_local_rope(config["rope_parameters"]),
+                "rope_parameters": self._with_local_rope(
+                    config["rope_parameters"], self._float("rope.freq_base_swa", 10000.0)
+                ),
             }
         return fields
 
-    def _with_local_rope(self, rope: dict[str, Any]) -> dict[str, Any]:
-        """RoPE of layers with full attention, and that of layers with a window."""
-        local = self._float("rope.freq_base_swa", 10000.0)
-        local_rope = {"rope_type": "default", "rope_theta": local}
+    def _with_local_rope(self, rope: dict[str, Any], theta: float) -> dict[str, Any]:
+        """RoPE of layers with full attention, and that of layers with a window. theta: of the
+        latter."""
+        local_rope = {"rope_type": "default", "rope_theta": theta}
         return {"full_attention": rope, "sliding_attention": local_rope}
 
     def _pooling(self, kind: str) -> dict[str, Any]:
@@ -361,9 +287,9 @@ class _Config:
         rotary_dim = self._int("rope.dimension_count", head_dim)
         size = f"{head_dim}, the size of a head"
         self._require("attention.value_length", head_dim, size)
-        if self._architecture != "phi3" or rotary_dim > head_dim:
+        if self._architecture not in _ROTATED_IN_PART or rotary_dim > head_dim:
             self._require("rope.dimension_count", head_dim, size)
-        is_encoder = _CLASSES[self._architecture][1] in _ENCODERS
+        is_encoder = _CLASSES[self._architecture][1] in ENCODERS
         self._require("attention.causal", not is_encoder, str(not is_encoder).lower())
         return head_dim, rotary_dim
 
@@ -373,7 +299,11 @@ class _Config:
             raise self._fault(
                 "block_count", f"at most the number of tensors, {num_tensors}", num_layers
             )
-        return num_layers
+        further = self._get("nextn_predict_layers", 0)
+        if not isinstance(further, int) or not 0 <= further < num_layers:
+            expected = f"a number below that of layers, {num_layers}"
+            raise self._fault("nextn_predict_layers", expected, further)
+        return num_layers - further
 
     def _class(self, window: int | None) -> tuple[str, str]:
         """Class and `model_type`."""
@@ -381,6 +311,8 @@ class _Config:
         name, kind = _CLASSES[self._architecture]
         if self._architecture == "llama" and (window or num_experts):
             name, kind = _MIXTRAL if num_experts else _MISTRAL
+        elif self._architecture == "olmo2" and window:
+            name, kind = _OLMO3
         elif window and self._architecture not in _WITH_WINDOWS:
             self._require("attention.sliding_window", None, "none")
         if num_experts and kind not in _WITH_EXPERTS:
@@ -405,7 +337,7 @@ class _Config:
         window = config["sliding_window"] or (4096 if is_gemma2 else None)
         rope = config["rope_parameters"]
         if not is_gemma2:
-            rope = self._with_local_rope(rope)
+            rope = self._with_local_rope(rope, self._float("rope.freq_base_swa", 10000.0))
         return {
             "hidden_act": "gelu_pytorch_tanh",
             "hidden_activation": "gelu_pytorch_tanh",
@@ -428,17 +360,29 @@ class _Config:
         slides = (window is not None and bool(value) for value in pattern)
         return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
 
-    def _phi3(self, rope: dict[str, Any], rotary: float, num_factors: int) -> dict[str, Any]:
+    def _granite(self, head_dim: int) -> dict[str, Any]:
+        """The multipliers of Granite."""
+        self._require(
+            "rope.scaling.finetuned", True, "true, since layers without RoPE are not read"
+        )
+        self._require("expert_shared_feed_forward_length", 0, "none")
+        return {
+            "attention_multiplier": self._float("attention.scale", head_dim**-0.5),
+            "embedding_multiplier": self._float("embedding_scale", 1.0),
+            "residual_multiplier": self._float("residual_scale", 1.0),
+            "logits_scaling": self._float("logit_scale", 1.0),
+        }
+
+    def _phi3(self, rope: dict[str, Any], num_factors: int) -> dict[str, Any]:
         """The fields that only Phi-3 has: RoPE factors for positions beyond the trained length."""
-        rope = {**rope, "partial_rotary_factor": rotary}
-        if not any(name in self._gguf.tensors for name in _LONG_ROPE.values()):
+        if not any(name in self._gguf.tensors for name in LONG_ROPE.values()):
             self._require("rope.scaling.type", "none", "none without tensors rope_factors_*")
             return {"rope_parameters": rope}
         trained = self._int("rope.scaling.original_context_length")
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": trained}
         if self._get("rope.scaling.attn_factor", 0.0):
             rope["attention_factor"] = self._float("rope.scaling.attn_factor")
-        for key, name in _LONG_ROPE.items():
+        for key, name in LONG_ROPE.items():
             tensor = self._gguf.tensors.get(name)
             if tensor is None or tensor.shape != [num_factors]:
                 found = "none" if tensor is None else tensor.shape
@@ -455,21 +399,58 @@ class _Config:
             raise self._fault(
                 "expert_used_count", f"at most {num_experts}, the number of experts", num_used
             )
-        self._require("expert_gating_func", _SOFTMAX, "1, which is softmax")
+        function, meaning = _SOFTMAX, "1, which is softmax"
+        if kind in _SIGMOID_SCORES:
+            function, meaning = _SIGMOID, "2, which is sigmoid"
+        self._require("expert_gating_func", function, meaning)
+        default = intermediate_size
+        if kind not in ("gpt_oss", "minimax_m2"):
+            default = max(1, intermediate_size // num_used)
+        size = self._int("expert_feed_forward_length", default)
+        if kind != "glm4_moe":
+            self._require("expert_weights_scale", 1.0, "1")
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
-        if kind == "mixtral":
+        if kind in ("gpt_oss", "granitemoe"):
+            config["has_expert_modules"] = True
+        if kind in ("mixtral", "granitemoe"):
             return {**config, "num_local_experts": num_experts}
-        if kind == "gpt_oss":
-            size = self._int("expert_feed_forward_length", intermediate_size)
-            config |= {"num_local_experts": num_experts, "intermediate_size": size}
-            return {**config, "has_expert_modules": True}
-        size = self._int("expert_feed_forward_length", max(1, intermediate_size // num_used))
+        if kind in ("gpt_oss", "minimax_m2"):
+            return {**config, "num_local_experts": num_experts, "intermediate_size": size}
+        if kind == "ernie4_5_moe":
+            return self._ernie(num_experts, num_used, size)
+        if kind == "glm4_moe":
+            return {**config, **self._scored(num_experts, size)}
         config |= {"num_experts": num_experts, "moe_intermediate_size": size}
         config["norm_topk_prob"] = kind == "qwen3_moe"
         if kind == "qwen2_moe":
             shared = self._int("expert_shared_feed_forward_length", intermediate_size)
             config["shared_expert_intermediate_size"] = shared
         return config
+
+    def _scored(self, num_experts: int, size: int) -> dict[str, Any]:
+        """The fields of experts that are chosen as in DeepSeek-V3. size: of each expert."""
+        return {
+            "n_routed_experts": num_experts,
+            "moe_intermediate_size": size,
+            "n_shared_experts": self._get("expert_shared_count", 0),
+            "first_k_dense_replace": self._get("leading_dense_block_count", 0),
+            "n_group": self._int("expert_group_count", 1),
+            "topk_group": self._int("expert_group_used_count", 1),
+            "norm_topk_prob": bool(self._get("expert_weights_norm", False)),
+            "routed_scaling_factor": self._float("expert_weights_scale", 1.0),
+        }
+
+    def _ernie(self, num_experts: int, num_used: int, size: int) -> dict[str, Any]:
+        """The fields of the experts of ERNIE 4.5. size: of each expert."""
+        self._get("expert_shared_feed_forward_length", 0)  # wrong in files: tensors have the size
+        return {
+            "moe_num_experts": num_experts,
+            "moe_k": num_used,
+            "moe_intermediate_size": size,
+            "moe_num_shared_experts": self._get("expert_shared_count", 0),
+            "moe_layer_interval": self._int("interleave_moe_layer_step", 1),
+            "moe_layer_start_index": self._get("leading_dense_block_count", 0),
+        }
 
     def _eos_token_ids(self) -> list[int]:
         keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
@@ -501,7 +482,7 @@ class _Config:
             kind = "none"  # its factors are read from tensors
         if kind not in ("none", "linear", "yarn"):
             raise self._fault("rope.scaling.type", "none, linear or yarn", kind, UnsupportedModel)
-        if _ROPE_FREQUENCIES in self._gguf.tensors:
+        if ROPE_FREQUENCIES in self._gguf.tensors:
             return self._llama3(theta, head_dim)
         rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": theta}
         if kind != "none":
@@ -513,7 +494,7 @@ class _Config:
 
     def _llama3(self, theta: float, head_dim: int) -> dict[str, Any]:
         """The RoPE parameters that produce the stored factors, which must be those of Llama 3."""
-        stored = self._gguf.tensors[_ROPE_FREQUENCIES].stored_values().float().numpy()
+        stored = self._gguf.tensors[ROPE_FREQUENCIES].stored_values().float().numpy()
         factor = float(stored.max())
         wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
         smooth = (_LLAMA3["original_max_position_embeddings"] / wavelengths - 1.0) / 3.0
@@ -521,7 +502,7 @@ class _Config:
         expected = 1.0 / ((1.0 - smooth) / factor + smooth)
         if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
             raise UnsupportedModel(
-                f"{self._path}: {_ROPE_FREQUENCIES}: expected the {head_dim // 2} factors of Llama"
+                f"{self._path}: {ROPE_FREQUENCIES}: expected the {head_dim // 2} factors of Llama"
                 " 3 (original_max_position_embeddings 8192, low_freq_factor 1, high_freq_factor 4)"
             )
         return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}

@@ -27,7 +27,8 @@ from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.gguf_file import is_gguf, split_files
-from worker_service.loader.gguf_model import gguf_tensors, unread_settings
+from worker_service.loader.gguf_model import unread_settings
+from worker_service.loader.gguf_names import gguf_tensors
 from worker_service.loader.model_files import read_json
 from worker_service.loader.quantized_checkpoint import Schemes, with_quantized_weights
 from worker_service.loader.quantized_formats import StoredWeight

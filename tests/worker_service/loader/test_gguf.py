@@ -19,7 +19,8 @@ from tests.support.gguf_files import CHAT_TEMPLATE, make_gguf, tokenizer_of
 from tests.support.loading import assert_same, load
 from worker_service.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, WorkerError
 from worker_service.loader.gguf_file import KNOWN_TYPES, open_gguf
-from worker_service.loader.gguf_model import gguf_config, gguf_tensors
+from worker_service.loader.gguf_model import gguf_config
+from worker_service.loader.gguf_names import gguf_tensors
 from worker_service.loader.gguf_tokenizer import tokenizer_assets
 from worker_service.loader.model_files import (
     fingerprint,
@@ -41,6 +42,8 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
         *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial"),
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+        *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
+        *("granitemoe", "minimax_m2", "olmo2", "olmo3", "seed_oss", "smollm3"),
     ],
 )
 def test_every_architecture_computes_as_transformers_do(family: str, tmp_path: Path) -> None:
@@ -75,6 +78,16 @@ def test_a_rope_without_long_factors_and_one_with_them_are_those_of_phi_3(tmp_pa
     (tmp_path / "plain").mkdir()
     file, _ = make_gguf("phi3", "Q8_0", tmp_path / "plain")
     assert gguf_config(file)["rope_parameters"]["rope_type"] == "default"
+
+
+def test_layers_that_predict_further_tokens_are_not_used(tmp_path: Path) -> None:
+    def add_layer(writer: gguf.GGUFWriter) -> None:
+        writer.add_block_count(3)
+        writer.add_nextn_predict_layers(1)
+        for name in ("nextn.eh_proj", "attn_norm"):
+            writer.add_tensor(f"blk.2.{name}.weight", np.ones(4, np.float32))
+
+    assert_same(*make_gguf("glm4_moe", "Q8_0", tmp_path, metadata=add_layer))
 
 
 @pytest.mark.parametrize(("family", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
@@ -143,6 +156,36 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
             UnsupportedModel,
             r"expert_gating_func: expected 1, which is softmax, got 2",
+        ),
+        (
+            "glm4_moe",
+            lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX),
+            UnsupportedModel,
+            r"expert_gating_func: expected 2, which is sigmoid, got 1",
+        ),
+        (
+            "glm4_moe",
+            lambda w: w.add_nextn_predict_layers(2),
+            BadCheckpoint,
+            r"nextn_predict_layers: expected a number below that of layers, 2, got 2",
+        ),
+        (
+            "minimax_m2",
+            lambda w: w.add_expert_weights_scale(2.5),
+            UnsupportedModel,
+            r"expert_weights_scale: expected 1, got 2\.5",
+        ),
+        (
+            "granite",
+            lambda w: w.add_bool("granite.rope.scaling.finetuned", False),
+            UnsupportedModel,
+            r"rope\.scaling\.finetuned: expected true, since layers without RoPE are not read",
+        ),
+        (
+            "granitemoe",
+            lambda w: w.add_expert_shared_feed_forward_length(64),
+            UnsupportedModel,
+            r"expert_shared_feed_forward_length: expected none, got 64",
         ),
         (
             "qwen3_moe",
@@ -345,7 +388,7 @@ def test_a_file_cut_anywhere_is_refused(llama: Path, tmp_path: Path) -> None:
             open_gguf(file)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "phi3_long", "qwen2_moe"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "phi3_long", "qwen2_moe", "glm4_moe"])
 def any_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_gguf(request.param, "Q4_0", tmp_path_factory.mktemp("gguf"))[0]
 

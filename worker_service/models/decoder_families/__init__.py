@@ -16,6 +16,7 @@ from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.decoder_families.llama_kin import (
     apertus_settings,
     arcee_settings,
+    ernie4_5_settings,
     exaone4_settings,
     glm4_settings,
     granite_settings,
@@ -62,6 +63,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "OlmoeForCausalLM": olmoe_settings,
     "GraniteMoeForCausalLM": granite_moe_settings,
     "MiniMaxM2ForCausalLM": minimax_m2_settings,
+    "Ernie4_5ForCausalLM": ernie4_5_settings,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_settings,
     "GptOssForCausalLM": gpt_oss_settings,
     "ApertusForCausalLM": apertus_settings,

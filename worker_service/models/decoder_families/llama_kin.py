@@ -290,6 +290,32 @@ def glm4_settings(config: Config) -> DecoderSettings:
     return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
 
 
+def ernie4_5_settings(config: Config) -> DecoderSettings:
+    """ERNIE 4.5 without experts: RoPE of neighbouring elements."""
+    head_dim, norm = head_dim_of(config, 128), _rms(config, 1e-5)
+    bias = bool(config.get("use_bias", False))
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim, theta=500_000.0),
+            num_kv_heads=config.get("num_key_value_heads", 2) or config["num_attention_heads"],
+            qkv_bias=bias,
+            output_bias=bias,
+            has_pairs=True,
+        ),
+        feed_forward=gated_mlp(config, bias=bias),
+        norm=norm,
+        names=NAMES,
+    )
+    return decoder_of(
+        config,
+        [layer] * config["num_hidden_layers"],
+        norm,
+        tie_word_embeddings=config.get("tie_word_embeddings", True),
+    )
+
+
 def arcee_settings(config: Config) -> DecoderSettings:
     """Arcee: a plain MLP with squared ReLU."""
     head_dim, norm = head_dim_of(config), _rms(config, 1e-5)

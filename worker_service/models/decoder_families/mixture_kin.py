@@ -62,7 +62,8 @@ def olmoe_settings(config: Config) -> DecoderSettings:
 
 
 def granite_moe_settings(config: Config) -> DecoderSettings:
-    """Granite-MoE: Granite, where one tensor has the weights of all experts."""
+    """Granite-MoE: Granite, where tensors have the weights of all experts, except in GGUF files."""
+    is_separate = config.get("has_expert_modules", False)
     experts = ExpertsSpec(
         routing=routing(
             num_experts=config.get("num_local_experts", 8),
@@ -71,9 +72,9 @@ def granite_moe_settings(config: Config) -> DecoderSettings:
         ),
         inner_size=config["intermediate_size"],
         activation=config.get("hidden_act", "silu"),
-        storage=ExpertStorage.STACK,
+        storage=ExpertStorage.SEPARATE if is_separate else ExpertStorage.STACK,
     )
-    return granite_settings(config, experts, _GRANITE_NAMES)
+    return granite_settings(config, experts, MIXTRAL_NAMES if is_separate else _GRANITE_NAMES)
 
 
 def minimax_m2_settings(config: Config) -> DecoderSettings:

@@ -1,0 +1,166 @@
+"""Tensors of a GGUF file under the names of `transformers`."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from worker_service.errors import BadCheckpoint
+from worker_service.loader.gguf_file import GgufTensor, open_gguf
+from worker_service.loader.gguf_model import (
+    ENCODERS,
+    LONG_ROPE,
+    ROPE_FREQUENCIES,
+    gguf_config,
+)
+from worker_service.loader.tensors import OpenFiles
+
+_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "smollm3")
+"""Architectures with RoPE of neighbouring elements in files, and of halves in `transformers`, so
+that the rows of queries and keys are permuted. RoPE of the others is the same in both."""
+
+_TENSORS = """
+all                      token_embd           model.embed_tokens
+all                      output_norm          model.norm
+all                      output               lm_head
+all                      attn_norm            input_layernorm
+all                      attn_q               self_attn.q_proj
+all                      attn_k               self_attn.k_proj
+all                      attn_v               self_attn.v_proj
+all                      attn_output          self_attn.o_proj
+all                      attn_q_norm          self_attn.q_norm
+all                      attn_k_norm          self_attn.k_norm
+all                      post_attention_norm  post_attention_layernorm
+all                      post_ffw_norm        post_feedforward_layernorm
+all                      ffn_norm             post_attention_layernorm
+all                      ffn_gate             mlp.gate_proj
+all                      ffn_up               mlp.up_proj
+all                      ffn_down             mlp.down_proj
+all                      ffn_gate_inp         mlp.gate
+all                      ffn_gate_exps        mlp.experts.*.gate_proj
+all                      ffn_up_exps          mlp.experts.*.up_proj
+all                      ffn_down_exps        mlp.experts.*.down_proj
+all                      ffn_gate_shexp       mlp.shared_experts.gate_proj
+all                      ffn_up_shexp         mlp.shared_experts.up_proj
+all                      ffn_down_shexp       mlp.shared_experts.down_proj
+gemma                    ffn_norm             pre_feedforward_layernorm
+phi3                     attn_qkv             self_attn.qkv_proj
+phi3,glm4                ffn_up               mlp.gate_up_proj
+glm4                     post_attention_norm  post_self_attn_layernorm
+glm4                     post_ffw_norm        post_mlp_layernorm
+glm4_moe                 post_attention_norm  post_attention_layernorm
+glm4_moe                 ffn_up               mlp.up_proj
+glm4_moe                 exp_probs_b          mlp.gate.e_score_correction_bias
+ernie4_5_moe             exp_probs_b          mlp.moe_statics.e_score_correction_bias
+minimax                  exp_probs_b          block_sparse_moe.e_score_correction_bias
+mixtral,minimax,granite  ffn_gate_inp         block_sparse_moe.gate
+mixtral,minimax,granite  ffn_gate_exps        block_sparse_moe.experts.*.w1
+mixtral,minimax,granite  ffn_up_exps          block_sparse_moe.experts.*.w3
+mixtral,minimax,granite  ffn_down_exps        block_sparse_moe.experts.*.w2
+qwen                     ffn_gate_inp_shexp   mlp.shared_expert_gate
+qwen                     ffn_gate_shexp       mlp.shared_expert.gate_proj
+qwen                     ffn_up_shexp         mlp.shared_expert.up_proj
+qwen                     ffn_down_shexp       mlp.shared_expert.down_proj
+gpt_oss                  attn_sinks           self_attn.sinks
+gpt_oss                  ffn_gate_inp         mlp.router
+encoder                  token_embd           embeddings.word_embeddings
+encoder                  token_embd_norm      embeddings.LayerNorm
+encoder                  token_types          embeddings.token_type_embeddings
+encoder                  position_embd        embeddings.position_embeddings
+encoder                  output_norm          final_norm
+encoder                  attn_q               attention.self.query
+encoder                  attn_k               attention.self.key
+encoder                  attn_v               attention.self.value
+encoder                  attn_qkv             attn.Wqkv
+encoder                  attn_output          attention.output.dense
+encoder                  attn_output_norm     attention.output.LayerNorm
+encoder                  ffn_up               intermediate.dense
+encoder                  ffn_gate             mlp.fc12
+encoder                  ffn_down             output.dense
+encoder                  layer_output_norm    output.LayerNorm
+bert                     cls                  classifier.dense
+bert                     cls.output           classifier.out_proj
+modern                   attn_norm            attention.output.LayerNorm
+modern                   ffn_norm             output.LayerNorm
+modern                   ffn_up               mlp.Wi
+modern                   cls                  head.dense
+modern                   cls.norm             head.norm
+modern                   cls.output           classifier
+"""
+"""Beginnings of `model_type`, a tensor's name in GGUF files, and its name in `transformers`, of
+which later rows take precedence. `*` stands for an expert's index."""
+
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+|cls\.\w+)\.(weight|bias)")
+_WITHOUT_SUFFIX = ("sinks", "e_score_correction_bias")
+"""Ends of names that have no `.weight` or `.bias` in `transformers`."""
+
+_STORED_AS_VECTORS = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
+"""Ends of names of matrices of one row in `transformers`."""
+
+
+def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
+    """The tensors of a model under the names of `transformers`. files: counts what is read. Raises
+    BadCheckpoint or UnsupportedModel."""
+    gguf = open_gguf(path)
+    config = gguf_config(path)
+    kind = config["model_type"]
+    heads = {}
+    architecture, num_layers = gguf.metadata["general.architecture"], config["num_hidden_layers"]
+    num_further = gguf.metadata.get(f"{architecture}.nextn_predict_layers", 0)
+    # Of layers that predict further tokens.
+    unused = tuple(f"blk.{num_layers + layer}." for layer in range(num_further))
+    if architecture in _PAIRS_ROTATED:
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    rows = map(str.split, _TENSORS.strip().splitlines())
+    groups = ("all", *(["encoder"] if kind in ENCODERS else []))
+    names = {
+        stored: name
+        for kinds, stored, name in rows
+        if kinds in groups or kind.startswith(tuple(kinds.split(",")))
+    }
+    read_already = LONG_ROPE.values() if kind == "phi3" else (ROPE_FREQUENCIES,)
+    return {
+        part.name: replace(
+            part,
+            files=files,
+            num_heads=heads.get(part.name.split(".")[-2]) if "." in part.name else None,
+            has_one_added=kind.startswith("gemma") and part.name.endswith("norm.weight"),
+        )
+        for tensor in gguf.tensors.values()
+        if tensor.stored_name not in read_already and not tensor.stored_name.startswith(unused)
+        for part in _parts(replace(tensor, name=_name(tensor.stored_name, names)))
+    }
+
+
+def _name(stored_name: str, names: Mapping[str, str]) -> str:
+    """The name in `transformers`; an unknown name is returned unchanged, and refused later."""
+    match = _TENSOR.fullmatch(stored_name)
+    if match is None or match[2] not in names:
+        return stored_name
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    name = f"{layer}{names[match[2]]}"
+    return name if name.endswith(_WITHOUT_SUFFIX) else f"{name}.{match[3]}"
+
+
+def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """The tensor, or the consecutive tensors of all experts that it contains."""
+    name, shape = tensor.name, tensor.shape
+    if name.endswith(_STORED_AS_VECTORS) and len(shape) == 1:
+        yield replace(tensor, shape=[1, *shape])
+    elif "*" not in name:
+        yield tensor
+    elif len(shape) != (num_dims := 2 if name.endswith(".bias") else 3):
+        raise BadCheckpoint(
+            f"{tensor.file}: {name}: expected {num_dims} dimensions, the first of experts, got"
+            f" {shape}"
+        )
+    else:
+        num_bytes = tensor.num_bytes // shape[0]
+        for expert in range(shape[0]):
+            yield replace(
+                tensor,
+                name=name.replace("*", str(expert)),
+                shape=shape[1:],
+                offset=tensor.offset + expert * num_bytes,
+                num_bytes=num_bytes,
+            )
