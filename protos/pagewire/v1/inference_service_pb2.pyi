@@ -13,6 +13,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from pagewire.v1 import adapter_pb2 as _adapter_pb2
 from pagewire.v1 import model_pb2 as _model_pb2
 from pagewire.v1 import pooling_pb2 as _pooling_pb2
 from pagewire.v1 import sampling_pb2 as _sampling_pb2
@@ -95,6 +96,8 @@ class GenerateRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    LORA_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The client's key for this request, 1 to 128 characters of [A-Za-z0-9._:-]. While
     the request is live, on any frontend, a second request with the same key is refused
@@ -143,6 +146,14 @@ class GenerateRequest(_message.Message):
     response times what was sent with it. It should be random, secret and at least 256 bits
     long. No token depends on it. Absent: shared with all requests without a salt.
     """
+    lora: _builtins.str
+    """The name of an adapter of the model, whose weights are added to the model's. `model` may be
+    the adapter's name instead. Absent: the model without an adapter, unless `model` names one.
+    """
+    lora_digest: _builtins.bytes
+    """In a later attempt: Started.lora_digest of an earlier one. The request continues with that
+    content, even if the name means another one by now, or none.
+    """
     @_builtins.property
     def token_ids(self) -> Global___PromptTokens:
         """Token ids, used unchanged. Not empty."""
@@ -178,15 +189,19 @@ class GenerateRequest(_message.Message):
         add_special_tokens: _builtins.bool | None = ...,
         num_speculative_tokens: _builtins.int | None = ...,
         cache_salt: _builtins.str | None = ...,
+        lora: _builtins.str | None = ...,
+        lora_digest: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_lora", b"_lora", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "lora", b"lora", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "attempt", b"attempt", "cache_salt", b"cache_salt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_lora", b"_lora", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "attempt", b"attempt", "cache_salt", b"cache_salt", "chat", b"chat", "lora", b"lora", "lora_digest", b"lora_digest", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    _WhichOneofReturnType__lora: _TypeAlias = _typing.Literal["lora"]  # noqa: Y015
+    _WhichOneofArgType__lora: _TypeAlias = _typing.Literal["_lora", b"_lora"]  # noqa: Y015
     _WhichOneofReturnType__max_hold_ms: _TypeAlias = _typing.Literal["max_hold_ms"]  # noqa: Y015
     _WhichOneofArgType__max_hold_ms: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -203,6 +218,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lora) -> _WhichOneofReturnType__lora | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_hold_ms) -> _WhichOneofReturnType__max_hold_ms | None: ...
     @_typing.overload
@@ -639,10 +656,16 @@ class Started(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    LORA_DIGEST_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """The seed in effect."""
     model: _builtins.str
     """The model in effect."""
+    lora: _builtins.str
+    """The adapter in effect; empty without one."""
+    lora_digest: _builtins.bytes
+    """Its content; empty without one."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt as token ids."""
@@ -653,10 +676,12 @@ class Started(_message.Message):
         seed: _builtins.int = ...,
         model: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        lora: _builtins.str = ...,
+        lora_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt_token_ids", b"prompt_token_ids", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "lora_digest", b"lora_digest", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2034,3 +2059,156 @@ class WatchStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchStatusResponse: _TypeAlias = WatchStatusResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    """An adapter to load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: 1 to 128 characters of [A-Za-z0-9._:/-]."""
+    path: _builtins.str
+    """A folder or file on the workers' disks. A worker without it gets the content from
+    another one.
+    """
+    model: _builtins.str
+    """The model that it is for. May be absent when one model is served."""
+    replace: _builtins.bool
+    """Whether the name may have another content: requests that use that one continue with it.
+    Otherwise the call is refused with ALREADY_EXISTS.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        model: _builtins.str | None = ...,
+        replace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model", "name", b"name", "path", b"path", "replace", b"replace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    """The adapter can be used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model that it is for."""
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _adapter_pb2.Adapter | None = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    """Selects an adapter to unload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    """The name means no adapter any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
+    """Number of requests that still use the adapter's content."""
+    def __init__(
+        self,
+        *,
+        num_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class ListAdaptersRequest(_message.Message):
+    """Requests all adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersRequest: _TypeAlias = ListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class ListAdaptersResponse(_message.Message):
+    """All adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.ModelAdapters]:
+        """One entry for each model whose workers may have adapters, by name."""
+
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[_adapter_pb2.ModelAdapters] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015

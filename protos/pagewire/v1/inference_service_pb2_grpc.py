@@ -95,6 +95,21 @@ class InferenceServiceStub(object):
                 request_serializer=pagewire_dot_v1_dot_inference__service__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pagewire.v1.InferenceService/LoadAdapter',
+                request_serializer=pagewire_dot_v1_dot_inference__service__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pagewire.v1.InferenceService/UnloadAdapter',
+                request_serializer=pagewire_dot_v1_dot_inference__service__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/pagewire.v1.InferenceService/ListAdapters',
+                request_serializer=pagewire_dot_v1_dot_inference__service__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_inference__service__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -192,6 +207,31 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Makes an adapter usable under a name, on all workers of a model or on none: an error names
+        the worker that refused it. For operators, where the frontend allows it. Loading the
+        content that a name means already changes nothing, so that a call that broke can be
+        repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Makes a name unusable at once. Requests that use the adapter continue with it. For
+        operators, where the frontend allows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Returns the adapters that the caller may use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -254,6 +294,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.WatchStatus,
                     request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.WatchStatusRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_inference__service__pb2.WatchStatusResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_inference__service__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_inference__service__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=pagewire_dot_v1_dot_inference__service__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_inference__service__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -581,6 +636,87 @@ class InferenceService(object):
             '/pagewire.v1.InferenceService/WatchStatus',
             pagewire_dot_v1_dot_inference__service__pb2.WatchStatusRequest.SerializeToString,
             pagewire_dot_v1_dot_inference__service__pb2.WatchStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.InferenceService/LoadAdapter',
+            pagewire_dot_v1_dot_inference__service__pb2.LoadAdapterRequest.SerializeToString,
+            pagewire_dot_v1_dot_inference__service__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.InferenceService/UnloadAdapter',
+            pagewire_dot_v1_dot_inference__service__pb2.UnloadAdapterRequest.SerializeToString,
+            pagewire_dot_v1_dot_inference__service__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.InferenceService/ListAdapters',
+            pagewire_dot_v1_dot_inference__service__pb2.ListAdaptersRequest.SerializeToString,
+            pagewire_dot_v1_dot_inference__service__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,6 +73,18 @@ class InferenceServiceStub:
     """Returns a snapshot of the deployment."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_inference_service_pb2.WatchStatusRequest, _inference_service_pb2.WatchStatusResponse]
     """Snapshots at a regular interval."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.LoadAdapterRequest, _inference_service_pb2.LoadAdapterResponse]
+    """Makes an adapter usable under a name, on all workers of a model or on none: an error names
+    the worker that refused it. For operators, where the frontend allows it. Loading the
+    content that a name means already changes nothing, so that a call that broke can be
+    repeated.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadAdapterRequest, _inference_service_pb2.UnloadAdapterResponse]
+    """Makes a name unusable at once. Requests that use the adapter continue with it. For
+    operators, where the frontend allows it.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ListAdaptersRequest, _inference_service_pb2.ListAdaptersResponse]
+    """Returns the adapters that the caller may use."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -114,6 +126,18 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Returns a snapshot of the deployment."""
     WatchStatus: _aio.UnaryStreamMultiCallable[_inference_service_pb2.WatchStatusRequest, _inference_service_pb2.WatchStatusResponse]  # type: ignore[assignment]
     """Snapshots at a regular interval."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.LoadAdapterRequest, _inference_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Makes an adapter usable under a name, on all workers of a model or on none: an error names
+    the worker that refused it. For operators, where the frontend allows it. Loading the
+    content that a name means already changes nothing, so that a call that broke can be
+    repeated.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadAdapterRequest, _inference_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Makes a name unusable at once. Requests that use the adapter continue with it. For
+    operators, where the frontend allows it.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ListAdaptersRequest, _inference_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Returns the adapters that the caller may use."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation, vectors and scores of texts, tokenization, model information and status."""
@@ -224,5 +248,35 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_service_pb2.WatchStatusResponse], _abc.AsyncIterator[_inference_service_pb2.WatchStatusResponse]]:
         """Snapshots at a regular interval."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _inference_service_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.LoadAdapterResponse, _abc.Awaitable[_inference_service_pb2.LoadAdapterResponse]]:
+        """Makes an adapter usable under a name, on all workers of a model or on none: an error names
+        the worker that refused it. For operators, where the frontend allows it. Loading the
+        content that a name means already changes nothing, so that a call that broke can be
+        repeated.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _inference_service_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.UnloadAdapterResponse, _abc.Awaitable[_inference_service_pb2.UnloadAdapterResponse]]:
+        """Makes a name unusable at once. Requests that use the adapter continue with it. For
+        operators, where the frontend allows it.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _inference_service_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_service_pb2.ListAdaptersResponse, _abc.Awaitable[_inference_service_pb2.ListAdaptersResponse]]:
+        """Returns the adapters that the caller may use."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

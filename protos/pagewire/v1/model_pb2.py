@@ -26,7 +26,7 @@ from pagewire.v1 import columns_pb2 as pagewire_dot_v1_dot_columns__pb2
 from pagewire.v1 import pooling_pb2 as pagewire_dot_v1_dot_pooling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagewire/v1/model.proto\x12\x0bpagewire.v1\x1a\x19pagewire/v1/columns.proto\x1a\x19pagewire/v1/pooling.proto\"\x97\x05\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x1d\n\reos_token_ids\x18\x06 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x19\n\x0c\x62os_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12-\n\x0c\x63\x61\x63he_groups\x18\t \x03(\x0b\x32\x17.pagewire.v1.CacheGroup\x12\x13\n\x0b\x62lock_bytes\x18\n \x01(\x04\x12\x16\n\x0enum_parameters\x18\x0b \x01(\x04\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0c \x01(\x08\x12\x19\n\x11structured_output\x18\r \x01(\x08\x12\x12\n\narithmetic\x18\x0e \x01(\t\x12\x0f\n\x07\x61liases\x18\x0f \x03(\t\x12\x18\n\x10uses_cuda_graphs\x18\x10 \x01(\x08\x12\x18\n\x10reasoning_parser\x18\x11 \x01(\t\x12\x18\n\x10tool_call_parser\x18\x12 \x01(\t\x12\x0f\n\x07weights\x18\x13 \x01(\t\x12\x19\n\x11max_cached_tokens\x18\x14 \x01(\r\x12\x1b\n\x13generation_defaults\x18\x15 \x03(\t\x12)\n\nwork_kinds\x18\x16 \x03(\x0e\x32\x15.pagewire.v1.WorkKind\x12)\n\x07pooling\x18\x17 \x01(\x0b\x32\x18.pagewire.v1.PoolingInfo\x12\x14\n\x0cwhole_prompt\x18\x18 \x01(\x08\x12\x14\n\x0c\x63\x61\x63he_layout\x18\x19 \x01(\tB\x0f\n\r_bos_token_id\"r\n\nCacheGroup\x12,\n\x08lifetime\x18\x01 \x01(\x0e\x32\x1a.pagewire.v1.CacheLifetime\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x0c\n\x04span\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"2\n\x0fModelAssetChunk\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c*V\n\x08WorkKind\x12\x19\n\x15WORK_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14WORK_KIND_GENERATION\x10\x01\x12\x15\n\x11WORK_KIND_POOLING\x10\x02*\xb4\x01\n\rCacheLifetime\x12\x1e\n\x1a\x43\x41\x43HE_LIFETIME_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43\x41\x43HE_LIFETIME_GROWING\x10\x01\x12\x19\n\x15\x43\x41\x43HE_LIFETIME_WINDOW\x10\x02\x12\x18\n\x14\x43\x41\x43HE_LIFETIME_CHUNK\x10\x03\x12\x18\n\x14\x43\x41\x43HE_LIFETIME_STATE\x10\x04\x12\x18\n\x14\x43\x41\x43HE_LIFETIME_FIXED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagewire/v1/model.proto\x12\x0bpagewire.v1\x1a\x19pagewire/v1/columns.proto\x1a\x19pagewire/v1/pooling.proto\"\xaa\x05\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x1d\n\reos_token_ids\x18\x06 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x19\n\x0c\x62os_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12-\n\x0c\x63\x61\x63he_groups\x18\t \x03(\x0b\x32\x17.pagewire.v1.CacheGroup\x12\x13\n\x0b\x62lock_bytes\x18\n \x01(\x04\x12\x16\n\x0enum_parameters\x18\x0b \x01(\x04\x12\x17\n\x0f\x62\x61tch_invariant\x18\x0c \x01(\x08\x12\x19\n\x11structured_output\x18\r \x01(\x08\x12\x12\n\narithmetic\x18\x0e \x01(\t\x12\x0f\n\x07\x61liases\x18\x0f \x03(\t\x12\x18\n\x10uses_cuda_graphs\x18\x10 \x01(\x08\x12\x18\n\x10reasoning_parser\x18\x11 \x01(\t\x12\x18\n\x10tool_call_parser\x18\x12 \x01(\t\x12\x0f\n\x07weights\x18\x13 \x01(\t\x12\x19\n\x11max_cached_tokens\x18\x14 \x01(\r\x12\x1b\n\x13generation_defaults\x18\x15 \x03(\t\x12)\n\nwork_kinds\x18\x16 \x03(\x0e\x32\x15.pagewire.v1.WorkKind\x12)\n\x07pooling\x18\x17 \x01(\x0b\x32\x18.pagewire.v1.PoolingInfo\x12\x14\n\x0cwhole_prompt\x18\x18 \x01(\x08\x12\x14\n\x0c\x63\x61\x63he_layout\x18\x19 \x01(\t\x12\x11\n\tmax_loras\x18\x1a \x01(\rB\x0f\n\r_bos_token_id\"r\n\nCacheGroup\x12,\n\x08lifetime\x18\x01 \x01(\x0e\x32\x1a.pagewire.v1.CacheLifetime\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x0c\n\x04span\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"2\n\x0fModelAssetChunk\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c*V\n\x08WorkKind\x12\x19\n\x15WORK_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14WORK_KIND_GENERATION\x10\x01\x12\x15\n\x11WORK_KIND_POOLING\x10\x02*\xb4\x01\n\rCacheLifetime\x12\x1e\n\x1a\x43\x41\x43HE_LIFETIME_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43\x41\x43HE_LIFETIME_GROWING\x10\x01\x12\x19\n\x15\x43\x41\x43HE_LIFETIME_WINDOW\x10\x02\x12\x18\n\x14\x43\x41\x43HE_LIFETIME_CHUNK\x10\x03\x12\x18\n\x14\x43\x41\x43HE_LIFETIME_STATE\x10\x04\x12\x18\n\x14\x43\x41\x43HE_LIFETIME_FIXED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,14 +35,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELINFO'].fields_by_name['eos_token_ids']._loaded_options = None
   _globals['_MODELINFO'].fields_by_name['eos_token_ids']._serialized_options = b'\342\333\030\002\010\001'
-  _globals['_WORKKIND']._serialized_start=928
-  _globals['_WORKKIND']._serialized_end=1014
-  _globals['_CACHELIFETIME']._serialized_start=1017
-  _globals['_CACHELIFETIME']._serialized_end=1197
+  _globals['_WORKKIND']._serialized_start=947
+  _globals['_WORKKIND']._serialized_end=1033
+  _globals['_CACHELIFETIME']._serialized_start=1036
+  _globals['_CACHELIFETIME']._serialized_end=1216
   _globals['_MODELINFO']._serialized_start=95
-  _globals['_MODELINFO']._serialized_end=758
-  _globals['_CACHEGROUP']._serialized_start=760
-  _globals['_CACHEGROUP']._serialized_end=874
-  _globals['_MODELASSETCHUNK']._serialized_start=876
-  _globals['_MODELASSETCHUNK']._serialized_end=926
+  _globals['_MODELINFO']._serialized_end=777
+  _globals['_CACHEGROUP']._serialized_start=779
+  _globals['_CACHEGROUP']._serialized_end=893
+  _globals['_MODELASSETCHUNK']._serialized_start=895
+  _globals['_MODELASSETCHUNK']._serialized_end=945
 # @@protoc_insertion_point(module_scope)

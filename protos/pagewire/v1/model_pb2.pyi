@@ -123,6 +123,7 @@ class ModelInfo(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     WHOLE_PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that clients use in GenerateRequest.model."""
     fingerprint: _builtins.str
@@ -188,6 +189,10 @@ class ModelInfo(_message.Message):
     remains unused, for example "growing of 80 tokens (triton), window 512 of 16 tokens
     (flash), 1.2% unused". Empty: not reported.
     """
+    max_loras: _builtins.int
+    """Most adapters that the sequences of a worker may have together at a time; 0: the workers
+    have none. Workers of one model must agree.
+    """
     @_builtins.property
     def cache_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
         """The model's cache groups; plans name them by their index here. Ranks must agree. None for
@@ -243,10 +248,11 @@ class ModelInfo(_message.Message):
         pooling: _pooling_pb2.PoolingInfo | None = ...,
         whole_prompt: _builtins.bool = ...,
         cache_layout: _builtins.str = ...,
+        max_loras: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "bos_token_id", b"bos_token_id", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "pooling", b"pooling", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights", "whole_prompt", b"whole_prompt", "work_kinds", b"work_kinds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "bos_token_id", b"bos_token_id", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "pooling", b"pooling", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights", "whole_prompt", b"whole_prompt", "work_kinds", b"work_kinds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

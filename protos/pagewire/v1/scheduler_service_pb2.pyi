@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from pagewire.v1 import adapter_pb2 as _adapter_pb2
 from pagewire.v1 import context_pb2 as _context_pb2
 from pagewire.v1 import inference_service_pb2 as _inference_service_pb2
 from pagewire.v1 import model_pb2 as _model_pb2
@@ -457,6 +458,7 @@ class ServedModels(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     KNOWN_MODELS_FIELD_NUMBER: _builtins.int
     LOADING_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelInfo]:
         """Models that can be served now, by name."""
@@ -472,16 +474,21 @@ class ServedModels(_message.Message):
     def loading(self) -> _containers.RepeatedCompositeFieldContainer[_status_pb2.WorkerLoading]:
         """Workers that are loading a model."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.ModelAdapters]:
+        """Adapters of the models above, except for models whose workers have none."""
+
     def __init__(
         self,
         *,
         models: _abc.Iterable[_model_pb2.ModelInfo] | None = ...,
         known_models: _abc.Iterable[_builtins.str] | None = ...,
         loading: _abc.Iterable[_status_pb2.WorkerLoading] | None = ...,
+        adapters: _abc.Iterable[_adapter_pb2.ModelAdapters] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_models", b"known_models", "loading", b"loading", "models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "known_models", b"known_models", "loading", b"loading", "models", b"models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -841,6 +848,7 @@ class WorkerRegistration(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process."""
     group_id: _builtins.str
@@ -863,6 +871,10 @@ class WorkerRegistration(_message.Message):
     def model(self) -> _model_pb2.ModelInfo:
         """The loaded model."""
 
+    @_builtins.property
+    def adapters(self) -> _adapter_pb2.AdapterSet:
+        """The adapters that the worker has, all of them with their contents."""
+
     def __init__(
         self,
         *,
@@ -875,10 +887,11 @@ class WorkerRegistration(_message.Message):
         last_epoch: _builtins.int = ...,
         version: _builtins.str = ...,
         samples: _builtins.bool = ...,
+        adapters: _adapter_pb2.AdapterSet | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "group_id", b"group_id", "last_epoch", b"last_epoch", "model", b"model", "rank", b"rank", "samples", b"samples", "version", b"version", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "group_id", b"group_id", "last_epoch", b"last_epoch", "model", b"model", "rank", b"rank", "samples", b"samples", "version", b"version", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1214,3 +1227,156 @@ class DrainWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerServiceLoadAdapterRequest(_message.Message):
+    """An adapter to load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: 1 to 128 characters of [A-Za-z0-9._:/-]."""
+    path: _builtins.str
+    """A folder or file on the workers' disks. A worker without it gets the content from
+    another one.
+    """
+    model: _builtins.str
+    """The model that it is for. May be absent when one model is served."""
+    replace: _builtins.bool
+    """Whether the name may have another content: requests that use that one continue with it.
+    Otherwise the call is refused with ALREADY_EXISTS.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        model: _builtins.str | None = ...,
+        replace: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "model", b"model", "name", b"name", "path", b"path", "replace", b"replace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
+    _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+
+Global___SchedulerServiceLoadAdapterRequest: _TypeAlias = SchedulerServiceLoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class SchedulerServiceLoadAdapterResponse(_message.Message):
+    """The adapter can be used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model that it is for."""
+    @_builtins.property
+    def adapter(self) -> _adapter_pb2.Adapter:
+        """The adapter."""
+
+    def __init__(
+        self,
+        *,
+        adapter: _adapter_pb2.Adapter | None = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerServiceLoadAdapterResponse: _TypeAlias = SchedulerServiceLoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerServiceUnloadAdapterRequest(_message.Message):
+    """Selects an adapter to unload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerServiceUnloadAdapterRequest: _TypeAlias = SchedulerServiceUnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class SchedulerServiceUnloadAdapterResponse(_message.Message):
+    """The name means no adapter any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
+    """Number of requests that still use the adapter's content."""
+    def __init__(
+        self,
+        *,
+        num_requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerServiceUnloadAdapterResponse: _TypeAlias = SchedulerServiceUnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class SchedulerServiceListAdaptersRequest(_message.Message):
+    """Requests all adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerServiceListAdaptersRequest: _TypeAlias = SchedulerServiceListAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class SchedulerServiceListAdaptersResponse(_message.Message):
+    """All adapters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODELS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[_adapter_pb2.ModelAdapters]:
+        """One entry for each model whose workers may have adapters, by name."""
+
+    def __init__(
+        self,
+        *,
+        models: _abc.Iterable[_adapter_pb2.ModelAdapters] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SchedulerServiceListAdaptersResponse: _TypeAlias = SchedulerServiceListAdaptersResponse  # noqa: Y015

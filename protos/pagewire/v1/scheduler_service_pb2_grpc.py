@@ -70,6 +70,21 @@ class SchedulerServiceStub(object):
                 request_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pagewire.v1.SchedulerService/LoadAdapter',
+                request_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceLoadAdapterRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceLoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pagewire.v1.SchedulerService/UnloadAdapter',
+                request_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceUnloadAdapterRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceUnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/pagewire.v1.SchedulerService/ListAdapters',
+                request_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceListAdaptersRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -134,6 +149,29 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Makes an adapter usable under a name, on all workers of a model or on none: an error names
+        the worker that refused it. Frontends know the name when the call returns. Loading the
+        content that a name means already changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Makes a name unusable at once. Requests that use the adapter continue with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Returns the adapters of all models.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -171,6 +209,21 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.DrainWorkerRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceLoadAdapterRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceLoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceUnloadAdapterRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceUnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceListAdaptersRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -363,6 +416,87 @@ class SchedulerService(object):
             '/pagewire.v1.SchedulerService/DrainWorker',
             pagewire_dot_v1_dot_scheduler__service__pb2.DrainWorkerRequest.SerializeToString,
             pagewire_dot_v1_dot_scheduler__service__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.SchedulerService/LoadAdapter',
+            pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceLoadAdapterRequest.SerializeToString,
+            pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceLoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.SchedulerService/UnloadAdapter',
+            pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceUnloadAdapterRequest.SerializeToString,
+            pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceUnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.SchedulerService/ListAdapters',
+            pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceListAdaptersRequest.SerializeToString,
+            pagewire_dot_v1_dot_scheduler__service__pb2.SchedulerServiceListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

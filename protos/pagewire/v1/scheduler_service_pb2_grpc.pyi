@@ -60,6 +60,15 @@ class SchedulerServiceStub:
     returns at once; until the group is gone, GetStatus lists it as DRAINING, with the
     sequences that still run. NOT_FOUND if there is no such group.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceLoadAdapterRequest, _scheduler_service_pb2.SchedulerServiceLoadAdapterResponse]
+    """Makes an adapter usable under a name, on all workers of a model or on none: an error names
+    the worker that refused it. Frontends know the name when the call returns. Loading the
+    content that a name means already changes nothing.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceUnloadAdapterRequest, _scheduler_service_pb2.SchedulerServiceUnloadAdapterResponse]
+    """Makes a name unusable at once. Requests that use the adapter continue with it."""
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceListAdaptersRequest, _scheduler_service_pb2.SchedulerServiceListAdaptersResponse]
+    """Returns the adapters of all models."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -93,6 +102,15 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     returns at once; until the group is gone, GetStatus lists it as DRAINING, with the
     sequences that still run. NOT_FOUND if there is no such group.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceLoadAdapterRequest, _scheduler_service_pb2.SchedulerServiceLoadAdapterResponse]  # type: ignore[assignment]
+    """Makes an adapter usable under a name, on all workers of a model or on none: an error names
+    the worker that refused it. Frontends know the name when the call returns. Loading the
+    content that a name means already changes nothing.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceUnloadAdapterRequest, _scheduler_service_pb2.SchedulerServiceUnloadAdapterResponse]  # type: ignore[assignment]
+    """Makes a name unusable at once. Requests that use the adapter continue with it."""
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceListAdaptersRequest, _scheduler_service_pb2.SchedulerServiceListAdaptersResponse]  # type: ignore[assignment]
+    """Returns the adapters of all models."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The calls that frontends, workers and operators make to the core."""
@@ -165,5 +183,32 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         returns at once; until the group is gone, GetStatus lists it as DRAINING, with the
         sequences that still run. NOT_FOUND if there is no such group.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _scheduler_service_pb2.SchedulerServiceLoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.SchedulerServiceLoadAdapterResponse, _abc.Awaitable[_scheduler_service_pb2.SchedulerServiceLoadAdapterResponse]]:
+        """Makes an adapter usable under a name, on all workers of a model or on none: an error names
+        the worker that refused it. Frontends know the name when the call returns. Loading the
+        content that a name means already changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _scheduler_service_pb2.SchedulerServiceUnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.SchedulerServiceUnloadAdapterResponse, _abc.Awaitable[_scheduler_service_pb2.SchedulerServiceUnloadAdapterResponse]]:
+        """Makes a name unusable at once. Requests that use the adapter continue with it."""
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _scheduler_service_pb2.SchedulerServiceListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_service_pb2.SchedulerServiceListAdaptersResponse, _abc.Awaitable[_scheduler_service_pb2.SchedulerServiceListAdaptersResponse]]:
+        """Returns the adapters of all models."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

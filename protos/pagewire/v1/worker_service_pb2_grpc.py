@@ -63,6 +63,26 @@ class WorkerServiceStub(object):
                 request_serializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pagewire.v1.WorkerService/LoadAdapter',
+                request_serializer=pagewire_dot_v1_dot_worker__service__pb2.WorkerServiceLoadAdapterRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.WorkerServiceLoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.GetAdapter = channel.unary_stream(
+                '/pagewire.v1.WorkerService/GetAdapter',
+                request_serializer=pagewire_dot_v1_dot_worker__service__pb2.GetAdapterRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.GetAdapterResponse.FromString,
+                _registered_method=True)
+        self.PutAdapter = channel.stream_unary(
+                '/pagewire.v1.WorkerService/PutAdapter',
+                request_serializer=pagewire_dot_v1_dot_worker__service__pb2.PutAdapterRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.PutAdapterResponse.FromString,
+                _registered_method=True)
+        self.SetAdapters = channel.unary_unary(
+                '/pagewire.v1.WorkerService/SetAdapters',
+                request_serializer=pagewire_dot_v1_dot_worker__service__pb2.SetAdaptersRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.SetAdaptersResponse.FromString,
+                _registered_method=True)
         self.StartProfile = channel.unary_unary(
                 '/pagewire.v1.WorkerService/StartProfile',
                 request_serializer=pagewire_dot_v1_dot_worker__service__pb2.StartProfileRequest.SerializeToString,
@@ -133,6 +153,39 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads an adapter from the worker's disk and keeps its content, under no name, also if it
+        has it already. Refused with NOT_FOUND if nothing is at the path, with FAILED_PRECONDITION
+        if it is no adapter for the model, with RESOURCE_EXHAUSTED if the worker has as many
+        contents as it may keep, and with INVALID_ARGUMENT if it was not started for adapters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAdapter(self, request, context):
+        """Returns the content of an adapter that the worker has, else NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutAdapter(self, request_iterator, context):
+        """Keeps the content of an adapter that another worker of the model has returned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetAdapters(self, request, context):
+        """Replaces the worker's table of adapters, which its next registrations carry, and drops all
+        other contents as soon as no sequence uses them. Has no effect if the answer lists contents
+        that the worker does not have. Refused with ABORTED if its table has a greater version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartProfile(self, request, context):
         """Starts a torch profiler trace.
         """
@@ -174,6 +227,26 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ExecuteSteps,
                     request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.WorkerServiceLoadAdapterRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_worker__service__pb2.WorkerServiceLoadAdapterResponse.SerializeToString,
+            ),
+            'GetAdapter': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetAdapter,
+                    request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.GetAdapterRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_worker__service__pb2.GetAdapterResponse.SerializeToString,
+            ),
+            'PutAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutAdapter,
+                    request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.PutAdapterRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_worker__service__pb2.PutAdapterResponse.SerializeToString,
+            ),
+            'SetAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdapters,
+                    request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.SetAdaptersRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_worker__service__pb2.SetAdaptersResponse.SerializeToString,
             ),
             'StartProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.StartProfile,
@@ -325,6 +398,114 @@ class WorkerService(object):
             '/pagewire.v1.WorkerService/ExecuteSteps',
             pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsRequest.SerializeToString,
             pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.WorkerService/LoadAdapter',
+            pagewire_dot_v1_dot_worker__service__pb2.WorkerServiceLoadAdapterRequest.SerializeToString,
+            pagewire_dot_v1_dot_worker__service__pb2.WorkerServiceLoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagewire.v1.WorkerService/GetAdapter',
+            pagewire_dot_v1_dot_worker__service__pb2.GetAdapterRequest.SerializeToString,
+            pagewire_dot_v1_dot_worker__service__pb2.GetAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/pagewire.v1.WorkerService/PutAdapter',
+            pagewire_dot_v1_dot_worker__service__pb2.PutAdapterRequest.SerializeToString,
+            pagewire_dot_v1_dot_worker__service__pb2.PutAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.WorkerService/SetAdapters',
+            pagewire_dot_v1_dot_worker__service__pb2.SetAdaptersRequest.SerializeToString,
+            pagewire_dot_v1_dot_worker__service__pb2.SetAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

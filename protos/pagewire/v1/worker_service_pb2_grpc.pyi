@@ -66,6 +66,21 @@ class WorkerServiceStub:
     half-closes the stream, it ends with OK after the last result. However a stream
     ends, its sequences are forgotten and the worker is ready for a greater epoch.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.WorkerServiceLoadAdapterRequest, _worker_service_pb2.WorkerServiceLoadAdapterResponse]
+    """Reads an adapter from the worker's disk and keeps its content, under no name, also if it
+    has it already. Refused with NOT_FOUND if nothing is at the path, with FAILED_PRECONDITION
+    if it is no adapter for the model, with RESOURCE_EXHAUSTED if the worker has as many
+    contents as it may keep, and with INVALID_ARGUMENT if it was not started for adapters.
+    """
+    GetAdapter: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.GetAdapterRequest, _worker_service_pb2.GetAdapterResponse]
+    """Returns the content of an adapter that the worker has, else NOT_FOUND."""
+    PutAdapter: _grpc.StreamUnaryMultiCallable[_worker_service_pb2.PutAdapterRequest, _worker_service_pb2.PutAdapterResponse]
+    """Keeps the content of an adapter that another worker of the model has returned."""
+    SetAdapters: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.SetAdaptersRequest, _worker_service_pb2.SetAdaptersResponse]
+    """Replaces the worker's table of adapters, which its next registrations carry, and drops all
+    other contents as soon as no sequence uses them. Has no effect if the answer lists contents
+    that the worker does not have. Refused with ABORTED if its table has a greater version.
+    """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.StartProfileRequest, _worker_service_pb2.StartProfileResponse]
     """Starts a torch profiler trace."""
     StopProfile: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.StopProfileRequest, _worker_service_pb2.StopProfileResponse]
@@ -108,6 +123,21 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     field and a colon. Results of the plans before it are sent first. When the core
     half-closes the stream, it ends with OK after the last result. However a stream
     ends, its sequences are forgotten and the worker is ready for a greater epoch.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.WorkerServiceLoadAdapterRequest, _worker_service_pb2.WorkerServiceLoadAdapterResponse]  # type: ignore[assignment]
+    """Reads an adapter from the worker's disk and keeps its content, under no name, also if it
+    has it already. Refused with NOT_FOUND if nothing is at the path, with FAILED_PRECONDITION
+    if it is no adapter for the model, with RESOURCE_EXHAUSTED if the worker has as many
+    contents as it may keep, and with INVALID_ARGUMENT if it was not started for adapters.
+    """
+    GetAdapter: _aio.UnaryStreamMultiCallable[_worker_service_pb2.GetAdapterRequest, _worker_service_pb2.GetAdapterResponse]  # type: ignore[assignment]
+    """Returns the content of an adapter that the worker has, else NOT_FOUND."""
+    PutAdapter: _aio.StreamUnaryMultiCallable[_worker_service_pb2.PutAdapterRequest, _worker_service_pb2.PutAdapterResponse]  # type: ignore[assignment]
+    """Keeps the content of an adapter that another worker of the model has returned."""
+    SetAdapters: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.SetAdaptersRequest, _worker_service_pb2.SetAdaptersResponse]  # type: ignore[assignment]
+    """Replaces the worker's table of adapters, which its next registrations carry, and drops all
+    other contents as soon as no sequence uses them. Has no effect if the answer lists contents
+    that the worker does not have. Refused with ABORTED if its table has a greater version.
     """
     StartProfile: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.StartProfileRequest, _worker_service_pb2.StartProfileResponse]  # type: ignore[assignment]
     """Starts a torch profiler trace."""
@@ -178,6 +208,45 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         field and a colon. Results of the plans before it are sent first. When the core
         half-closes the stream, it ends with OK after the last result. However a stream
         ends, its sequences are forgotten and the worker is ready for a greater epoch.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_service_pb2.WorkerServiceLoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_service_pb2.WorkerServiceLoadAdapterResponse, _abc.Awaitable[_worker_service_pb2.WorkerServiceLoadAdapterResponse]]:
+        """Reads an adapter from the worker's disk and keeps its content, under no name, also if it
+        has it already. Refused with NOT_FOUND if nothing is at the path, with FAILED_PRECONDITION
+        if it is no adapter for the model, with RESOURCE_EXHAUSTED if the worker has as many
+        contents as it may keep, and with INVALID_ARGUMENT if it was not started for adapters.
+        """
+
+    @_abc_1.abstractmethod
+    def GetAdapter(
+        self,
+        request: _worker_service_pb2.GetAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.GetAdapterResponse], _abc.AsyncIterator[_worker_service_pb2.GetAdapterResponse]]:
+        """Returns the content of an adapter that the worker has, else NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def PutAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_service_pb2.PutAdapterRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_service_pb2.PutAdapterResponse, _abc.Awaitable[_worker_service_pb2.PutAdapterResponse]]:
+        """Keeps the content of an adapter that another worker of the model has returned."""
+
+    @_abc_1.abstractmethod
+    def SetAdapters(
+        self,
+        request: _worker_service_pb2.SetAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_service_pb2.SetAdaptersResponse, _abc.Awaitable[_worker_service_pb2.SetAdaptersResponse]]:
+        """Replaces the worker's table of adapters, which its next registrations carry, and drops all
+        other contents as soon as no sequence uses them. Has no effect if the answer lists contents
+        that the worker does not have. Refused with ABORTED if its table has a greater version.
         """
 
     @_abc_1.abstractmethod
