@@ -8,6 +8,9 @@
     ├── TenantLimit            the same, for the open requests of the caller's tenant
     ├── DeadlineUnreachable    the same: what waits before the request takes too long for it
     ├── UnknownModel           no such model is served
+    ├── UnknownAdapter         no such adapter is loaded
+    ├── DuplicateAdapter       the name means an adapter of another content
+    ├── AdapterRefused         a worker cannot use the adapter, or has no room for it
     ├── UnknownRequest         no such request is live
     ├── UnknownWorkerGroup     no worker of such a group is registered
     ├── DuplicateRequest       a request with this id is live
@@ -53,6 +56,18 @@ class DeadlineUnreachable(PagewireError):
 
 class UnknownModel(PagewireError):
     """No model of this name is served."""
+
+
+class UnknownAdapter(PagewireError):
+    """No adapter of this name or content is loaded."""
+
+
+class DuplicateAdapter(PagewireError):
+    """The name means an adapter of another content."""
+
+
+class AdapterRefused(PagewireError):
+    """A worker cannot use the adapter, or has no room for it; nothing has changed."""
 
 
 class UnknownRequest(PagewireError):

@@ -40,11 +40,15 @@ class TenantConfig:
     its prompt and its maximum output. Further requests wait; one that alone needs more is
     refused."""
 
+    max_loras: int | None = None
+    """Maximum number of adapters that its live requests may have together; requests with further
+    ones are refused."""
+
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"weight must be a number above 0, is {self.weight}")
-        for name in ("max_requests", "max_queued_tokens", "max_kv_blocks"):
+        for name in ("max_requests", "max_queued_tokens", "max_kv_blocks", "max_loras"):
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} must be at least 1, is {limit}")
@@ -326,6 +330,8 @@ class WorkerGroupCapacity:
     """Which tokens' hidden states get labels."""
     whole_prompt: bool = False
     """Whether a prompt must be computed in one row, and no cached prefix can be reused."""
+    max_loras: int = 0
+    """Maximum number of adapters that the sequences of its workers may have together; 0: none."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
@@ -351,6 +357,8 @@ class WorkerGroupCapacity:
             )
         if self.whole_prompt and WorkKind.GENERATION in self.work_kinds:
             raise ValueError("whole_prompt must be false with the work kind generation, is true")
+        if self.max_loras < 0:
+            raise ValueError(f"max_loras must be at least 0, is {self.max_loras}")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, is {self.max_model_len}")
 

@@ -49,6 +49,11 @@ def num_source_tokens(context: Context) -> int:
     return sum(part.length for part in context if part.kind is ContextKind.MEDIA)
 
 
+def adapter_of(context: Context) -> bytes | None:
+    """The digest of the adapter whose weights are added to the model's; None without one."""
+    return next((part.digest for part in context if part.kind is ContextKind.ADAPTER), None)
+
+
 def tenant_context(name: str) -> Context:
     """The salt of a tenant: no client's salt has its digest, because those have another domain."""
     digest = hashlib.blake2b(name.encode(), digest_size=DIGEST_BYTES, person=b"tenant").digest()

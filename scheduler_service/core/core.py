@@ -138,14 +138,30 @@ class SchedulerCore:
             return False
         return not moves.is_needed(self._fleet.model_of(scheduler), scheduler)
 
+    # Adapters.
+
+    def set_adapters(self, model: str, adapters: dict[str, str]) -> None:
+        """Set the adapters that all worker groups of a model have: names by the digest, in
+        hexadecimal digits. Requests with other ones are refused."""
+        by_digest = {bytes.fromhex(digest): name for digest, name in adapters.items()}
+        self._fleet.adapters[model] = by_digest
+
+    def num_requests_with(self, model: str, adapter: bytes) -> int:
+        """Live requests for a model with an adapter."""
+        return sum(
+            seq_group.adapter == adapter and seq_group.request.model == model
+            for seq_group in self._registry.seq_groups()
+        )
+
     # Requests.
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a request, and report it to its frontend as accepted. A later attempt at a live
         request ends the earlier one.
 
-        Raises InvalidArgument, DuplicateRequest, RequestTakenOver, UnknownModel, PromptTooLong,
-        TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; nothing has changed then.
+        Raises InvalidArgument, DuplicateRequest, RequestTakenOver, UnknownModel, UnknownAdapter,
+        PromptTooLong, TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; nothing has
+        changed then.
         """
         seq_group, previous = self._admission.admit(request, now)
         if previous is not None:

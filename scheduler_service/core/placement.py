@@ -27,6 +27,8 @@ class Placement:
     """Id of the worker group whose capacity is reserved for it."""
     until_us: int | None = None
     """End of its wait for a worker group although another one has capacity."""
+    slot_wait_us: int | None = None
+    """When the router first found no slot for its adapter in any worker group."""
     refusals: dict[str, int] = field(default_factory=dict)
     """Worker groups that had no room for it, by id, with their `num_changes` at that time. They are
     asked again only after that number, or the request, has changed."""
@@ -36,7 +38,7 @@ class Placement:
         self.is_placed = self.was_placed = True
         self.kv_quota, self.num_cache_tokens = kv_quota, num_cache_tokens
         tenant.kv_quota += kv_quota
-        self.awaits = self.until_us = None
+        self.awaits = self.until_us = self.slot_wait_us = None
         self.refusals = {}
 
     def release(self, tenant: TenantUsage) -> None:

@@ -151,12 +151,15 @@ Kind = TypeVar("Kind", bound=Hashable)
 """The key of requests that may be placed on the same worker groups."""
 
 
+_Key: TypeAlias = tuple[str | None, Kind, bytes | None]
+
+
 class ModelQueue(Generic[Kind]):
     """Waiting groups in the policy's order, with the sums that admission uses.
 
-    Each of the policy's queues is split by the kind of its requests, so that all requests of a
-    kind that no worker group has room for are skipped at once. Among queues with equal policy
-    keys, the one whose head has the lowest rank is first.
+    Each of the policy's queues is split by the kind and the adapter of its requests, so that all
+    requests of those that no worker group has room for are skipped at once. Among queues with equal
+    policy keys, the one whose head has the lowest rank is first.
 
     A queue's position in the heap may be out of date, because its tenant was served; since its
     key can only have grown, it is enough to update the queue at the top of the heap.
@@ -166,9 +169,9 @@ class ModelQueue(Generic[Kind]):
         """`kind_of` is called for a group when it is added, and by `reorder`."""
         self._policy = policy
         self._kind_of = kind_of
-        self._queues: dict[tuple[str | None, Kind], WaitingQueue] = {}
-        """The per-key queues, by the policy's key for the tenant and the kind."""
-        self._key_of: dict[SequenceGroup, tuple[str | None, Kind]] = {}
+        self._queues: dict[_Key[Kind], WaitingQueue] = {}
+        """The per-key queues, by the policy's key for the tenant, the kind and the adapter."""
+        self._key_of: dict[SequenceGroup, _Key[Kind]] = {}
         self._order: RemovableHeap[WaitingQueue] = RemovableHeap()
         self._num_queues: Counter[str | None] = Counter()
         """Number of per-key queues that each of the policy's queues is split into."""
@@ -254,7 +257,7 @@ class ModelQueue(Generic[Kind]):
         """The groups of one kind, in no particular order."""
         if kind not in self._num_of_kind:
             return []
-        queues = (queue for (_, of_kind), queue in self._queues.items() if of_kind == kind)
+        queues = (queue for (_, of_kind, _), queue in self._queues.items() if of_kind == kind)
         return list(chain.from_iterable(queues))
 
     def skip_tenant_limited(self, head: SequenceGroup) -> None:
@@ -311,7 +314,7 @@ class ModelQueue(Generic[Kind]):
     def num_tokens_before(self, seq_group: SequenceGroup) -> int:
         """Lower bound of the prompt tokens that are served before a group: those before it in its
         per-key queue, in which it need not be itself. Linear in that queue."""
-        key = self._policy.queue_name(seq_group.tenant), self._kind_of(seq_group)
+        key = self._key(seq_group)
         queue = self._queues.get(key, ())
         return sum(other.num_prompt_tokens for other in queue if other.rank < seq_group.rank)
 
@@ -321,8 +324,8 @@ class ModelQueue(Generic[Kind]):
         assert set(self._key_of) == set(seq_groups)
         assert len(self) == len(seq_groups)
         assert self.num_tokens == sum(seq_group.num_prompt_tokens for seq_group in seq_groups)
-        assert Counter(name for name, _ in self._queues) == self._num_queues
-        assert Counter(kind for _, kind in self._queues) == self._num_of_kind
+        assert Counter(name for name, _, _ in self._queues) == self._num_queues
+        assert Counter(kind for _, kind, _ in self._queues) == self._num_of_kind
         assert not self._skipped
         assert {*self._order, *self._tenant_limited} == set(self._queues.values())
         assert all(self._queues.values()), "no per-key queue is empty"
@@ -343,9 +346,13 @@ class ModelQueue(Generic[Kind]):
             self._order.remove(queue)
         self._order.push(self._place(queue.first()), queue)
 
+    def _key(self, seq_group: SequenceGroup) -> _Key[Kind]:
+        name = self._policy.queue_name(seq_group.tenant)
+        return name, self._kind_of(seq_group), seq_group.adapter
+
     def _queue_for(self, seq_group: SequenceGroup) -> WaitingQueue:
         """The per-key queue of a new group, created if it is the first."""
-        key = self._policy.queue_name(seq_group.tenant), self._kind_of(seq_group)
+        key = self._key(seq_group)
         self._key_of[seq_group] = key
         queue = self._queues.get(key)
         if queue is None:

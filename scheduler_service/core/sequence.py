@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 from scheduler_service.core.config import WorkerGroupCapacity
-from scheduler_service.core.context import Context, num_source_tokens
+from scheduler_service.core.context import Context, adapter_of, num_source_tokens
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
 from scheduler_service.core.placement import Placement, WorkerLosses
 from scheduler_service.core.request import EngineOutputs, Request
@@ -443,10 +443,13 @@ class SequenceGroup:
     """Tokens of the prompt."""
     num_source_tokens: int = field(init=False)
     """Tokens of its source, to which its tokens attend if the model has an encoder."""
+    adapter: bytes | None = field(init=False)
+    """Digest of its adapter; None without one."""
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.num_source_tokens = num_source_tokens(self.request.context)
+        self.adapter = adapter_of(self.request.context)
 
     @property
     def context(self) -> Context:

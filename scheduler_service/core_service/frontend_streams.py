@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import grpc
 
-from pagewire.v1 import model_pb2, status_pb2
+from pagewire.v1 import adapter_pb2, model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
 from scheduler_service.columns import from_column
@@ -202,13 +202,16 @@ class FrontendStreams:
         self,
         models: list[model_pb2.ModelInfo],
         loading: Iterable[status_pb2.WorkerLoading] = (),
+        adapters: Iterable[adapter_pb2.ModelAdapters] = (),
     ) -> None:
-        """Announce the models that can be served, those that were served before, and those being
-        loaded, to every frontend: now, and to later ones when they attach."""
+        """Announce the models that can be served, those that were served before, those being
+        loaded, and the adapters, to every frontend: now, and to later ones when they attach."""
         names = set(self._models.known_models)
         for model in models:
             names.update((model.name, *model.aliases))
-        self._models = pb.ServedModels(models=models, known_models=sorted(names), loading=loading)
+        self._models = pb.ServedModels(
+            models=models, known_models=sorted(names), loading=loading, adapters=adapters
+        )
         for stream in self._streams.values():
             stream.announce_models(self._models)
 

@@ -2,16 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Self
+from typing import NoReturn, Self
 
-from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core_service import tracing
+from scheduler_service.core_service.adapters import AdapterDirectory
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
@@ -49,6 +49,43 @@ async def serve(config: CoreServiceConfig) -> None:
         await service.finish_requests(config.grace_period_s)
 
 
+@dataclass(eq=False)
+class ModelAnnouncer:
+    """Announces the served models to frontends and the health service, and to frontends their
+    adapters, and how far other workers are with loading theirs."""
+
+    registry: WorkerRegistry
+    adapters: AdapterDirectory
+    frontends: FrontendStreams
+    set_serving: Callable[[bool], Awaitable[None]]
+    changed: asyncio.Event
+    """Set when there may be something new."""
+
+    def __post_init__(self) -> None:
+        self._announced: tuple[list[object], ...] = ([], [], [])
+
+    def announce(self) -> None:
+        """Notify the frontends of what has changed since the last call."""
+        models, loading = self.registry.served_models(), self.registry.loading()
+        adapters = self.adapters.announced()
+        if (models, loading, adapters) != self._announced:
+            self._announced = (list(models), list(loading), list(adapters))
+            self.frontends.announce_models(models, loading, adapters)
+
+    async def run(self) -> NoReturn:
+        """Announce whatever changes."""
+        names: list[str] | None = None
+        while True:
+            await self.changed.wait()
+            self.changed.clear()
+            self.announce()
+            served = [model.name for model in self.registry.served_models()]
+            if served != (names or []):
+                names = served
+                logger.info("served models changed models=%s", names)
+                await self.set_serving(bool(names))
+
+
 @dataclass(eq=False, kw_only=True)
 class CoreService:
     """An asynchronous context manager: listening when entered, ended when left.
@@ -66,7 +103,8 @@ class CoreService:
     counters: CoreCounters
     runner: ServiceRunner
     tracing: Tracing | None
-    workers_changed: asyncio.Event
+    announcer: "ModelAnnouncer"
+    adapters: AdapterDirectory
     close_core: Callable[[], None]
     """Completes the recording, if there is one."""
     _background: list[asyncio.Task[None]] = field(default_factory=list)
@@ -83,7 +121,8 @@ class CoreService:
             self.close_core()
             raise
         self._background = [
-            asyncio.create_task(self._announce_models()),
+            asyncio.create_task(self.announcer.run()),
+            asyncio.create_task(self.adapters.run()),
             asyncio.create_task(self.status.log_summaries()),
         ]
         return self
@@ -114,25 +153,6 @@ class CoreService:
         except TimeoutError:
             logger.warning("grace period over grace_period_s=%g", grace_period_s)
 
-    async def _announce_models(self) -> None:
-        """Announce the served models to frontends and the health service whenever they change, and
-        to frontends how far other workers are with loading theirs."""
-        last_models: list[object] = []
-        last_loading: list[status_pb2.WorkerLoading] = []
-        while True:
-            await self.workers_changed.wait()
-            self.workers_changed.clear()
-            models = self.registry.served_models()
-            has_changed = models != last_models
-            loading = self.registry.loading()
-            if has_changed or loading != last_loading:
-                last_loading = loading
-                self.frontends.announce_models(models, loading)
-            if has_changed:
-                last_models = list(models)
-                logger.info("served models changed models=%s", [model.name for model in models])
-                await self.runner.set_serving(bool(models))
-
 
 def _make_core(config: CoreServiceConfig) -> tuple[SchedulerCore, Callable[[], None]]:
     """The core, and what to call when it is no longer used."""
@@ -158,6 +178,9 @@ def make_core_service(config: CoreServiceConfig) -> CoreService:
     counters = CoreCounters()
     frontends = FrontendStreams(driver, counters.counts)
     workers_changed = asyncio.Event()
+    adapters = AdapterDirectory(
+        driver, dial, on_change=workers_changed.set, settle_s=config.lease_ms / 1000
+    )
     registry = WorkerRegistry(
         driver,
         lease_s=config.lease_ms / 1000,
@@ -166,6 +189,7 @@ def make_core_service(config: CoreServiceConfig) -> CoreService:
         on_change=workers_changed.set,
         dial=dial,
         counters=counters,
+        joined=adapters.joined,
     )
     assets = AssetCache(registry, dial)
     status = StatusBoard(driver, registry, frontends)
@@ -178,7 +202,10 @@ def make_core_service(config: CoreServiceConfig) -> CoreService:
         knows_callers=cluster.has_credentials,
         health_listen=config.health_listen,
     )
-    servicer = SchedulerServicer(driver, frontends, registry, assets, status)
+    announcer = ModelAnnouncer(registry, adapters, frontends, runner.set_serving, workers_changed)
+    servicer = SchedulerServicer(
+        driver, frontends, registry, assets, status, adapters, announcer.announce
+    )
     add_SchedulerServiceServicer_to_server(servicer, runner.server)
     return CoreService(
         driver=driver,
@@ -192,6 +219,7 @@ def make_core_service(config: CoreServiceConfig) -> CoreService:
         counters=counters,
         runner=runner,
         tracing=spans,
-        workers_changed=workers_changed,
+        announcer=announcer,
+        adapters=adapters,
         close_core=close_core,
     )

@@ -1,5 +1,6 @@
 """The gRPC servicer of `SchedulerService`, which only awaits and translates."""
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -7,6 +8,7 @@ import grpc
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
 from scheduler_service.core_service import frontend_streams, worker_registry
+from scheduler_service.core_service.adapters import AdapterDirectory, served_name
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.model_assets import AssetCache, chunks_of
 from scheduler_service.core_service.status import StatusBoard, to_detail
@@ -35,11 +37,16 @@ class SchedulerServicer(SchedulerServiceServicer):
         workers: worker_registry.WorkerRegistry,
         assets: AssetCache,
         status: StatusBoard,
+        adapters: AdapterDirectory,
+        announce: Callable[[], None],
     ) -> None:
+        """announce: notifies the frontends of what has changed."""
         self._driver = driver
         self._workers = workers
         self._assets = assets
         self._status = status
+        self._adapters = adapters
+        self._announce = announce
         self._watchers = StatusWatchers(status)
         self.Attach = frontends.serve
         self.RegisterWorker = workers.serve
@@ -80,6 +87,33 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> pb.DrainWorkerResponse:
         self._workers.drain(request.group_id)
         return pb.DrainWorkerResponse()
+
+    @rpc
+    async def LoadAdapter(
+        self, request: pb.SchedulerServiceLoadAdapterRequest, context: Context
+    ) -> pb.SchedulerServiceLoadAdapterResponse:
+        infos = self._workers.served_models()
+        model = served_name(infos, request.model if request.HasField("model") else None)
+        names = [name for info in infos for name in (info.name, *info.aliases)]
+        adapter = await self._adapters.load(
+            request.name, request.path, model, replace=request.replace, names=names
+        )
+        self._announce()
+        return pb.SchedulerServiceLoadAdapterResponse(adapter=adapter, model=model)
+
+    @rpc
+    async def UnloadAdapter(
+        self, request: pb.SchedulerServiceUnloadAdapterRequest, context: Context
+    ) -> pb.SchedulerServiceUnloadAdapterResponse:
+        num_requests = await self._adapters.unload(request.name)
+        self._announce()
+        return pb.SchedulerServiceUnloadAdapterResponse(num_requests=num_requests)
+
+    @rpc
+    async def ListAdapters(
+        self, request: pb.SchedulerServiceListAdaptersRequest, context: Context
+    ) -> pb.SchedulerServiceListAdaptersResponse:
+        return pb.SchedulerServiceListAdaptersResponse(models=self._adapters.announced())
 
 
 def _interval_ms(request: pb.SchedulerServiceWatchStatusRequest) -> int:

@@ -27,6 +27,7 @@ _COMMON_FACTS = (
     "cache_groups",
     "max_model_len",
     "vocab_size",
+    "max_loras",
 )
 """Properties in which the ranks of a group must agree; a block's size in bytes may differ."""
 

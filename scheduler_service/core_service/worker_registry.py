@@ -22,7 +22,7 @@ from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.step_watchdog import StepTimeout
 from scheduler_service.core_service.worker_group import Worker, WorkerGroup
-from scheduler_service.core_service.worker_session import MAX_EPOCH, Dial, WorkerSession
+from scheduler_service.core_service.worker_session import MAX_EPOCH, Dial, Joined, WorkerSession
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
 from scheduler_service.status_codes import rpc
 from scheduler_service.tasks import run_until_first, shielded
@@ -38,7 +38,7 @@ MAX_LOSSES = 32
 """Losses kept for status pages."""
 
 _PARSERS = ("reasoning_parser", "tool_call_parser")
-_AGREED_FACTS = ("fingerprint", "dtype", "structured_output", *_PARSERS)
+_AGREED_FACTS = ("fingerprint", "dtype", "structured_output", "max_loras", *_PARSERS)
 """Facts of a model that must be the same on all of its workers."""
 
 LAST_WRITE_TIMEOUT_S = 1.0
@@ -67,6 +67,8 @@ class WorkerRegistry:
     """Called when a worker becomes ready or stops being ready."""
     dial: Dial
     counters: CoreCounters
+    joined: Joined
+    """As in WorkerSession."""
 
     def __post_init__(self) -> None:
         self._groups: dict[str, WorkerGroup] = {}
@@ -259,6 +261,7 @@ class WorkerRegistry:
                 step_timeout=self.step_timeout,
                 dial=self.dial,
                 counters=self.counters,
+                joined=self.joined,
             ),
         )
 

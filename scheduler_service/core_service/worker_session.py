@@ -67,6 +67,9 @@ Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]
 """Connects to the worker at an address, with a connection of its own."""
 
 
+Joined: TypeAlias = Callable[[Sequence[pb.WorkerRegistration]], AbstractAsyncContextManager[None]]
+
+
 GENERATION_ONLY = frozenset({WorkKind.GENERATION})
 _PREFIX = "WORK_KIND_"
 
@@ -89,6 +92,8 @@ class WorkerSession:
     step_timeout: StepTimeout
     dial: Dial
     counters: CoreCounters
+    joined: Joined
+    """The context in which the workers have the adapters of their model."""
 
     def __post_init__(self) -> None:
         self.state = status_pb2.WORKER_STATE_STARTING
@@ -154,7 +159,9 @@ class WorkerSession:
                 stubs = [
                     await stack.enter_async_context(self.dial(rank.address)) for rank in self.ranks
                 ]
-                await self._execute_steps(stubs, await self._prepare(stubs))
+                capacity = await self._prepare(stubs)
+                async with self.joined(self.ranks):
+                    await self._execute_steps(stubs, capacity)
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {in_words(error.details())}"
         except StepOverdue as error:
@@ -253,6 +260,7 @@ class WorkerSession:
                 arithmetic=model.arithmetic,
                 work_kinds=frozenset(map(_work_kind, model.work_kinds)) or GENERATION_ONLY,
                 whole_prompt=model.whole_prompt,
+                max_loras=model.max_loras,
                 **decode_pooling_info(model.pooling),
             )
         except ValueError as error:

@@ -46,6 +46,7 @@ INPUTS = (
     "remove_worker_group",
     "fail_worker_group",
     "drain_worker_group",
+    "set_adapters",
     "submit",
     "cancel",
     "abort",

@@ -211,6 +211,24 @@ def check_tenant(
     raise TenantLimit(message, details=details, retry_delay_s=delay_s)
 
 
+def check_tenant_adapters(
+    seq_group: SequenceGroup, live: Iterable[SequenceGroup], config: SchedulerConfig
+) -> None:
+    """Raise TenantLimit if the tenant's live requests have as many adapters as they may, and not
+    this one's."""
+    tenant, limit = seq_group.tenant, seq_group.tenant.config.max_loras
+    if limit is None or seq_group.adapter is None:
+        return
+    used = {other.adapter for other in live if other.tenant is tenant} - {None}
+    if seq_group.adapter not in used and len(used) >= limit:
+        raise TenantLimit(
+            f"the tenant's live requests use {len(used)} adapters, max_loras={limit}",
+            reason="TENANT_ADAPTER_LIMIT",
+            details={"tenant": tenant.name, "num_loras": len(used), "max_loras": limit},
+            retry_delay_s=config.queue_retry_delay_s,
+        )
+
+
 def check_queue(
     request: Request,
     queues: Sequence[AnyQueue],
@@ -289,6 +307,7 @@ class AdmissionControl:
                 details={"request_id": request.request_id},
             )
         self.fleet.check_served(request.model)
+        self.fleet.check_adapter(request)
         seq_group = self.registry.make_seq_group(request, to_us(now))
         if previous is not None:
             seq_group.placement.was_placed = previous.placement.was_placed
@@ -301,6 +320,7 @@ class AdmissionControl:
         if not request.is_continued:  # else it was accepted before the loss
             throughputs = [model.throughput for model in self.fleet.models.values()]
             check_tenant(seq_group, throughputs, self.config)
+            check_tenant_adapters(seq_group, self.registry.seq_groups(), self.config)
             check_queue(request, self.fleet.queues(), throughputs, self.config)
         check_deadline(seq_group, model, self.registry.seq_groups, now)
         resume_suspicion(seq_group, previous, self.config)

@@ -1,12 +1,14 @@
 """The worker groups, the models that they serve, and the requests that wait for each model."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, check_capacity
+from scheduler_service.core.context import adapter_of
 from scheduler_service.core.policies import POLICIES, Policy
+from scheduler_service.core.request import Request
 from scheduler_service.core.request_queue import AnyQueue, ModelQueue
 from scheduler_service.core.request_timing import to_us
 from scheduler_service.core.routing.recovery import Recovery
@@ -22,7 +24,7 @@ from scheduler_service.core.scheduling.scheduler import Scheduler, make_schedule
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.core.throughput import QueueThroughput
-from scheduler_service.errors import PagewireError, UnknownModel
+from scheduler_service.errors import PagewireError, UnknownAdapter, UnknownModel
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +209,8 @@ class Fleet:
         """Models by name."""
         self.totals: dict[str, ModelTotals] = {}
         """Totals of all models that were ever served, by name."""
+        self.adapters: dict[str, Mapping[bytes, str]] = {}
+        """Names of the adapters that all worker groups of a model have, by model and digest."""
 
     # Worker groups.
 
@@ -304,6 +308,20 @@ class Fleet:
             raise UnknownModel(
                 f"unknown model {name!r}; available models: {served}",
                 details={"model": name, "served": served},
+            )
+
+    def check_adapter(self, request: Request) -> None:
+        """Raise UnknownAdapter if a request is for an adapter that the workers do not have."""
+        adapter, model = adapter_of(request.context), self.models.get(request.model)
+        if adapter is None or model is None or not model.was_served:
+            return
+        present = self.adapters.get(request.model, {})
+        if adapter not in present:
+            names = ", ".join(sorted(set(present.values()))) or "none"
+            raise UnknownAdapter(
+                f"the workers of the model {request.model!r} do not have the adapter "
+                f"{adapter.hex()}; adapters: {names}",
+                details={"model": request.model, "digest": adapter.hex()},
             )
 
     def queues(self) -> list[AnyQueue]:

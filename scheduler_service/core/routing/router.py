@@ -33,6 +33,11 @@ A suspect, which may have killed workers, goes to no group that tries another su
 the few steps until the other one has ended or is no longer a suspect, and holds up no other request
 meanwhile. It does not preempt others. See `poison.py`.
 
+A request with an adapter goes only to groups with a slot for it. If there is none, requests with
+other adapters may pass it, so that those with an adapter that has a slot are computed together; but
+only for `MAX_SLOT_WAIT_US`. From then on no later request with another adapter is handed over, so
+that a slot becomes free. Requests without adapters always pass.
+
 Routing reads no clock and uses no randomness: the same calls give the same routes.
 """
 
@@ -54,6 +59,12 @@ OUTPUT_TOKENS_UNMEASURED = 128
 
 _OUTPUT_WEIGHT = 0.02
 """Weight of the newest output in the average length: about the last 50 outputs count."""
+
+ADAPTER_TOKENS = 256
+"""Tokens whose time it counts for a worker group to make an adapter resident."""
+
+MAX_SLOT_WAIT_US = 2_000_000
+"""Time for which requests with other adapters may pass one that waits for a slot."""
 
 EquivalentWorkerGroups: TypeAlias = tuple[Scheduler, ...]
 """Worker groups of equal capacity and arithmetic, all draining or none: the same requests may go
@@ -182,6 +193,8 @@ def _estimate(
     the request's own prompt; has_room: whether it may have room for any request."""
     found = scheduler.probe.estimate(seq_group)
     num_tokens += found.num_tokens_to_compute
+    if seq_group.adapter and not scheduler.placed.adapters.is_resident(seq_group.adapter):
+        num_tokens += ADAPTER_TOKENS
     num_twice = max(0.0, num_tokens - scheduler.cache.num_free_tokens)
     fetch_us = found.num_moves * (scheduler.rates.us_per_move or 0.0)
     return RouteEstimate(
@@ -256,6 +269,8 @@ class RoutingRound:
         """The requests that were handed over, and to which worker groups."""
         self.unfit: list[SequenceGroup] = []
         """The requests that fit no worker group, taken out of the queue."""
+        self._overdue_adapter: bytes | None = None
+        """The first adapter that has waited too long for a slot."""
 
     def run(
         self, late_error: Callable[[SequenceGroup], PagewireError | None], now_us: int
@@ -303,6 +318,8 @@ class RoutingRound:
         if not allowed:
             self.waiting.skip_tenant_limited(seq_group)
             return None
+        if seq_group.adapter is not None:
+            allowed = self._with_slot(seq_group, seq_group.adapter, allowed, now_us)
         open_ = [scheduler for scheduler in allowed if scheduler in self._open]
         if not open_:
             self.waiting.skip_queue(seq_group)
@@ -313,6 +330,22 @@ class RoutingRound:
                 self.waiting.skip(seq_group)
                 return None
         return self._choose(seq_group, open_, now_us)
+
+    def _with_slot(
+        self, seq_group: SequenceGroup, adapter: bytes, schedulers: list[Scheduler], now_us: int
+    ) -> list[Scheduler]:
+        """The worker groups that have a slot for a request's adapter; none while an adapter waits
+        for too long before it."""
+        if self._overdue_adapter not in (None, adapter):
+            return []
+        found = [s for s in schedulers if s.placed.adapters.has_room_for(adapter)]
+        placement = seq_group.placement
+        if not found:
+            if placement.slot_wait_us is None:
+                placement.slot_wait_us = now_us
+            if now_us - placement.slot_wait_us >= MAX_SLOT_WAIT_US:
+                self._overdue_adapter = adapter
+        return found
 
     def _is_tried_later(self, suspect: SequenceGroup) -> bool:
         """Whether another suspect, with fewer deaths in steps of its own, is waiting."""

@@ -1,20 +1,24 @@
 """The groups that were routed to one worker group: in its batch, in its queues or on their way out,
 and the suspect among them that is tried in steps of its own."""
 
+from collections import Counter
+
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.request_timing import RequestPhase
+from scheduler_service.core.scheduling.adapter_slots import AdapterSlots
 from scheduler_service.core.sequence import SequenceGroup
 
 
 class PlacedGroups:
     """All groups of a worker group. Each that has waiting sequences is in one of three queues."""
 
-    def __init__(self, *, whole_prompts: bool = False) -> None:
+    def __init__(self, *, whole_prompts: bool = False, max_loras: int = 0) -> None:
         """`whole_prompts`: whether each prompt is computed in one row. One that does not fit the
         rest of a step would have to let later ones pass, if these had lower ranks, again and again;
         so they are served in the order in which the policy has placed them here."""
         self.seq_groups: dict[SequenceGroup, None] = {}
         """All of them, in order of arrival."""
+        self.adapters = AdapterSlots(max_loras)
         self.waiting = WaitingQueue(is_fifo=whole_prompts)
         self.preempting = WaitingQueue()
         """The waiting group, if any, that preempts others here; it has not run here yet."""
@@ -29,6 +33,8 @@ class PlacedGroups:
         """Add a group that was routed here. A suspect is computed in steps of its own; there is no
         other one here."""
         self.seq_groups[seq_group] = None
+        if seq_group.adapter is not None:
+            self.adapters.add(seq_group.adapter)
         if seq_group.is_suspect:
             self._suspect = seq_group
 
@@ -36,6 +42,8 @@ class PlacedGroups:
         """Remove a group that has ended, or goes elsewhere."""
         self.discard(seq_group)
         del self.seq_groups[seq_group]
+        if seq_group.adapter is not None:
+            self.adapters.remove(seq_group.adapter)
 
     def enqueue(self, seq_group: SequenceGroup) -> None:
         """Queue a new group."""
@@ -104,6 +112,7 @@ class PlacedGroups:
 
     def check(self) -> None:
         """Assert that each group with waiting sequences is queued once, and no other is."""
+        self.adapters.check(Counter(g.adapter for g in self.seq_groups if g.adapter is not None))
         queues = (self.waiting, self.preempting, self.migrating)
         for seq_group in self.seq_groups:
             is_queued = sum(seq_group in queue for queue in queues)
