@@ -8,9 +8,11 @@ from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
 
+from pagewire.connection_errors import in_words
 from scheduler_service import errors
-from service_common.grpc_status import COMMON_CODES, Statuses, cancel_if_ended
+from service_common.grpc_status import COMMON_CODES, DETAILS_KEY, Statuses, cancel_if_ended
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,20 @@ def rpc(method: Rpc) -> Rpc:
             await abort(context, error)
 
     return cast(Rpc, wrapped)
+
+
+def from_call(error: grpc.aio.AioRpcError) -> errors.PagewireError:
+    """The error with which another of our processes has ended a call; that of its code if it came
+    from the connection."""
+    trailers = error.trailing_metadata() or ()
+    data = next((value for key, value in trailers if key == DETAILS_KEY), b"")
+    status = status_pb2.Status.FromString(data)
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            break
+    message = status.message or in_words(error.details())
+    return from_failed(error.code().value[0], info.reason, message, dict(info.metadata))
 
 
 def from_failed(

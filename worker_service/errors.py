@@ -14,6 +14,7 @@
     ├── AdapterNotFound    no adapter at a path or with a digest
     ├── BadAdapter         an adapter's files are damaged, unsupported or do not fit the model
     ├── AdaptersFull       no room for another adapter
+    ├── StaleTable         a newer table of adapters was set
     ├── WorkerRejected     the core instructed this worker to stop
     ├── StaleEpoch         a newer epoch has taken over
     ├── GroupBroken        another rank of the group is gone
@@ -80,6 +81,10 @@ class BadAdapter(WorkerError):
 
 class AdaptersFull(WorkerError):
     """As many adapters are held as are allowed."""
+
+
+class StaleTable(WorkerError):
+    """A table of adapters that is older than the worker's."""
 
 
 class WorkerRejected(WorkerError):

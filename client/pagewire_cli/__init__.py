@@ -9,6 +9,7 @@
 | `health` | whether one service serves, for health checks |
 | `top`, `top_screen` | the same, live and block by block |
 | `drain` | takes a worker group out of service |
+| `adapter` | loads, unloads and lists LoRA adapters |
 | `key` | makes API keys |
 | `bench` | latencies and throughput under load |
 | `services` | one service alone, as a cluster runs it; the conformance kit; replay |

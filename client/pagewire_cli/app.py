@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pagewire_cli import services, terminal
+from pagewire_cli.adapter import adapter
 from pagewire_cli.bench import bench
 from pagewire_cli.chat import chat
 from pagewire_cli.command import CONTEXT, EXIT_WRONG_OPTION, Command, ServeCommand
@@ -53,6 +54,7 @@ def pagewire(
 app.command(cls=ServeCommand)(serve)
 for command in (generate, chat, status, top, drain, bench, demo):
     app.command(cls=Command)(command)
+app.add_typer(adapter, name="adapter")
 app.add_typer(key, name="key")
 services.add_to(app)
 

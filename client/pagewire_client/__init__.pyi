@@ -17,6 +17,7 @@ from pagewire_client.client import Client as Client
 from pagewire_client.connection import TlsOptions as TlsOptions
 from pagewire_client.deployment import (
     EngineStatus as EngineStatus,
+    Adapter as Adapter,
     ModelInfo as ModelInfo,
 )
 from pagewire_client.errors import (

@@ -12,7 +12,7 @@ from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.calls import AsyncOutputStream, Caller
 from pagewire_client.chat import ChatPrompt, Messages
 from pagewire_client.connection import Address, TlsOptions
-from pagewire_client.deployment import EngineStatus, ModelInfo
+from pagewire_client.deployment import Adapter, EngineStatus, ModelInfo
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput, TextLogprobs, logprobs_of
 from pagewire_client.pooling import (
@@ -330,6 +330,37 @@ class AsyncClient:
         request = pb.GetModelRequest(model=model)
         info: ModelInfo = (await self._unary("GetModel", request, timeout)).model
         return info
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        model: str | None = None,
+        replace: bool = False,
+        timeout: float | None = None,
+    ) -> Adapter:
+        """Make a LoRA adapter usable under a name, on all workers of a model or on none. For
+        operators.
+
+        `path`: of its folder on the workers' disks. `replace`: whether the name may have another
+        content, with which the requests that use it continue.
+        """
+        request = pb.LoadAdapterRequest(name=name, path=path, model=model, replace=replace)
+        adapter: Adapter = (await self._unary("LoadAdapter", request, timeout)).adapter
+        return adapter
+
+    async def unload_adapter(self, name: str, *, timeout: float | None = None) -> int:
+        """Make an adapter's name unusable; returns how many requests continue with it. For
+        operators. Raises NotFound for an unknown name."""
+        request = pb.UnloadAdapterRequest(name=name)
+        number: int = (await self._unary("UnloadAdapter", request, timeout)).num_requests
+        return number
+
+    async def list_adapters(self, *, timeout: float | None = None) -> dict[str, list[Adapter]]:
+        """The adapters that may be used, by model."""
+        answer = await self._unary("ListAdapters", pb.ListAdaptersRequest(), timeout)
+        return {entry.model: list(entry.adapters.adapters) for entry in answer.models}
 
     async def get_status(
         self, *, timeout: float | None = None, **detail: Unpack[StatusOptions]

@@ -131,6 +131,12 @@ class Client:
     """Text of token ids."""
     get_model = _method(AsyncClient.get_model)
     """Facts about a served model."""
+    load_adapter = _method(AsyncClient.load_adapter)
+    """Make a LoRA adapter usable under a name. For operators."""
+    unload_adapter = _method(AsyncClient.unload_adapter)
+    """Make an adapter's name unusable. For operators."""
+    list_adapters = _method(AsyncClient.list_adapters)
+    """The adapters that may be used, by model."""
     get_status = _method(AsyncClient.get_status)
     """A snapshot of the deployment."""
     watch_status = _iterator(AsyncClient.watch_status)

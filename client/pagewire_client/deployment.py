@@ -15,6 +15,7 @@ from pagewire.columns import unpack as unpack
 from pagewire.loading import describe_load as describe_load
 from pagewire.plain import plain as plain
 from pagewire.plain import word as word
+from pagewire.v1.adapter_pb2 import Adapter as Adapter
 from pagewire.v1.model_pb2 import ModelInfo as ModelInfo
 from pagewire.v1.status_pb2 import BlockMap as BlockMap
 from pagewire.v1.status_pb2 import EngineStatus as EngineStatus

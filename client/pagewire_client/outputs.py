@@ -106,6 +106,8 @@ class RequestOutput:
     request_id: str
     model: str = ""
     """The name of the model that answers; empty until the server has accepted the request."""
+    lora: str | None = None
+    """The name of the adapter in effect; None without one."""
     seed: int | None = None
     """The seed in effect; None until the server has accepted the request."""
     prompt: str | None = None

@@ -33,6 +33,9 @@ class CallOptions(SamplingOptions, total=False):
 
     model: str | None
     """May be left out when the deployment serves one model."""
+    lora: str | None
+    """The name of an adapter of the model; `model` may name the adapter instead. None: the model as
+    it is."""
     priority: int
     """Lower values are served earlier if the scheduler's policy is `priority`."""
     num_speculative_tokens: int | None
@@ -171,6 +174,7 @@ def generate_request(
     request = pb.GenerateRequest(
         request_id=options.get("request_id") or uuid.uuid4().hex,
         model=options.get("model"),
+        lora=options.get("lora"),
         priority=options.get("priority") or None,
         num_speculative_tokens=options.get("num_speculative_tokens"),
         cache_salt=options.get("cache_salt"),
@@ -196,6 +200,7 @@ def generate_requests(
         raise ValueError(f"{len(prompts)} prompts need as many sampling_params, not {len(params)}")
     shared: GenerateOptions = {
         "model": options.get("model"),
+        "lora": options.get("lora"),
         "priority": options.get("priority", 0),
         "num_speculative_tokens": options.get("num_speculative_tokens"),
         "cache_salt": options.get("cache_salt"),

@@ -37,6 +37,8 @@ class StreamState:
         self._request = request
         self._started = False
         self._num_attempts = 0
+        self._lora_digest = b""
+        """Content of the adapter with which the answer began."""
         prompt = request.text if request.WhichOneof("prompt") == "text" else None
         self.output = RequestOutput(request_id=request.request_id, prompt=prompt)
 
@@ -51,7 +53,9 @@ class StreamState:
             return request
         assert self.output.seed is not None
         request.sampling_params.seed = self.output.seed
-        request.model = self.output.model
+        if self.output.lora is None:
+            request.model = self.output.model
+        request.lora_digest = self._lora_digest
         del request.resume[:]
         request.resume.extend(
             _resumed(choice) for choice in self.output.outputs if choice.token_ids
@@ -83,6 +87,8 @@ class StreamState:
         self._started = True
         self.output.seed = started.seed
         self.output.model = started.model
+        self.output.lora = started.lora or None
+        self._lora_digest = started.lora_digest
         self.output.prompt_token_ids = list(started.prompt_token_ids)
 
     def _choice(self, index: int) -> CompletionOutput:

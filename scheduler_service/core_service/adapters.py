@@ -321,7 +321,8 @@ class AdapterDirectory:
     ) -> Adapter:
         """Make an adapter usable under a name. `names`: those of models, which it cannot have.
 
-        Raises InvalidArgument, UnknownModel, DuplicateAdapter, AdapterRefused or Unavailable;
+        Raises InvalidArgument, UnknownModel, UnknownAdapter if no worker finds the path,
+        DuplicateAdapter, AdapterRefused or Unavailable;
         nothing has changed then.
         """
         check_name(name)
@@ -439,7 +440,7 @@ class AdapterDirectory:
             else:
                 raise _refusal(worker, answer)
         if not found:
-            raise AdapterRefused("; ".join(absent), reason="ADAPTER_NOT_FOUND")
+            raise UnknownAdapter("; ".join(absent))
         (holder, info), *others = found
         for worker, other in others:
             if other.digest != info.digest:
@@ -591,4 +592,4 @@ def served_name(infos: Iterable[model_pb2.ModelInfo], name: str | None) -> str:
         raise UnknownModel(f"{wanted}; models with adapters: {names}", details={"model": name})
     if len(found) > 1 and name is None:
         raise InvalidArgument("model", f"required, since several may have adapters: {names}")
-    return name if name in found else found[0]  # type: ignore[return-value]
+    return name if name in found else found[0]

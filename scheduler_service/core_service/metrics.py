@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import status_pb2
 from scheduler_service.core.scheduler_stats import WorkerGroupSnapshot
+from scheduler_service.core_service.adapters import AdapterDirectory
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams
@@ -208,8 +209,14 @@ WORKER_LOSSES = counter(
 TENANT_REQUESTS = gauge(
     "pagewire_tenant_requests", "Live requests, running or waiting.", ("tenant",)
 )
+LORA_REQUESTS = gauge(
+    "pagewire_lora_requests",
+    "Live requests with an adapter that is loaded or retained, running or waiting.",
+    ("model", "lora", "digest"),
+)
 
 ALL = (
+    LORA_REQUESTS,
     UPTIME,
     FRONTENDS,
     WORKER_LOSSES,
@@ -251,6 +258,7 @@ class CoreMetrics:
     registry: WorkerRegistry
     frontends: FrontendStreams
     counters: CoreCounters
+    adapters: AdapterDirectory
 
     def __post_init__(self) -> None:
         self._started_at = self.driver.clock()
@@ -272,6 +280,12 @@ class CoreMetrics:
             }
         )
         yield self._tenants(snapshot.num_by_tenant)
+        yield LORA_REQUESTS.family(
+            {
+                (model, adapter.name, adapter.digest.hex()[:12]): number
+                for model, adapter, number in self.adapters.usage()
+            }
+        )
         yield from self._groups(snapshot.worker_groups)
         yield from self._registered()
         yield from self._steps()

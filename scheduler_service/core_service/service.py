@@ -214,7 +214,11 @@ def make_core_service(config: CoreServiceConfig) -> CoreService:
         assets=assets,
         status=status,
         metrics=CoreMetrics(
-            driver=driver, registry=registry, frontends=frontends, counters=counters
+            driver=driver,
+            registry=registry,
+            frontends=frontends,
+            counters=counters,
+            adapters=adapters,
         ),
         counters=counters,
         runner=runner,

@@ -18,6 +18,7 @@
 | `models/` | the models that can be used: tokenizers, chat templates, defaults |
 | `output/` | detokenization, stop strings, log probabilities |
 | `requests/` | an open request: its submission to cores, and its responses |
+| `adapter_service` | operators' calls that load and unload adapters |
 | `core_client` | the one stream to the core |
 | `metrics`, `timings` | what is measured |
 

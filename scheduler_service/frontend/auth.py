@@ -9,6 +9,7 @@ The file of API keys is TOML, a table `key` for each, as `pagewire key new` writ
     sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
     tenant = "production"
     models = ["llama-3-8b"]            # absent: all
+    lora_modules = ["support"]         # absent: all adapters of its models
     expires = 2027-01-01T00:00:00Z     # absent: never
     operator = true                    # absent: false
 
@@ -42,6 +43,8 @@ class Principal:
     """The tenant's name at the core: shares, limits and request ids are per name."""
     models: Collection[str] | None = None
     """Models it may use; None: all."""
+    lora_modules: Collection[str] | None = None
+    """Adapters it may use, of the models that it may use; None: all of them."""
     is_operator: bool = True
     """Whether it may see the deployment's state, which includes other tenants' requests."""
 
@@ -56,6 +59,21 @@ class Principal:
                 f"this API key may not use model {model!r}",
                 reason="MODEL_NOT_ALLOWED",
                 details={"model": model},
+            )
+
+    def may_use_lora(self, name: str, model: str) -> bool:
+        """Whether it may use an adapter of this name of a model. An adapter's name among its models
+        permits that adapter alone."""
+        allowed = self.lora_modules is None or name in self.lora_modules
+        return allowed and (self.may_use(model) or self.may_use(name))
+
+    def check_lora(self, name: str, model: str) -> None:
+        """Raise PermissionDenied unless it may use an adapter of this name of a model."""
+        if not self.may_use_lora(name, model):
+            raise PermissionDenied(
+                f"this API key may not use adapter {name!r} of model {model!r}",
+                reason="ADAPTER_NOT_ALLOWED",
+                details={"lora": name, "model": model},
             )
 
     def check_operator(self) -> None:
@@ -144,6 +162,7 @@ class _Entry(BaseModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     tenant: str = Field(pattern="^[A-Za-z0-9._-]{1,64}$")
     models: list[str] | None = None
+    lora_modules: list[str] | None = None
     expires: datetime | date | None = None
     operator: bool = False
 
@@ -158,6 +177,7 @@ class _Entry(BaseModel):
             tenant=Principal(
                 name=self.tenant,
                 models=None if self.models is None else frozenset(self.models),
+                lora_modules=None if self.lora_modules is None else frozenset(self.lora_modules),
                 is_operator=self.operator,
             ),
             expires=None if expires is None else expires.timestamp(),

@@ -18,6 +18,7 @@ FRONTEND = ConfigFlags(
     grace_period_s="grace_period",
     sse_keep_alive_s="sse_keep_alive",
     http_share_port="http_share_port!",
+    allow_runtime_lora_updating="allow_runtime_lora_updating!",
     http=None,
     tls=None,
     cluster=None,

@@ -58,6 +58,9 @@ class FrontendConfig:
     """Time without output after which a stream over HTTP gets a comment (Anthropic's API: a ping),
     so that proxies between do not close it; 0 for none."""
 
+    allow_runtime_lora_updating: bool = False
+    """Let operators load and unload LoRA adapters, which the workers read from their disks."""
+
     otlp_endpoint: str | None = None
     """Address to which spans of requests are exported (OTLP over gRPC), such as
     http://127.0.0.1:4317; by default taken from OpenTelemetry's environment variables."""

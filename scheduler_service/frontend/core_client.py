@@ -16,11 +16,11 @@ import grpc
 
 from pagewire.columns import pack
 from pagewire.connection_errors import in_words
-from pagewire.v1 import model_pb2, status_pb2
+from pagewire.v1 import adapter_pb2, model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column
-from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
+from scheduler_service.errors import InvalidArgument, PagewireError, UnknownAdapter, UnknownModel
 from scheduler_service.frontend.requests.choice_stream import ChoiceStream
 from scheduler_service.frontend.requests.pooled_text import PooledText
 from scheduler_service.frontend.requests.request_stream import RequestStream
@@ -153,23 +153,32 @@ class CoreClient:
         core: CoreConnection,
         frontend_id: str,
         on_models: Callable[
-            [Iterable[model_pb2.ModelInfo], Iterable[str], Iterable[status_pb2.WorkerLoading]], None
+            [
+                Iterable[model_pb2.ModelInfo],
+                Iterable[str],
+                Iterable[status_pb2.WorkerLoading],
+                Iterable[adapter_pb2.ModelAdapters],
+            ],
+            None,
         ],
     ) -> None:
         """`on_models` is called with the models that can be served, none while the core is away,
-        with the names of all models that the core knows, and with workers that load theirs."""
+        with the names of all models that the core knows, with workers that load theirs, and with
+        the adapters of the models."""
         self._core = core
         self._frontend_id = frontend_id
         self._on_models = on_models
         self._requests: dict[int, CoreRequest] = {}
         self._choices: dict[int, tuple[RequestStream, ChoiceStream]] = {}
         self._without_model: dict[CoreRequest, None] = {}
-        """Requests whose model the core does not know yet, in order."""
+        """Requests whose model or adapter the core does not know yet, in order."""
         self._next_handle = 1
         self.is_attached = False
         """Whether a stream is open and the core has sent its first message."""
         self.num_core_losses = 0
         """Streams that broke after the core's first message."""
+        self._is_settling = True
+        """Whether the core may get to know more adapters soon."""
         self._outgoing = SendBuffer()
         self._failures = LogThrottle()
 
@@ -270,7 +279,8 @@ class CoreClient:
         self.num_core_losses += 1
         for request in self._unfinished():
             request.record_loss()
-        self._on_models((), (), ())
+        self._is_settling = True
+        self._on_models((), (), (), ())
 
     # The core's outputs.
 
@@ -338,10 +348,11 @@ class CoreClient:
     def _fail(self, request: CoreRequest, error: PagewireError) -> None:
         """End a request with the core's error, unless the request can succeed later.
 
-        A request waits if the core does not know its model yet, which a new core learns from its
-        workers, or if the core is shutting down and another one will take its place.
+        A request waits if the core does not know its model or its adapter yet, which a new core
+        learns from its workers, or if the core is shutting down and another will take its place.
         """
-        if isinstance(error, UnknownModel):
+        is_expected = isinstance(error, UnknownAdapter) and self._is_settling
+        if isinstance(error, UnknownModel) or is_expected:
             self._without_model[request] = None
         elif error.reason != "SHUTTING_DOWN":
             request.receive_failed(error)
@@ -350,7 +361,10 @@ class CoreClient:
         request.record_loss()
 
     def _receive_models(self, announced: scheduler_pb.ServedModels) -> None:
-        self._on_models(announced.models, announced.known_models, announced.loading)
+        self._is_settling = any(table.settling for table in announced.adapters)
+        self._on_models(
+            announced.models, announced.known_models, announced.loading, announced.adapters
+        )
         served = {info.name for info in announced.models}
         for request in [r for r in self._without_model if r.model_name in served]:
             del self._without_model[request]

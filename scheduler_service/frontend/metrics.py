@@ -239,6 +239,8 @@ class RequestSummary:
     """None if it ended before it was resolved."""
     counts: ModelCounts | None
     """The counts of its model, if it is known."""
+    lora: str
+    """Name of its adapter; empty without one."""
     usage: inference_pb.Usage | None
     """None, like `timings`, unless all responses were taken."""
     timings: inference_pb.Timings | None

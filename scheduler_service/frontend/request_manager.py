@@ -320,14 +320,15 @@ class RequestManager:
             if request.ByteSize() > CHECKED_INLINE_BYTES:
                 await asyncio.to_thread(validation.check_request, request)
             is_continued = request.attempt > 0 or len(request.resume) > 0
-            name = validation.value_or(request, "model", None)
-            model = await self.models.resolve(name, tenant, is_continued=is_continued)
+            model, adapter = await self.models.resolve_with_adapter(
+                request, tenant, is_continued=is_continued
+            )
             stream.counts = self.metrics.model(model.info.name)
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
             constrained = await off_the_loop(request, lambda: _constrained(request))
             resolved = await off_the_loop(
-                request, lambda: resolve_request(constrained, stream.request_id, model)
+                request, lambda: resolve_request(constrained, stream.request_id, model, adapter)
             )
             field = constraint_field(request)
             await self.checker.check(constrained.sampling_params, tenant.name, field)
@@ -356,9 +357,10 @@ def _log_end(request: RequestSummary) -> None:
     level = logging.DEBUG if error is None else logging.INFO
     logger.log(
         level,
-        "request ended request_id=%s tenant=%s outcome=%s reason=%s num_tokens=%d",
+        "request ended request_id=%s tenant=%s lora=%s outcome=%s reason=%s num_tokens=%d",
         request.request_id,
         request.tenant,
+        request.lora,
         request.outcome,
         "" if error is None else error.reason,
         request.num_tokens,
@@ -377,7 +379,7 @@ def _check_takes_over(
         request.request_id,
         request.attempt,
         live_attempt=live.attempt,
-        is_same=fingerprint(request) == fingerprint(live),
+        is_same=fingerprint(request, request.lora) == fingerprint(live, live.lora),
     )
 
 

@@ -16,6 +16,7 @@ from pagewire.v1 import inference_service_pb2, scheduler_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from scheduler_service.errors import Unavailable
 from scheduler_service.frontend import auth
+from scheduler_service.frontend.adapter_service import AdapterService
 from scheduler_service.frontend.config import FrontendConfig, public_server_options
 from scheduler_service.frontend.core_client import CoreClient, CoreConnection
 from scheduler_service.frontend.http.middleware import HttpServices
@@ -138,7 +139,8 @@ def make_frontend(config: FrontendConfig) -> Frontend:
     )
     runner = _runner_of(config, authentication)
     pooling = PoolingService(requests)
-    servicer = InferenceServicer(requests, models, core, authentication, pooling)
+    adapters = AdapterService(models, core, allows_changes=config.allow_runtime_lora_updating)
+    servicer = InferenceServicer(requests, models, core, authentication, pooling, adapters)
     add_InferenceServiceServicer_to_server(servicer, runner.server)
     return Frontend(
         config=config,
@@ -151,6 +153,7 @@ def make_frontend(config: FrontendConfig) -> Frontend:
         http_services=HttpServices(
             requests=requests,
             pooling=pooling,
+            adapters=adapters,
             models=models,
             core=core,
             authentication=authentication,

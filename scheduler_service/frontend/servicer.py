@@ -15,6 +15,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import Unavailable, UnknownRequest
+from scheduler_service.frontend.adapter_service import AdapterService
 from scheduler_service.frontend.auth import PRINCIPAL, Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.input import processor, validation
@@ -105,6 +106,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     core: CoreConnection
     authentication: Authentication
     pooling: PoolingService
+    adapters: AdapterService
 
     @_rpc
     async def Generate(  # type: ignore[override]
@@ -194,6 +196,29 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         response = inference_pb.GetModelResponse(model=model.info)
         response.model.generation_defaults.extend(sorted(model.defaults.named))
         return response
+
+    @_rpc
+    async def LoadAdapter(
+        self, request: inference_pb.LoadAdapterRequest, context: Context, tenant: Principal
+    ) -> inference_pb.LoadAdapterResponse:
+        """Load an adapter on all workers of a model."""
+        validation.check_limits(request)
+        return await self.adapters.load(request, tenant)
+
+    @_rpc
+    async def UnloadAdapter(
+        self, request: inference_pb.UnloadAdapterRequest, context: Context, tenant: Principal
+    ) -> inference_pb.UnloadAdapterResponse:
+        """Make the name of an adapter unusable."""
+        validation.check_limits(request)
+        return await self.adapters.unload(request, tenant)
+
+    @_rpc
+    async def ListAdapters(
+        self, request: inference_pb.ListAdaptersRequest, context: Context, tenant: Principal
+    ) -> inference_pb.ListAdaptersResponse:
+        """The adapters that a tenant may use."""
+        return self.adapters.list(tenant)
 
     @_rpc
     async def GetStatus(

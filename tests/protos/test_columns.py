@@ -9,7 +9,17 @@ from pagewire.columns import MalformedColumn, columns_of, pack, pack_floats, pac
 from pagewire.v1 import plan_pb2
 from tests.protos.test_stored_bytes import message_types
 
-OPAQUE = {"Submit.fingerprint", "ModelAssetChunk.data", "RequestError.status"}
+OPAQUE = {
+    "Submit.fingerprint",
+    "ModelAssetChunk.data",
+    "RequestError.status",
+    "GenerateRequest.lora_digest",
+    "Started.lora_digest",
+    "GetAdapterRequest.digest",
+    "GetAdapterResponse.data",
+    "PutAdapterRequest.data",
+    "SetAdaptersResponse.missing",
+}
 """Fields of bytes that hold no numbers."""
 
 

@@ -2,6 +2,7 @@
 
 servicer.py       the `WorkerService` rpcs, and exceptions as gRPC statuses
 wire.py           protobuf messages to plans and results to messages; nothing else does that
+adapters.py       the table of adapters that the core sets
 registration.py   membership: registers with the core and sends heartbeats
 lifecycle.py      the process from start to end: listen, load, register, serve, drain, stop
 metrics.py        every Prometheus metric of a worker

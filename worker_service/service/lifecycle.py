@@ -22,6 +22,7 @@ from worker_service.engine.executor import Executor
 from worker_service.engine.tracing import traces_of_streams
 from worker_service.errors import DeviceLost, WorkerError, WorkerRejected
 from worker_service.load_progress import LoadProgress
+from worker_service.service.adapters import AdapterTable
 from worker_service.service.metrics import WorkerCollector, WorkerFacts
 from worker_service.service.registration import Membership, Registrar
 from worker_service.service.servicer import WorkerServicer, model_info
@@ -62,9 +63,11 @@ def make_worker(
         knows_callers=cluster.has_credentials,
         health_listen=network.health_listen,
     )
-    pb_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(config, engine), server.server)
+    adapters = AdapterTable(config, engine)
+    servicer = WorkerServicer(config, engine, adapters)
+    pb_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     progress = progress or LoadProgress(show_bar=False)
-    return Worker(config, engine, cluster, server, tracing, progress)
+    return Worker(config, engine, adapters, cluster, server, tracing, progress)
 
 
 class Worker:
@@ -74,6 +77,7 @@ class Worker:
         self,
         config: WorkerConfig,
         engine: Engine,
+        adapters: AdapterTable,
         cluster: Cluster,
         server: GrpcServer,
         tracing: Tracing | None,
@@ -85,6 +89,7 @@ class Worker:
         self._core = None if core is None else parse(core, "core")
         self._tracing = tracing
         self._engine = engine
+        self._adapters = adapters
         self._cluster = cluster
         self._server = server
         self._progress = progress
@@ -145,11 +150,15 @@ class Worker:
         if self._core is not None:
             reporting = asyncio.create_task(self._report_load(self._core))
         try:
-            await _until_first(self._engine.load(), self._end.wait())
+            await _until_first(self._load_model(), self._end.wait())
         finally:
             if reporting is not None:
                 reporting.cancel()
                 await asyncio.wait([reporting])
+
+    async def _load_model(self) -> None:
+        await self._engine.load()
+        await self._adapters.load_modules()
 
     async def _report_load(self, core: Address) -> None:
         await asyncio.sleep(REPORT_LOAD_AFTER_S)
@@ -289,6 +298,7 @@ class Worker:
             model=model_info(self._config, self._engine),
             last_epoch=self._engine.last_epoch,
             version=VERSION,
+            adapters=self._adapters.current,
         )
 
     def _reached_at(self) -> str:

@@ -22,6 +22,7 @@ from worker_service.engine.step_stream import StepStream
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError
 from worker_service.plan import monotonic_us
 from worker_service.service import wire
+from worker_service.service.adapters import AdapterTable
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ STATUS_CODES: dict[type[PagewireError], grpc.StatusCode] = {
     errors.AdapterNotFound: grpc.StatusCode.NOT_FOUND,
     errors.BadAdapter: grpc.StatusCode.FAILED_PRECONDITION,
     errors.AdaptersFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.StaleTable: grpc.StatusCode.ABORTED,
     errors.WorkerRejected: grpc.StatusCode.UNAVAILABLE,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
     errors.GroupBroken: grpc.StatusCode.ABORTED,
@@ -89,15 +91,18 @@ def model_info(config: WorkerConfig, engine: Engine) -> model_pb2.ModelInfo:
     info = wire.encode_model_info(engine.facts, config.model_name, config.model_aliases)
     info.reasoning_parser = config.reasoning_parser
     info.tool_call_parser = config.tool_call_parser
+    if config.adapters.enable_lora:
+        info.max_loras = config.adapters.max_loras
     return info
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
     """The rpcs that the core calls."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
+    def __init__(self, config: WorkerConfig, engine: Engine, adapters: AdapterTable) -> None:
         self._config = config
         self._engine = engine
+        self._adapters = adapters
 
     @_translates_errors
     async def GetInfo(
@@ -116,7 +121,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             num_speculative_tokens=facts.num_speculative_tokens,
         )
 
-    # The two streaming rpcs write to the context instead of yielding, so that they are coroutines
+    # The streaming rpcs write to the context instead of yielding, so that they are coroutines
     # whose `finally` runs the moment a call is cancelled.
     @_translates_errors
     async def GetModelAssets(  # type: ignore[override]
@@ -165,6 +170,33 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._engine.close_stream(stream)
+
+    @_translates_errors
+    async def LoadAdapter(
+        self, request: pb.WorkerServiceLoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.WorkerServiceLoadAdapterResponse:
+        info = await self._adapters.load(request.path)
+        return pb.WorkerServiceLoadAdapterResponse(adapter=info)
+
+    @_translates_errors
+    async def GetAdapter(  # type: ignore[override]
+        self, request: pb.GetAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        for data in self._engine.adapter_chunks(request.digest):
+            await context.write(pb.GetAdapterResponse(data=data))
+
+    @_translates_errors
+    async def PutAdapter(
+        self, request: AsyncIterator[pb.PutAdapterRequest], context: grpc.aio.ServicerContext
+    ) -> pb.PutAdapterResponse:
+        chunks = [message.data async for message in request]
+        return pb.PutAdapterResponse(adapter=await self._adapters.put(chunks))
+
+    @_translates_errors
+    async def SetAdapters(
+        self, request: pb.SetAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> pb.SetAdaptersResponse:
+        return pb.SetAdaptersResponse(missing=await self._adapters.replace(request.adapters))
 
     @_translates_errors
     async def StartProfile(

@@ -11,6 +11,7 @@ from scheduler_service.frontend.http.dashboard import hub as dashboard
 from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.middleware import OPEN_PATHS, Admission, HttpServices
 from scheduler_service.frontend.http.openai import (
+    adapters,
     models,
     protocol,
     serving_chat,
@@ -29,6 +30,8 @@ SCHEMAS: Sequence[type[Any]] = (
     tokenize.TokenizeText,
     tokenize.TokenizeChat,
     tokenize.DetokenizeBody,
+    adapters.LoadLoRAAdapter,
+    adapters.UnloadLoRAAdapter,
     *(endpoint.body for endpoint in endpoints.ENDPOINTS),
     protocol.ChatCompletionChunk,
 )
@@ -86,6 +89,7 @@ def _with_key(document: dict[str, Any]) -> dict[str, Any]:
 ENDPOINTS = (
     monitoring,
     models,
+    adapters,
     serving_completion,
     serving_chat,
     serving_responses,

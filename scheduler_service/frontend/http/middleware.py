@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from scheduler_service.errors import InvalidArgument, PagewireError, PermissionDenied
+from scheduler_service.frontend.adapter_service import AdapterService
 from scheduler_service.frontend.auth import Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.errors import error_response
@@ -37,6 +38,7 @@ class HttpServices:
 
     requests: RequestManager
     pooling: PoolingService
+    adapters: AdapterService
     models: ModelDirectory
     core: CoreConnection
     authentication: Authentication

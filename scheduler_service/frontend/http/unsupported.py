@@ -16,9 +16,6 @@ _PATHS_BY_ADVICE = {
         *("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"),
     ),
     "models that take images or audio are not served": ("/reset_mm_cache", "/reset_encoder_cache"),
-    "LoRA adapters cannot be loaded; merge them into the weights and serve these as a model": (
-        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
-    ),
     "a worker cannot sleep; `pagewire drain` ends one without losing its requests": (
         *("/sleep", "/wake_up", "/is_sleeping"),
     ),

@@ -23,6 +23,7 @@ from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.chat import chat_text, check_chat
 from scheduler_service.frontend.input.tool_choice import AnswerFormat, answer_format
 from scheduler_service.frontend.input.validation import value_or
+from scheduler_service.frontend.models.adapters import RequestAdapter
 from scheduler_service.frontend.models.served_models import FrontendModel, max_servable_len
 from scheduler_service.frontend.models.tokenizer import ModelTokenizer, TooManyTokens
 from scheduler_service.frontend.output.detokenizer import ByteLevelDetokenizer, Detokenizer
@@ -35,12 +36,14 @@ FINGERPRINT_BYTES = 16
 _NOT_HASHED: tuple[Any, ...] = (
     *("request_id", "attempt", "resume", "priority", "max_hold_ms", "num_speculative_tokens"),
     "model",  # may be absent; the core compares the models
+    *("lora", "lora_digest"),  # the adapter may be named in `model`, and its content be unknown
 )
 
 
-def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
-    """A hash of the prompt, the salt, and all parameters that tokens depend on, except the seed,
-    which a client may learn only from the first response."""
+def fingerprint(request: inference_pb.GenerateRequest, lora: str = "") -> bytes:
+    """A hash of the prompt, the salt, the adapter's name, and all parameters that tokens depend on,
+    except the seed and the adapter's content, which a client may learn only from the first
+    response."""
     reduced = inference_pb.GenerateRequest()
     reduced.CopyFrom(request)
     for field in _NOT_HASHED:
@@ -48,6 +51,8 @@ def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
     reduced.sampling_params.ClearField("seed")
     if not reduced.sampling_params.ByteSize():  # present only for the seed, if at all
         reduced.ClearField("sampling_params")
+    if lora:
+        reduced.lora = lora
     data = reduced.SerializeToString(deterministic=True)
     return blake2b(data, digest_size=FINGERPRINT_BYTES).digest()
 
@@ -77,6 +82,7 @@ class ResolvedRequest:
     submit: scheduler_pb.Submit
     """Complete except for handle, timeout, generated tokens and the request's history."""
     model: FrontendModel
+    adapter: RequestAdapter | None
     prompt_token_ids: Sequence[int]
     num_choices: int
     """Choices that the core generates."""
@@ -138,7 +144,10 @@ class ResolvedRequest:
 
 
 def resolve_request(
-    request: inference_pb.GenerateRequest, request_id: str, model: FrontendModel
+    request: inference_pb.GenerateRequest,
+    request_id: str,
+    model: FrontendModel,
+    adapter: RequestAdapter | None = None,
 ) -> ResolvedRequest:
     """Tokenize the prompt of a checked request and fill in what the request leaves open.
 
@@ -163,7 +172,7 @@ def resolve_request(
             priority=request.priority,
             prompt_token_ids=pack(prompt),
             attempt=request.attempt,
-            fingerprint=fingerprint(request),
+            fingerprint=fingerprint(request, "" if adapter is None else adapter.name),
             generation=scheduler_pb.Generation(
                 num_choices=num_choices,
                 max_tokens=max_tokens,
@@ -175,9 +184,13 @@ def resolve_request(
                 max_hold_ms=0 if params.stop else request.max_hold_ms,
                 num_speculative_tokens=value_or(request, "num_speculative_tokens", None),
             ),
-            context=salt_context(request),
+            context=[
+                *salt_context(request),
+                *(() if adapter is None else (adapter.context_part,)),
+            ],
         ),
         model=model,
+        adapter=adapter,
         prompt_token_ids=prompt,
         num_choices=num_choices,
         num_returned=n,

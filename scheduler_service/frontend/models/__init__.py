@@ -3,6 +3,7 @@
 | module | holds |
 | --- | --- |
 | `served_models` | the models by name, and their files, which a worker sends |
+| `adapters` | the adapters by name, as the core announces them |
 | `tokenizer`, `chat_template` | a model's tokenizer and its chat template |
 | `tokenizer_files` | where a checkpoint's files name special tokens and chat templates |
 | `message_forms` | the form in which a chat template takes messages |

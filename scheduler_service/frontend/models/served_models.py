@@ -9,13 +9,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagewire.loading import describe_load
-from pagewire.v1 import model_pb2, status_pb2
+from pagewire.v1 import adapter_pb2, model_pb2, status_pb2
+from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1.sampling_pb2 import SamplingParams
 from pagewire.validation import generation_defaults, limits_of
 from scheduler_service.columns import from_column
-from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
+from scheduler_service.errors import (
+    InvalidArgument,
+    Unavailable,
+    UnknownAdapter,
+    UnknownModel,
+    UnsupportedByModel,
+)
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.chat_formats.formats import ChatFormat, find_format
+from scheduler_service.frontend.models.adapters import AnnouncedAdapters, RequestAdapter
 from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from scheduler_service.frontend.models.tokenizer_files import build_tokenizer
 
@@ -205,6 +213,7 @@ class ModelDirectory:
         """Models by name, with their files as last fetched, whether or not they are served now."""
         self._known: set[str] = set()
         """Names of models that are or were served, by this or an earlier core."""
+        self.adapters = AnnouncedAdapters()
         self._workers_loading: list[status_pb2.WorkerLoading] = []
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Tasks by name and fingerprint."""
@@ -227,8 +236,9 @@ class ModelDirectory:
         models: Iterable[model_pb2.ModelInfo],
         known: Iterable[str] = (),
         loading: Iterable[status_pb2.WorkerLoading] = (),
+        adapters: Iterable[adapter_pb2.ModelAdapters] = (),
     ) -> None:
-        """Store which models are served now and fetch the files of new ones.
+        """Store which models are served now, with their adapters, and fetch the files of new ones.
 
         `known`: names of models that the core has served since it started; `loading`: workers that
         load their model, which waiting tasks are not notified of. A load continues if its model is
@@ -242,7 +252,8 @@ class ModelDirectory:
         self._workers_loading = list(loading)
         for info in self._served.values():
             self._update_model(info)
-        if (self._served, self._known) != previous:
+        has_other_adapters = self.adapters.update(adapters)
+        if (self._served, self._known) != previous or has_other_adapters:
             self._notify()
 
     async def resolve(
@@ -284,9 +295,64 @@ class ModelDirectory:
             except TimeoutError:
                 raise self.unavailable(f"{wanted} being served now") from None
 
+    async def resolve_with_adapter(
+        self, request: inference_pb.GenerateRequest, tenant: Principal, *, is_continued: bool
+    ) -> tuple[FrontendModel, RequestAdapter | None]:
+        """The model and the adapter of a request, `model` being the name of either; waits as
+        `resolve` does, also for an adapter that an earlier core has announced.
+
+        Raises what `resolve` raises, UnknownAdapter, and InvalidArgument for an adapter of another
+        model. The answer never comes from the model alone when an adapter is named.
+        """
+        model_name = request.model if request.HasField("model") else None
+        name = request.lora if request.HasField("lora") else model_name
+        give_up_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
+        while name is not None and (request.HasField("lora") or name not in self._named):
+            changed = self.changed
+            adapter = self.adapters.find(name, request.lora_digest)
+            if adapter is not None:
+                return await self._with_adapter(model_name, adapter, tenant), adapter
+            is_serving = bool(self._served)
+            if is_serving and not (is_continued or self.adapters.may_come(name)):
+                break
+            try:
+                async with asyncio.timeout_at(give_up_at if is_serving else None):
+                    await changed.wait()
+            except TimeoutError:
+                if self.adapters.may_come(name):
+                    raise self.unavailable(f"adapter {name!r} is not being served now") from None
+                break
+        if request.HasField("lora"):
+            names = ", ".join(self.adapters.names()) or "none"
+            raise UnknownAdapter(
+                f"unknown adapter {request.lora!r}; adapters: {names}",
+                details={"lora": request.lora},
+            )
+        return await self.resolve(model_name, tenant, is_continued=is_continued), None
+
+    async def _with_adapter(
+        self, model_name: str | None, adapter: RequestAdapter, tenant: Principal
+    ) -> FrontendModel:
+        """The model of an adapter."""
+        tenant.check_lora(adapter.name, adapter.model)
+        if model_name not in (None, adapter.name, adapter.model):
+            named = self._named.get(model_name)
+            if named is None or named.name != adapter.model:
+                raise InvalidArgument(
+                    "lora",
+                    f"expected an adapter of the model {model_name!r}; {adapter.name!r} is of "
+                    f"{adapter.model!r}",
+                )
+        return await self.resolve(adapter.model, Principal())
+
     def current(self, name: str | None, tenant: Principal) -> FrontendModel:
         """Like `resolve`, but raises Unavailable instead of waiting. Without a name: the only
-        model, or the only one that generates."""
+        model, or the only one that generates; an adapter's name means its model."""
+        if name is not None and name not in self._named:
+            adapter = self.adapters.find(name)
+            if adapter is not None:
+                tenant.check_lora(name, adapter.model)
+                name, tenant = adapter.model, Principal()
         model = self._find(name, tenant)
         if model is None:
             raise self.unavailable("the model is not being served now")

@@ -100,6 +100,9 @@ class OutputAssembler:
             self._started_sent = True
             response.started.seed = self.request.seed
             response.started.model = self.request.model.info.name
+            if (adapter := self.request.adapter) is not None:
+                response.started.lora = adapter.name
+                response.started.lora_digest = adapter.digest
             response.started.prompt_token_ids.extend(self.request.prompt_token_ids)
         if self._prompt_logprobs is not None and self._prompt_logprobs.is_complete:
             response.prompt_logprobs.extend(self._prompt_logprobs.positions)

@@ -104,6 +104,9 @@ class RequestStream:
             stopwatch=self.stopwatch,
             model_name=self.model_name if self.submission.handle else None,
             counts=self.counts,
+            lora=""
+            if outputs is None or not outputs.request.adapter
+            else outputs.request.adapter.name,
             usage=None if outputs is None else outputs.usage,
             timings=None if outputs is None else outputs.timings,
             error=self.error,

@@ -1,6 +1,7 @@
 """Directives to a worker that must leave, on a stream that takes one message at a time."""
 
 import asyncio
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -66,6 +67,7 @@ async def test_a_drained_worker_is_asked_to_stop_after_it_was_asked_to_drain() -
         on_change=lambda: None,
         dial=partial(Cluster(NO_CLUSTER).dial, WorkerServiceStub),
         counters=CoreCounters(),
+        joined=lambda ranks: nullcontext(),
     )
     stream = SlowStream()
     serving = asyncio.create_task(registry.serve(None, cast(Any, stream)))

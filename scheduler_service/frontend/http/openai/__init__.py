@@ -8,4 +8,5 @@
 | `parts` | what `/v1/responses` shares with Anthropic's API: answers that are lists of parts |
 | `serving_chat`, `serving_completion`, `serving_responses` | the endpoints |
 | `models` | `/v1/models` |
+| `adapters` | vLLM's `/v1/load_lora_adapter` and `/v1/unload_lora_adapter` |
 """

@@ -22,7 +22,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 
@@ -58,7 +58,7 @@ async def get_model(name: str, services: Services, caller: Caller) -> dict[str, 
 
 
 def _usable(services: HttpServices, caller: Principal) -> Iterator[dict[str, Any]]:
-    """The served models that a caller may use, under each of their names."""
+    """The served models that a caller may use, under each of their names, and their adapters."""
     for info in services.models.served:
         for name in (info.name, *info.aliases) if may_use(caller, info) else ():
             yield {
@@ -70,6 +70,19 @@ def _usable(services: HttpServices, caller: Principal) -> Iterator[dict[str, Any
                 "parent": None,
                 "max_model_len": _max_len(info),
             }
+    lengths = {info.name: _max_len(info) for info in services.models.served}
+    for model, adapters in services.models.adapters.by_model():
+        for adapter in adapters if model in lengths else ():
+            if caller.may_use_lora(adapter.name, model):
+                yield {
+                    "id": adapter.name,
+                    "object": "model",
+                    "created": STARTED,
+                    "owned_by": "pagewire",
+                    "root": adapter.path,
+                    "parent": model,
+                    "max_model_len": lengths[model],
+                }
 
 
 def _max_len(info: model_pb2.ModelInfo) -> int:

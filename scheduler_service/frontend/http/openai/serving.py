@@ -257,7 +257,7 @@ class Envelope:
         if usage is None:
             usage = self._usages[index] = inference_pb.Usage()
         if response.HasField("started"):
-            self.head["model"] = response.started.model
+            self.head["model"] = response.started.lora or response.started.model
             usage.prompt_tokens = len(response.started.prompt_token_ids)
         for delta in response.choices:
             usage.completion_tokens += len(delta.token_ids)
