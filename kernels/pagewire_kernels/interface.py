@@ -134,6 +134,24 @@ class LayerKernels(Protocol):
     ) -> None:
         """Apply RoPE to `query` and `key` in place."""
 
+    def write_latents(
+        self,
+        query: Tensor,
+        rotated: Tensor,
+        latents: Tensor,
+        norm: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        scale: float = 1.0,
+    ) -> None:
+        """Write RoPE'd ends of queries to `rotated`, and normed latents with the RoPE'd end of keys
+        to the KV cache. latents are undefined afterwards."""
+
     def sum_rows(self, hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
         """Add the rows of each text to its sum, in order."""
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from pagewire_kernels import reference
 from pagewire_kernels.cpu.layers import NativeLayerKernels
-from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.interface import LayerKernels, stored_head_size
 from pagewire_kernels.reference import ACTIVATIONS
 from pagewire_kernels.reference.backend import TorchLayerKernels
+from pagewire_kernels.reference.kv_cache import dequantize_heads
 from tests.support.native import native_libraries
 
 IMPLEMENTATIONS: dict[str, LayerKernels] = {"torch": TorchLayerKernels()}
@@ -146,6 +148,47 @@ def test_queries_are_rotated_without_keys_with_the_same_bits(kernels: LayerKerne
     kernels.rotate(found[:, :4], found[:, :0], *columns)
     assert torch.equal(found[:, :4], expected[:, :4])
     assert torch.equal(found[:, 4:], heads[:, 4:])
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_heads", "rank", "rotary_dim"), [(3, 40, 8), (1, 33, 6), (5, 16, 64)])
+def test_latents_are_written_as_norm_rotation_and_cache_write_would(
+    kernels: LayerKernels,
+    num_heads: int,
+    rank: int,
+    rotary_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None,
+) -> None:
+    query, latents = (
+        _random(*shape).to(dtype)
+        for shape in ((5, num_heads, 12 + rotary_dim), (5, rank + rotary_dim))
+    )
+    norm, angles = _random(rank, seed=2).to(dtype), _random(8, rotary_dim // 2, seed=1)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots, positions = torch.tensor([6, 1, -1, 0, 7]), torch.tensor([7, 0, 3, 1, 2])
+    stored = cache_dtype or dtype
+    shape = 2, 4, 1, stored_head_size(rank + rotary_dim, stored)
+    found, expected = torch.zeros(shape, dtype=stored), torch.zeros(shape, dtype=stored)
+    rotated = torch.full((5, num_heads, rank + rotary_dim), 9.0, dtype=dtype)
+
+    ends = query[:, :, 12:]
+    kernels.write_latents(
+        ends, rotated[:, :, rank:], latents, norm, found, slots, positions, *tables, eps=1e-6
+    )
+
+    turned, end = ends.clone(), latents[:, None, rank:].clone()
+    kernels.rotate(turned, end, positions, *tables)
+    entry = torch.cat([kernels.rms_norm(latents[:, :rank], norm, 1e-6), end[:, 0]], dim=1)
+    reference.write_kv(*[entry.unsqueeze(1)] * 2, *[expected] * 2, slots)
+    assert torch.equal(rotated[:, :, rank:], turned)
+    assert (rotated[:, :, :rank] == 9).all()
+    if cache_dtype is not None:
+        found, expected = (dequantize_heads(cache) for cache in (found, expected))
+    tolerance = 0.05 if cache_dtype is not None else 1e-6 if dtype == torch.float32 else 0.04
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    assert not found.flatten(0, 1)[[2, 3, 4, 5]].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

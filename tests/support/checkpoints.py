@@ -53,6 +53,16 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+}
+
+
 # Family: (configuration class, model class, what differs from the common shape).
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 24}),
@@ -170,6 +180,43 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Dots1ForCausalLM",
         {**_SCORED_MOE, "sliding_window": 9, "max_window_layers": 1},
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            **_LATENT,
+            **_SCORED_MOE,
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**_LATENT, **_SCORED_MOE}),
+    "deepseek_v3_yarn": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            **_LATENT,
+            **_SCORED_MOE,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=32,
+                beta_slow=1,
+                mscale=0.707,
+                mscale_all_dim=0.9,
+            ),
+            "attention_bias": True,
+            "rope_interleave": False,
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {**_LATENT, **{k: v for k, v in _SCORED_MOE.items() if k != "first_k_dense_replace"}},
+    ),
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", _LATENT),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",

@@ -189,7 +189,9 @@ def attention_needs(
 
 def head_dim(config: Mapping[str, Any]) -> int:
     """Elements of the largest attention head, from the usual fields of `config.json`; 64 without
-    them."""
+    them. Of latent attention, those of the latent with the end of keys."""
+    if latent := config.get("kv_lora_rank"):
+        return int(latent) + int(config.get("qk_rope_head_dim", 64))
     others = _other_head_dims(config).values()
     return max(_plain_head_dim(config), config.get("global_head_dim") or 0, *others, 0)
 

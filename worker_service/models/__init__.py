@@ -4,6 +4,7 @@
     kv_cache_spec.py       the KV of each layer, cache groups, and where layers lie in a block
     registry.py            from an architecture's name to a native model
     decoder.py             native decoders of all families, composed from specifications
+    latent_attention.py    attention over latents of keys and values (DeepSeek)
     experts.py             mixture of experts: router, experts, shared experts
     decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …
     encoder.py             text encoders of all families, composed from settings

@@ -156,6 +156,26 @@ class AttentionSpec:
         """Heads of queries that attend to one of keys."""
         return self.num_heads // self.num_kv_heads
 
+    def layer_kv(self, layout: Layout, max_model_len: int) -> LayerKV:
+        """See `AttentionPart`."""
+        window = self.window
+        return LayerKV(
+            num_kv_heads=layout.kv_head_shard(self.num_kv_heads).size,
+            head_dim=self.head_dim,
+            window=window if window is not None and window < max_model_len else None,
+        )
+
+    def build(
+        self,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: Kernels,
+        rotary: RotaryTable | None,
+    ) -> "Attention":
+        """See `AttentionPart`."""
+        return Attention(self, inputs, size, context, kernels, rotary)
+
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the heads."""
         if self.norm_spans_heads and layout.tensor_parallel_size > 1:
@@ -165,6 +185,44 @@ class AttentionSpec:
             )
         layout.even_shard(self.num_heads, "attention heads")
         layout.kv_head_shard(self.num_kv_heads)
+
+
+class PagedPart(Protocol):
+    """A module of attention over the paged cache."""
+
+    paged: PagedAttention
+
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x: [num_tokens, inputs]; returns [num_tokens, size]."""
+
+    def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Write what rows leave in the layer's caches. Returns their queries."""
+
+
+class AttentionPart(Protocol):
+    """How the tokens of a sequence see each other in a layer: `AttentionSpec`, or
+    `latent_attention.LatentAttentionSpec`."""
+
+    @property
+    def rotary(self) -> RotarySettings | None:
+        """Of the table that `build` expects; None: there is none."""
+
+    def require_shards(self, layout: Layout) -> None:
+        """Raise InvalidOption unless the ranks can share the part."""
+
+    def layer_kv(self, layout: Layout, max_model_len: int) -> LayerKV:
+        """What a token leaves in the cache of a rank."""
+
+    def build(
+        self,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: Kernels,
+        rotary: RotaryTable | None,
+    ) -> PagedPart:
+        """The part, a `nn.Module`: inputs, size: width of the rows that it gets, and of those that
+        it makes. `LayerSpec.names` lists its attributes that have tensors."""
 
 
 class FeedForwardSpec(Protocol):
@@ -210,7 +268,7 @@ class MLPSpec:
 class LayerSpec:
     """A layer."""
 
-    attention: AttentionSpec
+    attention: AttentionPart
     feed_forward: FeedForwardSpec
     norm: NormSpec
     names: Mapping[str, str]
@@ -455,9 +513,8 @@ class DecoderLayer(NativeLayer):
         }
         for name, has_norm in has_norms.items():
             setattr(self, name, spec.norm.build(size, context, kernels) if has_norm else None)
-        self.attention = Attention(
-            spec.attention, attention_inputs or size, size, context, kernels, rotary
-        )
+        inputs = attention_inputs or size
+        self.attention = spec.attention.build(inputs, size, context, kernels, rotary)
         self.feed_forward = spec.feed_forward.build(size, context, kernels)
         self._spec, self._kernels = spec, kernels.layers
         self._is_transposed = is_transposed
@@ -600,17 +657,10 @@ class DecoderModel(NativeModel):
     ) -> KVCacheSpec:
         assert isinstance(settings, DecoderSettings)
         layout = context.communicator.layout
-
-        def described(spec: AttentionSpec) -> LayerKV:
-            window = spec.window
-            return LayerKV(
-                num_kv_heads=layout.kv_head_shard(spec.num_kv_heads).size,
-                head_dim=spec.head_dim,
-                window=window if window is not None and window < max_model_len else None,
-            )
-
         return KVCacheSpec(
-            layers=tuple(described(layer.attention) for layer in settings.layers),
+            layers=tuple(
+                layer.attention.layer_kv(layout, max_model_len) for layer in settings.layers
+            ),
             dtype=context.kv_dtype,
             stage=self._layer_range,
         )

@@ -64,12 +64,8 @@ class EagleHead(LoadableModule):
         self.vocab_size = s.vocab_size
         self.max_model_len = min(s.max_model_len, target.max_model_len)
         self.captured_layers = settings.captured_layers
-        self.kv_cache_spec = KVCacheSpec.uniform(
-            num_layers=1,
-            num_kv_heads=layer.attention.num_kv_heads,
-            head_dim=layer.attention.head_dim,
-            dtype=context.kv_dtype,
-        )
+        layer_kv = layer.attention.layer_kv(context.communicator.layout, self.max_model_len)
+        self.kv_cache_spec = KVCacheSpec(layers=(layer_kv,), dtype=context.kv_dtype)
         fused = Shard.full(len(settings.captured_layers) * target.hidden_size)
         self.fc = Linear(fused, [Shard.full(size)], bias=False, context=context)
         self.hidden_norm = layer.norm.build(size, context, kernels)

@@ -43,9 +43,13 @@ class LayerKV:
     """Tokens of a chunk: those from a multiple of it to the next one see each other alone. None:
     there are none."""
 
+    has_values: bool = True
+    """Whether values are stored, too; otherwise they are the first elements of keys."""
+
     def num_elements(self, dtype: torch.dtype) -> int:
         """Elements of key and value, with any scales."""
-        return 2 * self.num_kv_heads * stored_head_size(self.head_dim, dtype)
+        num_stored = 2 if self.has_values else 1
+        return num_stored * self.num_kv_heads * stored_head_size(self.head_dim, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +165,8 @@ class KVCacheSpec:
         return -(-largest // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
     def views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
-        """Keys and values of this rank's layers of the model. pool: uint8 [num_blocks,
-        block_bytes]."""
+        """Keys and values of this rank's layers of the model, twice the keys where no values are
+        stored. pool: uint8 [num_blocks, block_bytes]."""
         return tuple(self._views(pool, block_size))[: len(self.group_of)]
 
     def draft_views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
@@ -210,8 +214,8 @@ class KVCacheSpec:
             tokens, start = groups[index].block_tokens, ends[index]
             ends[index] += tokens * layer.num_elements(self.dtype)
             heads = layer.num_kv_heads, stored_head_size(layer.head_dim, self.dtype)
-            keys, values = pool[:, start : ends[index]].unflatten(1, (2, tokens, *heads)).unbind(1)
-            yield keys, values
+            stored = pool[:, start : ends[index]].unflatten(1, (-1, tokens, *heads))
+            yield stored[:, 0], stored[:, -1]
 
     @property
     def _held(self) -> tuple[LayerKV, ...]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from pagewire_kernels.cpu import linear as native
 from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.experts import NativeExperts, can_pack_experts
+from pagewire_kernels.cpu.heads import NativeHeads
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight, discard
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
@@ -212,6 +213,44 @@ def pack_experts(
     return NativeExperts(
         gate_up, down, gate, native_library, _memory(), context.dtype, consume=True
     )
+
+
+class PackedHeads(Protocol):
+    """Weights by head in a layout of their own."""
+
+    def apply(self, x: Tensor, num_spare: int = 0) -> Tensor:
+        """The products of the heads of rows; see `NativeHeads.apply`."""
+        ...
+
+
+class _DenseHeads:
+    """Weights by head as torch multiplies them, or with `is_invariant` the Triton kernel whose
+    products have the same bits for a row in any batch."""
+
+    def __init__(self, weights: Tensor, *, is_invariant: bool) -> None:
+        self._weights, self._is_invariant = weights, is_invariant
+
+    def apply(self, x: Tensor, num_spare: int = 0) -> Tensor:
+        """See `NativeHeads.apply`."""
+        num_heads, size, _ = self._weights.shape
+        y = x.new_empty(x.shape[0], num_heads, size + num_spare)
+        if self._is_invariant:
+            from pagewire_kernels.triton import linear  # imported only if it is used
+
+            for head, weight in enumerate(self._weights):
+                y[:, head, :size] = linear(x[:, head].contiguous(), weight)
+        else:
+            y[:, :, :size] = torch.bmm(x.transpose(0, 1), self._weights.mT).transpose(0, 1)
+        return y
+
+
+def pack_heads(weights: Tensor, context: ModelContext) -> PackedHeads:
+    """Pack weights by head for the device. weights: [num_heads, out_features, in_features]."""
+    native_library = _native_library(context.dtype)
+    if native_library is not None and _is_on_cpu(context):
+        return NativeHeads(weights, native_library, _memory())
+    weights = weights.to(context.device).contiguous()
+    return _DenseHeads(weights, is_invariant=context.needs_fixed_products)
 
 
 def _stacked(weights: Sequence[Tensor | QuantizedWeight], context: ModelContext) -> Tensor:

@@ -26,6 +26,7 @@ instructions, `library()` is None, and torch and the reference are used instead.
     block_copy.py    `move_blocks`: copies within a cache, or between two
     linear.py       `NativeWeight`, `NativeGatedWeight`: weights packed for products
     experts.py      `NativeExperts`: the gated experts of a layer
+    heads.py        `NativeHeads`: products of heads, each with a weight of its own
     w8a8.py         quantizes activations to 8 bits
     layers.py       `NativeLayerKernels`: norms, activations, RoPE; gathers of rows, argmax
     program.py      records kernels instead of running them, and runs the recorded program

@@ -36,6 +36,9 @@ _UNBOUNDED = 1 << 30
 _SERIAL_WORK = 1 << 18
 """Fewer multiply-adds end before other threads have woken up, and use one thread."""
 
+_MIN_GROUP = 8
+"""Fewer query heads take longer for their share of a decode than all heads of it would take."""
+
 _SERIAL_BYTES = 1 << 15
 """Copies of fewer bytes use one thread, too."""
 
@@ -96,11 +99,17 @@ class NativeBackend:
     ) -> Tensor:
         """Causal attention of flattened query rows; as `reference.paged_attention`."""
         check_cache(key_cache, value_cache, query, options)
+        num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
+        if num_kv_heads == 1:
+            num_kv_heads = _parts_of(num_heads, torch.get_num_threads())
+            key_cache, value_cache = (
+                cache.expand(-1, -1, num_kv_heads, -1) for cache in (key_cache, value_cache)
+            )
         sinks, slopes = _floats(options.get("sinks")), _floats(options.get("alibi_slopes"))
         task = AttentionTask(
             **_cache_fields(key_cache, value_cache),
             head_bytes=key_cache.stride(2) * key_cache.element_size(),
-            num_kv_heads=key_cache.shape[2],
+            num_kv_heads=num_kv_heads,
             keys_before=(options.get("sliding_window") or _UNBOUNDED) - 1,
             sinks=address(sinks),
             alibi_slopes=address(slopes),
@@ -182,6 +191,15 @@ class NativeBackend:
             describe_batch(batch, num_rows, metadata)
             self._last = metadata, batch
         return self._last[1]
+
+
+def _parts_of(num_heads: int, num_threads: int) -> int:
+    """The number of parts into which query heads that share one KV head are divided, so that
+    several threads can compute a decode. Each part counts as a KV head of its own, in the same
+    place of the cache; results have the same bits."""
+    divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+    large = [n for n in divisors if n == 1 or num_heads // n >= _MIN_GROUP]
+    return next((n for n in large if n >= num_threads), large[-1])
 
 
 def _cache_fields(key_cache: Tensor, value_cache: Tensor) -> dict[str, int]:

@@ -17,6 +17,7 @@ from pagewire_kernels.cpu.linear import (
     HugeMemory,
     NativeGatedWeight,
     NativeWeight,
+    Pieces,
     can_pack_codes,
     encoding_of,
 )
@@ -35,8 +36,6 @@ from pagewire_kernels.reference.experts import SCORINGS, Gate, Routing
 
 _CLAMPED = len(reference.ACTIVATIONS)
 """`kClampedSilu` of src/activation.h."""
-
-_ALIGNMENT = 4096
 
 
 def can_pack_experts(weights: Sequence[Tensor | QuantizedWeight]) -> bool:
@@ -100,25 +99,6 @@ def route(library: Library, logits: Tensor, routing: Routing, bias: Tensor | Non
     return plan
 
 
-class _Pieces:
-    """Consecutive pieces of memory, all of the size of the first one that is taken."""
-
-    def __init__(self, memory: HugeMemory, count: int) -> None:
-        self._memory, self._count = memory, count
-        self._all = torch.empty(0, dtype=torch.uint8)
-        self._num_taken = 0
-        self.piece_bytes = 0
-
-    def take(self, num_bytes: int) -> Tensor:
-        """The next piece: uint8 [num_bytes]."""
-        if self._num_taken == 0:
-            self.piece_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-            self._all = self._memory.take(self._count * self.piece_bytes)
-        first = self._num_taken * self.piece_bytes
-        self._num_taken += 1
-        return self._all[first : first + num_bytes]
-
-
 class NativeExperts:
     """The gated experts of a layer, packed for the C++ kernels. A row has the same bits in any
     batch."""
@@ -142,7 +122,7 @@ class NativeExperts:
         require(can_pack_experts(gate_up) and can_pack_experts(down), "experts of one format")
         require(len(gate_up) == len(down), "as many weights of one kind as of the other")
         self._gate, self._library, self._num_experts = gate, library, len(down)
-        pieces = _Pieces(memory, len(gate_up)), _Pieces(memory, len(down))
+        pieces = Pieces(memory, len(gate_up)), Pieces(memory, len(down))
         options: list[dict[str, Any]] = [
             {"consume": consume, "encoding": _encoding_of(weights)} for weights in (gate_up, down)
         ]

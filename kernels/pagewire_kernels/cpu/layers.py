@@ -27,6 +27,7 @@ from pagewire_kernels.cpu.tasks import (
     Batch,
     ElementwiseTask,
     LargestTask,
+    LatentTask,
     NormTask,
     RotateTask,
     SumRowsTask,
@@ -293,6 +294,71 @@ class NativeLayerKernels:
         task = _rotate_task(query, key, positions, cos, sin, norms)
         task.batch = ctypes.addressof(batch_of(len(key), positions=positions))
         self._launch("rotate", task, query.dtype, query.numel() + key.numel())
+
+    def write_latents(
+        self,
+        query: Tensor,
+        rotated: Tensor,
+        latents: Tensor,
+        norm: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        eps: float,
+        scale: float = 1.0,
+    ) -> None:
+        """Write RoPE'd ends of queries to `rotated`, and normed latents with the RoPE'd end of keys
+        to the cache, which has the dtype of the rows or is int8: the scale is ignored."""
+        (num_rows, num_heads, rotary_dim), dtype = query.shape, query.dtype
+        half, rank = cos.shape[1], norm.shape[0]
+        require(
+            _is_rows(query, num_rows, dtype)
+            and _is_rows(rotated, num_rows, dtype)
+            and rotated.shape == query.shape
+            and rotary_dim == 2 * half,
+            "ends of queries of one dtype and shape, twice as long as rows of the tables",
+        )
+        require(
+            _is_rows(latents, num_rows, dtype)
+            and rank + rotary_dim == latents.shape[1] <= MAX_HEAD_DIM,
+            f"rows of latents and ends of keys, of at most {MAX_HEAD_DIM} elements",
+        )
+        norm_dtype = torch.float32 if norm.dtype == torch.float32 else dtype
+        require(_is_dense(norm, (rank,), norm_dtype), "a dense norm weight of a latent's size")
+        require(
+            all(_is_dense(table, cos.shape, dtype) for table in (cos, sin)),
+            "dense cos and sin tables of one shape and the rows' dtype",
+        )
+        require(_is_cache(cache, latents.unsqueeze(1)), "a cache that fits the latents")
+        for name, column in (("position", positions), ("slot", slot_mapping)):
+            require(
+                _is_dense(column, (num_rows,), torch.int64), f"a dense int64 {name} of each row"
+            )
+        batch = batch_of(num_rows, positions=positions, slot_mapping=slot_mapping)
+        task = LatentTask(
+            batch=ctypes.addressof(batch),
+            **rows_of(query=query, rotated=rotated, latents=latents),
+            query_head_stride=query.stride(1),
+            rotated_head_stride=rotated.stride(1),
+            norm=address(norm),
+            has_float_norm=norm.dtype == torch.float32,
+            cache=address(cache),
+            block_stride=cache.stride(0),
+            slot_stride=cache.stride(1),
+            block_size=cache.shape[1],
+            cos=address(cos),
+            sin=address(sin),
+            table_stride=half,
+            num_heads=num_heads,
+            rank=rank,
+            half=half,
+            eps=eps,
+        )
+        num_numbers = query.numel() + latents.numel()
+        self._launch(kernel_over(cache, "write_latents"), task, dtype, num_numbers)
 
     def sum_rows(self, hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
         """Add the rows of each text to its sum, one after the other."""

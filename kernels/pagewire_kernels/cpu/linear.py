@@ -188,6 +188,25 @@ class Memory(Protocol):
         """Allocate zeros: uint8 [num_bytes], aligned to 4 KiB."""
 
 
+class Pieces:
+    """Consecutive pieces of memory, all of the size of the first one that is taken."""
+
+    def __init__(self, memory: Memory, count: int) -> None:
+        self._memory, self._count = memory, count
+        self._all = torch.empty(0, dtype=torch.uint8)
+        self._num_taken = 0
+        self.piece_bytes = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The next piece: uint8 [num_bytes]."""
+        if self._num_taken == 0:
+            self.piece_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            self._all = self._memory.take(self._count * self.piece_bytes)
+        first = self._num_taken * self.piece_bytes
+        self._num_taken += 1
+        return self._all[first : first + num_bytes]
+
+
 class _Packed:
     """A weight in packed panels of outputs. Batch-invariant: the bits of a row depend neither on
     the other rows nor on the number of threads."""

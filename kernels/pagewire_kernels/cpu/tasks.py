@@ -151,6 +151,17 @@ class RotateTask(NativeStruct):
     )
 
 
+class LatentTask(NativeStruct):
+    """`LatentTask` of src/layers.h."""
+
+    _fields_ = fields_of(
+        "next_item batch query query_stride query_head_stride rotated rotated_stride "
+        "rotated_head_stride latents latents_stride norm has_float_norm cache block_stride "
+        "slot_stride block_size cos sin table_stride num_heads rank half",
+        "eps",
+    )
+
+
 class PackTask(NativeStruct):
     """`PackTask` of src/linear.h."""
 
@@ -167,6 +178,15 @@ class LinearTask(NativeStruct):
     _fields_ = fields_of(
         "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
         "activation" + _QUANTIZATION
+    )
+
+
+class HeadsTask(NativeStruct):
+    """`HeadsTask` of src/linear.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
+        "activation" + _QUANTIZATION + " num_heads head_bytes x_head_stride y_head_stride"
     )
 
 

@@ -31,6 +31,7 @@ from pagewire_kernels.reference.layers import (
     scale,
     soft_cap,
     sum_rows,
+    write_latents,
     xielu,
 )
 from pagewire_kernels.reference.sampling import (
@@ -69,5 +70,6 @@ __all__ = [
     "sum_rows",
     "swap_blocks",
     "write_kv",
+    "write_latents",
     "xielu",
 ]

@@ -33,3 +33,4 @@ class TorchLayerKernels:
     xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
     sum_rows = staticmethod(reference.sum_rows)
+    write_latents = staticmethod(reference.write_latents)

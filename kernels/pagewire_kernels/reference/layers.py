@@ -106,6 +106,36 @@ def rotate(
         heads.copy_(_norm_and_rotate(heads, *rows, weight, eps))
 
 
+def write_latents(
+    query: Tensor,
+    rotated: Tensor,
+    latents: Tensor,
+    norm: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float,
+    scale: float = 1.0,
+) -> None:
+    """Apply RoPE to the ends of query heads; write normed latents, and the RoPE'd end of keys that
+    all heads share, to the KV cache (DeepSeek-AI 2024, section 2.1).
+
+    query, rotated: [num_tokens, num_heads, rotary_dim], of which `rotated` is written; latents:
+    [num_tokens, rank + rotary_dim], latent, then the end of keys; norm: [rank], the weight of the
+    latents' RMS norm; cache: [num_blocks, block_size, 1, rank + rotary_dim]; positions, cos, sin as
+    in `rotate_and_write_kv`. scale: of an fp8 cache. Results are rounded once, at the end.
+    """
+    rows = cos[positions].float()[:, None], sin[positions].float()[:, None]
+    rotated.copy_(_norm_and_rotate(query, *rows, None, eps))
+    latent, end = latents.float().unsqueeze(1).split([norm.shape[0], query.shape[2]], dim=2)
+    parts = rms_norm(latent, norm, eps), _norm_and_rotate(end, *rows, None, eps)
+    entry = torch.cat(parts, dim=2).to(latents.dtype)
+    write_kv(entry, entry, cache, cache, slot_mapping, key_scale=scale, value_scale=scale)
+
+
 def sum_rows(hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
     """Add rows `starts[i]` to `starts[i + 1]` to `sums[i]`, one after the other, so that the sum of
     a text does not depend on its chunks, nor on its batch.

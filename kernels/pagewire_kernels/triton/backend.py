@@ -10,6 +10,7 @@ from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Abilities, AttentionOptions
 from pagewire_kernels.triton.attention import paged_attention
 from pagewire_kernels.triton.kv_cache import write_kv
+from pagewire_kernels.triton.latents import write_latents
 from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm, sum_rows
 from pagewire_kernels.triton.packed_attention import packed_attention
 from pagewire_kernels.triton.rotary import rotate, rotate_and_write_kv
@@ -66,3 +67,4 @@ class TritonLayerKernels:
     xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
     sum_rows = staticmethod(sum_rows)
+    write_latents = staticmethod(write_latents)

@@ -102,6 +102,39 @@ def test_any_shape_agrees_with_the_reference(
 
 
 @each_backend
+@each_cache
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_heads", [32, 24, 16, 7])
+def test_threads_that_share_one_kv_head_give_the_bits_of_one_thread(
+    backend: AttentionBackend,
+    cache_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    num_heads: int,
+) -> None:
+    shape = Shape(
+        num_heads=num_heads, num_kv_heads=1, head_dim=72, dtype=dtype, cache_dtype=cache_dtype
+    )
+    sequences = PagedSequences(shape, [33, 300, 190])
+    options: dict[str, Any] = {
+        "scale": 0.1,
+        "sinks": torch.linspace(-1, 1, num_heads),
+        "alibi_slopes": torch.linspace(0, 0.5, num_heads),
+    }
+    parts = [(0, 30, 33), (1, 299, 300), (2, 0, 190)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone, expected = _both(backend, sequences, parts, **options)
+        torch.set_num_threads(3)
+        together, _ = _both(backend, sequences, parts, **options)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, alone)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(together, expected, atol=tolerance, rtol=tolerance)
+
+
+@each_backend
 def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
     sequences = PagedSequences(Shape(), [40])
     output, expected = _both(backend, sequences, [(0, 0, 40)], scale=200.0)

@@ -49,6 +49,8 @@ def test_features_are_read_from_their_keys(config: dict[str, Any], features: set
     [
         ({"hidden_size": 64, "num_attention_heads": 4}, 16),
         ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 24}, 24),
+        ({"head_dim": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 32}, 544),
+        ({"hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 512}, 576),
         ({"n_embd": 96, "n_head": 2}, 48),
         ({"text_config": {"hidden_size": 64, "num_attention_heads": 8}}, 8),
     ],

@@ -107,7 +107,7 @@ def _round(model: Any, quantization: str) -> None:
                 for expert in experts.data.mT if is_transposed else experts.data:
                     expert.copy_(quantize(expert, quantization).dequantize())
         is_linear = isinstance(module, (nn.Linear, Conv1D))
-        if is_linear and not name.endswith(("shared_expert_gate", "router")):
+        if is_linear and not name.endswith(("shared_expert_gate", "router", "kv_b_proj")):
             weight = module.weight.data
             weight = weight.t() if isinstance(module, Conv1D) else weight
             weight.copy_(quantize(weight, "int8" if module is head else quantization).dequantize())
@@ -119,7 +119,7 @@ def _round(model: Any, quantization: str) -> None:
         *(
             (family, "int4")
             for family in (
-                *("llama", "gpt2", "opt", "gemma3", "phi3", "glm4", "gpt_neox"),
+                *("llama", "gpt2", "opt", "gemma3", "phi3", "glm4", "gpt_neox", "deepseek_v3"),
                 *EXPERTS,
                 *THROUGH_TRANSFORMERS,
             )
@@ -131,7 +131,8 @@ def _round(model: Any, quantization: str) -> None:
 def test_logits_are_those_of_the_rounded_weights(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
-    shapes = {**SHAPES, "head_dim": 32} if family == "gpt_oss" else SHAPES
+    head_dims = {"gpt_oss": {"head_dim": 32}, "deepseek_v3": {"head_dim": 8}}
+    shapes = {**SHAPES, **head_dims.get(family, {})}
     path = make_checkpoint(family, tmp_path, **shapes)
     found = logits(load(path, quantization=quantization))
     oracle = Oracle(path)

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from pagewire_kernels.interface import stored_head_size
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.models.kv_cache_spec import (
     BLOCK_ALIGNMENT,
@@ -190,6 +191,20 @@ def test_ranks_with_and_without_drafts_agree_on_groups(shape: str) -> None:
     pool = torch.zeros(2, drafting.block_bytes(size), dtype=torch.uint8)
     assert len(drafting.views(pool, size)) == len(other.layers)
     assert len(drafting.draft_views(pool, size)) == 4
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_latents_are_stored_once_as_keys_and_values(dtype: torch.dtype) -> None:
+    layer = LayerKV(num_kv_heads=1, head_dim=576, has_values=False)
+    spec = KVCacheSpec(layers=(layer,) * 2, dtype=dtype)
+    assert spec.block_bytes(64) == 2 * 64 * stored_head_size(576, dtype) * dtype.itemsize
+    pool = torch.zeros(3, spec.block_bytes(64), dtype=torch.uint8)
+    for number, (keys, values) in enumerate(spec.views(pool, 64)):
+        assert keys.shape == (3, 64, 1, stored_head_size(576, dtype))
+        assert (keys.data_ptr(), keys.stride()) == (values.data_ptr(), values.stride())
+        keys.view(torch.int8).fill_(number + 1)
+    halves = pool.view(3, 2, -1).view(torch.int8)
+    assert bool((halves == torch.tensor([1, 2], dtype=torch.int8)[:, None]).all())
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)

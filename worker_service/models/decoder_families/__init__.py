@@ -12,6 +12,12 @@ from worker_service.models.decoder_families.gemma import (
 )
 from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
+from worker_service.models.decoder_families.latent import (
+    deepseek_v2_settings,
+    deepseek_v3_settings,
+    glm4_moe_lite_settings,
+    youtu_settings,
+)
 from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.decoder_families.llama_kin import (
     apertus_settings,
@@ -60,6 +66,10 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Qwen3MoeForCausalLM": qwen_moe_settings,
     "Glm4MoeForCausalLM": glm4_moe_settings,
     "Dots1ForCausalLM": dots1_settings,
+    "DeepseekV2ForCausalLM": deepseek_v2_settings,
+    "DeepseekV3ForCausalLM": deepseek_v3_settings,
+    "Glm4MoeLiteForCausalLM": glm4_moe_lite_settings,
+    "YoutuForCausalLM": youtu_settings,
     "OlmoeForCausalLM": olmoe_settings,
     "GraniteMoeForCausalLM": granite_moe_settings,
     "MiniMaxM2ForCausalLM": minimax_m2_settings,

@@ -71,6 +71,30 @@ struct RotateTask : Task {
   float eps;
 };
 
+// Latent attention: rotates the ends of query heads, and writes latents, which are normalised first, with
+// the end of keys that all heads share, which is rotated, to the cache.
+struct LatentTask : Task {
+  const Batch* batch;
+  const void* query;  // [num_rows, num_heads, 2 * half]
+  int64_t query_stride, query_head_stride;
+  void* rotated;  // as query
+  int64_t rotated_stride, rotated_head_stride;
+  const void* latents;  // [num_rows, rank + 2 * half]: latent, then the end of keys
+  int64_t latents_stride;
+  const void* norm;  // [rank]
+  int64_t has_float_norm;  // whether it is float32, whatever the latents are
+  void* cache;  // [num_blocks, block_size, rank + 2 * half], or heads of int8_head.h
+  int64_t block_stride, slot_stride;
+  int64_t block_size;
+  const void* cos;  // [num_positions, half]
+  const void* sin;
+  int64_t table_stride;
+  int64_t num_heads;
+  int64_t rank;
+  int64_t half;  // half the number of elements that are rotated
+  float eps;
+};
+
 // Gathers rows of a table, such as embeddings of tokens, or the hidden states of rows that sample, or
 // adds them to y.
 struct TakeTask : Task {

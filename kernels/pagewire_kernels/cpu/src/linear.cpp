@@ -131,10 +131,50 @@ using Float4Product = FloatsProduct<DotOf<Input>, FloatCodes4>;
 template <class Input>
 using Float8Product = FloatsProduct<DotOf<Input>, FloatCodes8>;
 
+// The loop of `multiply` for heads, of which each has its weight, and its part of the rows of x and y.
+template <class Number>
+void multiply_heads(HeadsTask& task) {
+  using Product = DenseProduct<Number>;
+  const int64_t num_rows = *task.num_rows;
+  if (num_rows == 0) return;
+  alignas(64) float sums[Product::kMostRows * kPanel];
+  Product product(task);
+  const Finish<Number, Number> finish;
+  const int64_t block_rows = even_part(num_rows, product.most_rows());
+  const int64_t num_panels = finish.num_panels(task), num_blocks = divide_up(num_rows, block_rows);
+  const auto* weights = static_cast<const char*>(task.weight);
+  const auto panel_at = [&](int64_t item) {
+    const int64_t head = item / (num_panels * num_blocks);
+    return weights + head * task.head_bytes + item % num_panels * product.panel_bytes();
+  };
+  LinearTask of_head = task;
+  int64_t current = -1, row = 0, count = 0;  // of the block of a head
+  SharedItems items(task, task.num_heads * num_blocks * num_panels, task.num_threads);
+  for (int64_t item = items.take(); item >= 0; item = items.take()) {
+    if (item / num_panels != current) {
+      current = item / num_panels;
+      const int64_t head = current / num_blocks;
+      row = current % num_blocks * block_rows;
+      count = num_rows - row < block_rows ? num_rows - row : block_rows;
+      const auto* x = static_cast<const Number*>(task.x) + head * task.x_head_stride;
+      product.set_rows({x + row * task.x_stride, task.x_stride, nullptr}, count);
+      of_head.y = static_cast<Number*>(task.y) + head * task.y_head_stride;
+    }
+    product(panel_at(item), panel_at(items.following(item)), sums);
+    if (!items.may_write()) return;
+    for (int64_t r = 0; r < count; ++r) {
+      finish(of_head, row + r, item % num_panels, sums + r * kPanel);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace pagewire
 
 using namespace pagewire;
+
+PAGEWIRE_KERNEL pw_linear_heads_float32(HeadsTask* task) { multiply_heads<float>(*task); }
+PAGEWIRE_KERNEL pw_linear_heads_bfloat16(HeadsTask* task) { multiply_heads<BFloat16>(*task); }
 
 PAGEWIRE_LINEAR(, DenseProduct)
 PAGEWIRE_LINEAR(_float4, Float4Product)

@@ -48,6 +48,14 @@ struct LinearTask : Task {
   Quantization quantization;
 };
 
+// The product of a part of each row with a weight of its own, for each of some heads.
+struct HeadsTask : LinearTask {
+  int64_t num_heads;
+  int64_t head_bytes;  // from one head's weight to the next
+  int64_t x_head_stride;
+  int64_t y_head_stride;
+};
+
 struct PackTask : Task {
   const void* weight;  // [out_features, in_features]
   int64_t weight_stride;

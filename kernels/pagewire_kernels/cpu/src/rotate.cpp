@@ -1,4 +1,4 @@
-// Norms of query and key heads, rotary embedding and the cache write, in one pass; see layers.h.
+// Norms, rotary embedding and the cache write, in one pass; see layers.h.
 #include "int8_head.h"
 #include "layers.h"
 #include "rows.h"
@@ -22,18 +22,17 @@ void store_head(const float* head, int64_t size, Number* to) {
 
 // RMS norm.
 template <class Number>
-void norm_head(float* head, const void* weight, const RotateTask& task) {
-  const int64_t size = task.head_dim;
+void norm_head(float* head, int64_t size, const void* weight, bool is_float, float eps) {
   Floats sum = zeros();
   for (int64_t i = 0; i < size; i += kLanes) {
     const Floats numbers = load_some(head + i, size - i);
     sum = multiply_add(numbers, numbers, sum);
   }
   const float mean = sum_lanes(sum) / static_cast<float>(size);
-  const float factor = 1.0f / __builtin_sqrtf(mean + task.eps);
+  const float factor = 1.0f / __builtin_sqrtf(mean + eps);
   for (int64_t i = 0; i < size; i += kLanes) {
     const Floats scaled = multiply(load_some(head + i, size - i), broadcast(factor));
-    const Floats weights = load_weight<Number>(weight, task.has_float_norms, i, size - i);
+    const Floats weights = load_weight<Number>(weight, is_float, i, size - i);
     store_some(head + i, multiply(scaled, weights), size - i);
   }
 }
@@ -56,7 +55,9 @@ void norm_and_rotate(const RotateTask& task, int64_t position, const Number* fro
                    const void* weight, Number* to) {
   alignas(64) float head[kMaxHeadDim];
   load_head(from, task.head_dim, head);
-  if (weight != nullptr) norm_head<Number>(head, weight, task);
+  if (weight != nullptr) {
+    norm_head<Number>(head, task.head_dim, weight, task.has_float_norms, task.eps);
+  }
   const int64_t at = position * task.table_stride;
   rotate_head(head, task.half, static_cast<const Number*>(task.cos) + at,
             static_cast<const Number*>(task.sin) + at);
@@ -121,10 +122,56 @@ void rotate_and_write(RotateTask& task) {
   });
 }
 
+template <class Number>
+void rotate_end(const LatentTask& task, int64_t position, float* end) {
+  const int64_t at = position * task.table_stride;
+  rotate_head(end, task.half, static_cast<const Number*>(task.cos) + at,
+              static_cast<const Number*>(task.sin) + at);
+}
+
+template <class Number, class Cached = Number>
+void write_latents(LatentTask& task) {
+  const Batch& batch = *task.batch;
+  const int64_t ends = 2 * task.half, size = task.rank + ends;
+  for_each_row(task, batch.num_rows, task.num_heads * ends + size, [&](int64_t row) {
+    alignas(64) float numbers[kMaxHeadDim];
+    const int64_t position = batch.positions[row], slot = batch.slot_mapping[row];
+    const Number* query = static_cast<const Number*>(task.query) + row * task.query_stride;
+    Number* rotated = static_cast<Number*>(task.rotated) + row * task.rotated_stride;
+    for (int64_t h = 0; h < task.num_heads; ++h) {
+      load_head(query + h * task.query_head_stride, ends, numbers);
+      rotate_end<Number>(task, position, numbers);
+      store_head(numbers, ends, rotated + h * task.rotated_head_stride);
+    }
+    if (slot < 0) return;
+    load_head(static_cast<const Number*>(task.latents) + row * task.latents_stride, size, numbers);
+    norm_head<Number>(numbers, task.rank, task.norm, task.has_float_norm, task.eps);
+    rotate_end<Number>(task, position, numbers + task.rank);
+    auto* to = static_cast<Cached*>(task.cache) + slot / task.block_size * task.block_stride +
+               slot % task.block_size * task.slot_stride;
+    if constexpr (sizeof(Cached) == 1) {
+      alignas(64) Number rounded[kMaxHeadDim];
+      store_head(numbers, size, rounded);
+      store_int8_head(rounded, size, to);
+    } else {
+      store_head(numbers, size, to);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace pagewire
 
 using namespace pagewire;
+
+PAGEWIRE_KERNEL pw_write_latents_float32(LatentTask* task) { write_latents<float>(*task); }
+PAGEWIRE_KERNEL pw_write_latents_bfloat16(LatentTask* task) { write_latents<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_write_latents_int8_float32(LatentTask* task) {
+  write_latents<float, char>(*task);
+}
+PAGEWIRE_KERNEL pw_write_latents_int8_bfloat16(LatentTask* task) {
+  write_latents<BFloat16, char>(*task);
+}
 
 PAGEWIRE_KERNEL pw_rotate_float32(RotateTask* task) { rotate<float>(*task); }
 PAGEWIRE_KERNEL pw_rotate_bfloat16(RotateTask* task) { rotate<BFloat16>(*task); }

@@ -1,0 +1,223 @@
+"""Latent attention (DeepSeek-AI 2024): keys and values of all heads are products of one latent.
+
+The cache holds the latent of each token, and the end of keys that all heads share, which is
+rotated. A key of a head is its product with the latent, followed by that end. Keys and values of
+all tokens are never computed: queries are multiplied by the weights of keys, and sums of latents by
+those of values, between which attention has a single head of keys, whose first elements are its
+values. Prefills, chunks and decodes compute the same products, so a row has the same bits in each.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pagewire_kernels.quantized_weight import QuantizedWeight
+from pagewire_kernels.select import Kernels
+from worker_service.distributed.layout import Layout, Shard
+from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.kv_cache_spec import LayerKV
+from worker_service.models.layers import PagedAttention, RMSNorm, RotarySettings, RotaryTable
+from worker_service.models.linear import Linear, PackedHeads, RowParallelLinear, pack_heads
+from worker_service.models.native import LayerInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionSpec:
+    """Latent attention over the paged cache. Implements `decoder.AttentionPart`.
+
+    Attributes of `LatentAttention` with tensors, for `LayerSpec.names`: `inputs` (queries, or their
+    latents, then latents with the end of keys), `latent_norm`, `expansion`, `output`, and with
+    latents of queries `query_norm` and `query`.
+    """
+
+    num_heads: int
+    latent_dim: int
+    """Elements of the latent of keys and values."""
+
+    query_latent_dim: int | None
+    """Elements of the latent of queries; None: they are products of the hidden state."""
+
+    key_dim: int
+    """Elements of a head of keys that are a product of the latent."""
+
+    rotary_dim: int
+    """The elements after them, which are rotated, and shared by all heads."""
+
+    value_dim: int
+    scale: float
+    """The factor of attention scores."""
+
+    rotary: RotarySettings
+    eps: float
+    """Of the RMS norms of latents."""
+
+    bias: bool = False
+    """Whether the products that make latents, and the output, have biases."""
+
+    has_pairs: bool = True
+    """As `AttentionSpec.has_pairs`."""
+
+    window: None = None
+    """Tokens see all before them."""
+
+    def require_shards(self, layout: Layout) -> None:
+        """Raise InvalidOption unless the ranks can share the heads."""
+        layout.even_shard(self.num_heads, "attention heads")
+
+    def layer_kv(self, layout: Layout, max_model_len: int) -> LayerKV:
+        """What a token leaves in the cache of each rank: all that it leaves anywhere."""
+        return LayerKV(num_kv_heads=1, head_dim=self.latent_dim + self.rotary_dim, has_values=False)
+
+    def build(
+        self,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: Kernels,
+        rotary: RotaryTable | None,
+    ) -> "LatentAttention":
+        """The part for rows of this many inputs, which makes rows of this size."""
+        assert rotary is not None, "its settings are given"
+        return LatentAttention(self, inputs, size, context, kernels, rotary)
+
+
+class LatentAttention(nn.Module):
+    """See `LatentAttentionSpec`. Each rank has some heads, and all latents."""
+
+    def __init__(
+        self,
+        spec: LatentAttentionSpec,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: Kernels,
+        rotary: RotaryTable,
+    ) -> None:
+        super().__init__()
+        s, layout = spec, context.communicator.layout
+        heads = layout.even_shard(s.num_heads, "attention heads")
+        head_dim, latents = s.key_dim + s.rotary_dim, Shard.full(s.latent_dim + s.rotary_dim)
+        query_order, latent_order = (
+            _with_halves(s, count, before)
+            for count, before in ((heads.size, s.key_dim), (1, s.latent_dim))
+        )
+        queries = heads.times(head_dim)
+        is_direct = s.query_latent_dim is None
+        first = queries if s.query_latent_dim is None else Shard.full(s.query_latent_dim)
+        self.inputs = Linear(
+            Shard.full(inputs),
+            [first, latents],
+            bias=s.bias,
+            context=context,
+            orders=[query_order if is_direct else None, latent_order],
+        )
+        self.query_norm: RMSNorm | None = None
+        self.query: Linear | None = None
+        if s.query_latent_dim is not None:
+            self.query_norm = RMSNorm(s.query_latent_dim, s.eps, context, kernels.layers)
+            self.query = Linear(first, [queries], bias=False, context=context, orders=[query_order])
+        self.latent_norm = RMSNorm(s.latent_dim, s.eps, context, kernels.layers)
+        self.expansion = Expansion(s, heads, context)
+        self.output = RowParallelLinear(
+            heads.times(s.value_dim), size, bias=s.bias, context=context
+        )
+        self.paged = PagedAttention(kernels.attention, scale=s.scale)
+        self._spec, self._rotary, self._kernels = s, rotary, kernels.layers
+        self._parts = first.size, latents.size
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x: [num_tokens, inputs]; returns [num_tokens, size]."""
+        query, paged = self.write_kv(x, inputs), self.paged
+        paged.value_scale = paged.key_scale  # values are keys
+        attended = paged.attend(query, inputs.caches, inputs.metadata).view(query.shape)
+        values = self.expansion.values(attended[:, :, : self._spec.latent_dim])
+        return self.output(values.flatten(1))
+
+    def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """Write the latents of rows to the layer's cache. Returns the queries of latents."""
+        s = self._spec
+        query, latents = self.inputs(x).split_with_sizes(self._parts, 1)
+        if self.query is not None and self.query_norm is not None:
+            query = self.query(self.query_norm(query))
+        heads = query.unflatten(1, (-1, s.key_dim + s.rotary_dim))
+        query = self.expansion.absorb(heads[:, :, : s.key_dim])
+        cache, _ = inputs.caches
+        self._kernels.write_latents(
+            heads[:, :, s.key_dim :],
+            query[:, :, s.latent_dim :],
+            latents,
+            self.latent_norm.weight,
+            cache,
+            inputs.metadata.slot_mapping,
+            inputs.positions,
+            self._rotary.cos,
+            self._rotary.sin,
+            eps=s.eps,
+            scale=self.paged.key_scale,
+        )
+        return query
+
+
+def _with_halves(spec: LatentAttentionSpec, count: int, before: int) -> Tensor | None:
+    """The order of the rows of some heads, of which the elements after the first ones are rotated,
+    as those of two halves; None if they are so already."""
+    if not spec.has_pairs:
+        return None
+    rows = torch.arange(before + spec.rotary_dim)
+    end = rows[before:]
+    head = torch.cat([rows[:before], end[0::2], end[1::2]])
+    return (torch.arange(count)[:, None] * len(rows) + head).flatten()
+
+
+class Expansion(nn.Module):
+    """The weights of keys and values by head, which multiply latents. They are stored as one
+    weight, which may be quantized, but are multiplied dense. Implements `linear.Packable`."""
+
+    weight: Tensor | None
+    """[num_heads * (key_dim + value_dim), latent_dim]; None once it is packed."""
+
+    def __init__(self, spec: LatentAttentionSpec, heads: Shard, context: ModelContext) -> None:
+        """heads: those of this rank."""
+        super().__init__()
+        self._sizes = spec.key_dim, spec.value_dim
+        self._num_heads, self._num_spare = heads.size, spec.rotary_dim
+        self._rows, self._context = heads.times(sum(self._sizes)), context
+        self.weight = context.empty_weight(self._rows.size, spec.latent_dim)
+        self._keys: PackedHeads | None = None
+        self._values: PackedHeads | None = None
+
+    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
+        """Destination of the weight of the module with this name."""
+        assert self.weight is not None
+        assert not transposed
+        (name,) = names
+        yield WeightTarget(f"{name}.weight", self.weight, shard=self._rows, keep=self._keep)
+
+    def _keep(self, part: QuantizedWeight) -> None:
+        assert self.weight is not None
+        self._context.dequantized["keys and values of latents"] += self.weight.nbytes
+        self.weight.copy_(part.in_order().dequantize())
+
+    def pack(self) -> None:
+        """Pack the weights for this machine, unless they are packed already."""
+        if self.weight is None:
+            return
+        weights = self.weight.unflatten(0, (self._num_heads, -1))
+        keys, values = weights.split(self._sizes, dim=1)
+        self._keys = pack_heads(keys.mT, self._context)
+        self._values = pack_heads(values, self._context)
+        self.weight = None
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Multiply queries by the weights of keys. query: [num_tokens, num_heads, key_dim]. Returns
+        [num_tokens, num_heads, latent_dim + rotary_dim], without the end of each head."""
+        assert self._keys is not None, "weights are loaded"
+        return self._keys.apply(query, self._num_spare)
+
+    def values(self, latents: Tensor) -> Tensor:
+        """Multiply sums of latents by the weights of values. latents: [num_tokens, num_heads,
+        latent_dim]. Returns [num_tokens, num_heads, value_dim]."""
+        assert self._values is not None, "weights are loaded"
+        return self._values.apply(latents)
