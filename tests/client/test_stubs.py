@@ -18,7 +18,8 @@ PROTOC = f"{sys.executable} -m grpc_tools.protoc"
 FILES = [
     f"pagewire/v1/{name}.proto"
     for name in (
-        *("inference_service", "columns", "model", "pooling", "sampling", "status", "validation"),
+        *("inference_service", "adapter", "columns", "model", "pooling", "sampling", "status"),
+        "validation",
     )
 ]
 

@@ -58,13 +58,13 @@ def test_serve_answers_each_of_vllms_flags_with_its_row() -> None:
 
 def test_all_unknown_options_are_explained_in_one_message() -> None:
     said = refused(
-        *("serve", "model", "--enforce-eager", "--enable_lora", "--lora-modules", "a=b"),
+        *("serve", "model", "--enforce-eager", "--fully_sharded_loras"),
         *("--logits-processors=x", "-ep", "-O3", "--max-model-lem", "9", "--whatever"),
         "--enforce-eagr",
         *("--speculative-config.method", "ngram", "--no-enable-expert-parallel"),
     )
     assert said.startswith("error: --enforce-eager is --no-cuda-graphs here\n")
-    assert "--enable-lora has no counterpart here: adapters are not applied: merge them" in said
+    assert "--fully-sharded-loras has no counterpart here: what workers compute does not" in said
     assert "--logits-processors has no counterpart here: the server runs no plugins" in said
     assert "-ep has no counterpart here: each rank has some columns of every expert" in said
     assert "-O is --compile here" in said

@@ -228,6 +228,7 @@ async def test_only_operators_see_the_stream_and_anybody_the_page(
     services = HttpServices(
         requests=None,
         pooling=None,
+        adapters=None,
         models=None,
         core=None,
         authentication=Keys(),
