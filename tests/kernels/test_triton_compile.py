@@ -186,10 +186,11 @@ ATTENTION = {
 }
 
 
-def _launch(target: GPUTarget, *arguments: Any, **options: Any) -> Launch:
+def _launch(target: GPUTarget, query: torch.Tensor, *arguments: Any, **options: Any) -> Launch:
     """As it is chosen on this GPU."""
-    launch = triton_kernels.choose_launch(*arguments, **options)
-    return replace(launch, num_stages=num_stages(SHARED_MEMORY[target.arch] * 1024))
+    launch = triton_kernels.choose_launch(query, *arguments, **options)
+    shared = SHARED_MEMORY[target.arch] * 1024
+    return replace(launch, num_stages=num_stages(shared, query.shape[2]))
 
 
 def _check(launched: list[Any], target: GPUTarget) -> None:
@@ -236,6 +237,10 @@ OTHER_SHAPES = {
     "prefill, heads of 256 from fp8": ((8, 4, 256), torch.bfloat16, FP8, 300, 1),
     "decode of float32, heads of 256": ((2, 1, 256), torch.float32, torch.float32, 1, 1),
     "prefill of float32, heads of 256": ((2, 1, 256), torch.float32, torch.float32, 300, 1),
+    "decode, latents": ((16, 1, 576), torch.bfloat16, torch.bfloat16, 1, 4),
+    "prefill, latents": ((16, 1, 576), torch.bfloat16, torch.bfloat16, 300, 1),
+    "decode, latents of 128 heads": ((128, 1, 576), torch.bfloat16, torch.bfloat16, 1, 4),
+    "prefill, latents of 128 heads": ((128, 1, 576), torch.bfloat16, torch.bfloat16, 300, 1),
 }
 
 

@@ -50,6 +50,10 @@ elements. GPUs that are not in it have the sizes that `choose_launch` derives.""
 _TILES: dict[str, dict[str, dict[str, int]]] = json.loads(TILES_FILE.read_text())
 _PROGRAMS_PER_PROCESSOR = 4
 
+_MAX_USUAL_HEAD = 256
+_ROWS_OF_LARGE_HEADS = 16
+"""Rows of a tile of larger heads, those of latent attention: more would not fit into registers."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
@@ -136,15 +140,20 @@ def choose_launch(
     num_tokens, num_heads, head_dim = query.shape
     if part is None:
         part = _whole(metadata, num_tokens)
+    num_kv_heads = _num_parts(num_heads, num_kv_heads, head_dim)
     group = num_heads // num_kv_heads
     tile_rows, num_warps = _tile(query.dtype, head_dim, group, part.is_decode)
-    if batch_invariant:
+    if head_dim > _MAX_USUAL_HEAD:
+        tile_rows, num_warps = _ROWS_OF_LARGE_HEADS, 4
+    elif batch_invariant:
         tile_rows, num_warps = max(16, triton.next_power_of_2(group)), 4
+    is_float32 = query.dtype == torch.float32
+    tile_keys = 64 >> (is_float32 + (head_dim > 128))
     sizes = {
         "tile_rows": tile_rows,
-        "tile_keys": 64 >> ((query.dtype == torch.float32) + (head_dim > 128)),
+        "tile_keys": tile_keys if head_dim <= _MAX_USUAL_HEAD else 16,
         "num_warps": num_warps,
-        "num_stages": num_stages(_shared_memory(query.device)),
+        "num_stages": num_stages(_shared_memory(query.device), head_dim),
         "programs_per_processor": _PROGRAMS_PER_PROCESSOR,
     }
     if not batch_invariant and head_dim == TUNED_HEAD_DIM and query.dtype != torch.float32:
@@ -195,7 +204,12 @@ def paged_attention(
     strides.
     """
     query = dense(query)
-    num_tokens, num_heads = query.shape[:2]
+    num_tokens, num_heads, head_dim = query.shape
+    num_parts = _num_parts(num_heads, key_cache.shape[2], head_dim)
+    if num_parts > key_cache.shape[2]:
+        key_cache, value_cache = (
+            cache.expand(-1, -1, num_parts, -1) for cache in (key_cache, value_cache)
+        )
     output = query.new_empty(query.shape)
     if num_tokens == 0:
         return output
@@ -377,8 +391,19 @@ def _shared_memory(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
-def num_stages(shared_memory: int) -> int:
+def _num_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
+    """The number of KV heads, or if large query heads share one, that of equal parts of them that
+    fit into a tile, of which each counts as a KV head in the same place of the cache."""
+    if num_kv_heads > 1 or head_dim <= _MAX_USUAL_HEAD:
+        return num_kv_heads
+    least = -(-num_heads // _ROWS_OF_LARGE_HEADS)
+    return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
+
+
+def num_stages(shared_memory: int, head_dim: int) -> int:
     """As many stages as shared memory allows: with five, a tile of a prefill takes 129 KiB."""
+    if head_dim > _MAX_USUAL_HEAD:
+        return 2 if shared_memory >= 160 * 1024 else 1
     return 5 if shared_memory >= 160 * 1024 else 3
 
 

@@ -51,8 +51,11 @@ def test_latents_and_ends_of_queries_agree_with_the_reference(
 
 @pytest.mark.parametrize("is_invariant", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_may_be_values(dtype: torch.dtype, is_invariant: bool) -> None:
-    shape = Shape(num_heads=16, num_kv_heads=1, head_dim=144, dtype=dtype)
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(16, 144), (20, 288), (34, 576)])
+def test_keys_may_be_values(
+    dtype: torch.dtype, num_heads: int, head_dim: int, is_invariant: bool
+) -> None:
+    shape = Shape(num_heads=num_heads, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     sequences = PagedSequences(shape, [40, 9, 33])
     sequences.value_cache = sequences.key_cache
     sequences.values = sequences.keys
