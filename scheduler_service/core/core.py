@@ -140,9 +140,10 @@ class SchedulerCore:
 
     # Adapters.
 
-    def set_adapters(self, model: str, adapters: dict[str, str]) -> None:
+    def set_adapters(self, model: str, adapters: dict[str, str], now: float) -> None:
         """Set the adapters that all worker groups of a model have: names by the digest, in
-        hexadecimal digits. Requests with other ones are refused."""
+        hexadecimal digits. Requests with other ones are refused. `now`: for recordings."""
+        del now
         by_digest = {bytes.fromhex(digest): name for digest, name in adapters.items()}
         self._fleet.adapters[model] = by_digest
 

@@ -492,7 +492,7 @@ class AdapterDirectory:
             adapter.digest: model.retained_at.get(adapter.digest, now) for adapter in table.retained
         }
         names = {digest.hex(): adapter.name for digest, adapter in contents(table).items()}
-        self.driver.core.set_adapters(model.name, names)
+        self.driver.core.set_adapters(model.name, names, now)
         self.on_change()
 
     async def _collect(self, model: _Model) -> None:

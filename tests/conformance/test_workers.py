@@ -28,6 +28,9 @@ COMMANDS = {
         *("--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram"),
         *("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3,fixed:16"),
     ),
+    "adapters": python_worker(
+        *("--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram", "--enable-lora")
+    ),
     NO_CACHE: python_worker(
         *("--simulate", "--simulate-vocab-size", "997", "--simulate-cache-groups", "none"),
         *("--simulate-labels", "1"),
@@ -97,6 +100,7 @@ SKIPPED = {
     CHUNKED: [case.full_name for case in cases.ALL if case.full_name in OF_NO_CHUNKS],
     "model": [*NO_GROUPS, *POOLING],
     "simulated": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
+    "adapters": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
     "cache groups": [*NO_PROFILER, *OF_ONE_GROUP, *REFUSES_POOLING, *NO_TEXTS],
     "node": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
     "node with cache groups": [*NO_PROFILER, *OF_ONE_GROUP, *REFUSES_POOLING, *NO_TEXTS],
@@ -105,9 +109,11 @@ OF_LABELS = "pooling: labels of a model without any are refused"
 A_CLASSIFIER = "pooling: a classifier brings a logit for each label"
 OTHERS = ["setup: a model without cache groups has no blocks"]
 OTHERS += ["pooling: a part of a whole prompt is refused"]
-HAS_LABELS = ("simulated", "cache groups")
+HAS_LABELS = ("simulated", "adapters", "cache groups")
+ADAPTERS = [case.full_name for case in cases.ALL if case.group == "adapters"]
 for _kind, _names in SKIPPED.items():
     _others = {*OTHERS, OF_LABELS if _kind in HAS_LABELS else A_CLASSIFIER, *_names}
+    _others.update(ADAPTERS if _kind != "adapters" else ())
     SKIPPED[_kind] = [case.full_name for case in cases.ALL if case.full_name in _others]
 
 OF_MODELS_WITHOUT_CACHE = {

@@ -41,6 +41,9 @@ class Fault:
     forgets_epochs: bool = False
     """Takes any epoch for the greatest."""
 
+    keeps_any_table: bool = False
+    """Keeps tables of adapters that it does not have."""
+
 
 @dataclass
 class Proxy(pb_grpc.WorkerServiceServicer):
@@ -110,6 +113,18 @@ class Proxy(pb_grpc.WorkerServiceServicer):
 
     def StopProfile(self, request: Any, context: Any) -> Any:
         return pb.StopProfileResponse(path=self.make_fault().profile_path)
+
+    def LoadAdapter(self, request: Any, context: Any) -> Any:
+        return self._call(self.upstream.LoadAdapter, request, context)
+
+    def GetAdapter(self, request: Any, context: Any) -> Iterator[Any]:
+        yield from self._call(lambda r: list(self.upstream.GetAdapter(r)), request, context) or ()
+
+    def SetAdapters(self, request: Any, context: Any) -> Any:
+        response = self._call(self.upstream.SetAdapters, request, context)
+        if response is not None and self.make_fault().keeps_any_table:
+            del response.missing[:]
+        return response
 
     def _greater_epoch(self) -> int:
         self.epoch = max(self.epoch, self.upstream.GetInfo(pb.GetInfoRequest()).last_epoch) + 1

@@ -134,6 +134,7 @@ INTERVENTIONS = (
     "remove_worker_group",
     "fail_worker_group",
     "drain_worker_group",
+    "set_adapters",
     "cancel",
     "abort",
     "remove_frontend",

@@ -80,6 +80,8 @@ export type Prompt = string | number[] | ChatMessage[] | Chat;
 export interface RequestOptions {
   /** Required only if several models are served. */
   model?: string;
+  /** The name of an adapter of the model; `model` may name the adapter instead. */
+  lora?: string;
   /** Drawn at random unless given. */
   requestId?: string;
   /** Milliseconds until the request is given up; default: never. */
@@ -160,6 +162,8 @@ export interface Timings {
 export interface Answer {
   requestId: string;
   model: string;
+  /** The name of the adapter in effect; empty without one. */
+  lora: string;
   /** The seed in effect, as text: it has 64 bits. */
   seed: string;
   promptTokenIds: number[];

@@ -88,7 +88,7 @@ export class Client {
    * @param {string | number[] | {role: string, content: string}[] | object} prompt text, token ids,
    *   messages, or a chat: `{messages, tools, ...}`
    * @param {object} [samplingParams] such as `{maxTokens: 64, temperature: 0}`
-   * @param {object} [options] `model`, `requestId`, `timeoutMs`
+   * @param {object} [options] `model`, `lora`, `requestId`, `timeoutMs`
    */
   async *stream(prompt, samplingParams = {}, options = {}) {
     for await (const response of this.#responses(prompt, samplingParams, options)) {
@@ -96,7 +96,7 @@ export class Client {
     }
   }
 
-  /** The whole answer: `{requestId, model, seed, promptTokenIds, outputs, usage, timings}`. */
+  /** The whole answer: `{requestId, model, lora, seed, promptTokenIds, outputs, usage, timings}`. */
   async generate(prompt, samplingParams = {}, options = {}) {
     const answer = { outputs: [] };
     const asked = { ...options, maxHoldMs: MAX_HOLD_MS };
@@ -116,11 +116,11 @@ export class Client {
   }
 
   /** The responses to a request, over all its attempts. */
-  async *#responses(prompt, samplingParams, { model, requestId, timeoutMs, maxHoldMs }) {
+  async *#responses(prompt, samplingParams, { model, lora, requestId, timeoutMs, maxHoldMs }) {
     const deadline = timeoutMs === undefined ? Infinity : performance.now() + timeoutMs;
     const retries = new Retries(this.#recoveryTimeoutMs, deadline, this.#server);
     requestId ??= randomUUID(); // the client must know it to continue the request
-    const request = { ...asPrompt(prompt), samplingParams, model, requestId, maxHoldMs };
+    const request = { ...asPrompt(prompt), samplingParams, model, lora, requestId, maxHoldMs };
     const received = new Received(request);
     const connection = await this.#openRequests.enter(deadline);
     try {

@@ -17,10 +17,12 @@ export class Received {
   nextRequest() {
     const request = { ...this.#request, attempt: this.#numAttempts++ };
     if (this.#started === null) return request;
-    const { seed, model } = this.#started;
+    const { seed, model, lora, loraDigest } = this.#started;
     const samplingParams = { ...request.samplingParams, seed };
     const resume = this.#choices.filter((choice) => choice.tokenIds.length > 0);
-    return { ...request, model, samplingParams, resume };
+    // With an adapter, `model` may be its name, and stays what the caller has chosen.
+    const chosen = lora ? { loraDigest } : { model };
+    return { ...request, ...chosen, samplingParams, resume };
   }
 
   /** Process a response; returns it without what an earlier attempt has already reported. */

@@ -16,7 +16,7 @@ DIGESTS = {name: bytes([number]) * 32 for number, name in enumerate("abcd")}
 def make_driver(*max_loras: int, config: SchedulerConfig = SMALL_CONFIG) -> CoreDriver:
     """A core with all adapters, and a worker group for each number of slots."""
     driver = CoreDriver(config)
-    driver.core.set_adapters(MODEL, {digest.hex(): name for name, digest in DIGESTS.items()})
+    driver.core.set_adapters(MODEL, {digest.hex(): name for name, digest in DIGESTS.items()}, 0.0)
     for index, number in enumerate(max_loras):
         driver.add_worker_group(make_capacity(f"g{index}", max_loras=number))
     return driver
@@ -105,7 +105,7 @@ def test_adapters_that_workers_lack_and_too_many_of_a_tenant_are_refused() -> No
         max_num_seqs=4, max_num_batched_tokens=16, tenants={"t": TenantConfig(max_loras=1)}
     )
     driver = make_driver(2, config=config)
-    driver.core.set_adapters(MODEL, {DIGESTS[name].hex(): name for name in "ab"})
+    driver.core.set_adapters(MODEL, {DIGESTS[name].hex(): name for name in "ab"}, 0.0)
     with pytest.raises(UnknownAdapter, match="adapters: a, b"):
         submit(driver, "c")
     submit(driver, "a", tenant="t")
