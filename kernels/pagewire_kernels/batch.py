@@ -127,6 +127,16 @@ LayerCaches = tuple[Tensor, Tensor]
 each, of equal strides."""
 
 
+class AdapterRows(NamedTuple):
+    """The rows of a step that have one adapter."""
+
+    digest: bytes
+    """The adapter's identity."""
+
+    rows: Tensor | None
+    """int64 [n], ascending; None: all rows."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
     """The inputs of a model's forward pass, built once per step."""
@@ -148,6 +158,9 @@ class StepBatch:
 
     sampled: Tensor | None = None
     """int64 [num_sampled]: the rows whose logits will be computed; None: none, or not known yet."""
+
+    adapters: tuple[AdapterRows, ...] = ()
+    """The adapters of the rows that have one, each once."""
 
 
 class StepInputs(NamedTuple):

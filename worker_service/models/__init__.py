@@ -12,6 +12,7 @@
     eagle.py               the draft head of EAGLE-3
     native.py              base classes of native models: forward pass, weights, packing
     layers.py linear.py    the layers of native models; packed and sharded linear layers
+    adapters.py            what adapters of rows add to the products of linear layers
     pooling.py             what follows the pooling: dense layers, the labels of a classifier
     transformers_backend/  every other model of `transformers`, with its attention replaced
 

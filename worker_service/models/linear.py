@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -287,6 +287,46 @@ def _memory() -> HugeMemory:
     return HugeMemory()
 
 
+class LinearPart(NamedTuple):
+    """The part of a checkpoint's weight in a product of this rank, which may be a stack."""
+
+    source_shape: list[int]
+    """Of the checkpoint's weight: [out_features, in_features]."""
+
+    inputs: slice
+    """This rank's columns of it."""
+
+    shard: Shard
+    """This rank's rows of it."""
+
+    order: Tensor | None
+    """The order of these rows in the product; None: the same."""
+
+    outputs: slice
+    """Where they are in the product."""
+
+    def rows_of(self, matrix: Tensor) -> Tensor:
+        """This part of a matrix with a row for each row of the checkpoint's weight."""
+        rows = matrix[self.shard.start : self.shard.start + self.shard.size]
+        return rows if self.order is None else rows[self.order]
+
+
+class Addition(Protocol):
+    """What is added to the product of a layer for some rows."""
+
+    def add_to(self, y: Tensor, x: Tensor, rows: Tensor | None) -> None:
+        """Add to some rows of the product `y` of `x`; None: to all."""
+        ...
+
+
+class Additions(Protocol):
+    """What is added to the products of a layer; see `models/adapters.py`."""
+
+    def active(self) -> Iterator[tuple[Addition, Tensor | None]]:
+        """The additions of the present step, and their rows: int64 [n], or None for all."""
+        ...
+
+
 class Linear(nn.Module):
     """y = x @ W.T + b. The weight may be a stack of several weights."""
 
@@ -320,6 +360,17 @@ class Linear(nn.Module):
         self._names: Sequence[str] = ()
         self._few_rows: ModuleType | None = None
         """The module of kernels for few rows, if there are any for the weight."""
+        self.additions: Additions | None = None
+        """What adapters add to the product."""
+
+    def parts(self) -> Iterator[tuple[str, LinearPart]]:
+        """(name of the checkpoint's module, its part of this product), once `targets` was called.
+        A module that has several parts is named several times."""
+        first, inputs = 0, self._inputs
+        columns = slice(inputs.start, inputs.start + inputs.size)
+        for name, shard, order in zip(self._names, self._outputs, self._orders, strict=False):
+            outputs, first = slice(first, first + shard.size), first + shard.size
+            yield name, LinearPart([shard.total, inputs.total], columns, shard, order, outputs)
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destinations of the checkpoint's tensors of the layers with these names.
@@ -415,6 +466,16 @@ class Linear(nn.Module):
         self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None = None
     ) -> Tensor:
         """As `forward`, with another bias; output_dtype: the weight's, or float32."""
+        product = self._product(rows, bias, output_dtype)
+        if self.additions is not None:
+            for addition, chosen in self.additions.active():
+                addition.add_to(product, rows, chosen)
+        return product
+
+    def _product(
+        self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None
+    ) -> Tensor:
+        """The product with the weight alone."""
         if self.packed is not None:
             return self.packed.apply(rows, bias, output_dtype=output_dtype)
         assert self.weight is not None
@@ -459,10 +520,23 @@ class GatedLinear(Linear):
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, size]."""
         if self._gated is not None:
-            return self._gated.apply(rows, self.bias)
+            return self._with_additions(self._gated, rows)
         if self._few_rows is not None and self._few_rows.are_few(rows):
             return self._few_rows.multiply_gated(rows, self.weight, self.bias, self._activation)
         return self._kernels.act_and_mul(super().forward(rows), self._activation)
+
+    def _with_additions(self, gated: NativeGatedWeight, rows: Tensor) -> Tensor:
+        """The result of all rows with the weight alone, then of those to which adapters add."""
+        y = gated.apply(rows, self.bias)
+        for addition, chosen in () if self.additions is None else self.additions.active():
+            x = rows if chosen is None else rows[chosen]
+            sums = gated.sums(x, self.bias)
+            addition.add_to(sums, x, None)
+            result = self._kernels.act_and_mul(sums.to(rows.dtype), self._activation)
+            if chosen is None:
+                return result
+            y[chosen] = result
+        return y
 
 
 class RowParallelLinear(Linear):

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
+from pagewire_kernels.batch import AdapterRows, AttentionMetadata, LayerCaches, StepBatch
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.layout import Layout, Shard
@@ -87,6 +87,14 @@ class NativeLayer(nn.Module, ABC):
     @abstractmethod
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         """Destinations of the checkpoint's tensors of the layer called `name`."""
+
+
+class ActivatesAdapters(Protocol):
+    """What the layers of a model apply to some rows; see `models/adapters.py`."""
+
+    def activate(self, rows: Sequence[AdapterRows]) -> None:
+        """Let the layers compute these adapters in the next forward pass; none ends that."""
+        ...
 
 
 @runtime_checkable
@@ -230,6 +238,8 @@ class NativeModel(LoadableModule):
         self._captured: dict[int, list[Tensor]] = {}
         """By layer of this stage, the summands of its input, which `run_layers` captured; buffers
         of the program if it is recorded."""
+        self.adapters: ActivatesAdapters | None = None
+        """None if no sequence has an adapter."""
         self.packs_with_triton = context.packs_with_triton
         self._received_like = context.empty(s.hidden_size)
 
@@ -329,12 +339,23 @@ class NativeModel(LoadableModule):
     def forward_to_logits(self, batch: StepBatch) -> Computed:
         """As `forward`, with logits of `batch.sampled` if the LM head is part of the recorded
         program."""
-        token_ids, positions = batch.token_ids, batch.positions
+        if batch.adapters:
+            assert self.adapters is not None, "sequences have adapters only where some are loaded"
+            self.adapters.activate(batch.adapters)
+            try:
+                return self._forward_eagerly(batch)
+            finally:
+                self.adapters.activate(())
         if self._run is not None:
             computed = self._run(batch)
             if not self._captured_layers:
                 return computed
-            return computed._replace(captured=self._all_captured((), token_ids.shape[0]))
+            return computed._replace(captured=self._all_captured((), batch.token_ids.shape[0]))
+        return self._forward_eagerly(batch)
+
+    def _forward_eagerly(self, batch: StepBatch) -> Computed:
+        """Run this rank's layers, operation by operation."""
+        token_ids, positions = batch.token_ids, batch.positions
         layout = self.communicator.layout
         earlier: Sequence[Tensor] = ()
         if layout.is_first_stage:

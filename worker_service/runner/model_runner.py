@@ -13,10 +13,11 @@ A rank on a GPU that shares layers, but is no stage of a pipeline, works as one 
 receives the tokens. On a GPU, the host computes the few steps that `DeviceSteps` cannot launch.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from worker_service.adapters.store import AdapterStore
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.engine.executor import FinishedStep, Step
@@ -54,18 +55,20 @@ class ModelRunner:
         device: DeviceSteps | None = None,
         speculation: Speculation | None = None,
         pooling: Pooling | None = None,
+        adapters: AdapterStore[Any] | None = None,
     ) -> None:
         """grammars: for sequences with a constraint; None refuses those. communicator: of the ranks
         that share the model, which have joined for an epoch: then the runner is for that epoch.
         device: launches steps ahead; None computes each step when it is launched. speculation: of a
         runner that computes each step at once; None adds no drafts. pooling: None generates
-        tokens."""
+        tokens. adapters: those that sequences may have; None: none."""
         self._model = model
         self._cache = cache
         self._groups = model.kv_cache_spec.groups(block_size)
         self._grammars = grammars
         self._ranks = RankOutcomes(communicator or Communicator(Layout()))
         self._pooling = None if pooling is None else pooling.facts
+        self._adapters = adapters
         self._host = HostSteps(model, cache, self._ranks, speculation, pooling)
         self._device = device
         self._speculation = speculation
@@ -84,6 +87,8 @@ class ModelRunner:
         self._ranks.leave()
 
     def _no_sequences(self) -> SequenceState:
+        if self._adapters is not None:
+            self._adapters.release_all()
         table = SequenceTable(
             vocab_size=self._model.vocab_size,
             max_model_len=self._model.max_model_len,
@@ -91,6 +96,7 @@ class ModelRunner:
             num_gpu_blocks=len(self._cache.device_cache),
             num_parts=self._ranks.layout.pipeline_parallel_size,
             pooling=self._pooling,
+            adapters=self._adapters,
         )
         return SequenceState(table, self._grammars)
 

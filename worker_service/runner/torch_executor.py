@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from worker_service.adapters.store import AdapterInfo
+from worker_service.adapters.lora import LoraAdapter, read_lora
+from worker_service.adapters.store import AdapterInfo, AdapterStore, join
 from worker_service.config import AdapterConfig, CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts, WorkKind
-from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutOfOrder
+from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, NotReady, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import (
     WARM_UP_TOKENS,
@@ -27,6 +28,7 @@ from worker_service.kv_cache.memory_budget import (
 )
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
+from worker_service.models.adapters import AdapterSlots, require_native
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.runner.batch.pooling import Pooling
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
 
 logger = logging.getLogger(__name__)
+
+MAX_ADAPTER_BYTES = 1 << 32
+"""Maximum size of an adapter that another worker sends."""
 
 
 def compile_layers(
@@ -120,8 +125,12 @@ class TorchExecutor:
         self._load = load
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
-        if adapters is not None and adapters.enable_lora:
-            raise InvalidOption("enable_lora: expected --simulate with it, as yet")
+        self._adapter_config = adapters or AdapterConfig()
+        self._adapters: AdapterStore[LoraAdapter] | None = None
+        """None without --enable-lora."""
+        if self._adapter_config.enable_lora:
+            self._adapters = AdapterStore(self._adapter_config.max_cpu_loras)
+        self._slots: AdapterSlots | None = None
         self._loaded: LoadedModel | None = None
         self._draft: Model | EagleHead | None = None
         self._draft_lengths = draft_lengths or DraftLengths()
@@ -157,6 +166,10 @@ class TorchExecutor:
             model.kv_cache_spec = model.kv_cache_spec.with_drafts(self._draft.kv_cache_spec)
         if name is not None and self._loaded.communicator.layout.world_size > 1:
             model.kv_cache_spec = replace(model.kv_cache_spec, has_shared_drafts=True)
+        if self._adapters is not None:
+            model = require_native(model, self._device)
+            limits = self._adapter_config.max_loras, self._adapter_config.max_lora_rank
+            self._slots = model.adapters = AdapterSlots(model, self._adapters, *limits)
         self._loaded = release_windows(self._loaded, self._config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -260,6 +273,7 @@ class TorchExecutor:
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
             speculation=speculation,
+            adapters=self._adapters,
         )
 
     @property
@@ -377,19 +391,34 @@ class TorchExecutor:
         return iter(self.loaded.assets.items())
 
     def load_adapter(self, path: str) -> AdapterInfo:
-        """Refused: see `Executor.load_adapter`."""
-        raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+        """Read an adapter of PEFT; see `Executor.load_adapter`."""
+        self._require_adapters()
+        return self._hold(read_lora(Path(path)))
 
     def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
-        """Refused, as no adapter is held."""
-        raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+        """The content of an adapter."""
+        return self._require_adapters().chunks(digest)
 
     def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
-        """Refused, as `load_adapter`."""
-        raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+        """As `load_adapter`, from the content that another worker has sent."""
+        self._require_adapters()
+        return self._hold(LoraAdapter.of_content(join(chunks, MAX_ADAPTER_BYTES)))
 
     def retain_adapters(self, digests: Set[bytes]) -> None:
-        """Nothing to drop."""
+        """Drop all other adapters, those in use once no sequence uses them."""
+        self._require_adapters().retain(digests)
+
+    def _require_adapters(self) -> AdapterStore[LoraAdapter]:
+        if self._adapters is None:
+            raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+        if self._slots is None:
+            raise NotReady("the model is still loading")
+        return self._adapters
+
+    def _hold(self, adapter: LoraAdapter) -> AdapterInfo:
+        assert self._slots is not None
+        self._slots.check(adapter)
+        return self._require_adapters().add(adapter)
 
     def start_profile(self) -> None:
         """Begin a trace of this thread."""

@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -369,8 +369,16 @@ class _Packed:
         return self._packed.numel()
 
     def _multiply(
-        self, kernel: Kernel, rows: Tensor, bias: Tensor | None, y: Tensor, activation: int = 0
+        self,
+        kernel: Kernel,
+        rows: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        activation: int = 0,
+        *,
+        out_features: int | None = None,
     ) -> None:
+        """out_features: of panels instead of those of the weight."""
         if rows.dtype != self.dtype or rows.shape[1] != self.in_features:
             raise TypeError(
                 f"rows: expected {self.dtype} [*, {self.in_features}], got {rows.dtype}"
@@ -392,7 +400,7 @@ class _Packed:
             weight=self.address,
             bias=address(bias),
             in_features=self.in_features,
-            out_features=self.out_features,
+            out_features=out_features or self.out_features,
             activation=activation,
             **self._quantization,
         )
@@ -479,3 +487,28 @@ class NativeGatedWeight(_Packed):
         y = new_rows(rows.shape[0], self.out_features // 2, self.dtype)
         self._multiply(self._product, rows, bias, y, self._activation)
         return y
+
+    def sums(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The sums that `apply` activates: float32 [num_rows, 2 * size], those of G, then of U."""
+        size, half = self.out_features // 2, _PANEL_OUTPUTS // 2
+        num_padded = -(-size // half) * _PANEL_OUTPUTS
+        y = new_rows(rows.shape[0], num_padded, torch.float32)
+        name = DTYPES[self.dtype]
+        kernel = "linear_float32" if name == "float32" else f"linear_{name}_float32"
+        self._multiply(self._kernel(kernel), rows, None, y, out_features=num_padded)
+        width = _outputs_in_turn(self._library)
+        panels = y.view(rows.shape[0], -1, 2, width)
+        sums = panels.transpose(1, 2).reshape(rows.shape[0], 2, -1)[:, :, :size].flatten(1)
+        return sums if bias is None else sums.add_(bias)
+
+
+@cache
+def _outputs_in_turn(library: Library) -> int:
+    """How many outputs of G and then of U take turns in the panels of a gated weight, which depends
+    on the instruction set."""
+    size = _PANEL_OUTPUTS // 2
+    numbers = torch.arange(2 * size, dtype=torch.float32).unsqueeze(1)
+    packed = NativeGatedWeight(numbers, "silu", library, HugeMemory())
+    y = new_rows(1, 2 * size, torch.float32)
+    packed._multiply(packed._kernel("linear_float32"), torch.ones(1, 1), None, y)
+    return y[0].tolist().index(size)

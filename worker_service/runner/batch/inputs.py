@@ -9,13 +9,13 @@ with table [7], and a decode at position 5 with table [2, 9]:
     context_lens   3   6
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
+from pagewire_kernels.batch import AdapterRows, AttentionMetadata, LayerCaches, StepBatch
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.pinned_memory import upload
 from worker_service.runner.state.block_tables import BlockTables
@@ -55,6 +55,9 @@ class HostInputs:
     num_decodes: int
     """The first sequences, up to one that has more than one row."""
 
+    adapters: tuple[tuple[bytes, Int64Array | None], ...] = ()
+    """Digest and rows of each adapter, [n]; None: all rows."""
+
 
 def lay_out(
     row_ids: Int64Array, firsts: Int64Array, num_tokens: Int32Array, table: SequenceTable
@@ -84,6 +87,27 @@ def lay_out(
         max_query_len=max_query_len,
         max_context_len=int(context_lens.max()),
         num_decodes=int(np.argmax(query_lens > 1)) if max_query_len > 1 else len(row_ids),
+        adapters=tuple(_adapters(token_row_ids, table)) if table.adapters else (),
+    )
+
+
+def _adapters(
+    token_row_ids: Int64Array, table: SequenceTable
+) -> Iterator[tuple[bytes, Int64Array | None]]:
+    """The adapters of these tokens, in the order of digests."""
+    by_digest: dict[bytes, list[int]] = {}
+    for row_id in np.unique(token_row_ids).tolist():
+        if (digest := table.adapters.get(row_id)) is not None:
+            by_digest.setdefault(digest, []).append(row_id)
+    for digest, row_ids in sorted(by_digest.items()):
+        rows = np.flatnonzero(np.isin(token_row_ids, row_ids))
+        yield digest, None if len(rows) == len(token_row_ids) else rows
+
+
+def _upload_adapters(inputs: HostInputs, device: torch.device) -> tuple[AdapterRows, ...]:
+    return tuple(
+        AdapterRows(digest, None if rows is None else upload(rows, device))
+        for digest, rows in inputs.adapters
     )
 
 
@@ -135,6 +159,7 @@ def build_batch(
         attention=tuple(attention),
         caches=caches,
         sampled=None if sampled is None else upload(sampled, device),
+        adapters=_upload_adapters(inputs, device),
     )
 
 
@@ -147,4 +172,5 @@ def whole_texts(inputs: HostInputs, device: torch.device) -> StepBatch:
         attention=(AttentionMetadata.of_texts(inputs.context_lens.tolist(), device),),
         caches=(),
         token_types=upload(inputs.token_types, device),
+        adapters=_upload_adapters(inputs, device),
     )

@@ -9,11 +9,12 @@ id* is a row of this table; a plain `row` elsewhere is a row of the step's batch
 from collections.abc import Sequence
 from copy import copy
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.adapters.store import AdapterStore
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.cache_groups import CacheGroup
 from worker_service.errors import InvalidPlan
@@ -87,8 +88,10 @@ class SequenceTable:
         num_gpu_blocks: int,
         num_parts: int = 1,
         pooling: PoolingFacts | None = None,
+        adapters: AdapterStore[Any] | None = None,
     ) -> None:
-        """pooling: of a model that makes vectors; None: its sequences generate tokens."""
+        """pooling: of a model that makes vectors; None: its sequences generate tokens. adapters:
+        those that sequences may have; None: none."""
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_gpu_blocks = num_gpu_blocks
@@ -115,6 +118,9 @@ class SequenceTable:
         """Why no token could be sampled, by row: such a sequence computes nothing more."""
         self.texts: dict[int, Text] = {}
         """By row, the sequences that are pooled."""
+        self.adapters: dict[int, bytes] = {}
+        """Digests by row, of sequences with an adapter."""
+        self._adapters = adapters
         self._pooling = pooling
         self.sampling = SamplingTable(_INITIAL_ROWS)
         self._row_id_of: dict[int, int] = {}
@@ -187,6 +193,8 @@ class SequenceTable:
             self.drafter_state[row_id] = 0
             self.prompt_logprobs.pop(row_id, None)
             self.texts.pop(row_id, None)
+            if (digest := self.adapters.pop(row_id, None)) and self._adapters is not None:
+                self._adapters.release(digest)
             self.sampling.remove(row_id)
             part = row_id % self.num_parts
             heappush(self._free_rows[part], row_id)
@@ -220,6 +228,11 @@ class SequenceTable:
             self.failures[row_id] = self.failures[parent]
         if new.pooling is not None:
             self.texts[row_id] = Text(new.pooling)
+        if self._adapters is not None:
+            inherited = self.adapters.get(parent, b"") if parent is not None else b""
+            if digest := inherited or self._adapters.adapter_of(new, field):
+                self.adapters[row_id] = digest
+                self._adapters.acquire(digest)
         return row_id
 
     def _put_sampling(self, row_id: int, new: NewSequence) -> None:
@@ -337,6 +350,7 @@ class SequenceTable:
         group only, and at each position the token `shift` positions later."""
         read = copy(self)
         read.tables, read.token_ids = self.tables[:1], self.token_ids[:, shift:]
+        read.adapters = {}
         return read
 
     @property
@@ -386,9 +400,14 @@ class SequenceTable:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
         self._check_tokens(new.token_ids, f"{field}.token_ids")
         self._check_tables(new.tables, num_computed, f"{field}.tables")
+        computed = [ContextKind.SALT]
+        if self._adapters is not None:
+            self._adapters.adapter_of(new, field)
+            computed.append(ContextKind.ADAPTER)
         for index, part in enumerate(new.context):
-            if part.kind is not ContextKind.SALT:
-                problem = f"expected SALT, the only kind computed here, got {part.kind.name}"
+            if part.kind not in computed:
+                only = "SALT, the only kind" if len(computed) == 1 else "SALT or ADAPTER, the kinds"
+                problem = f"expected {only} computed here, got {part.kind.name}"
                 raise InvalidPlan(f"{field}.context[{index}].kind", problem)
         for name in ("bias_token_ids", "suppressed_token_ids"):
             self._check_tokens(getattr(new.sampling, name), f"{field}.sampling.{name}")

@@ -1,0 +1,57 @@
+"""LoRA adapters made by PEFT, which is also what they are compared with."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """An adapter in a folder, and the model of `transformers` with it, not merged, in float32."""
+
+    folder: Path
+    model: Any
+
+    @torch.inference_mode()
+    def generate(
+        self, prompt: Sequence[int], num_tokens: int
+    ) -> tuple[list[int], list[list[float]]]:
+        """A greedy continuation, and the log probabilities of all tokens at each of its places."""
+        tokens, logprobs = list(prompt), []
+        for _ in range(num_tokens):
+            logits: Tensor = self.model(torch.tensor([tokens])).logits[0, -1]
+            logprobs.append(logits.log_softmax(-1).tolist())
+            tokens.append(int(logits.argmax()))
+        return tokens[len(prompt) :], logprobs
+
+
+def make_adapter(base: Path, folder: Path, *, seed: int = 0, **settings: Any) -> PeftAdapter:
+    """An adapter with random matrices, by default of all linear layers without the LM head."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    model = AutoModelForCausalLM.from_pretrained(
+        base, attn_implementation="eager", dtype=torch.float32
+    )
+    names = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name != "lm_head"
+    ]
+    defaults = {"target_modules": sorted(set(names)), "init_lora_weights": False}
+    torch.manual_seed(seed)
+    config = LoraConfig(task_type="CAUSAL_LM", **(defaults | settings))
+    with warnings.catch_warnings():  # of deprecated attributes, and of Conv1D
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(model, config).eval()
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    adapted.save_pretrained(folder)
+    return PeftAdapter(folder, adapted)

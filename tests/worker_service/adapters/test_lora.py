@@ -1,0 +1,302 @@
+"""Sequences with LoRA adapters get the tokens of PEFT, and the same bits in any batch."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire.v1 import context_pb2
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.support.lora import PeftAdapter, make_adapter
+from tests.support.transformers_oracle import oracle
+from tests.support.worker_driver import PlanBuilder, Row, sampler_params
+from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
+from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
+from worker_service.errors import (
+    AdapterNotFound,
+    BadAdapter,
+    InvalidOption,
+    InvalidPlan,
+)
+from worker_service.loader import LoadedModel, load_model
+from worker_service.plan import StepResult
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
+from worker_service.service.wire import decode_plan
+
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "gpt2",
+    "phi3",
+    "olmo2",
+    "mixtral",
+    "gpt_neox",
+    "starcoder2",
+    "stablelm_parallel",
+    "bloom",
+    "glm4",
+    "opt",
+    "falcon",
+)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"r": 4, "lora_alpha": 8},
+    {"r": 16, "lora_alpha": 16, "use_rslora": True},
+    {
+        "r": 64,
+        "lora_alpha": 3,
+        "rank_pattern": {r".*\.1\..*": 5},
+        "alpha_pattern": {"down_proj": 9},
+    },
+)
+NUM_TOKENS = 6
+TOLERANCE = 1e-4
+BLOCK_SIZE = 4
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def _folder() -> Path:
+    import tempfile
+
+    return Path(tempfile.mkdtemp(prefix="pagewire-adapters-"))
+
+
+@cache
+def base_of(family: str) -> Path:
+    """Llama's MLP has a size that can be quantized."""
+    if family != "llama":
+        return checkpoint(family)
+    return make_checkpoint(family, _folder() / family, intermediate_size=96)
+
+
+@cache
+def adapters(family: str) -> list[PeftAdapter]:
+    return [
+        make_adapter(base_of(family), _folder() / f"{family}-{i}", seed=i, **settings)
+        for i, settings in enumerate(SETTINGS)
+    ]
+
+
+def load_blocks(path: Path, **options: Any) -> LoadedModel:
+    model = ModelConfig(model=str(path), **{"device": "cpu", "dtype": "float32", **options})
+    return load_model(model, CacheConfig(block_size=BLOCK_SIZE))
+
+
+def executor(family: str, *, max_loras: int = 3, **options: Any) -> TorchExecutor:
+    config = AdapterConfig(enable_lora=True, max_loras=max_loras, max_lora_rank=64)
+    made = TorchExecutor(
+        CacheConfig(),
+        Profiler(Path()),
+        lambda: load_blocks(base_of(family), **options),
+        adapters=config,
+    )
+    made.load()
+    return made
+
+
+def prompt(number: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(VOCAB_SIZE, (3 + 4 * number,), generator=generator).tolist()
+
+
+GREEDY = sampler_params(temperature=0.0, logprobs=VOCAB_SIZE)
+
+
+class Steps:
+    """Runs sequences on an executor."""
+
+    def __init__(self, executor: TorchExecutor) -> None:
+        self.runner = executor.make_runner(64, 0, 1)
+        self.builder = PlanBuilder(block_size=executor.loaded.block_size)
+
+    def add(self, seq_id: int, token_ids: Sequence[int], digest: bytes | None) -> None:
+        kind = context_pb2.CONTEXT_KIND_ADAPTER
+        context = [] if digest is None else [context_pb2.ContextPart(kind=kind, digest=digest)]
+        self.builder.add(seq_id, token_ids, sampling=GREEDY, context=context)
+
+    def run(self, rows: Sequence[Row], **fields: Any) -> StepResult:
+        return self.runner.launch(decode_plan(self.builder.plan(rows, **fields), 0)).collect()
+
+
+def generate(
+    executor: TorchExecutor, digests: Sequence[bytes | None]
+) -> list[tuple[list[int], np.ndarray]]:
+    """Tokens and log probabilities, by token, of the prompts 0, 1, … with these adapters."""
+    steps, size = Steps(executor), len(digests)
+    for i, digest in enumerate(digests):
+        steps.add(i + 1, prompt(i), digest)
+    rows = [Row(i + 1, len(prompt(i))) for i in range(size)]
+    tokens: list[list[int]] = [[] for _ in digests]
+    logprobs: list[list[np.ndarray]] = [[] for _ in digests]
+    for _ in range(NUM_TOKENS):
+        result = steps.run(rows)
+        for i in range(size):
+            tokens[i].append(int(result.token_ids[i]))
+            found = result.logprobs[i]
+            logprobs[i].append(found.logprobs[1:][np.argsort(found.token_ids[1:])])
+        rows = [Row(i + 1) for i in range(size)]
+    return [(t, np.array(p)) for t, p in zip(tokens, logprobs, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str) -> None:
+    made, here = adapters(family), executor(family)
+    digests = [here.load_adapter(str(adapter.folder)).digest for adapter in made]
+    chosen = [0, None, 1, 2, 0, None]
+    found = generate(here, [None if i is None else digests[i] for i in chosen])
+    base = oracle(base_of(family))
+    for i, (tokens, logprobs) in enumerate(found):
+        which = chosen[i]
+        if which is None:
+            assert tokens == base.generate(prompt(i), NUM_TOKENS)
+            continue
+        expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
+        assert tokens == expected
+        assert tokens != base.generate(prompt(i), NUM_TOKENS), "the adapter changes nothing"
+        np.testing.assert_allclose(logprobs, expected_logprobs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"quantization": "int4", "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_alone_beside_the_base_and_beside_adapters(
+    options: dict[str, Any],
+) -> None:
+    here = executor("llama", **options)
+    a, b, c = (here.load_adapter(str(made.folder)).digest for made in adapters("llama"))
+    plain = TorchExecutor(
+        CacheConfig(),
+        Profiler(Path()),
+        lambda: load_blocks(base_of("llama"), **options),
+    )
+    plain.load()
+    base = generate(plain, [None] * 4)
+    alone = {digest: generate(here, [digest] * 4) for digest in (a, b, c)}
+    for mix in ([a, None, b, c], [None, a, a, None], [c, b, None, a]):
+        for i, (tokens, logprobs) in enumerate(generate(here, mix)):
+            digest = mix[i]
+            expected = base[i] if digest is None else alone[digest][i]
+            assert tokens == expected[0]
+            assert logprobs.tobytes() == expected[1].tobytes()
+
+
+def test_slots_are_refilled_and_more_adapters_than_slots_are_an_invalid_plan() -> None:
+    here, made = executor("llama", max_loras=1), adapters("llama")
+    digests = [here.load_adapter(str(adapter.folder)).digest for adapter in made]
+    for _ in range(2):
+        for adapter, digest in zip(made, digests, strict=True):
+            [(tokens, _)] = generate(here, [digest])
+            assert tokens == adapter.generate(prompt(0), NUM_TOKENS)[0]
+    with pytest.raises(InvalidPlan, match="expected at most 1 adapters in a step"):
+        generate(here, digests[:2])
+
+
+def test_an_adapter_travels_to_another_worker_and_stays_until_its_last_sequence_ends() -> None:
+    here, there, [made, *_] = executor("llama"), executor("llama"), adapters("llama")
+    info = here.load_adapter(str(made.folder))
+    assert there.add_adapter(here.adapter_chunks(info.digest)) == info
+    assert (info.rank, len(info.digest)) == (4, 32)
+    assert "q_proj" in info.targets
+    [(tokens, _)] = generate(there, [info.digest])
+    assert tokens == made.generate(prompt(0), NUM_TOKENS)[0]
+    steps = Steps(there)
+    steps.add(1, prompt(0), info.digest)
+    first = steps.run([Row(1, len(prompt(0)))])
+    there.retain_adapters(set())
+    assert [*first.token_ids, *steps.run([Row(1)]).token_ids] == tokens[:2]
+    steps.run([], forget_seq_ids=np.array([1], "<i4").tobytes())
+    with pytest.raises(AdapterNotFound):
+        list(there.adapter_chunks(info.digest))
+    with pytest.raises(InvalidPlan, match=r"new_sequences\[0\].context\[0\].digest"):
+        generate(there, [info.digest])
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(adapters("llama")[0].folder, tmp_path / "edited"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("peft_type", "PREFIX_TUNING", "peft_type: expected LORA, got 'PREFIX_TUNING'"),
+        ("modules_to_save", ["lm_head"], r"modules_to_save: expected none.*\['lm_head'\]"),
+        ("use_dora", True, "use_dora: expected none"),
+        ("bias", "all", "bias: expected 'none', got 'all'"),
+        ("init_lora_weights", "pissa", "init_lora_weights: expected one of"),
+        ("alora_invocation_tokens", [1], "alora_invocation_tokens: expected none"),
+        ("target_parameters", ["x"], "target_parameters: expected none"),
+        ("a_setting_of_tomorrow", 1, "a_setting_of_tomorrow: expected none"),
+        ("r", 8, "expected matrices of rank 8"),
+        ("lora_alpha", -1, "lora_alpha: expected a positive number, got -1"),
+    ],
+)
+def test_settings_that_are_not_computed_are_refused(
+    edited: Path, name: str, value: object, message: str
+) -> None:
+    settings = json.loads((edited / CONFIG_FILE).read_text())
+    (edited / CONFIG_FILE).write_text(json.dumps(settings | {name: value}))
+    with pytest.raises(BadAdapter, match=message):
+        executor("llama").load_adapter(str(edited))
+
+
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        (NAME, torch.full((4, 64), torch.nan), "q_proj.lora_A.weight: expected finite numbers"),
+        (NAME, torch.zeros(4, 7), "q_proj: expected a weight of"),
+        (NAME, torch.zeros(3, 64), "q_proj: expected matrices of rank 4"),
+        (NAME, torch.zeros(4, 64, dtype=torch.int8), "expected one of float32"),
+        (NAME, torch.zeros(4), "expected a matrix"),
+        ("base_model.model.lm_head.weight", torch.zeros(4, 4), "expected only base_model"),
+        (NAME.replace("q_proj", "x_proj"), torch.zeros(4, 64), "x_proj: expected lora_A and"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    edited: Path, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    tensors = load_file(edited / WEIGHTS_FILE)
+    save_file(tensors | {name: tensor}, edited / WEIGHTS_FILE)
+    with pytest.raises(BadAdapter, match=message):
+        executor("llama").load_adapter(str(edited))
+
+
+def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) -> None:
+    here = executor("llama")
+    with pytest.raises(AdapterNotFound, match=CONFIG_FILE):
+        here.load_adapter(str(edited / "nowhere"))
+    other = adapters("gpt2")[0]
+    with pytest.raises(BadAdapter, match="target_modules: expected linear layers of Llama"):
+        here.load_adapter(str(other.folder))
+    (edited / WEIGHTS_FILE).rename(edited / "adapter_model.bin")
+    with pytest.raises(BadAdapter, match="pickled weights are not read"):
+        here.load_adapter(str(edited))
+    with pytest.raises(BadAdapter, match="chunks: expected"):
+        here.add_adapter([b'{"modules":[]}\n'])
+    small = executor("llama")
+    small._slots._max_rank = 8  # type: ignore[union-attr]
+    with pytest.raises(BadAdapter, match="r: expected at most 8, --max-lora-rank, got 16"):
+        small.load_adapter(str(adapters("llama")[1].folder))
+
+
+def test_models_that_run_through_transformers_refuse_adapters() -> None:
+    with pytest.raises(InvalidOption, match="enable_lora: expected a native model"):
+        executor("phi")

@@ -1,0 +1,240 @@
+"""LoRA adapters in the format of PEFT: reading, checking, and the content that identifies them.
+
+The content is a JSON object that describes the modules, a line end, and the numbers of all
+matrices, in the order of the modules' names, each module's A before its B.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from worker_service.adapters.store import AdapterInfo
+from worker_service.errors import AdapterNotFound, BadAdapter
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}
+"""Settings that scales are computed from."""
+
+_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "inference_mode",
+    "peft_version",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "lora_dropout",
+    "fan_in_fan_out",
+    "megatron_config",
+    "megatron_core",
+    "loftq_config",
+    "eva_config",
+    "lora_ga_config",
+    "corda_config",
+    "qalora_group_size",
+    "runtime_config",
+    "monteclora_config",
+    "velora_config",
+}
+"""Settings of training, and those that the names and shapes of tensors say again."""
+
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the weights of the base as they are."""
+
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+class LoraModule(NamedTuple):
+    """The change of one linear layer: x @ A.T @ B.T * scale is added to its output."""
+
+    a: Tensor
+    """[rank, in_features]."""
+
+    b: Tensor
+    """[out_features, rank]."""
+
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class LoraAdapter:
+    """An adapter on the host. Implements `adapters.store.Adapter`."""
+
+    modules: Mapping[str, LoraModule]
+    """By name, as in the checkpoint of the base."""
+
+    @cached_property
+    def content(self) -> bytes:
+        """See the module's docstring."""
+        ordered = [(name, self.modules[name]) for name in sorted(self.modules)]
+        described = [
+            {
+                "name": name,
+                "rank": module.rank,
+                "inputs": module.a.shape[1],
+                "outputs": module.b.shape[0],
+                "dtype": str(module.a.dtype).removeprefix("torch."),
+                "scale": module.scale,
+            }
+            for name, module in ordered
+        ]
+        matrices = [matrix for _, module in ordered for matrix in (module.a, module.b)]
+        numbers = [matrix.contiguous().view(torch.uint8).numpy().tobytes() for matrix in matrices]
+        header = json.dumps({"modules": described}, separators=(",", ":")).encode()
+        return b"\n".join([header, b"".join(numbers)])
+
+    @cached_property
+    def info(self) -> AdapterInfo:
+        """What the core learns of it."""
+        return AdapterInfo(
+            digest=hashlib.sha256(self.content).digest(),
+            rank=max(module.rank for module in self.modules.values()),
+            num_bytes=len(self.content),
+            targets=tuple(sorted({name.rpartition(".")[2] for name in self.modules})),
+        )
+
+    @classmethod
+    def of_content(cls, content: bytes) -> "LoraAdapter":
+        """The adapter with this content. Raises BadAdapter if it is malformed."""
+        header, _, data = content.partition(b"\n")
+        numbers, at = bytearray(data), 0
+        modules = {}
+        try:
+            for described in json.loads(header)["modules"]:
+                rank, dtype = int(described["rank"]), _DTYPES[described["dtype"]]
+                matrices = []
+                for rows, columns in (
+                    (rank, int(described["inputs"])),
+                    (int(described["outputs"]), rank),
+                ):
+                    count = rows * columns
+                    matrix = torch.frombuffer(numbers, dtype=dtype, count=count, offset=at)
+                    matrices.append(matrix.view(rows, columns))
+                    at += count * dtype.itemsize
+                a, b = matrices
+                modules[str(described["name"])] = LoraModule(a, b, float(described["scale"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadAdapter(f"chunks: expected an adapter's content, got {error!r}") from None
+        if at != len(data) or not modules:
+            raise BadAdapter(f"chunks: expected {at} bytes of matrices, got {len(data)}")
+        return cls(modules)
+
+
+def read_lora(folder: Path) -> LoraAdapter:
+    """Read an adapter as `save_pretrained` of PEFT wrote it.
+
+    Raises AdapterNotFound if there is none, and BadAdapter for one whose settings or tensors mean
+    something that is not computed.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        raise AdapterNotFound(f"path: expected a folder with {CONFIG_FILE}, got {str(folder)!r}")
+    try:
+        settings = json.loads((folder / CONFIG_FILE).read_text())
+    except ValueError as error:
+        raise BadAdapter(f"{CONFIG_FILE}: expected JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise BadAdapter(f"{CONFIG_FILE}: expected an object, got {type(settings).__name__}")
+    _check_settings(settings)
+    return LoraAdapter(_modules(_tensors(folder), settings))
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    if (kind := settings.get("peft_type")) != "LORA":
+        raise BadAdapter(f"peft_type: expected LORA, got {kind!r}")
+    for name, value in settings.items():
+        if name == "init_lora_weights":
+            if value not in _PLAIN_STARTS:
+                allowed = ", ".join(map(repr, _PLAIN_STARTS))
+                raise BadAdapter(f"{name}: expected one of {allowed}, got {value!r}")
+        elif name == "bias":
+            if value not in ("none", None):
+                raise BadAdapter(f"bias: expected 'none', got {value!r}")
+        elif name not in _READ | _WITHOUT_EFFECT and value:
+            raise BadAdapter(f"{name}: expected none, which is not computed, got {value!r}")
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        pickled = path.with_suffix(".bin").is_file()
+        got = f"{path.stem}.bin, whose pickled weights are not read" if pickled else "no such file"
+        raise BadAdapter(f"{folder}: expected {WEIGHTS_FILE}, got {got}")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise BadAdapter(f"{path}: expected a safetensors file: {error}") from None
+
+
+def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, LoraModule]:
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            expected = "only base_model.model.MODULE.lora_A.weight and lora_B.weight"
+            raise BadAdapter(f"{WEIGHTS_FILE}: expected {expected}, got {name!r}")
+        _check_tensor(name, tensor)
+        pairs.setdefault(match[1], {})[match[2]] = tensor
+    if not pairs:
+        raise BadAdapter(f"{WEIGHTS_FILE}: expected at least one module, got none")
+    return {name: _module(name, pair, settings) for name, pair in pairs.items()}
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES.values():
+        raise BadAdapter(f"{name}: expected one of {', '.join(_DTYPES)}, got {tensor.dtype}")
+    if tensor.dim() != 2:
+        raise BadAdapter(f"{name}: expected a matrix, got the shape {list(tensor.shape)}")
+    if not tensor.isfinite().all():
+        raise BadAdapter(f"{name}: expected finite numbers, got NaN or infinity")
+
+
+def _module(name: str, pair: Mapping[str, Tensor], settings: Mapping[str, Any]) -> LoraModule:
+    if len(pair) < 2:
+        raise BadAdapter(f"{name}: expected lora_A and lora_B, got only lora_{next(iter(pair))}")
+    a, b = pair["A"], pair["B"]
+    rank = _number(settings, "r", "rank_pattern", name)
+    if a.shape[0] != rank or b.shape[1] != rank:
+        got = f"A {list(a.shape)} and B {list(b.shape)}"
+        raise BadAdapter(f"{name}: expected matrices of rank {rank:g}, got {got}")
+    if a.dtype != b.dtype:
+        raise BadAdapter(f"{name}: expected one dtype, got {a.dtype} and {b.dtype}")
+    alpha = _number(settings, "lora_alpha", "alpha_pattern", name)
+    return LoraModule(a, b, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+
+
+def _number(settings: Mapping[str, Any], field: str, patterns: str, name: str) -> float:
+    """A module's rank or alpha: that of the first pattern that its name matches, or the
+    adapter's. PEFT's default for both is 8."""
+    found = settings.get(patterns) or {}
+    for pattern, value in found.items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            field, number = patterns, value
+            break
+    else:
+        number = settings.get(field, 8)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+        raise BadAdapter(f"{field}: expected a positive number, got {number!r}")
+    return float(number)
