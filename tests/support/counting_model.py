@@ -90,6 +90,8 @@ def loaded_counting_model(
             model="counting", device="cpu", dtype="float32", attention_backend="reference"
         ),
         model_dir=model_dir,
+        assets={},
+        tokenizer=None,
         block_size=block_size,
         hf_config=None,
         eos_token_ids=(0,),

@@ -5,7 +5,7 @@ request like any other, with the tokens that its client has received: it resumes
 finds what the previous attempt computed in the prefix cache.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler_service import attempts
@@ -212,14 +212,16 @@ def check_tenant(
 
 
 def check_tenant_adapters(
-    seq_group: SequenceGroup, live: Iterable[SequenceGroup], config: SchedulerConfig
+    seq_group: SequenceGroup,
+    live: Callable[[], Iterable[SequenceGroup]],
+    config: SchedulerConfig,
 ) -> None:
     """Raise TenantLimit if the tenant's live requests have as many adapters as they may, and not
     this one's."""
     tenant, limit = seq_group.tenant, seq_group.tenant.config.max_loras
     if limit is None or seq_group.adapter is None:
         return
-    used = {other.adapter for other in live if other.tenant is tenant} - {None}
+    used = {other.adapter for other in live() if other.tenant is tenant} - {None}
     if seq_group.adapter not in used and len(used) >= limit:
         raise TenantLimit(
             f"the tenant's live requests use {len(used)} adapters, max_loras={limit}",
@@ -320,7 +322,7 @@ class AdmissionControl:
         if not request.is_continued:  # else it was accepted before the loss
             throughputs = [model.throughput for model in self.fleet.models.values()]
             check_tenant(seq_group, throughputs, self.config)
-            check_tenant_adapters(seq_group, self.registry.seq_groups(), self.config)
+            check_tenant_adapters(seq_group, self.registry.seq_groups, self.config)
             check_queue(request, self.fleet.queues(), throughputs, self.config)
         check_deadline(seq_group, model, self.registry.seq_groups, now)
         resume_suspicion(seq_group, previous, self.config)

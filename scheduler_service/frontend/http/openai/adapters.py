@@ -1,9 +1,8 @@
 """`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, Depends, Response
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
@@ -35,17 +34,22 @@ class UnloadLoRAAdapter(Strict):
 Load = Annotated[LoadLoRAAdapter, Depends(json_body(LoadLoRAAdapter))]
 Unload = Annotated[UnloadLoRAAdapter, Depends(json_body(UnloadLoRAAdapter))]
 
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    **ERROR_RESPONSES,
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+}
+
 router = APIRouter(tags=["OpenAI"])
 
 
 @router.post(
     "/v1/load_lora_adapter",
     summary="Load a LoRA adapter",
-    responses=ERROR_RESPONSES,
-    response_class=PlainTextResponse,
+    responses=RESPONSES,
+    response_class=Response,
     openapi_extra=describe_body(LoadLoRAAdapter),
 )
-async def load_lora_adapter(body: Load, services: Services, caller: Caller) -> str:
+async def load_lora_adapter(body: Load, services: Services, caller: Caller) -> Response:
     """Load an adapter on all workers of its model. For operators, if the frontend was started with
     `--allow-runtime-lora-updating`."""
     if not body.load_inplace and services.models.adapters.digest_of(body.lora_name) is not None:
@@ -63,20 +67,24 @@ async def load_lora_adapter(body: Load, services: Services, caller: Caller) -> s
     )
     validation.check_limits(request)
     await services.adapters.load(request, caller)
-    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+    return _success(f"LoRA adapter '{body.lora_name}' added")
 
 
 @router.post(
     "/v1/unload_lora_adapter",
     summary="Unload a LoRA adapter",
-    responses=ERROR_RESPONSES,
-    response_class=PlainTextResponse,
+    responses=RESPONSES,
+    response_class=Response,
     openapi_extra=describe_body(UnloadLoRAAdapter),
 )
-async def unload_lora_adapter(body: Unload, services: Services, caller: Caller) -> str:
+async def unload_lora_adapter(body: Unload, services: Services, caller: Caller) -> Response:
     """Make an adapter's name unusable; requests that use it continue with it. For operators, if the
     frontend was started with `--allow-runtime-lora-updating`."""
     request = inference_pb.UnloadAdapterRequest(name=body.lora_name)
     validation.check_limits(request)
     await services.adapters.unload(request, caller)
-    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+    return _success(f"LoRA adapter '{body.lora_name}' removed")
+
+
+def _success(what: str) -> Response:
+    return Response(f"Success: {what} successfully.", media_type="text/plain")
