@@ -15,7 +15,9 @@ import pytest
 
 from pagewire_client import Client, RequestOutput, SamplingParams
 from pagewire_client.errors import AlreadyExists, NotFound, PagewireError, Unavailable
+from tests.end_to_end.conftest import EMBEDDED
 from tests.support.cluster import Cluster
+from tests.support.lora import make_adapter
 
 PROMPT = list(range(5, 25))
 SLOW = ["--simulate-step-us", "8000"]
@@ -228,6 +230,24 @@ def test_a_core_that_dies_during_a_load_forgets_it_or_completes_it_everywhere(
         assert tokens(client, model="new") != kept
 
 
+def test_a_frontend_that_dies_during_a_load_is_replaced_by_another_for_the_call(
+    cluster: Cluster, paths: list[str]
+) -> None:
+    cluster.start(num_workers=2, num_frontends=2)
+    cluster.wait_num_ready(2)
+    with client_of(cluster) as client:
+        cluster.workers[1].process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            load = pool.submit(client.load_adapter, "a", paths[0], timeout=60)
+            time.sleep(0.3)
+            cluster.frontends[0].kill()
+            time.sleep(0.2)
+            cluster.workers[1].process.send_signal(signal.SIGCONT)
+            loaded = load.result(60)
+        assert client.list_adapters() == {"simulated": [loaded]}
+        assert len(tokens(client, model="a")) == PARAMS.max_tokens
+
+
 def test_workers_get_missing_contents_from_others_and_modules_from_their_flags(
     cluster: Cluster, paths: list[str]
 ) -> None:
@@ -246,3 +266,24 @@ def test_workers_get_missing_contents_from_others_and_modules_from_their_flags(
         assert client.unload_adapter("flag") == 0
         with pytest.raises(NotFound):
             tokens(client, model="flag")
+
+
+def test_answers_with_an_adapter_are_those_of_peft(tmp_path: Path) -> None:
+    prompt, num_tokens = [5, 17, 42, 8], 16
+    peft = make_adapter(EMBEDDED, tmp_path / "peft")
+    expected, _ = peft.generate(prompt, num_tokens)
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    flags = {
+        "worker_flags": ["--dtype", "float32", "--enable-lora"],
+        "frontend_flags": ["--allow-runtime-lora-updating"],
+    }
+    with Cluster(tmp_path, **flags) as cluster:
+        cluster.start()
+        with client_of(cluster) as client:
+            client.load_adapter("a", str(peft.folder))
+            with_adapter, without = (
+                client.generate(prompt, greedy, lora=lora).outputs[0].token_ids
+                for lora in ("a", None)
+            )
+    assert with_adapter == expected
+    assert without != expected
