@@ -1,7 +1,7 @@
 """`pagewire adapter`: load and unload LoRA adapters, and list them."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -65,7 +65,8 @@ def list_adapters(
     with connection.client() as client:
         by_model = client.list_adapters()
     if as_json:
-        typer.echo(json.dumps({m: [plain(a) for a in found] for m, found in by_model.items()}))
+        named = {model: list(map(_plain, found)) for model, found in by_model.items()}
+        terminal.write(json.dumps(named) + "\n")
         return
     table = Table("model", "adapter", "rank", "MiB", "digest", "path", box=None)
     for model, found in by_model.items():
@@ -73,6 +74,10 @@ def list_adapters(
             size, digest = f"{entry.num_bytes / 2**20:.1f}", entry.digest.hex()[:12]
             table.add_row(model, entry.name, str(entry.rank), size, digest, entry.path)
     Console().print(table)
+
+
+def _plain(entry: Adapter) -> dict[str, Any]:
+    return {**plain(entry), "digest": entry.digest.hex()}
 
 
 def _facts(entry: Adapter) -> str:

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from pagewire_cli.app import app
 from pagewire_client import Client, RequestOutput, SamplingParams
 from pagewire_client.errors import AlreadyExists, NotFound, PagewireError, Unavailable
 from tests.end_to_end.conftest import EMBEDDED
@@ -144,6 +147,25 @@ def test_http_loads_lists_and_unloads_as_vllm_does(cluster: Cluster, paths: list
         assert answer.text == "Success: LoRA adapter 'sql' removed successfully."
         assert http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"}).status_code == 404
         assert http.post("/v1/completions", json=request).status_code == 404
+
+
+def test_the_command_line_loads_lists_and_unloads(cluster: Cluster, paths: list[str]) -> None:
+    cluster.start()
+
+    def adapter_command(*arguments: str) -> Any:
+        return CliRunner().invoke(
+            app, ["adapter", *arguments, "--address", cluster.frontend_address()]
+        )
+
+    loaded = adapter_command("load", "sql", paths[0])
+    assert (loaded.exit_code, "sql is loaded: rank 8, 2.9 MiB" in loaded.output) == (0, True)
+    listed = json.loads(adapter_command("list", "--json").output)
+    assert [entry["name"] for entry in listed["simulated"]] == ["sql"]
+    assert "sql" in adapter_command("list").output
+    assert isinstance(adapter_command("load", "sql", paths[1]).exception, AlreadyExists)
+    assert adapter_command("load", "sql", paths[1], "--replace").exit_code == 0
+    unloaded = adapter_command("unload", "sql")
+    assert "sql is unloaded; 0 requests still use it" in unloaded.output
 
 
 def test_streams_keep_their_content_when_anything_is_killed(
