@@ -8,7 +8,6 @@ from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
 
 from pagewire.connection_errors import in_words
 from scheduler_service import errors
@@ -80,6 +79,9 @@ def rpc(method: Rpc) -> Rpc:
 def from_call(error: grpc.aio.AioRpcError) -> errors.PagewireError:
     """The error with which another of our processes has ended a call; that of its code if it came
     from the connection."""
+    # Not every machine that reads plans has the package; a frontend does.
+    from google.rpc import error_details_pb2, status_pb2
+
     trailers = error.trailing_metadata() or ()
     data = next((value for key, value in trailers if key == DETAILS_KEY), b"")
     status = status_pb2.Status.FromString(data)

@@ -83,6 +83,9 @@ CALLS = {
     "GetModel": pb.GetModelRequest(),
     "GetStatus": pb.GetStatusRequest(),
     "WatchStatus": pb.WatchStatusRequest(),
+    "LoadAdapter": pb.LoadAdapterRequest(name="a", path="/a"),
+    "UnloadAdapter": pb.UnloadAdapterRequest(name="a"),
+    "ListAdapters": pb.ListAdaptersRequest(),
 }
 POOLING = {
     "Embed": pb.EmbedRequest,

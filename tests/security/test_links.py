@@ -134,6 +134,9 @@ def internal_calls(core: grpc.aio.Channel, worker: grpc.aio.Channel, **options: 
         "GetStatus": scheduler_pb.SchedulerServiceGetStatusRequest(),
         "WatchStatus": scheduler_pb.SchedulerServiceWatchStatusRequest(),
         "DrainWorker": scheduler_pb.DrainWorkerRequest(),
+        "LoadAdapter": scheduler_pb.SchedulerServiceLoadAdapterRequest(),
+        "UnloadAdapter": scheduler_pb.SchedulerServiceUnloadAdapterRequest(),
+        "ListAdapters": scheduler_pb.SchedulerServiceListAdaptersRequest(),
     }
     worker_requests: dict[str, Any] = {
         "GetInfo": worker_pb.GetInfoRequest(),
@@ -142,8 +145,11 @@ def internal_calls(core: grpc.aio.Channel, worker: grpc.aio.Channel, **options: 
         "InitializeCache": worker_pb.InitializeCacheRequest(),
         "StartProfile": worker_pb.StartProfileRequest(),
         "StopProfile": worker_pb.StopProfileRequest(),
+        "LoadAdapter": worker_pb.WorkerServiceLoadAdapterRequest(),
+        "GetAdapter": worker_pb.GetAdapterRequest(),
+        "SetAdapters": worker_pb.SetAdaptersRequest(),
     }
-    streams = {"Attach", "RegisterWorker", "ExecuteSteps"}
+    streams = {"Attach", "RegisterWorker", "ExecuteSteps", "PutAdapter"}
     for descriptor, known in ((scheduler_pb, requests), (worker_pb, worker_requests)):
         service = next(iter(descriptor.DESCRIPTOR.services_by_name.values()))
         assert set(service.methods_by_name) <= {*known, *streams}
@@ -153,6 +159,7 @@ def internal_calls(core: grpc.aio.Channel, worker: grpc.aio.Channel, **options: 
         to_core.Attach(**options),
         to_core.RegisterWorker(**options),
         to_worker.ExecuteSteps(**options),
+        to_worker.PutAdapter(**options),
         reflection_pb2_grpc.ServerReflectionStub(core).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")]), **options
         ),

@@ -386,7 +386,7 @@ def _start_reading_texts(model_dir: Path, *, generates: bool) -> Callable[[], Te
 
     def make() -> Texts:
         files = dict(iter_assets(model_dir))
-        return files, read_tokenizer(files, model_dir) if generates else None
+        return files, read_tokenizer(files) if generates else None
 
     if not is_gguf(model_dir):
         return make

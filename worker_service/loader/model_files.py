@@ -290,10 +290,9 @@ def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
         yield file.name, file.read_bytes()
 
 
-def read_tokenizer(assets: Mapping[str, bytes], model_dir: Path) -> Tokenizer | None:
-    """The tokenizer of these files; None, with a warning, without one that can be used."""
+def read_tokenizer(assets: Mapping[str, bytes]) -> Tokenizer | None:
+    """The tokenizer of these files; None without one, and with a warning if it cannot be used."""
     if "tokenizer.json" not in assets:
-        logger.warning("no tokenizer.json, only token ids can be prompts model=%s", model_dir)
         return None
     try:
         return Tokenizer.from_buffer(assets["tokenizer.json"])

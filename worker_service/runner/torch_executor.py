@@ -441,6 +441,10 @@ class TorchExecutor:
 
 def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
     """Grammars of structured output; None without a readable tokenizer or without llguidance."""
+    if "tokenizer.json" not in loaded.assets:
+        logger.warning(
+            "no tokenizer.json, only token ids can be prompts model=%s", loaded.model_dir
+        )
     if loaded.tokenizer is None:
         return None
     if find_spec("llguidance") is None:
