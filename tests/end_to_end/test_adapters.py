@@ -4,23 +4,27 @@ began, whatever is killed meanwhile."""
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from typer.testing import CliRunner
 
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from pagewire_cli.app import app
 from pagewire_client import Client, RequestOutput, SamplingParams
 from pagewire_client.errors import AlreadyExists, NotFound, PagewireError, Unavailable
 from tests.end_to_end.conftest import EMBEDDED
 from tests.support.cluster import Cluster
 from tests.support.lora import make_adapter
+from tests.support.waiting import wait_until
+from worker_service.simulated.adapters import SimulatedAdapter
 
 PROMPT = list(range(5, 25))
 SLOW = ["--simulate-step-us", "8000"]
@@ -57,6 +61,22 @@ def client_of(cluster: Cluster) -> Client:
 
 def tokens(client: Client, **options: object) -> list[int]:
     return client.generate(PROMPT, PARAMS, **options).outputs[0].token_ids  # type: ignore[arg-type]
+
+
+def wait_begun(cluster: Cluster, path: str) -> None:
+    """Return once a load has reached the first worker, which has the content then. The second one
+    is stopped, so that the load does not end."""
+    request = worker_pb.GetAdapterRequest(digest=SimulatedAdapter.read(Path(path)).info.digest)
+
+    def has_content() -> bool:
+        try:
+            return any(True for _ in stub.GetAdapter(request, timeout=30))
+        except grpc.RpcError:  # NOT_FOUND, until it has read the path
+            return False
+
+    with grpc.insecure_channel(f"unix:{cluster.folder}/worker-0.sock") as channel:
+        stub = WorkerServiceStub(channel)
+        wait_until(has_content, "the first worker has the content")
 
 
 class Streams:
@@ -210,7 +230,7 @@ def test_a_worker_that_dies_during_a_load_leaves_everything_as_it_was(
         victim.process.send_signal(signal.SIGSTOP)  # it has not answered when it dies
         with ThreadPoolExecutor(1) as pool:
             load = pool.submit(client.with_options().load_adapter, "a", paths[0], timeout=60)
-            time.sleep(0.5)
+            wait_begun(cluster, paths[0])
             assert not load.done()
             with pytest.raises(NotFound):
                 tokens(client, model="a")
@@ -236,7 +256,7 @@ def test_a_core_that_dies_during_a_load_forgets_it_or_completes_it_everywhere(
         cluster.workers[1].process.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(1) as pool:
             load = pool.submit(client.load_adapter, "new", paths[1], timeout=60)
-            time.sleep(0.5)
+            wait_begun(cluster, paths[1])
             assert cluster.core is not None
             cluster.core.kill()
             cluster.workers[1].process.send_signal(signal.SIGCONT)
@@ -261,9 +281,8 @@ def test_a_frontend_that_dies_during_a_load_is_replaced_by_another_for_the_call(
         cluster.workers[1].process.send_signal(signal.SIGSTOP)
         with ThreadPoolExecutor(1) as pool:
             load = pool.submit(client.load_adapter, "a", paths[0], timeout=60)
-            time.sleep(0.3)
+            wait_begun(cluster, paths[0])
             cluster.frontends[0].kill()
-            time.sleep(0.2)
             cluster.workers[1].process.send_signal(signal.SIGCONT)
             loaded = load.result(60)
         assert client.list_adapters() == {"simulated": [loaded]}
