@@ -194,6 +194,12 @@ class AdapterDirectory:
         """Whether workers may register that have tables which this core does not know."""
         return self.driver.clock() < self._settled_at
 
+    def require_settled(self, unknown: str) -> None:
+        """Raise Unavailable, which clients retry, while workers may register that know what is
+        `unknown` here."""
+        if self.is_settling:
+            raise Unavailable(f"{unknown}; workers may still register", reason="SETTLING")
+
     def announced(self) -> list[adapter_pb2.ModelAdapters]:
         """The tables of all models whose workers may have adapters, by model."""
         return [
@@ -357,11 +363,12 @@ class AdapterDirectory:
         model = self._models.get(name)
         if model is None:
             able = ", ".join(sorted(self._models)) or "none"
-            raise UnknownModel(
+            unknown = (
                 f"no worker of a model {name!r} that was started with --enable-lora is registered; "
-                f"models with adapters: {able}",
-                details={"model": name},
+                f"models with adapters: {able}"
             )
+            self.require_settled(unknown)
+            raise UnknownModel(unknown, details={"model": name})
         return model
 
     async def _load_on_all(self, model: _Model, name: str, path: str, *, replace: bool) -> Adapter:

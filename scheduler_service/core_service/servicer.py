@@ -13,7 +13,7 @@ from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.model_assets import AssetCache, chunks_of
 from scheduler_service.core_service.status import StatusBoard, to_detail
 from scheduler_service.core_service.status_watchers import StatusWatchers
-from scheduler_service.errors import InvalidArgument
+from scheduler_service.errors import InvalidArgument, UnknownModel
 from scheduler_service.status_codes import rpc
 
 DEFAULT_INTERVAL_MS = 1000
@@ -93,7 +93,12 @@ class SchedulerServicer(SchedulerServiceServicer):
         self, request: pb.SchedulerServiceLoadAdapterRequest, context: Context
     ) -> pb.SchedulerServiceLoadAdapterResponse:
         infos = self._workers.served_models()
-        model = served_name(infos, request.model if request.HasField("model") else None)
+        name = request.model if request.HasField("model") else None
+        try:
+            model = served_name(infos, name)
+        except UnknownModel as error:
+            self._adapters.require_settled(str(error))
+            raise
         names = [name for info in infos for name in (info.name, *info.aliases)]
         adapter = await self._adapters.load(
             request.name, request.path, model, replace=request.replace, names=names
