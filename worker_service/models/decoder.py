@@ -28,6 +28,7 @@ from worker_service.models.layers import (
     RotaryTable,
     Vector,
     Xielu,
+    halves_order,
     norm_targets,
 )
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
@@ -427,9 +428,7 @@ def _halves(spec: AttentionSpec, heads: Shard) -> Tensor | None:
     other are those of two halves; None if they are so already."""
     if not spec.has_pairs or spec.rotary is None:
         return None
-    rotated, rows = spec.rotary.rotary_dim, torch.arange(spec.head_dim)
-    head = torch.cat([rows[0:rotated:2], rows[1:rotated:2], rows[rotated:]])
-    return (torch.arange(heads.size)[:, None] * spec.head_dim + head).flatten()
+    return halves_order(heads.size, spec.head_dim, 0, spec.rotary.rotary_dim)
 
 
 def _by_kind(spec: AttentionSpec, kv_heads: Shard) -> Tensor:

@@ -10,7 +10,6 @@ values. Prefills, chunks and decodes compute the same products, so a row has the
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.quantized_weight import QuantizedWeight
@@ -18,7 +17,13 @@ from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerKV
-from worker_service.models.layers import PagedAttention, RMSNorm, RotarySettings, RotaryTable
+from worker_service.models.layers import (
+    PagedAttention,
+    RMSNorm,
+    RotarySettings,
+    RotaryTable,
+    halves_order,
+)
 from worker_service.models.linear import Linear, PackedHeads, RowParallelLinear, pack_heads
 from worker_service.models.native import LayerInputs
 
@@ -100,8 +105,8 @@ class LatentAttention(nn.Module):
         heads = layout.even_shard(s.num_heads, "attention heads")
         head_dim, latents = s.key_dim + s.rotary_dim, Shard.full(s.latent_dim + s.rotary_dim)
         query_order, latent_order = (
-            _with_halves(s, count, before)
-            for count, before in ((heads.size, s.key_dim), (1, s.latent_dim))
+            halves_order(count, first + s.rotary_dim, first, s.rotary_dim) if s.has_pairs else None
+            for count, first in ((heads.size, s.key_dim), (1, s.latent_dim))
         )
         queries = heads.times(head_dim)
         is_direct = s.query_latent_dim is None
@@ -158,17 +163,6 @@ class LatentAttention(nn.Module):
             scale=self.paged.key_scale,
         )
         return query
-
-
-def _with_halves(spec: LatentAttentionSpec, count: int, before: int) -> Tensor | None:
-    """The order of the rows of some heads, of which the elements after the first ones are rotated,
-    as those of two halves; None if they are so already."""
-    if not spec.has_pairs:
-        return None
-    rows = torch.arange(before + spec.rotary_dim)
-    end = rows[before:]
-    head = torch.cat([rows[:before], end[0::2], end[1::2]])
-    return (torch.arange(count)[:, None] * len(rows) + head).flatten()
 
 
 class Expansion(nn.Module):

@@ -282,6 +282,16 @@ class RotarySettings:
         return self.max_position_embeddings
 
 
+def halves_order(num_heads: int, head_dim: int, first: int, rotated: int) -> Tensor:
+    """The order of the rows of heads in which the elements of a head that are rotated against each
+    other are those of two halves, where the weights rotate neighbours: int64 [num_heads *
+    head_dim]. first, rotated: the first element that is rotated, and how many are."""
+    rows = torch.arange(head_dim)
+    before, pairs, after = rows.tensor_split([first, first + rotated])
+    head = torch.cat([before, pairs[0::2], pairs[1::2], after])
+    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
+
+
 class RotaryTable:
     """Cosines and sines of all positions up to a length, [num_positions, rotary_dim // 2], for the
     rotary position embedding (RoPE, Su et al. 2021) and its scaling to longer contexts.
