@@ -127,6 +127,19 @@ LayerCaches = tuple[Tensor, Tensor]
 each, of equal strides."""
 
 
+class StateUnits(NamedTuple):
+    """Where one part of a layer's state is, such as the inputs that a convolution keeps: in units
+    of equal size, each contiguous in one page."""
+
+    pages: Tensor
+    """[num_pages, page_size]: a view of all pages in the dtype of the part, with a dense last
+    axis."""
+
+    places: Tensor
+    """int64 [num_units, 2], on the device of the pages, by unit: a column of the block table, and
+    the unit's first element in that page."""
+
+
 class AdapterRows(NamedTuple):
     """The rows of a step that have one adapter."""
 

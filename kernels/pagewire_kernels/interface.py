@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, StateUnits
 
 
 class CacheScales(TypedDict, total=False):
@@ -57,7 +57,61 @@ class PackedOptions(TypedDict, total=False):
     bias: Tensor | None
 
 
-class LayerKernels(Protocol):
+class StateKernels(Protocol):
+    """Operations of layers with a state, which are defined by the functions of the same names in
+    `pagewire_kernels.reference.states`. The result of a row, and the state after it, have the same
+    bits in any batch and in any division of a sequence into steps.
+    """
+
+    def causal_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        units: StateUnits,
+        metadata: AttentionMetadata,
+        activation: str | None = None,
+    ) -> Tensor:
+        """Convolve each channel over the last tokens of its sequence. weight and bias: float32."""
+
+    def mamba1_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        gate: Tensor | None,
+        a: Tensor,
+        d: Tensor,
+        dt_bias: Tensor,
+        units: StateUnits,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Selective state space with a decay for each channel and element (Mamba)."""
+
+    def mamba2_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        a: Tensor,
+        d: Tensor,
+        dt_bias: Tensor,
+        units: StateUnits,
+        metadata: AttentionMetadata,
+        *,
+        dt_limits: tuple[float, float] = (0.0, float("inf")),
+    ) -> Tensor:
+        """Selective state space with a decay for each head (Mamba-2)."""
+
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+    ) -> Tensor:
+        """RMS norm of groups of elements, and a gate."""
+
+
+class LayerKernels(StateKernels, Protocol):
     """Row-wise operations, which are defined by the functions of the same names in
     `pagewire_kernels.reference`.
 

@@ -22,6 +22,7 @@ from pagewire_kernels.cpu.program import (
     new_rows,
     new_tensor,
 )
+from pagewire_kernels.cpu.states import NativeStateKernels
 from pagewire_kernels.cpu.tasks import (
     ActivationTask,
     Batch,
@@ -106,13 +107,10 @@ def find_largest(library: Library, x: Tensor) -> tuple[Tensor, Tensor]:
 MAX_HEAD_DIM = 1024
 
 
-class NativeLayerKernels:
+class NativeLayerKernels(NativeStateKernels):
     """Layer kernels in C++, for rows of float32 or bfloat16. Implements `LayerKernels`."""
 
     name = "native"
-
-    def __init__(self, library: Library) -> None:
-        self._library = library
 
     def embed(self, table: Tensor, indices: Tensor, sums: Tensor | None = None) -> Tensor:
         """Gather rows of a table, with zeros for indices out of range."""

@@ -162,6 +162,50 @@ class LatentTask(NativeStruct):
     )
 
 
+_UNITS = " pages page_stride places num_units"
+"""The fields of `StateUnits` of src/states.h."""
+
+
+class ConvolutionTask(NativeStruct):
+    """`ConvolutionTask` of src/states.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads batch" + _UNITS + " x x_stride y y_stride weight bias num_channels "
+        "width has_silu"
+    )
+
+
+class Mamba1Task(NativeStruct):
+    """`Mamba1Task` of src/states.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads batch" + _UNITS + " x x_stride dt dt_stride b b_stride c c_stride "
+        "gate gate_stride y y_stride a d dt_bias num_channels state_size"
+    )
+
+
+class Mamba2Task(NativeStruct):
+    """`Mamba2Task` of src/states.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads batch" + _UNITS + " x x_stride x_head_stride dt dt_stride b "
+        "b_stride b_group_stride c c_stride c_group_stride y y_stride y_head_stride a d dt_bias "
+        "num_heads heads_per_group head_dim state_size",
+        "min_dt max_dt",
+    )
+
+
+class GatedNormTask(NativeStruct):
+    """`GatedNormTask` of src/states.h."""
+
+    _fields_ = fields_of(
+        "next_item num_rows x x_stride x_group_stride gate gate_stride gate_group_stride weight "
+        "weight_group_stride has_float_weight y y_stride y_group_stride num_groups group_size "
+        "gates_first",
+        "eps",
+    )
+
+
 class PackTask(NativeStruct):
     """`PackTask` of src/linear.h."""
 

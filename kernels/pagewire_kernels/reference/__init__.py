@@ -4,6 +4,7 @@ attention.py  attention over a paged cache, and over whole texts without one
 kv_cache.py   writes to a paged cache, int8 heads, copies of blocks
 layers.py     embedding, norms, rotary embedding, activations
 experts.py    the choice of experts, and gated experts
+states.py     layers with a state: causal convolutions, Mamba
 sampling.py   a step's inputs; edits of logits, sampling, log probabilities
 backend.py    the reference as an attention backend and as layer kernels
 """
@@ -41,6 +42,12 @@ from pagewire_kernels.reference.sampling import (
     prepare,
     sample,
 )
+from pagewire_kernels.reference.states import (
+    causal_convolution,
+    gated_rms_norm,
+    mamba1_scan,
+    mamba2_scan,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -52,11 +59,15 @@ __all__ = [
     "add",
     "add_shared",
     "apply_bitmask",
+    "causal_convolution",
     "edit",
     "embed",
     "gated_experts",
+    "gated_rms_norm",
     "gather_logprobs",
     "layer_norm",
+    "mamba1_scan",
+    "mamba2_scan",
     "packed_attention",
     "paged_attention",
     "prepare",

@@ -34,3 +34,7 @@ class TorchLayerKernels:
     add = staticmethod(reference.add)
     sum_rows = staticmethod(reference.sum_rows)
     write_latents = staticmethod(reference.write_latents)
+    causal_convolution = staticmethod(reference.causal_convolution)
+    mamba1_scan = staticmethod(reference.mamba1_scan)
+    mamba2_scan = staticmethod(reference.mamba2_scan)
+    gated_rms_norm = staticmethod(reference.gated_rms_norm)

@@ -68,3 +68,7 @@ class TritonLayerKernels:
     add = staticmethod(reference.add)
     sum_rows = staticmethod(sum_rows)
     write_latents = staticmethod(write_latents)
+    causal_convolution = staticmethod(reference.causal_convolution)
+    mamba1_scan = staticmethod(reference.mamba1_scan)
+    mamba2_scan = staticmethod(reference.mamba2_scan)
+    gated_rms_norm = staticmethod(reference.gated_rms_norm)

@@ -1,0 +1,308 @@
+// Causal convolutions and selective state spaces; see states.h.
+#include "states.h"
+
+#include "activation.h"
+#include "rows.h"
+
+namespace pagewire {
+namespace {
+
+// The rows of one sequence in a step.
+struct Rows {
+  int64_t first, end;
+  bool is_begun;  // whether there are tokens before them
+};
+
+Rows rows_of(const Batch& batch, int64_t seq) {
+  const int64_t first = batch.query_start[seq], end = batch.query_start[seq + 1];
+  return {first, end, batch.context_lens[seq] > end - first};
+}
+
+// A unit of a sequence's state; null if it has no page.
+template <class Number>
+Number* unit_of(const StateUnits& units, const Batch& batch, int64_t seq, int64_t unit) {
+  const int64_t* place = units.places + 2 * unit;
+  const int64_t page = batch.block_tables[seq * batch.table_width + place[0]];
+  if (page < 0) return nullptr;
+  return static_cast<Number*>(units.pages) + page * units.page_stride + place[1];
+}
+
+// Calls `work(seq, rows, part)` for all sequences with rows, and the parts of each, shared among the team.
+template <class TaskType, class Work>
+void for_each_part(TaskType& task, int64_t parts, Work work) {
+  const Batch& batch = *task.batch;
+  const int64_t num_items = batch.num_seqs * parts;
+  for (;;) {
+    const Run run = take_run(task, num_items, task.num_threads);
+    if (run.item >= num_items) return;
+    for (int64_t item = run.item; item < run.end; ++item) {
+      const Rows rows = rows_of(batch, item / parts);
+      if (rows.first < rows.end) work(item / parts, rows, item % parts);
+    }
+  }
+}
+
+// The natural logarithm of x > 0 that is normal, within 2 ulp, by the polynomial of logf in Cephes.
+inline Floats log(Floats x) {
+  // x = 2^n * m with m from sqrt(1/2) to sqrt(2)
+  const Words bits = add_words(as_words(x), broadcast_word(0x3f800000 - 0x3f3504f3));
+  const Floats n = to_floats(add_words(shift_right<23>(bits), broadcast_word(-127)));
+  const Words mantissa = add_words(and_words(bits, broadcast_word(0x007fffff)), broadcast_word(0x3f3504f3));
+  const Floats m = subtract(as_floats(mantissa), broadcast(1.0f));
+  static const float kCoefficients[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
+                                        1.4249322787e-1f,  -1.6668057665e-1f, 2.0000714765e-1f,
+                                        -2.4999993993e-1f, 3.3333331174e-1f};
+  Floats y = broadcast(7.0376836292e-2f);
+  for (const float c : kCoefficients) y = multiply_add(y, m, broadcast(c));
+  const Floats square = multiply(m, m);
+  y = multiply(multiply(y, m), square);
+  y = multiply_add(n, broadcast(-2.12194440e-4f), y);
+  y = multiply_add(square, broadcast(-0.5f), y);
+  return multiply_add(n, broadcast(0.693359375f), add(m, y));
+}
+
+// log(1 + e^x); NaN stays NaN.
+inline Floats softplus(Floats x) {
+  const Floats one = broadcast(1.0f);
+  const Floats u = exp(less_of(broadcast(20.0f), x)), sum = add(one, u);
+  // The digits of u that the sum has lost.
+  const Floats lost = subtract(u, subtract(sum, one));
+  const Floats small = add(log(sum), divide(lost, sum));
+  return select(not_less_than(x, broadcast(20.0f)), x, small);
+}
+
+constexpr int64_t kChannelsPerItem = 64;
+
+// One register of channels of a causal convolution.
+template <int kWidth, class Number>
+void convolve(const ConvolutionTask& task, const Rows& rows, int64_t channel, int64_t count,
+              Number* state, int64_t state_stride) {
+  Floats taps[kWidth], past[kWidth];
+  for (int i = 0; i < kWidth; ++i) {
+    taps[i] = load_some(task.weight + i * task.num_channels + channel, count);
+    const bool is_kept = i < kWidth - 1 && rows.is_begun && state != nullptr;
+    past[i] = is_kept ? load_some(state + i * state_stride, count) : zeros();
+  }
+  const Floats bias = task.bias == nullptr ? zeros() : load_some(task.bias + channel, count);
+  const Number* x = static_cast<const Number*>(task.x) + rows.first * task.x_stride + channel;
+  Number* y = static_cast<Number*>(task.y) + rows.first * task.y_stride + channel;
+  for (int64_t row = rows.first; row < rows.end; ++row, x += task.x_stride, y += task.y_stride) {
+    past[kWidth - 1] = load_some(x, count);
+    Floats sum = bias;
+    for (int i = 0; i < kWidth; ++i) sum = multiply_add(past[i], taps[i], sum);
+    store_some(y, task.has_silu ? Silu()(sum) : sum, count);
+    for (int i = 0; i < kWidth - 1; ++i) past[i] = past[i + 1];
+  }
+  if (state == nullptr) return;
+  for (int i = 0; i < kWidth - 1; ++i) store_some(state + i * state_stride, past[i], count);
+}
+
+template <int kWidth, class Number>
+void convolve(ConvolutionTask& task) {
+  const int64_t per_unit = task.num_channels / task.units.num_units;
+  const int64_t parts_per_unit = divide_up(per_unit, kChannelsPerItem);
+  for_each_part(task, task.units.num_units * parts_per_unit, [&](int64_t seq, Rows rows, int64_t part) {
+    const int64_t unit = part / parts_per_unit, first = part % parts_per_unit * kChannelsPerItem;
+    const int64_t end = first + kChannelsPerItem < per_unit ? first + kChannelsPerItem : per_unit;
+    Number* state = unit_of<Number>(task.units, *task.batch, seq, unit);
+    for (int64_t i = first; i < end; i += kLanes) {
+      convolve<kWidth>(task, rows, unit * per_unit + i, end - i, state == nullptr ? state : state + i,
+                       per_unit);
+    }
+  });
+}
+
+template <class Number>
+void convolve(ConvolutionTask& task) {
+  switch (task.width) {
+    case 2: return convolve<2, Number>(task);
+    case 3: return convolve<3, Number>(task);
+    case 4: return convolve<4, Number>(task);
+    case 5: return convolve<5, Number>(task);
+    case 6: return convolve<6, Number>(task);
+    case 7: return convolve<7, Number>(task);
+    case 8: return convolve<8, Number>(task);
+  }
+}
+
+// The rows of an operand of a scan, from `row` on.
+template <class Number>
+const Number* operand(const void* rows, int64_t stride, int64_t row, int64_t at = 0) {
+  return static_cast<const Number*>(rows) + row * stride + at;
+}
+
+inline float number(const float* x) { return *x; }
+inline float number(const BFloat16* x) {
+  const uint32_t bits = static_cast<uint32_t>(x->bits) << 16;
+  float wide;
+  memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+// One register of channels, all rows of a sequence. state: [state_size], rows `stride` elements apart.
+template <class Number>
+void scan_channels(const Mamba1Task& task, const Rows& rows, int64_t channel, int64_t count,
+                   float* kept, int64_t stride) {
+  Floats state[kMaxStateSize], a[kMaxStateSize];
+  const int64_t size = task.state_size;
+  for (int64_t n = 0; n < size; ++n) {
+    const bool is_kept = rows.is_begun && kept != nullptr;
+    state[n] = is_kept ? load_some(kept + n * stride, count) : zeros();
+    a[n] = load_some(task.a + n * task.num_channels + channel, count);
+  }
+  const Floats d = load_some(task.d + channel, count), bias = load_some(task.dt_bias + channel, count);
+  for (int64_t row = rows.first; row < rows.end; ++row) {
+    const Floats x = load_some(operand<Number>(task.x, task.x_stride, row, channel), count);
+    const Floats dt = load_some(operand<Number>(task.dt, task.dt_stride, row, channel), count);
+    const Number* b = operand<Number>(task.b, task.b_stride, row);
+    const Number* c = operand<Number>(task.c, task.c_stride, row);
+    const Floats delta = softplus(add(dt, bias)), input = multiply(delta, x);
+    Floats sum = zeros();
+    for (int64_t n = 0; n < size; ++n) {
+      const Floats decayed = multiply(state[n], exp(multiply(delta, a[n])));
+      state[n] = multiply_add(input, broadcast(number(b + n)), decayed);
+      sum = multiply_add(state[n], broadcast(number(c + n)), sum);
+    }
+    sum = multiply_add(d, x, sum);
+    if (task.gate != nullptr) {
+      const Number* gate = operand<Number>(task.gate, task.gate_stride, row, channel);
+      sum = multiply(sum, Silu()(load_some(gate, count)));
+    }
+    store_some(static_cast<Number*>(task.y) + row * task.y_stride + channel, sum, count);
+  }
+  if (kept == nullptr) return;
+  for (int64_t n = 0; n < size; ++n) store_some(kept + n * stride, state[n], count);
+}
+
+template <class Number>
+void scan_channels(Mamba1Task& task) {
+  const int64_t per_unit = task.num_channels / task.units.num_units;
+  const int64_t parts_per_unit = divide_up(per_unit, kLanes);
+  for_each_part(task, task.units.num_units * parts_per_unit, [&](int64_t seq, Rows rows, int64_t part) {
+    const int64_t unit = part / parts_per_unit, at = part % parts_per_unit * kLanes;
+    float* kept = unit_of<float>(task.units, *task.batch, seq, unit);
+    scan_channels<Number>(task, rows, unit * per_unit + at, per_unit - at,
+                          kept == nullptr ? kept : kept + at, per_unit);
+  });
+}
+
+constexpr int64_t kRegistersPerItem = 4;  // sums that are independent hide the latency of one another
+
+// kRegisters registers of one head's elements, all rows of a sequence. The state is in scratch, which
+// the first-level cache holds.
+template <int kRegisters, class Number>
+void scan_head(const Mamba2Task& task, const Rows& rows, int64_t head, int64_t at, int64_t count,
+               float* kept) {
+  constexpr int64_t kStride = kRegisters * kLanes;
+  alignas(64) float state[kMaxStateSize * kStride];
+  const int64_t size = task.state_size, group = head / task.heads_per_group;
+  const auto left = [&](int64_t j) { return count - j * kLanes; };
+  for (int64_t n = 0; n < size; ++n) {
+    for (int j = 0; j < kRegisters; ++j) {
+      const bool is_kept = rows.is_begun && kept != nullptr;
+      const Floats before = is_kept ? load_some(kept + n * task.head_dim + at + j * kLanes, left(j)) : zeros();
+      store_floats(state + n * kStride + j * kLanes, before);
+    }
+  }
+  const Floats a = broadcast(task.a[head]), d = broadcast(task.d[head]);
+  for (int64_t row = rows.first; row < rows.end; ++row) {
+    const Number* x = operand<Number>(task.x, task.x_stride, row, head * task.x_head_stride + at);
+    const Number* b = operand<Number>(task.b, task.b_stride, row, group * task.b_group_stride);
+    const Number* c = operand<Number>(task.c, task.c_stride, row, group * task.c_group_stride);
+    const float dt = number(operand<Number>(task.dt, task.dt_stride, row, head)) + task.dt_bias[head];
+    const Floats least = greater_of(broadcast(task.min_dt), softplus(broadcast(dt)));
+    const Floats delta = less_of(broadcast(task.max_dt), least);
+    const Floats decay = exp(multiply(delta, a));
+    Floats inputs[kRegisters], sums[kRegisters];
+    for (int j = 0; j < kRegisters; ++j) {
+      inputs[j] = multiply(delta, load_some(x + j * kLanes, left(j)));
+      sums[j] = zeros();
+    }
+    for (int64_t n = 0; n < size; ++n) {
+      const Floats key = broadcast(number(b + n)), query = broadcast(number(c + n));
+      for (int j = 0; j < kRegisters; ++j) {
+        float* place = state + n * kStride + j * kLanes;
+        const Floats after = multiply_add(inputs[j], key, multiply(load_floats(place), decay));
+        store_floats(place, after);
+        sums[j] = multiply_add(after, query, sums[j]);
+      }
+    }
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride + head * task.y_head_stride + at;
+    for (int j = 0; j < kRegisters; ++j) {
+      const Floats skipped = load_some(x + j * kLanes, left(j));
+      store_some(y + j * kLanes, multiply_add(d, skipped, sums[j]), left(j));
+    }
+  }
+  if (kept == nullptr) return;
+  for (int64_t n = 0; n < size; ++n) {
+    for (int j = 0; j < kRegisters; ++j) {
+      const Floats after = load_floats(state + n * kStride + j * kLanes);
+      store_some(kept + n * task.head_dim + at + j * kLanes, after, left(j));
+    }
+  }
+}
+
+template <class Number>
+void scan_heads(Mamba2Task& task) {
+  constexpr int64_t kSize = kRegistersPerItem * kLanes;
+  const int64_t parts_per_head = divide_up(task.head_dim, kSize);
+  for_each_part(task, task.num_heads * parts_per_head, [&](int64_t seq, Rows rows, int64_t part) {
+    const int64_t head = part / parts_per_head, first = part % parts_per_head * kSize;
+    float* kept = unit_of<float>(task.units, *task.batch, seq, head);
+    if (task.head_dim - first >= kSize) {
+      return scan_head<kRegistersPerItem, Number>(task, rows, head, first, kSize, kept);
+    }
+    for (int64_t at = first; at < task.head_dim; at += kLanes) {
+      scan_head<1, Number>(task, rows, head, at, task.head_dim - at, kept);
+    }
+  });
+}
+
+template <class Number>
+void gated_norm(GatedNormTask& task) {
+  const int64_t size = task.group_size;
+  const Silu silu;
+  for_each_row(task, *task.num_rows * task.num_groups, size, [&](int64_t item) {
+    const int64_t row = item / task.num_groups, group = item % task.num_groups;
+    const Number* x = operand<Number>(task.x, task.x_stride, row, group * task.x_group_stride);
+    const Number* gates = operand<Number>(task.gate, task.gate_stride, row, group * task.gate_group_stride);
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride + group * task.y_group_stride;
+    const auto input = [&](int64_t i) {
+      const Floats numbers = load_some(x + i, size - i);
+      return task.gates_first ? multiply(numbers, silu(load_some(gates + i, size - i))) : numbers;
+    };
+    Floats squares = zeros();
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const Floats numbers = input(i);
+      squares = multiply_add(numbers, numbers, squares);
+    }
+    const float mean = sum_lanes(squares) / static_cast<float>(size);
+    const Floats factor = broadcast(1.0f / __builtin_sqrtf(mean + task.eps));
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const int64_t weights = group * task.weight_group_stride + i;
+      Floats z = multiply(input(i), factor);
+      z = multiply(z, load_weight<Number>(task.weight, task.has_float_weight, weights, size - i));
+      if (!task.gates_first) z = multiply(z, silu(load_some(gates + i, size - i)));
+      store_some(y + i, z, size - i);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace pagewire
+
+using namespace pagewire;
+
+PAGEWIRE_KERNEL pw_causal_convolution_float32(ConvolutionTask* task) { convolve<float>(*task); }
+PAGEWIRE_KERNEL pw_causal_convolution_bfloat16(ConvolutionTask* task) { convolve<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_mamba1_scan_float32(Mamba1Task* task) { scan_channels<float>(*task); }
+PAGEWIRE_KERNEL pw_mamba1_scan_bfloat16(Mamba1Task* task) { scan_channels<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_mamba2_scan_float32(Mamba2Task* task) { scan_heads<float>(*task); }
+PAGEWIRE_KERNEL pw_mamba2_scan_bfloat16(Mamba2Task* task) { scan_heads<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_gated_rms_norm_float32(GatedNormTask* task) { gated_norm<float>(*task); }
+PAGEWIRE_KERNEL pw_gated_rms_norm_bfloat16(GatedNormTask* task) { gated_norm<BFloat16>(*task); }
+
+PAGEWIRE_STRUCT_SIZE(ConvolutionTask)
+PAGEWIRE_STRUCT_SIZE(Mamba1Task)
+PAGEWIRE_STRUCT_SIZE(Mamba2Task)
+PAGEWIRE_STRUCT_SIZE(GatedNormTask)

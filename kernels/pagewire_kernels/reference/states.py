@@ -1,0 +1,212 @@
+"""Layers with a state, token by token in plain torch: causal convolutions and Mamba.
+
+The rows of a step are those of `AttentionMetadata` of the state's cache group, whose block tables
+hold the pages of states, int32 [num_seqs, num_pages_of_a_state]. A sequence whose first row is at
+position 0 starts from zeros, whatever its pages hold. When a call returns, they hold the state
+after its last row. A page of -1 is neither read nor written: states in it start from zeros.
+
+All is computed in float32, each token from the state before it alone, so that a token's result does
+not depend on the step in which it is computed.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagewire_kernels.batch import AttentionMetadata, StateUnits
+
+MAX_CONVOLUTION_WIDTH = 8
+
+
+def causal_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+    activation: str | None = None,
+) -> Tensor:
+    """Convolve each channel over the last `width` tokens of its sequence.
+
+    x: [num_tokens, num_channels]; weight: [width, num_channels], of the oldest token first; bias:
+    [num_channels]; units: [width - 1, num_channels / num_units] each, in x's dtype: the inputs
+    before the next token, the oldest first; activation: "silu" or None. Returns x's shape and
+    dtype.
+    """
+    width, num_channels = weight.shape
+    check_convolution(width, activation)
+    num_units = len(units.places)
+    states = _States(units, metadata, (width - 1, num_channels // num_units))
+    y = torch.empty_like(x)
+    offset = 0 if bias is None else bias.float()
+    for seqs, rows in _steps(metadata):
+        inputs = x[rows].view(len(rows), num_units, 1, -1)
+        window = torch.cat([states.values[seqs], inputs], dim=2)
+        states.values[seqs] = window[:, :, 1:]
+        taps = window.transpose(1, 2).reshape(len(rows), width, num_channels).float()
+        total = torch.zeros_like(taps[:, 0]) + offset
+        for i in range(width):
+            total = total + taps[:, i] * weight[i].float()
+        y[rows] = (total if activation is None else _silu(total)).to(x.dtype)
+    states.write()
+    return y
+
+
+def check_convolution(width: int, activation: str | None) -> None:
+    """Raise ValueError unless there are kernels for this width and activation."""
+    if not 2 <= width <= MAX_CONVOLUTION_WIDTH:
+        raise ValueError(f"convolution width: expected 2 to {MAX_CONVOLUTION_WIDTH}, got {width}")
+    if activation not in (None, "silu"):
+        raise ValueError(f"activation of a convolution: expected silu or none, got {activation!r}")
+
+
+def mamba1_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    gate: Tensor | None,
+    a: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """Selective state space with a decay for each channel and element (Gu and Dao 2023).
+
+    x, dt, gate: [num_tokens, num_channels]; b, c: [num_tokens, state_size]; a: float32
+    [state_size, num_channels], negative; d, dt_bias: float32 [num_channels]; units: float32
+    [state_size, num_channels / num_units] each. With delta = softplus(dt + dt_bias), a state s
+    becomes exp(delta * a) * s + delta * x * b; the result is the sum of c * s over its elements,
+    plus d * x, times silu(gate) if there is a gate. Returns x's shape and dtype.
+    """
+    num_units, (state_size, num_channels) = len(units.places), a.shape
+    states = _States(units, metadata, (state_size, num_channels // num_units))
+    y = torch.empty_like(x)
+    for seqs, rows in _steps(metadata):
+        inputs = x[rows].float()
+        delta = softplus(dt[rows].float() + dt_bias)
+        state = states.values[seqs].transpose(1, 2).reshape(len(rows), state_size, num_channels)
+        decay = torch.exp(delta[:, None] * a)
+        state = state * decay + (delta * inputs)[:, None] * b[rows].float()[:, :, None]
+        parts = state.view(len(rows), state_size, num_units, -1)
+        states.values[seqs] = parts.transpose(1, 2)
+        total = _sum(state, c[rows].float()) + d * inputs
+        y[rows] = (total if gate is None else total * _silu(gate[rows].float())).to(x.dtype)
+    states.write()
+    return y
+
+
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    a: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+    *,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """Selective state space with a decay for each head (Dao and Gu 2024).
+
+    x: [num_tokens, num_heads, head_dim]; dt: [num_tokens, num_heads]; b, c: [num_tokens,
+    num_groups, state_size], each for num_heads / num_groups consecutive heads; a, d, dt_bias:
+    float32 [num_heads], a negative; units: float32 [state_size, head_dim] each, one per head;
+    dt_limits: of softplus(dt + dt_bias). As `mamba1_scan` otherwise. Returns x's shape and dtype.
+    """
+    (_, num_heads, head_dim), (_, num_groups, state_size) = x.shape, b.shape
+    states = _States(units, metadata, (state_size, head_dim))
+    y = torch.empty_like(x)
+    repeats = num_heads // num_groups
+    for seqs, rows in _steps(metadata):
+        inputs = x[rows].float()
+        delta = softplus(dt[rows].float() + dt_bias).clamp(*dt_limits)[:, :, None]
+        keys, queries = (
+            part[rows].float().repeat_interleave(repeats, dim=1)[..., None] for part in (b, c)
+        )
+        decay = torch.exp(delta * a[:, None])[..., None]
+        state = states.values[seqs] * decay + (delta * inputs)[:, :, None] * keys
+        states.values[seqs] = state
+        y[rows] = (_sum(state, queries[..., 0]) + d[:, None] * inputs).to(x.dtype)
+    states.write()
+    return y
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+) -> Tensor:
+    """RMS norm of groups of elements, and a gate: norm(x * silu(gate)) * weight, or norm(x) *
+    weight * silu(gate) if the gate is not first.
+
+    x, gate: [num_tokens, num_groups, group_size]; weight: [num_groups, group_size], or
+    [group_size] for all groups. Returns x's shape and dtype.
+    """
+    gates, wide = _silu(gate.float()), x.float()
+    if gates_first:
+        wide = wide * gates
+    root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * root * weight.float()
+    return (normed if gates_first else normed * gates).to(x.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), which is x in float32 where x is large."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
+
+
+def _silu(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return functional.silu(x)
+    return x / torch.exp(-x).add_(1)  # see `layers._silu`
+
+
+def _sum(state: Tensor, c: Tensor) -> Tensor:
+    """The sum of c * state over the elements of a state, in order.
+
+    state: [..., state_size, n]; c: [..., state_size]. Returns [..., n].
+    """
+    total = torch.zeros_like(state[..., 0, :])
+    for i in range(state.shape[-2]):
+        total = total + state[..., i, :] * c[..., i, None]
+    return total
+
+
+def _steps(metadata: AttentionMetadata) -> list[tuple[Tensor, Tensor]]:
+    """The rows of a step in their order in sequences: numbers of sequences, and a row of each."""
+    starts = metadata.query_start.long()
+    lengths = starts.diff()
+    steps = []
+    for offset in range(int(lengths.max()) if len(lengths) else 0):
+        seqs = (lengths > offset).nonzero().squeeze(1)
+        steps.append((seqs, starts[seqs] + offset))
+    return steps
+
+
+class _States:
+    """The units of all sequences, [num_seqs, num_units, *shape], outside of their pages."""
+
+    def __init__(
+        self, units: StateUnits, metadata: AttentionMetadata, shape: tuple[int, int]
+    ) -> None:
+        self._pages = units.pages
+        columns, firsts = units.places.unbind(1)
+        self._tables = metadata.block_tables[:, columns].long()[:, :, None]
+        self._elements = firsts[:, None] + torch.arange(shape[0] * shape[1], device=firsts.device)
+        lengths = metadata.query_start.diff()
+        has_rows = lengths > 0
+        has_pages = self._tables >= 0
+        is_read = has_pages & (metadata.context_lens > lengths)[:, None, None]
+        self._is_written = has_pages & has_rows[:, None, None]
+        stored = self._pages[self._tables.clamp(min=0), self._elements]
+        values = torch.where(is_read, stored, 0)
+        self.values = values.view(*values.shape[:2], *shape)
+
+    def write(self) -> None:
+        """Write the units to their pages."""
+        kept = self._is_written.expand(-1, -1, self._elements.shape[1])
+        elements = self._elements.expand_as(kept)[kept]
+        pages = self._tables.expand_as(kept)[kept]
+        self._pages[pages, elements] = self.values.flatten(2)[kept]
