@@ -353,6 +353,21 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "apertus": ("ApertusConfig", "ApertusForCausalLM", {}),
+    "hunyuan_dense": (
+        "HunYuanDenseV1Config",
+        "HunYuanDenseV1ForCausalLM",
+        {"head_dim": 24, "attention_bias": True},
+    ),
+    "hunyuan_alpha": (
+        "HunYuanDenseV1Config",
+        "HunYuanDenseV1ForCausalLM",
+        {**_rope("dynamic", alpha=50.0, factor=1.0), "head_dim": 16},
+    ),
+    "hunyuan_moe": (
+        "HunYuanMoEV1Config",
+        "HunYuanMoEV1ForCausalLM",
+        {"num_experts": 4, "moe_topk": [2, 3], "head_dim": 24},
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",

@@ -142,10 +142,13 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm: NormSpec | None = None
-    """The RMS norm of each head of queries and keys before they are rotated, if there is one."""
+    """The RMS norm of each head of queries and keys, if there is one."""
 
     norm_spans_heads: bool = False
     """Whether `head_norm` is that of all heads of queries, and of keys, together."""
+
+    norm_follows_rotary: bool = False
+    """Whether `head_norm` is that of rotated heads."""
 
     storage: QKVStorage = QKVStorage.SEPARATE
     has_pairs: bool = False
@@ -375,6 +378,9 @@ class Attention(nn.Module):
         )
         self._head_dim, self._num_heads = s.head_dim, [heads.size, kv_heads.size, kv_heads.size]
         self._rotary, self._kernels = rotary, kernels.layers
+        self._unrotated: tuple[Tensor, Tensor] | None = None
+        if s.norm_follows_rotary and s.head_norm is not None and rotary is not None:
+            self._unrotated = rotary.identity
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
@@ -394,7 +400,12 @@ class Attention(nn.Module):
             self.paged.write(key, value, inputs.caches, inputs.metadata)
             return query
         table, rotated = self._rotary, query
-        if table.scales_queries:
+        cos, sin = table.cos, table.sin
+        if self._unrotated is not None:
+            # The kernel below applies norms before RoPE, which then rotates nothing.
+            self._kernels.rotate(query, key, inputs.positions, cos, sin)
+            cos, sin = self._unrotated
+        elif table.scales_queries:
             rotated = query[:, :0]  # only keys remain to be rotated
             self._kernels.rotate(query, rotated, inputs.positions, table.query_cos, table.query_sin)
         self._kernels.rotate_and_write_kv(
@@ -404,8 +415,8 @@ class Attention(nn.Module):
             *inputs.caches,
             inputs.metadata.slot_mapping,
             inputs.positions,
-            table.cos,
-            table.sin,
+            cos,
+            sin,
             query_norm=None if query_norm is None else query_norm.weight,
             key_norm=None if key_norm is None else key_norm.weight,
             eps=1e-6 if query_norm is None else query_norm.eps,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -333,6 +334,12 @@ class RotaryTable:
             self.query_cos, self.query_sin = (
                 of_angles(function, scales) for function in (np.cos, np.sin)
             )
+
+    @cached_property
+    def identity(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the same positions that rotate nothing: [num_positions, 1] each."""
+        ones = torch.ones_like(self.cos[:, :1])
+        return ones, torch.zeros_like(ones)
 
 
 def _query_scales(settings: RotarySettings, num_positions: int) -> Tensor:

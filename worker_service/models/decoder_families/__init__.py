@@ -12,6 +12,10 @@ from worker_service.models.decoder_families.gemma import (
 )
 from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
+from worker_service.models.decoder_families.hunyuan import (
+    hunyuan_dense_settings,
+    hunyuan_moe_settings,
+)
 from worker_service.models.decoder_families.latent import (
     deepseek_v2_settings,
     deepseek_v3_settings,
@@ -76,6 +80,8 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Ernie4_5ForCausalLM": ernie4_5_settings,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_settings,
     "GptOssForCausalLM": gpt_oss_settings,
+    "HunYuanDenseV1ForCausalLM": hunyuan_dense_settings,
+    "HunYuanMoEV1ForCausalLM": hunyuan_moe_settings,
     "ApertusForCausalLM": apertus_settings,
     "ArceeForCausalLM": arcee_settings,
     "BloomForCausalLM": bloom_settings,
