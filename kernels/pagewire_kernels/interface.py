@@ -95,6 +95,7 @@ class StateKernels(Protocol):
         dt: Tensor,
         b: Tensor,
         c: Tensor,
+        gate: Tensor | None,
         a: Tensor,
         d: Tensor,
         dt_bias: Tensor,

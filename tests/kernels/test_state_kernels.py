@@ -147,7 +147,9 @@ class Mamba2(Layer):
     def __init__(
         self, dtype: torch.dtype, num_heads: int = 4, head_dim: int = 64, num_groups: int = 2,
         state_size: int = 128, dt_limits: tuple[float, float] = (0.0, float("inf")),
+        has_gate: bool = True,
     ) -> None:  # fmt: skip
+        gate = {"gate": _random(120, num_heads, head_dim, seed=7)} if has_gate else {}
         super().__init__(
             dtype,
             (num_heads, head_dim * state_size),
@@ -155,6 +157,7 @@ class Mamba2(Layer):
             dt=_random(120, num_heads, seed=1) * 3,
             b=_random(120, num_groups, state_size, seed=2),
             c=_random(120, num_groups, state_size, seed=3),
+            **gate,
         )
         self.columns = [
             -torch.exp(_random(num_heads, seed=4)),
@@ -164,8 +167,10 @@ class Mamba2(Layer):
         self.dt_limits = dt_limits
 
     def apply(self, kernels: Any, states: Any, metadata: Any, rows: Any) -> Tensor:
+        x, dt, b, c, gate = (rows.get(name) for name in ("x", "dt", "b", "c", "gate"))
+        columns, limits = self.columns, self.dt_limits
         y = kernels.mamba2_scan(
-            *rows.values(), *self.columns, states.units, metadata, dt_limits=self.dt_limits
+            x, dt, b, c, gate, *columns, states.units, metadata, dt_limits=limits
         )
         return y.flatten(1)
 
@@ -175,6 +180,7 @@ class Mamba2(Layer):
         y = mamba2.mamba2_chunk_scan(
             x, dt, a, b, c, 16, D=d, dt_bias=dt_bias, dt_softplus=True, dt_limit=self.dt_limits
         )
+        y = y.view_as(x) * functional.silu(self.sequences("gate")) if "gate" in self.rows else y
         return y.flatten(2).flatten(0, 1)
 
 
@@ -187,7 +193,8 @@ LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     "mamba1 in units": lambda dtype: Mamba1(dtype, 7 * 48, 16, num_units=7),
     "mamba1 without gate": lambda dtype: Mamba1(dtype, 70, 5, has_gate=False),
     "mamba2": Mamba2,
-    "mamba2 of small heads": lambda dtype: Mamba2(dtype, 3, 12, 1, 20),
+    "mamba2 of small heads": lambda dtype: Mamba2(dtype, 3, 12, 1, 20, has_gate=False),
+    "mamba2 without gate": lambda dtype: Mamba2(dtype, has_gate=False),
     "mamba2 of odd heads": lambda dtype: Mamba2(dtype, 6, 80, 3, 64),
     "mamba2 with limits": lambda dtype: Mamba2(dtype, dt_limits=(0.3, 1.5)),
 }

@@ -68,6 +68,7 @@ class NativeStateKernels:
             width=width,
             has_silu=activation is not None,
         )
+        task.kept_alive = units.places
         self._run("causal_convolution", task, x.dtype, x.numel())
         return y
 
@@ -110,6 +111,7 @@ class NativeStateKernels:
             num_channels=num_channels,
             state_size=state_size,
         )
+        task.kept_alive = units.places
         self._run("mamba1_scan", task, x.dtype, x.numel() * state_size)
         return y
 
@@ -119,6 +121,7 @@ class NativeStateKernels:
         dt: Tensor,
         b: Tensor,
         c: Tensor,
+        gate: Tensor | None,
         a: Tensor,
         d: Tensor,
         dt_bias: Tensor,
@@ -139,6 +142,7 @@ class NativeStateKernels:
             dt=(dt, num_heads),
             b=(b, num_groups, state_size),
             c=(c, num_groups, state_size),
+            gate=(gate, num_heads, head_dim),
         )
         _require_floats(a=(a, (num_heads,)), d=(d, (num_heads,)), dt_bias=(dt_bias, (num_heads,)))
         y = new_rows(num_rows, num_heads * head_dim, x.dtype).unflatten(1, (num_heads, head_dim))
@@ -146,10 +150,11 @@ class NativeStateKernels:
             num_threads=torch.get_num_threads(),
             batch=self._batch_of(metadata, num_rows),
             **_units(units, torch.float32, num_heads * head_dim, state_size),
-            **rows_of(x=x, dt=dt, b=b, c=c, y=y),
+            **rows_of(x=x, dt=dt, b=b, c=c, gate=gate, y=y),
             x_head_stride=x.stride(1),
             b_group_stride=b.stride(1),
             c_group_stride=c.stride(1),
+            gate_head_stride=0 if gate is None else gate.stride(1),
             y_head_stride=y.stride(1),
             a=a.data_ptr(),
             d=d.data_ptr(),
@@ -161,6 +166,7 @@ class NativeStateKernels:
             min_dt=dt_limits[0],
             max_dt=dt_limits[1],
         )
+        task.kept_alive = units.places
         self._run("mamba2_scan", task, x.dtype, x.numel() * state_size)
         return y
 

@@ -189,8 +189,8 @@ class Mamba2Task(NativeStruct):
 
     _fields_ = fields_of(
         "next_item num_threads batch" + _UNITS + " x x_stride x_head_stride dt dt_stride b "
-        "b_stride b_group_stride c c_stride c_group_stride y y_stride y_head_stride a d dt_bias "
-        "num_heads heads_per_group head_dim state_size",
+        "b_stride b_group_stride c c_stride c_group_stride gate gate_stride gate_head_stride "
+        "y y_stride y_head_stride a d dt_bias num_heads heads_per_group head_dim state_size",
         "min_dt max_dt",
     )
 

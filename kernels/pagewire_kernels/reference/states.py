@@ -102,6 +102,7 @@ def mamba2_scan(
     dt: Tensor,
     b: Tensor,
     c: Tensor,
+    gate: Tensor | None,
     a: Tensor,
     d: Tensor,
     dt_bias: Tensor,
@@ -112,7 +113,7 @@ def mamba2_scan(
 ) -> Tensor:
     """Selective state space with a decay for each head (Dao and Gu 2024).
 
-    x: [num_tokens, num_heads, head_dim]; dt: [num_tokens, num_heads]; b, c: [num_tokens,
+    x, gate: [num_tokens, num_heads, head_dim]; dt: [num_tokens, num_heads]; b, c: [num_tokens,
     num_groups, state_size], each for num_heads / num_groups consecutive heads; a, d, dt_bias:
     float32 [num_heads], a negative; units: float32 [state_size, head_dim] each, one per head;
     dt_limits: of softplus(dt + dt_bias). As `mamba1_scan` otherwise. Returns x's shape and dtype.
@@ -130,7 +131,8 @@ def mamba2_scan(
         decay = torch.exp(delta * a[:, None])[..., None]
         state = states.values[seqs] * decay + (delta * inputs)[:, :, None] * keys
         states.values[seqs] = state
-        y[rows] = (_sum(state, queries[..., 0]) + d[:, None] * inputs).to(x.dtype)
+        total = _sum(state, queries[..., 0]) + d[:, None] * inputs
+        y[rows] = (total if gate is None else total * _silu(gate[rows].float())).to(x.dtype)
     states.write()
     return y
 

@@ -230,7 +230,13 @@ void scan_head(const Mamba2Task& task, const Rows& rows, int64_t head, int64_t a
     Number* y = static_cast<Number*>(task.y) + row * task.y_stride + head * task.y_head_stride + at;
     for (int j = 0; j < kRegisters; ++j) {
       const Floats skipped = load_some(x + j * kLanes, left(j));
-      store_some(y + j * kLanes, multiply_add(d, skipped, sums[j]), left(j));
+      Floats sum = multiply_add(d, skipped, sums[j]);
+      if (task.gate != nullptr) {
+        const int64_t place = head * task.gate_head_stride + at + j * kLanes;
+        const Number* gate = operand<Number>(task.gate, task.gate_stride, row, place);
+        sum = multiply(sum, Silu()(load_some(gate, left(j))));
+      }
+      store_some(y + j * kLanes, sum, left(j));
     }
   }
   if (kept == nullptr) return;

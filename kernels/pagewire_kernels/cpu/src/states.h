@@ -67,6 +67,8 @@ struct Mamba2Task : Task {
   int64_t b_stride, b_group_stride;
   const void* c;
   int64_t c_stride, c_group_stride;
+  const void* gate;  // as x, or null
+  int64_t gate_stride, gate_head_stride;
   void* y;
   int64_t y_stride, y_head_stride;
   const float* a;        // [num_heads], as d and dt_bias
