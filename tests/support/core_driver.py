@@ -119,6 +119,8 @@ class CoreDriver:
         self.has_failed = False
         """Whether a plan was wrong; nothing can be expected any more."""
         self.promises = Promises(config, lambda: [link.capacity for link in self.links.values()])
+        self.adapters: dict[bytes, str] = {}
+        """Names by digest, of the adapters that the workers have."""
         self.on_plan: Callable[[str, StepPlan], None] = lambda group_id, plan: None
 
     # Worker groups.
@@ -135,6 +137,7 @@ class CoreDriver:
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=capacity.max_model_len,
+            max_loras=capacity.max_loras,
         )
         self.links[capacity.worker_group_id] = WorkerLink(capacity, worker)
         self.promises.max_model_len = capacity.max_model_len
@@ -145,10 +148,17 @@ class CoreDriver:
         del self.links[group_id]
         self.core.remove_worker_group(group_id, self.now)
 
+    def set_adapters(self, adapters: dict[bytes, str]) -> None:
+        """The workers have these adapters from now on: names by digest."""
+        self.adapters = adapters
+        by_digest = {digest.hex(): name for digest, name in adapters.items()}
+        self.core.set_adapters(MODEL, by_digest, self.now)
+
     def lose_core(self) -> None:
         """The core dies: workers join a new one, frontends submit their open requests again."""
         self.collect()
         self.core = self._make_core(self.config)
+        self.set_adapters(self.adapters)
         capacities = [link.capacity for link in self.links.values()]
         self.links = {}
         for capacity in capacities:

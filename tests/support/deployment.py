@@ -5,12 +5,14 @@ after the core has planned ahead as far as it may. What crosses between them is 
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from scheduler_service import wire
 from scheduler_service.core import (
+    ContextKind,
+    ContextPart,
     EngineOutputs,
     GeneratedTokens,
     Request,
@@ -19,10 +21,12 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
+from scheduler_service.core.context import adapter_of
 from scheduler_service.core.request import Generation
 from scheduler_service.errors import GenerationFailed
 from tests.support.in_process import FRONTEND, MODEL, InProcessWorker
 from tests.support.random_configurations import Configuration, Job, Loss
+from worker_service.adapters.lora import LoraAdapter
 from worker_service.models.interface import Model
 
 MAX_TICKS = 5_000
@@ -64,6 +68,8 @@ class Link:
 
     worker: InProcessWorker
     plans: deque[Callable[[], StepResult]] = field(default_factory=deque)
+    adapters: dict[int, bytes | None] = field(default_factory=dict)
+    """Digests by sequence."""
 
 
 class Deployment:
@@ -75,8 +81,13 @@ class Deployment:
         model: Model,
         prompts: list[list[int]],
         worker_type: Callable[..., InProcessWorker] = InProcessWorker,
+        adapters: Sequence[LoraAdapter] = (),
     ) -> None:
-        """`prompts` are those of the jobs, with what they follow."""
+        """`prompts` are those of the jobs, with what they follow. `adapters`: those of the jobs, by
+        number; the model has slots for them."""
+        self._adapters = adapters
+        self._loaded: set[int] = set()
+        """Adapters that the core and the workers have at present."""
         self.received: dict[int, Received] = {}
         """By job index."""
         self.disturbance: Counter[str] = Counter()
@@ -106,6 +117,7 @@ class Deployment:
                 return [self.received[index] for index in range(len(self._prompts))]
             self._befall(tick)
             self._collect()
+            self._load_adapters(self._used_adapters())
             for index in list(self._links):
                 self._step(index)
         raise AssertionError(f"not done after {MAX_TICKS} ticks: {self._open()}")
@@ -140,6 +152,38 @@ class Deployment:
             return parent is not None and parent.has_ended
         return job.arrives_at <= tick
 
+    def _used_adapters(self) -> set[int]:
+        adapters = {received.job.adapter for received in self._open()}
+        return {adapter for adapter in adapters if adapter is not None}
+
+    def _load_adapters(self, numbers: set[int]) -> None:
+        """Load these adapters everywhere, and unload all others."""
+        if numbers == self._loaded:
+            return
+        self.disturbance["loaded adapters"] += len(numbers - self._loaded)
+        self.disturbance["unloaded adapters"] += len(self._loaded - numbers)
+        self._loaded = numbers
+        for link in self._links.values():
+            self._load_on(link.worker)
+        self._announce_adapters()
+
+    def _load_on(self, worker: InProcessWorker) -> None:
+        if worker.adapters is not None:
+            adapters = [self._adapters[number] for number in sorted(self._loaded)]
+            for adapter in adapters:
+                worker.adapters.add(adapter)
+            worker.adapters.retain({adapter.info.digest for adapter in adapters})
+
+    def _announce_adapters(self) -> None:
+        digests = {self._adapters[n].info.digest.hex(): str(n) for n in sorted(self._loaded)}
+        self._core.set_adapters(MODEL, digests, now=0.0)
+
+    def _context(self, job: Job) -> tuple[ContextPart, ...]:
+        if job.adapter is None:
+            return ()
+        self._load_adapters(self._used_adapters() | {job.adapter})
+        return (ContextPart(ContextKind.ADAPTER, self._adapters[job.adapter].info.digest),)
+
     def _submit(self, index: int, job: Job) -> None:
         request = Request(
             frontend_id=FRONTEND,
@@ -149,6 +193,7 @@ class Deployment:
             prompt_token_ids=self._prompts[index],
             tenant=job.tenant,
             priority=job.priority,
+            context=self._context(job),
             work=Generation(
                 num_choices=job.num_choices,
                 num_speculative_tokens=job.num_speculative_tokens,
@@ -191,12 +236,15 @@ class Deployment:
         memory = self._configuration.workers[index]
         block_size = self._configuration.block_size
         num_groups = len(self._model.kv_cache_spec.groups(block_size))
+        slots = {"max_loras": max_loras} if (max_loras := self._configuration.max_loras) else {}
         worker = self._worker_type(
             self._model,
             num_gpu_blocks=memory.num_gpu_blocks * num_groups,
             num_cpu_blocks=memory.num_cpu_blocks * num_groups,
             block_size=block_size,
+            **slots,
         )
+        self._load_on(worker)
         self._links[index] = Link(worker)
         self._core.add_worker_group(worker.capacity(str(index)), now=0.0)
 
@@ -217,6 +265,7 @@ class Deployment:
         self.disturbance["lost cores"] += bool(self._open())
         self._note_end_of_core()
         self._core = SchedulerCore(self._configuration.scheduler)
+        self._announce_adapters()
         for index in [*self._links, *self._absent_until]:
             self._join(index)
         self._absent_until, self._draining = {}, {}
@@ -253,6 +302,7 @@ class Deployment:
 
     def _note_plan(self, plan: StepPlan, link: Link) -> None:
         new = plan.new_sequences
+        self._note_adapters(plan, link)
         self.disturbance["steps"] += 1
         self.disturbance["plans sent ahead"] += bool(link.plans)
         self.disturbance["plans sent together"] += plan.max_results > 1
@@ -272,6 +322,15 @@ class Deployment:
         self.disturbance["outgrown workers"] += sum(
             len(s.token_ids) == self._outgrown_length and s.num_prompt_tokens > 0 for s in new
         )
+
+    def _note_adapters(self, plan: StepPlan, link: Link) -> None:
+        for seq in plan.new_sequences:
+            parent = seq.parent_seq_id
+            inherited = None if parent is None else link.adapters.get(parent)
+            link.adapters[seq.seq_id] = inherited or adapter_of(seq.context)
+        found = {link.adapters[seq_id] for seq_id in plan.seq_ids}
+        self.disturbance["steps with adapters and without"] += len(found) > 1 and None in found
+        self.disturbance["steps with several adapters"] += len(found - {None}) > 1
 
     def _note_end_of_core(self) -> None:
         self.disturbance["preemptions"] += self._core.snapshot().num_preemptions

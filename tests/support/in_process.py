@@ -35,6 +35,8 @@ from tests.support.runners import (
     recorded_on_gpu,
     speculating,
 )
+from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.store import AdapterStore
 from worker_service.array_types import Int32Array
 from worker_service.cache_groups import CacheGroup as WorkerCacheGroup
 from worker_service.config import ModelConfig
@@ -48,6 +50,8 @@ GROUP = "group"
 MODEL = "model"
 FRONTEND = "frontend"
 CPU = torch.device("cpu")
+MAX_ADAPTERS = 64
+"""Adapters that a worker holds."""
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
@@ -88,8 +92,13 @@ class InProcessWorker:
         device: torch.device = CPU,
         make_runner: MakeRunner | None = None,
         num_speculative_tokens: int = 0,
+        max_loras: int = 0,
     ) -> None:
-        """make_runner: None makes the one that a worker on this device has."""
+        """make_runner: None makes the one that a worker on this device has. max_loras: adapters of
+        the requests that the worker has at a time; 0: it refuses adapters."""
+        self._max_loras = max_loras
+        self.adapters: AdapterStore[LoraAdapter] | None = None
+        """Those that the worker holds."""
         self._num_speculative_tokens = num_speculative_tokens
         self._model = model
         self._cache = make_cache(
@@ -100,6 +109,9 @@ class InProcessWorker:
             device=device,
         )
         make_runner = make_runner or (host if device.type == "cpu" else recorded_on_gpu)
+        if max_loras:
+            self.adapters = AdapterStore(MAX_ADAPTERS)
+            make_runner = partial(make_runner, adapters=self.adapters)
         self._runner = make_runner(model, self._cache, block_size)
         self._block_size = block_size
 
@@ -114,6 +126,7 @@ class InProcessWorker:
             max_model_len=self._model.max_model_len,
             vocab_size=self._model.vocab_size,
             num_speculative_tokens=self._num_speculative_tokens,
+            max_loras=self._max_loras,
         )
 
     def execute(self, plan: bytes) -> StepResult:

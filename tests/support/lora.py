@@ -1,4 +1,4 @@
-"""LoRA adapters made by PEFT, which is also what they are compared with."""
+"""LoRA adapters: made by PEFT, which is also what they are compared with, or for any model."""
 
 import warnings
 from collections.abc import Sequence
@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from worker_service.adapters.lora import LoraAdapter, LoraModule
+from worker_service.models.linear import Linear
+from worker_service.models.native import NativeModel
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,16 @@ def make_adapter(base: Path, folder: Path, *, seed: int = 0, **settings: Any) ->
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     adapted.save_pretrained(folder)
     return PeftAdapter(folder, adapted)
+
+
+def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> LoraAdapter:
+    """An adapter with random matrices of all linear layers of a model of one rank."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = {}
+    for layer in model.layers.modules():
+        for name, part in layer.parts() if isinstance(layer, Linear) else ():
+            num_outputs, num_inputs = part.source_shape
+            a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
+            b = torch.randn(num_outputs, rank, generator=generator) * rank**-0.5
+            modules[name] = LoraModule(a, b, 1.0)
+    return LoraAdapter(modules)

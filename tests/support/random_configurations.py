@@ -68,6 +68,8 @@ class Job:
     sampling: sampling_pb2.SamplerParams
     tenant: str = ""
     priority: int = 0
+    adapter: int | None = None
+    """Its adapter, by number; None: the model alone."""
     max_hold_us: int = 0
     """How long its tokens may wait for others."""
     num_speculative_tokens: int | None = None
@@ -125,12 +127,15 @@ class Configuration:
     losses: tuple[Loss, ...]
     drains: tuple[Drain, ...]
     jobs: tuple[Job, ...]
+    max_loras: int = 0
+    """Adapters in a worker at a time; 0: no job has one."""
 
     def describe(self) -> str:
         """All but its jobs, for people."""
         return (
             f"configuration {self.number}: model={self.model} block_size={self.block_size} "
             f"{self.scheduler} {self.workers} {self.losses} {self.drains} "
+            f"max_loras={self.max_loras} "
             f"with {len(self.jobs)} jobs"
         )
 
@@ -155,6 +160,7 @@ class Configuration:
             losses=(),
             drains=(),
             jobs=(alone,),
+            max_loras=min(self.max_loras, 1),
         )
 
 
@@ -177,6 +183,15 @@ def with_speculation(drawn: Configuration) -> Configuration:
         max_speculative_seqs=draw.choice((2, 4, 16)),
     )
     return replace(drawn, jobs=tuple(jobs), scheduler=scheduler)
+
+
+def with_adapters(drawn: Configuration, num_adapters: int) -> Configuration:
+    """The same with adapters of most jobs, more of them than slots or not; a job that follows
+    another one may have another adapter."""
+    draw = Random(-1_000_000 - drawn.number)
+    chosen = draw.sample(range(num_adapters), draw.choice((2, 3, num_adapters)))
+    jobs = tuple(replace(job, adapter=draw.choice((None, *chosen))) for job in drawn.jobs)
+    return replace(drawn, jobs=jobs, max_loras=draw.choice((1, 2, 3, num_adapters)))
 
 
 def draw_configuration(number: int, max_model_lens: dict[str, int]) -> Configuration:

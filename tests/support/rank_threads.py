@@ -23,8 +23,9 @@ from tests.support.in_process import (
 from tests.support.runners import AllDrafts, HostEvent, LateEvent
 from tests.support.vocabularies import grammars
 from tools.launch import free_port
+from worker_service.adapters.lora import LoraAdapter
 from worker_service.address import TcpAddress
-from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
+from worker_service.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.distributed.layout import Layout
 from worker_service.engine.executor import ModelFacts
@@ -38,6 +39,7 @@ from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 Result = TypeVar("Result")
 NO_SPECULATION = RunnerConfig()
+NO_ADAPTERS = AdapterConfig()
 NO_OPTIONS: Mapping[str, Any] = {}
 Wrap = Callable[[Model, Layout], Model]
 
@@ -95,6 +97,7 @@ class RankThread:
         runner: RunnerConfig,
         executor: type[Executor],
         options: Mapping[str, Any],
+        adapters: AdapterConfig,
     ) -> None:
         self.layout = layout
         config = ModelConfig(
@@ -113,6 +116,7 @@ class RankThread:
             Rendezvous(TcpAddress("127.0.0.1", port), layout),
             runner,
             AllDrafts(),
+            adapters,
         )
         self.runner: ModelRunner | None = None
         self.thread = ThreadPoolExecutor(1)
@@ -149,6 +153,7 @@ class RankThreads:
         runner: RunnerConfig = NO_SPECULATION,
         executor: type[Executor] = Executor,
         options: Mapping[str, Any] = NO_OPTIONS,
+        adapters: AdapterConfig = NO_ADAPTERS,
     ) -> None:
         """wrap: what a rank is to have in place of its model; options: of `ModelConfig`."""
         port = free_port()
@@ -166,12 +171,14 @@ class RankThreads:
                 runner,
                 executor,
                 options,
+                adapters,
             )
             for rank in range(tensor_parallel_size * pipeline_parallel_size)
         ]
         self.facts = [rank.run(rank.executor.load).result() for rank in self.ranks]
         self.epoch = 0
         self.block_size = block_size
+        self.max_loras = adapters.max_loras if adapters.enable_lora else 0
 
     def join(self, num_gpu_blocks: int, num_cpu_blocks: int = 0) -> None:
         """Begin a new epoch."""
@@ -180,6 +187,11 @@ class RankThreads:
         joining = [rank.run(lambda r=rank: r.join(*sizes)) for rank in self.ranks]
         for future in joining:
             future.result()
+
+    def add_adapter(self, adapter: LoraAdapter) -> None:
+        """Let all ranks hold an adapter, as from another worker."""
+        for rank in self.ranks:
+            assert rank.executor.add_adapter([adapter.content]) == adapter.info
 
     def send(self, plan: bytes) -> "list[Future[StepResult]]":
         """Each rank's result to come, by rank."""
@@ -222,6 +234,7 @@ class ParallelWorker(InProcessWorker):
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             num_speculative_tokens=facts.num_speculative_tokens,
+            max_loras=self._group.max_loras,
         )
 
     def send(self, plan: bytes) -> Callable[[], StepResult]:
@@ -253,6 +266,7 @@ class ParallelEngine(InProcessEngine):
         config: SchedulerConfig | None = None,
         runner: RunnerConfig = NO_SPECULATION,
         executor: type[Executor] = Executor,
+        adapters: AdapterConfig = NO_ADAPTERS,
     ) -> None:
         self.group = RankThreads(
             model,
@@ -260,6 +274,7 @@ class ParallelEngine(InProcessEngine):
             pipeline_parallel_size=pipeline_parallel_size,
             runner=runner,
             executor=executor,
+            adapters=adapters,
         )
         self.reset(
             num_gpu_blocks=num_gpu_blocks,

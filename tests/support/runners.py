@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from tests.support.vocabularies import grammars
+from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.store import AdapterStore
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
@@ -85,9 +87,14 @@ class EagerRecorder:
         return work
 
 
-def host(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
-    """What a worker on a CPU has."""
-    return ModelRunner(model, cache, block_size, grammars(model.vocab_size))
+def host(
+    model: Model,
+    cache: CacheEngine,
+    block_size: int,
+    adapters: AdapterStore[LoraAdapter] | None = None,
+) -> ModelRunner:
+    """What a worker on a CPU has. adapters: those that sequences may have; None: none."""
+    return ModelRunner(model, cache, block_size, grammars(model.vocab_size), adapters=adapters)
 
 
 class AllDrafts(DraftLengths):
@@ -112,12 +119,17 @@ MakeDrafter = Callable[[CacheEngine], Drafter]
 
 
 def speculating(
-    make_drafter: MakeDrafter, lengths: AllDrafts, model: Model, cache: CacheEngine, block_size: int
+    make_drafter: MakeDrafter,
+    lengths: AllDrafts,
+    model: Model,
+    cache: CacheEngine,
+    block_size: int,
+    adapters: AdapterStore[LoraAdapter] | None = None,
 ) -> ModelRunner:
     """As `host`, with drafts, whatever they cost."""
     known = grammars(model.vocab_size)
     speculation = Speculation(make_drafter(cache), lengths)
-    return ModelRunner(model, cache, block_size, known, speculation=speculation)
+    return ModelRunner(model, cache, block_size, known, speculation=speculation, adapters=adapters)
 
 
 def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:

@@ -36,7 +36,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.beam_search import BeamParams, BeamSearch
 from scheduler_service.core.config import CacheGroup
-from scheduler_service.core.context import ContextKind, num_source_tokens
+from scheduler_service.core.context import ContextKind, adapter_of, num_source_tokens
 from scheduler_service.core.step_plan import RowOutput
 
 History = bytes
@@ -228,6 +228,7 @@ class SymbolicWorker:
     max_num_batched_tokens: int
     max_model_len: int = 2**31
     num_cpu_blocks: int = 0
+    max_loras: int = 0
     sequences: dict[int, WorkerSequence] = field(default_factory=dict)
     cache: dict[Slot, Content] = field(default_factory=dict)
     """What slots hold; it stays when a block comes free, until somebody writes there."""
@@ -255,6 +256,7 @@ class SymbolicWorker:
         forks = {new.seq_id for new in plan.new_sequences if new.parent_seq_id is not None}
         for new in plan.new_sequences:
             self._learn(new)
+        self._check_adapters()
         self._append_chosen(plan.appended_tokens)
         self._update_blocks(plan)
         rows = self._rows(plan, forks)
@@ -360,6 +362,11 @@ class SymbolicWorker:
         if new.parent_seq_id is None:
             self._check_computed(seq)
         self.sequences[seq_id] = seq
+
+    def _check_adapters(self) -> None:
+        """No sequence loses its adapter's slot to another one."""
+        adapters = {adapter_of(seq.context) for seq in self.sequences.values()} - {None}
+        require(len(adapters) <= self.max_loras, f"{len(adapters)} adapters at a time")
 
     def _tables(self, new: NewSequence) -> list[dict[int, int]]:
         numbers = [table.group for table in new.tables]

@@ -146,17 +146,12 @@ class AdapterSlots:
         return self._model.canonical_name(f"{name}.weight").removesuffix(".weight")
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Whether a module may be in a layer of another pipeline stage."""
-        match = re.fullmatch(
-            rf"{re.escape(self._model.layers_name)}\.(\d+)\.(.+)", self._canonical(name)
-        )
-        if match is None or int(match[1]) >= self._model.num_layers:
-            return False
+        """Whether a module is in a layer of another pipeline stage, which checks it. Layers differ:
+        this stage does not know which modules that one has."""
+        layers = re.escape(self._model.layers_name)
+        match = re.fullmatch(rf"{layers}\.(\d+)\..+", self._canonical(name))
         here = {int(name.rpartition(".")[2]) for name, _ in self._model.named_layers()}
-        suffixes = {other.split(f"{self._model.layers_name}.", 1)[-1] for other in self._places}
-        return int(match[1]) not in here and match[2] in {
-            suffix.partition(".")[2] for suffix in suffixes
-        }
+        return match is not None and int(match[1]) in {*range(self._model.num_layers)} - here
 
     def activate(self, rows: Sequence[AdapterRows]) -> None:
         """Let the layers compute these adapters in the next forward pass; none ends that.

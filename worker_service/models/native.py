@@ -341,10 +341,12 @@ class NativeModel(LoadableModule):
         program."""
         if batch.adapters and self.adapters is not None:  # a draft model ignores them
             self.adapters.activate(batch.adapters)
+            of_program = self._captured
             try:
                 return self._forward_eagerly(batch)
             finally:
                 self.adapters.activate(())
+                self._captured = of_program
         if self._run is not None:
             computed = self._run(batch)
             if not self._captured_layers:

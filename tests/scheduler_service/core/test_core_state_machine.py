@@ -32,6 +32,7 @@ from scheduler_service.core.config import (
     PreemptionMode,
     WorkKind,
 )
+from scheduler_service.core.context import adapter_of
 from scheduler_service.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -40,6 +41,7 @@ from scheduler_service.errors import (
     QueueFull,
     RequestTakenOver,
     TenantLimit,
+    UnknownAdapter,
     UnsupportedByModel,
 )
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -93,7 +95,7 @@ SMALL, LARGE = 9, 24
 TENANTS = {
     "heavy": TenantConfig(weight=3.0),
     "few": TenantConfig(max_requests=3, max_queued_tokens=40),
-    "small": TenantConfig(max_kv_blocks=SMALL + 2),
+    "small": TenantConfig(max_kv_blocks=SMALL + 2, max_loras=2),
 }
 PARTS = [
     *(ContextPart(ContextKind.SALT, bytes([number]) * 32) for number in range(2)),
@@ -101,7 +103,10 @@ PARTS = [
     ContextPart(ContextKind.MEDIA, bytes(32), start=6, length=13),
     ContextPart(ContextKind.MEDIA, bytes([1]) * 32, length=5),
 ]
+ADAPTERS = {bytes([number]) * 32: f"adapter {number}" for number in range(1, 6)}
+"""Names by digest."""
 REFUSALS = (
+    UnknownAdapter,
     DeadlineExceeded,
     DeadlineUnreachable,
     InvalidArgument,
@@ -113,7 +118,14 @@ REFUSALS = (
 
 GROUP_EVENTS = ["join", "lose", "drain", "drain", "part"]
 REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire", "again", "again"]
-EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend"]
+EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend", "set_adapters"]
+
+
+def part_of(adapter: bytes | None) -> tuple[ContextPart, ...]:
+    return () if adapter is None else (ContextPart(ContextKind.ADAPTER, adapter),)
+
+
+SOME_ADAPTER = st.sampled_from([*[None] * len(ADAPTERS), *ADAPTERS])
 
 
 def make_prompt(length: int, num_shared: int, seed: int) -> list[int]:
@@ -143,6 +155,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_speculative_tokens=st.sampled_from([0, 1, 3, 9]),
         max_speculative_seqs=st.sampled_from([1, 3, 8]),
         cache=st.sampled_from(["all", *CACHE_GROUPS]),
+        max_loras=st.sampled_from([1, 2, len(ADAPTERS)]),
     )
     def start(
         self,
@@ -153,9 +166,11 @@ class CoreMachine(RuleBasedStateMachine):
         host_blocks: int,
         num_speculative_tokens: int,
         cache: str,
+        max_loras: int = 2,
         **config: Any,
     ) -> None:
         """`config`: other fields of SchedulerConfig."""
+        self.max_loras = max_loras
         self.cache_groups = CACHE_GROUPS[cache]
         self.host_blocks = host_blocks
         self.num_groups = 0
@@ -172,6 +187,7 @@ class CoreMachine(RuleBasedStateMachine):
             ),
             self.recorder.make_core,
         )
+        self.driver.set_adapters(ADAPTERS)
         self.add_worker_group(blocks)
 
     # Worker groups.
@@ -185,6 +201,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             num_speculative_tokens=self.num_speculative_tokens,
             whole_prompt=not self.cache_groups,
+            max_loras=self.max_loras,
             work_kinds=frozenset(WorkKind if self.cache_groups else {WorkKind.POOLING}),
         )
         self.num_groups += 1
@@ -209,6 +226,7 @@ class CoreMachine(RuleBasedStateMachine):
         timeout=st.sampled_from([None, None, 0.1, 5.0]),
         tenant=st.sampled_from(["", *TENANTS]),
         context=st.lists(st.sampled_from(PARTS), max_size=2, unique=True).map(tuple),
+        adapter=SOME_ADAPTER,
         priority=st.integers(-1, 1),
         max_hold_us=st.sampled_from([0, 3_000, 100_000, 100_000]),
     )
@@ -223,6 +241,8 @@ class CoreMachine(RuleBasedStateMachine):
         logprobs: bool,
         fails_at: int | None,
         priority: int,
+        context: tuple[ContextPart, ...] = (),
+        adapter: bytes | None,
         **fields: Any,
     ) -> None:
         for i in range(count):
@@ -238,6 +258,7 @@ class CoreMachine(RuleBasedStateMachine):
                     sampling=sampling,
                     stop_token_ids=frozenset(range(num_stop_tokens)),
                     priority=priority + i % 2,
+                    context=context + part_of(adapter if i % 2 == 0 else None),
                     **fields,
                 )
 
@@ -254,6 +275,7 @@ class CoreMachine(RuleBasedStateMachine):
         logprobs=st.booleans(),
         fails_at=st.sampled_from([None] * 7 + [0, 3]),
         context=st.sampled_from([(), (), (PARTS[2],), (PARTS[3], PARTS[4])]),
+        adapter=SOME_ADAPTER,
     )
     def search(
         self,
@@ -267,6 +289,7 @@ class CoreMachine(RuleBasedStateMachine):
         logprobs: bool,
         fails_at: int | None,
         context: tuple[ContextPart, ...],
+        adapter: bytes | None,
         **beams: Any,
     ) -> None:
         params = BeamParams(num_logprobs=2 if logprobs else None, **beams)
@@ -280,7 +303,7 @@ class CoreMachine(RuleBasedStateMachine):
                     sampling=sampling,
                     stop_token_ids=frozenset(range(num_stop_tokens)),
                     beam_search=params,
-                    context=context,
+                    context=context + part_of(adapter),
                 )
 
     @rule(
@@ -293,6 +316,7 @@ class CoreMachine(RuleBasedStateMachine):
         dimensions=st.sampled_from([0, 1, VECTOR_SIZE]),
         timeout=st.sampled_from([None, None, 0.1, 5.0]),
         tenant=st.sampled_from(["", *TENANTS]),
+        adapter=SOME_ADAPTER,
         priority=st.integers(-1, 1),
     )
     def pool(
@@ -303,8 +327,10 @@ class CoreMachine(RuleBasedStateMachine):
         num_shared: int,
         seed: int,
         timeout: float | None,
+        adapter: bytes | None,
         **fields: Any,
     ) -> None:
+        fields["context"] = part_of(adapter)
         deadline = None if timeout is None else self.driver.now + timeout
         for i in range(count):
             prompt = make_prompt(1 + (length + 7 * i) % MAX_MODEL_LEN, num_shared, seed)
@@ -354,10 +380,18 @@ class CoreMachine(RuleBasedStateMachine):
             driver.lose_core()
         elif event == "lose_frontend":
             driver.remove_frontend(f"f{pick % 2}")
+        elif event == "set_adapters":
+            self.set_adapters(pick)
         elif event == "expire":
             driver.expire([0.0, 0.01, 1.0][pick % 3])
         elif live := self.live():
             self.end(event, live[pick % len(live)], pick)
+
+    def set_adapters(self, pick: int) -> None:
+        """Some are loaded, others unloaded, except for those of live requests."""
+        chosen = {d: name for i, (d, name) in enumerate(ADAPTERS.items()) if pick >> i & 1}
+        used = {adapter_of(record.request.context) for record in self.live()}
+        self.driver.set_adapters(chosen | {d: ADAPTERS[d] for d in used if d is not None})
 
     def drain(self, group_id: str, *, waits: bool) -> None:
         """When its steps have ended, nothing is left that others can hold as well."""
@@ -468,6 +502,7 @@ class CrowdedMachine(CoreMachine):
         length=st.integers(1, 12),
         num_shared=st.sampled_from([0, 5, 8]),
         seed=st.integers(0, 1000),
+        adapter=SOME_ADAPTER,
         max_tokens=st.integers(4, 20),
         n=st.sampled_from([1, 1, 2, 3]),
         tenant=st.sampled_from(["", "heavy", "few"]),
@@ -511,6 +546,7 @@ class UnlikeMachine(CoreMachine):
         count=st.integers(2, 5),
         length=st.integers(1, 20),
         seed=st.integers(0, 1000),
+        adapter=SOME_ADAPTER,
         n=st.sampled_from([1, 1, 2, 3]),
         logprobs=st.booleans(),
         timeout=st.sampled_from([None, None, None, 5.0]),

@@ -1,15 +1,24 @@
 """A group of ranks gives the tokens of one rank, for every family we have models of."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from pagewire.v1 import sampling_pb2
+from scheduler_service.core import ContextKind, ContextPart, Request
 from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.request import Generation
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, make_checkpoint
-from tests.support.in_process import InProcessEngine, Output
+from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine, Output
+from tests.support.lora import random_adapter
 from tests.support.rank_threads import ParallelEngine
+from worker_service.adapters.lora import LoraAdapter
+from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
+from worker_service.loader import load_model
+from worker_service.models.native import NativeModel
 
 TOLERANCE = 1e-4
 NUM_TOKENS = 10
@@ -49,6 +58,53 @@ def _prompts() -> list[list[int]]:
 @cache
 def _alone(model: Path) -> list[Output]:
     return InProcessEngine(model, config=SMALL).generate(_prompts(), NUM_TOKENS, logprobs=0)
+
+
+@cache
+def _adapters(model: Path) -> list[LoraAdapter]:
+    loaded = load_model(ModelConfig(model=str(model), device="cpu", dtype="float32"), CacheConfig())
+    assert isinstance(loaded.model, NativeModel)
+    return [random_adapter(loaded.model, seed, rank=rank) for seed, rank in enumerate((1, 4))]
+
+
+def _with_adapters(model: Path, tensor: int, pipeline: int) -> list[Output]:
+    """Outputs of the prompts; every third one has no adapter, the others have two in turn."""
+    engine = ParallelEngine(
+        model,
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        config=SMALL,
+        adapters=AdapterConfig(enable_lora=True, max_loras=2),
+    )
+    names = {adapter.info.digest.hex(): str(i) for i, adapter in enumerate(_adapters(model))}
+    contexts: list[tuple[ContextPart, ...]] = [()]
+    try:
+        for adapter in _adapters(model):
+            engine.group.add_adapter(adapter)
+            contexts.append((ContextPart(ContextKind.ADAPTER, adapter.info.digest),))
+        engine.core.set_adapters(MODEL, names, now=0.0)
+        sampling = sampling_pb2.SamplerParams(**GREEDY, logprobs=0)  # type: ignore[arg-type]
+        work = Generation(max_tokens=NUM_TOKENS, sampling=sampling, wants_logprobs=True)
+        requests = [
+            Request(
+                frontend_id=FRONTEND,
+                handle=number,
+                request_id=str(number),
+                model=MODEL,
+                prompt_token_ids=prompt,
+                context=contexts[number % len(contexts)],
+                work=replace(work),
+            )
+            for number, prompt in enumerate(_prompts(), start=len(contexts))
+        ]
+        return list(engine.run(requests).values())
+    finally:
+        engine.group.close()
+
+
+@cache
+def _one_rank_with_adapters(model: Path) -> list[Output]:
+    return _with_adapters(model, 1, 1)
 
 
 def _largest_difference(some: list[Output], others: list[Output]) -> float:
@@ -128,3 +184,32 @@ def test_stages_agree_that_have_unequal_numbers_of_layers(
     odd_models: dict[str, Path], tensor: int, pipeline: int
 ) -> None:
     _check(odd_models[ODD_LAYERS], tensor, pipeline)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_in_each_of_two_stages_with_adapters_agree_with_one_rank(family: str) -> None:
+    model = checkpoint(family)
+    together, expected = _with_adapters(model, 2, 2), _one_rank_with_adapters(model)
+    assert [o.token_ids for o in together] == [o.token_ids for o in expected]
+    assert _largest_difference(together, expected) <= TOLERANCE
+    alone = _alone(model)
+    is_changed = [
+        ours.token_ids != base.token_ids for ours, base in zip(expected, alone, strict=True)
+    ]
+    assert is_changed == [bool(number % 3) for number in range(len(is_changed))]
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "gpt_neox"])
+def test_two_stages_with_adapters_agree_with_one_rank_to_the_bit(family: str) -> None:
+    model = checkpoint(family)
+    assert _with_adapters(model, 1, 2) == _one_rank_with_adapters(model)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (4, 1), (2, 2)])
+def test_ranks_with_adapters_agree_that_hold_the_same_kv_head(
+    odd_models: dict[str, Path], tensor: int, pipeline: int
+) -> None:
+    model = odd_models[FEW_KV_HEADS]
+    together, expected = _with_adapters(model, tensor, pipeline), _one_rank_with_adapters(model)
+    assert [o.token_ids for o in together] == [o.token_ids for o in expected]
+    assert _largest_difference(together, expected) <= TOLERANCE

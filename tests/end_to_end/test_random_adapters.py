@@ -1,0 +1,200 @@
+"""Whatever happens to a request with an adapter, and whichever adapters other requests have, its
+tokens are those that it gets alone, and its log probabilities bit for bit.
+
+The configurations are those of `test_random_configurations.py`, with an adapter for most requests:
+as many as a worker has slots, or more. Adapters are loaded when the first request for them arrives,
+and unloaded when none is left, while others run.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.test_random_configurations import (
+    compare,
+    configuration,
+    model,
+    with_drafts,
+    worker_with_draft_model,
+    worker_with_head,
+    worker_with_history,
+    worker_with_ngrams,
+)
+from tests.support.deployment import Deployment, Received
+from tests.support.in_process import InProcessWorker, KnowingDrafter, SpeculatingWorker
+from tests.support.lora import random_adapter
+from tests.support.random_configurations import MODELS, Configuration, with_adapters
+from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.store import AdapterStore
+from worker_service.models.adapters import AdapterSlots
+from worker_service.models.interface import Model
+from worker_service.models.native import NativeModel
+
+NUM_ADAPTERS = 8
+MAX_RANK = 8
+NUM_QUICK, NUM_LONG = 20, 64
+THROUGH_TRANSFORMERS = "llama4"
+NUMBERS = [
+    number for number in range(2 * NUM_LONG) if MODELS[number % len(MODELS)] != THROUGH_TRANSFORMERS
+]
+QUICK, LONG = NUMBERS[:NUM_QUICK], NUMBERS[NUM_QUICK:NUM_LONG]
+DRAFTERS = ("draft", "suffix", "eagle", "ngram", "knowing")
+
+KINDS = (
+    "steps with several adapters",
+    "steps with adapters and without",
+    "loaded adapters",
+    "unloaded adapters",
+    "preemptions",
+    "swapped-in blocks",
+    "recomputed answers",
+    "cached tokens",
+    "chunks",
+    "copied blocks",
+    "forks",
+    "beam searches",
+    "constraints",
+    "cancels",
+    "lost workers",
+    "lost cores",
+    "drained workers",
+)
+"""What makes up a disturbed run."""
+
+
+def drawn_configuration(number: int, *, speculates: bool = False) -> Configuration:
+    return with_adapters(configuration(number, speculates), NUM_ADAPTERS)
+
+
+@cache
+def adapters_of(name: str) -> list[LoraAdapter]:
+    """Those of a model, of several ranks."""
+    target = model(name)
+    assert isinstance(target, NativeModel)
+    ranks = (1, 2, 4, MAX_RANK)
+    return [random_adapter(target, i, rank=ranks[i % len(ranks)]) for i in range(NUM_ADAPTERS)]
+
+
+def give_slots(target: Model, name: str, max_loras: int) -> None:
+    """Let a model apply the adapters that a plan names."""
+    assert isinstance(target, NativeModel)
+    every: AdapterStore[LoraAdapter] = AdapterStore(NUM_ADAPTERS)
+    for adapter in adapters_of(name):
+        every.add(adapter)
+    target.adapters = AdapterSlots(target, every, max_loras, MAX_RANK)
+
+
+@cache
+def undisturbed(number: int, speculates: bool = False) -> list[Received]:
+    """What each job gets when it is alone, without drafts."""
+    drawn = drawn_configuration(number, speculates=speculates)
+    give_slots(model(drawn.model), drawn.model, 1)
+    runs: list[Received] = []
+    for job in drawn.jobs:
+        history: list[int] = []
+        if job.follows is not None:
+            before = runs[job.follows]
+            history = [*before.request.prompt_token_ids, *before.choices[0].token_ids]
+        prompts = [[*history, *job.tokens]]
+        alone = Deployment(
+            drawn.undisturbed(job),
+            model(drawn.model),
+            prompts,
+            adapters=adapters_of(drawn.model),
+        )
+        runs += alone.run()
+    return runs
+
+
+def compare_runs(
+    number: int,
+    worker_type: Callable[..., InProcessWorker] = InProcessWorker,
+    *,
+    speculates: bool = False,
+) -> Counter[str]:
+    """Run a configuration and compare; how much it was disturbed."""
+    drawn = drawn_configuration(number, speculates=speculates)
+    expected = undisturbed(number, speculates)
+    prompts = [list(received.request.prompt_token_ids) for received in expected]
+    give_slots(model(drawn.model), drawn.model, drawn.max_loras)
+    deployment = Deployment(
+        drawn, model(drawn.model), prompts, worker_type, adapters_of(drawn.model)
+    )
+    for index, (got, wanted) in enumerate(zip(deployment.run(), expected, strict=True)):
+        try:
+            compare(got, wanted)
+        except AssertionError as error:
+            job = f"job {index}: {drawn.jobs[index]}"
+            raise AssertionError(f"{drawn.describe()}\n{job}\n{error}") from None
+    return deployment.disturbance
+
+
+@cache
+def disturbance(number: int) -> Counter[str]:
+    """How much a configuration was disturbed, all tokens being right."""
+    return compare_runs(number)
+
+
+@pytest.mark.parametrize("number", QUICK)
+def test_tokens_with_adapters_are_those_of_a_request_alone(number: int) -> None:
+    assert disturbance(number)["steps"] > 0
+
+
+def test_the_runs_were_disturbed_in_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    total = sum((disturbance(number) for number in QUICK), Counter[str]())
+    with capsys.disabled():
+        print(f"\n{NUM_QUICK} configurations: {dict(total)}")
+    assert [kind for kind in KINDS if total[kind] == 0] == []
+
+
+@cache
+def speculation(number: int) -> Counter[str]:
+    """Run a configuration with drafts; how much it was disturbed. A draft model and a head compute
+    the base: their drafts are worse for sequences with adapters, but their tokens the same."""
+    drawn = drawn_configuration(number, speculates=True)
+    drafter = DRAFTERS[number % len(DRAFTERS)]
+    outputs = [
+        [*received.request.prompt_token_ids, *choice.token_ids]
+        for received in undisturbed(number, True)
+        for choice in received.choices
+    ]
+    if drafter in ("draft", "eagle"):
+        target, _ = with_drafts(drawn.model, drafter)
+        give_slots(target, drawn.model, drawn.max_loras)
+    makers: dict[str, Callable[..., InProcessWorker]] = {
+        "knowing": partial(SpeculatingWorker, make_drafter=lambda _: KnowingDrafter(outputs)),
+        "ngram": worker_with_ngrams,
+        "suffix": worker_with_history,
+        "draft": partial(worker_with_draft_model, drawn.model),
+        "eagle": partial(worker_with_head, drawn.model),
+    }
+    options: dict[str, Any] = {"num_drafts": Random(number).choice((1, 2, 4, 7))}
+    return compare_runs(number, partial(makers[drafter], **options), speculates=True)
+
+
+@pytest.mark.parametrize("number", QUICK)
+def test_tokens_with_adapters_and_drafts_are_those_without_drafts(number: int) -> None:
+    assert speculation(number)["steps"] > 0
+
+
+def test_drafts_were_kept_and_refused_among_adapters() -> None:
+    total = sum((speculation(number) for number in QUICK), Counter[str]())
+    assert total["rows with drafts"] > 100
+    assert total["rows with drafts"] > total["kept drafts"] / 2 > 25
+    assert total["steps with several adapters"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", LONG)
+def test_tokens_with_adapters_of_many_more_are_those_of_a_request_alone(number: int) -> None:
+    assert compare_runs(number)["steps"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", LONG)
+def test_tokens_with_adapters_and_drafts_of_many_more(number: int) -> None:
+    assert speculation(number)["steps"] > 0
