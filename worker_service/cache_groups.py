@@ -41,6 +41,10 @@ class CacheGroup:
         """Tokens of a chunk, which see no other chunk; 0: there are none."""
         return self.span if self.lifetime is CacheLifetime.CHUNK else 0
 
+    def table_width(self, num_tokens: int) -> int:
+        """Entries of the block table of a sequence of this length."""
+        return -(-num_tokens // self.block_tokens) if self.has_tokens else self.num_blocks
+
     def first_visible(self, position: int) -> int:
         """The first position that the token at `position` sees. Blocks whose tokens all precede
         it, for the next token of a sequence to be computed, are released."""

@@ -27,11 +27,12 @@ class AttentionMetadata:
 
     block_tables: torch.Tensor
     """int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are -1. Where all rows
-    have a window, entries of blocks that no row sees may be -1, or blocks of other sequences."""
+    have a window, entries of blocks that no row sees may be -1, or blocks of other sequences. Of
+    states: the blocks of each sequence's state."""
 
     slot_mapping: torch.Tensor
     """int64 [num_tokens]: `block * block_size + offset` where each row's KV is written; a negative
-    slot is not written."""
+    slot is not written. Of states: empty."""
 
     max_query_len: int
     """The largest number of query rows of a sequence."""
@@ -61,6 +62,19 @@ class AttentionMetadata:
             slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
             max_query_len=max(lengths),
             max_context_len=max(lengths),
+        )
+
+    @classmethod
+    def of_states(cls, ranges: Sequence[tuple[int, int]], tables: Tensor) -> "AttentionMetadata":
+        """Of sequences that compute the positions from a first one up to an end, in a group of
+        states. tables: int32 [num_seqs, blocks of a state]."""
+        return replace(
+            cls.of_texts([end - first for first, end in ranges], tables.device),
+            context_lens=torch.tensor([end for _, end in ranges], dtype=torch.int32).to(
+                tables.device
+            ),
+            block_tables=tables,
+            max_context_len=max(end for _, end in ranges),
         )
 
     @classmethod
@@ -140,6 +154,19 @@ class StateUnits(NamedTuple):
     the unit's first element in that page."""
 
 
+LayerStates = tuple[StateUnits, ...]
+"""The parts of a layer's state."""
+
+LayerMemory = LayerCaches | LayerStates
+"""What a part of a layer keeps of sequences: keys and values, or a state."""
+
+
+def tensor_of(memory: LayerMemory) -> Tensor:
+    """A tensor of what a part of a layer keeps, which has its device and its place in memory."""
+    first = memory[0]
+    return first.pages if isinstance(first, StateUnits) else first
+
+
 class AdapterRows(NamedTuple):
     """The rows of a step that have one adapter."""
 
@@ -163,8 +190,8 @@ class StepBatch:
     attention: tuple[AttentionMetadata, ...]
     """By cache group; of a model without any, that of its texts."""
 
-    caches: Sequence[LayerCaches]
-    """By layer; empty for a model without a cache."""
+    caches: Sequence[LayerMemory]
+    """By layer, or by part of a layer that keeps something; empty for a model without a cache."""
 
     token_types: Tensor | None = None
     """int64 [num_tokens]: rows of the table of token types; None if the model has none."""

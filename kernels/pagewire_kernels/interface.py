@@ -207,6 +207,9 @@ class LayerKernels(StateKernels, Protocol):
         """Write RoPE'd ends of queries to `rotated`, and normed latents with the RoPE'd end of keys
         to the KV cache. latents are undefined afterwards."""
 
+    def multiply(self, products: Tensor, x: Tensor) -> Tensor:
+        """Multiply the products by x, element by element, in place; returns these."""
+
     def sum_rows(self, hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
         """Add the rows of each text to its sum, in order."""
 

@@ -53,6 +53,9 @@ EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
 NUM_QUICK, NUM_LONG = 24, 240
 QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)
+STATEFUL = ("lfm2", "lfm2_moe")
+"""Families of which some layers keep a state, which run without drafts."""
+
 AHEAD = range(0, NUM_QUICK, 2)
 SPECULATING = QUICK
 DRAFTERS = ("knowing", "draft", "suffix", "knowing", "ngram", "eagle", "knowing")
@@ -140,16 +143,21 @@ def load(name: str) -> LoadedModel:
 
 
 @cache
-def configuration(number: int, speculates: bool = False) -> Configuration:
+def configuration(
+    number: int, speculates: bool = False, family: str | None = None
+) -> Configuration:
+    """family: of the model, in place of the one that is drawn."""
     lengths = {name: model(name).max_model_len for name in MODELS}
     drawn = draw_configuration(number, lengths)
+    if family is not None:
+        drawn = replace(drawn, model=family)
     return with_speculation(drawn) if speculates else drawn
 
 
 @cache
-def undisturbed(number: int, speculates: bool = False) -> list[Received]:
+def undisturbed(number: int, speculates: bool = False, family: str | None = None) -> list[Received]:
     """What each job gets when it is alone; never with drafts."""
-    drawn = configuration(number, speculates)
+    drawn = configuration(number, speculates, family)
     runs: list[Received] = []
     for job in drawn.jobs:
         history: list[int] = []
@@ -183,10 +191,11 @@ def compare_runs(
     compare: Callable[[Received, Received], None] = compare,
     *,
     speculates: bool = False,
+    family: str | None = None,
 ) -> Counter[str]:
     """Run a configuration and compare; how much it was disturbed."""
-    drawn = configuration(number, speculates)
-    expected = undisturbed(number, speculates)
+    drawn = configuration(number, speculates, family)
+    expected = undisturbed(number, speculates, family)
     prompts = [list(received.request.prompt_token_ids) for received in expected]
     deployment = Deployment(drawn, model(drawn.model), prompts, worker_type)
     for index, (got, wanted) in enumerate(zip(deployment.run(), expected, strict=True)):
@@ -214,6 +223,14 @@ def test_the_runs_were_disturbed_in_every_way(capsys: pytest.CaptureFixture[str]
     with capsys.disabled():
         print(f"\n{NUM_QUICK} configurations: {dict(total)}")
     assert [kind for kind in KINDS if total[kind] == 0] == []
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states_are_those_of_an_undisturbed_run(family: str) -> None:
+    numbers = range(STATEFUL.index(family), NUM_QUICK, 3)
+    total = sum((compare_runs(number, family=family) for number in numbers), Counter[str]())
+    kinds = {"preemptions", "cached tokens", "forks", "lost workers"}
+    assert [kind for kind in sorted(kinds) if total[kind] == 0] == []
 
 
 def compare_tokens(got: Received, wanted: Received) -> None:

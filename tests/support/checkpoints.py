@@ -62,6 +62,11 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 
+_LFM2: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_auto_adjust_ff_dim": False,
+}
 
 # Family: (configuration class, model class, what differs from the common shape).
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -103,6 +108,23 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24}),
+    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", _LFM2),
+    "lfm2_biased": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            **_LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_multiple_of": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {**_MOE, **_LFM2, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
     "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 88, "init_std": 0.2}),
     "opt_350m": (
         "OPTConfig",
@@ -436,7 +458,9 @@ def make_checkpoint(family: str, path: Path, *, seed: int = 0, **overrides: Any)
                 if parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
             for name, buffer in model.named_buffers():
-                if name.endswith("correction_bias"):  # of the scores of experts; zeros at first
+                if name.endswith(
+                    ("correction_bias", "expert_bias")
+                ):  # of the scores of experts; zeros at first
                     buffer.add_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(path)
     write_tokenizer(path)

@@ -74,6 +74,7 @@ def groups_of_core(groups: Sequence[WorkerCacheGroup]) -> tuple[CacheGroup, ...]
             lifetime=CacheLifetime(group.lifetime.value),
             block_tokens=group.block_tokens,
             span=group.span,
+            num_blocks=group.num_blocks,
         )
         for group in groups
     )

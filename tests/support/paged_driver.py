@@ -29,7 +29,7 @@ class PagedDriver:
         spec = model.kv_cache_spec
         self.groups = spec.groups(block_size)
         self._block_size = block_size
-        counts = [max_seqs * -(-max_tokens // group.block_tokens) for group in self.groups]
+        counts = [max_seqs * group.table_width(max_tokens) for group in self.groups]
         self._device = torch.device(device)
         pool = torch.full((sum(counts) + 1, spec.block_bytes(block_size)), NAN, dtype=torch.uint8)
         pool[-1] = 0
@@ -64,6 +64,8 @@ class PagedDriver:
 
     def _release(self, group: CacheGroup, table: Tensor, position: int) -> None:
         """Release what no row from `position` on sees."""
+        if not group.has_tokens:
+            return
         released = table[: group.first_visible(position) // group.block_tokens]
         self.pool[released[released >= 0].to(self._device)] = NAN
         released.fill_(-1)

@@ -9,6 +9,7 @@ Within a stage every rank computes its shard of each layer; rank 2, the first of
 samples.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker_service.errors import InvalidOption
@@ -39,6 +40,15 @@ class Shard:
     def is_full(self) -> bool:
         """Whether this rank has all of it."""
         return self.size == self.total
+
+
+def consecutive(shards: Sequence[Shard]) -> list[Shard]:
+    """The same rows where those of all parts follow each other in one tensor."""
+    total, start, found = sum(shard.total for shard in shards), 0, []
+    for shard in shards:
+        found.append(shard.within(start, total))
+        start += shard.total
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,7 +79,7 @@ class SyntheticBatches:
         pool = torch.zeros(pool_shape, dtype=torch.uint8, device=device)
         lengths = _spread(num_seqs, num_tokens, model.max_model_len)
         shapes = [
-            (len(lengths), -(-max(lengths) // group.block_tokens))
+            (len(lengths), group.table_width(max(lengths)))
             for group in spec.groups(self.block_size)
         ]
         batch = spec.batch_of_ranges(

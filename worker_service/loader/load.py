@@ -423,6 +423,8 @@ def describe_cache(loaded: LoadedModel) -> str:
     parts = [
         f"{group.lifetime.value}{f' {group.span}' if group.span else ''} of {group.block_tokens}"
         f" tokens ({loaded.kernels.attention_of(group.span or None).name})"
+        if group.has_tokens
+        else f"{group.lifetime.value} of {group.num_blocks} blocks"
         for group in spec.groups(size)
     ]
     return ", ".join([*parts, f"{spec.padding(size):.1%} unused"])
@@ -575,7 +577,12 @@ def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> Mode
             f"speculative_model: expected a model with the {expected} tokens of"
             f" {target.config.model}, got {name} with {got}"
         )
-    if any(layer.chunk is not None for layer in draft.model.kv_cache_spec.layers):
+    if draft.model.kv_cache_spec.has_states:
+        raise InvalidOption(
+            f"speculative_model: expected a model without states, got {name}, of whose layers some"
+            " keep one"
+        )
+    if any(group.chunk for group in draft.model.kv_cache_spec.groups(target.block_size)):
         raise InvalidOption(
             f"speculative_model: expected a model without chunked attention, got {name}, whose"
             " chunks are shorter than its sequences"

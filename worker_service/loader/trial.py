@@ -72,7 +72,7 @@ class _Trial:
         self.lengths = lengths
         spec = model.kv_cache_spec
         self._block_size = block_size
-        widths = [-(-max(lengths) // group.block_tokens) for group in spec.groups(block_size)]
+        widths = [group.table_width(max(lengths)) for group in spec.groups(block_size)]
         counts = [len(lengths) * width for width in widths]
         self._tables = [
             blocks.view(len(lengths), -1) for blocks in torch.arange(sum(counts)).split(counts)

@@ -1,10 +1,11 @@
 """Decoder-only models over a paged KV cache, and text encoders without one.
 
     interface.py           the model protocol of the runner, and what a model is built with
-    kv_cache_spec.py       the KV of each layer, cache groups, and where layers lie in a block
+    kv_cache_spec.py       what layers keep, cache groups, and where layers lie in a block
     registry.py            from an architecture's name to a native model
     decoder.py             native decoders of all families, composed from specifications
     latent_attention.py    attention over latents of keys and values (DeepSeek)
+    convolution.py         causal convolutions, which keep their last inputs (LFM2)
     experts.py             mixture of experts: router, experts, shared experts
     decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …
     encoder.py             text encoders of all families, composed from settings
@@ -17,5 +18,6 @@
     transformers_backend/  every other model of `transformers`, with its attention replaced
 
 All sequences of a step are flattened to one axis of rows. A model writes the keys and values of
-the rows to the cache and attends over it. It knows nothing of requests, and keeps no state.
+the rows to the cache and attends over it, or updates states in it. It knows nothing of requests,
+and keeps nothing outside of the cache.
 """

@@ -5,20 +5,21 @@ it sees positions, and what its tensors are called. `decoder_families` has the f
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import ClassVar, Protocol
+from itertools import accumulate, chain
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
-from worker_service.distributed.layout import Layout, Shard
+from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.errors import InvalidOption
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
+from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV, LayerState
 from worker_service.models.layers import (
     ACTIVATIONS,
     LayerNorm,
@@ -160,14 +161,15 @@ class AttentionSpec:
         """Heads of queries that attend to one of keys."""
         return self.num_heads // self.num_kv_heads
 
-    def layer_kv(self, layout: Layout, max_model_len: int) -> LayerKV:
-        """See `AttentionPart`."""
-        window = self.window
-        return LayerKV(
+    def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerKV, ...]:
+        """See `MixerSpec`."""
+        window, layout = self.window, context.communicator.layout
+        kv = LayerKV(
             num_kv_heads=layout.kv_head_shard(self.num_kv_heads).size,
             head_dim=self.head_dim,
             window=window if window is not None and window < max_model_len else None,
         )
+        return (kv,)
 
     def build(
         self,
@@ -177,7 +179,7 @@ class AttentionSpec:
         kernels: Kernels,
         rotary: RotaryTable | None,
     ) -> "Attention":
-        """See `AttentionPart`."""
+        """See `MixerSpec`."""
         return Attention(self, inputs, size, context, kernels, rotary)
 
     def require_shards(self, layout: Layout) -> None:
@@ -191,21 +193,26 @@ class AttentionSpec:
         layout.kv_head_shard(self.num_kv_heads)
 
 
-class PagedPart(Protocol):
-    """A module of attention over the paged cache."""
-
-    paged: PagedAttention
+class Mixer(Protocol):
+    """The module that a `MixerSpec` builds."""
 
     def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
+
+
+@runtime_checkable
+class PagedMixer(Mixer, Protocol):
+    """Attention over the paged cache."""
+
+    paged: PagedAttention
 
     def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Write what rows leave in the layer's caches. Returns their queries."""
 
 
-class AttentionPart(Protocol):
-    """How the tokens of a sequence see each other in a layer: `AttentionSpec`, or
-    `latent_attention.LatentAttentionSpec`."""
+class MixerSpec(Protocol):
+    """How the tokens of a sequence affect each other in a layer: attention, of keys and values or
+    of latents, or a part that keeps a state, such as a convolution."""
 
     @property
     def rotary(self) -> RotarySettings | None:
@@ -214,8 +221,8 @@ class AttentionPart(Protocol):
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the part."""
 
-    def layer_kv(self, layout: Layout, max_model_len: int) -> LayerKV:
-        """What a token leaves in the cache of a rank."""
+    def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerKV | LayerState, ...]:
+        """What a rank keeps of a sequence: keys and values, a state, or both."""
 
     def build(
         self,
@@ -224,7 +231,7 @@ class AttentionPart(Protocol):
         context: ModelContext,
         kernels: Kernels,
         rotary: RotaryTable | None,
-    ) -> PagedPart:
+    ) -> Mixer:
         """The part, a `nn.Module`: inputs, size: width of the rows that it gets, and of those that
         it makes. `LayerSpec.names` lists its attributes that have tensors."""
 
@@ -272,7 +279,9 @@ class MLPSpec:
 class LayerSpec:
     """A layer."""
 
-    attention: AttentionPart
+    attention: MixerSpec
+    """Attention, or another part in its place."""
+
     feed_forward: FeedForwardSpec
     norm: NormSpec
     names: Mapping[str, str]
@@ -304,6 +313,9 @@ class DecoderSettings(ModelSettings):
 
     position_offset: int | None = None
     """The row of the table of learned positions for position 0; None: there is no table."""
+
+    norm_name: str = "model.norm"
+    """Canonical name of the norm after the last layer."""
 
     ignores_further_layers: bool = False
     """Whether checkpoints may hold layers after the last one, which predict further tokens, and
@@ -449,15 +461,6 @@ def _by_kind(spec: AttentionSpec, kv_heads: Shard) -> Tensor:
     return torch.cat([part.flatten() for part in rows.split([spec.group, 1, 1], dim=1)])
 
 
-def consecutive(shards: Sequence[Shard]) -> list[Shard]:
-    """The same rows where those of all parts follow each other in one tensor."""
-    total, start, found = sum(shard.total for shard in shards), 0, []
-    for shard in shards:
-        found.append(shard.within(start, total))
-        start += shard.total
-    return found
-
-
 class MLP(nn.Module):
     """See `MLPSpec`."""
 
@@ -524,10 +527,11 @@ class DecoderLayer(NativeLayer):
         for name, has_norm in has_norms.items():
             setattr(self, name, spec.norm.build(size, context, kernels) if has_norm else None)
         inputs = attention_inputs or size
-        self.attention = spec.attention.build(inputs, size, context, kernels, rotary)
+        self.attention: Mixer = spec.attention.build(inputs, size, context, kernels, rotary)
         self.feed_forward = spec.feed_forward.build(size, context, kernels)
         self._spec, self._kernels = spec, kernels.layers
         self._is_transposed = is_transposed
+        self.num_kept = len(spec.attention.kept(context, 1))
 
     attention_norm: RMSNorm | LayerNorm | None
     feed_forward_norm: RMSNorm | LayerNorm | None
@@ -606,7 +610,6 @@ class DecoderModel(NativeModel):
 
     embedding_name = "model.embed_tokens.weight"
     layers_name = "model.layers"
-    norm_name = "model.norm"
 
     @classmethod
     def canonical_name(cls, name: str) -> str:
@@ -627,6 +630,7 @@ class DecoderModel(NativeModel):
     ) -> None:
         super().__init__(settings, max_model_len, context, kernels)
         s, layout = settings, context.communicator.layout
+        self.norm_name = s.norm_name
         self._embedding_scale = torch.tensor(s.embedding_scale, dtype=context.dtype).item()
         self._logits_scale = s.logits_scale
         self._logits_soft_cap = s.logits_soft_cap
@@ -666,13 +670,12 @@ class DecoderModel(NativeModel):
         self, settings: ModelSettings, max_model_len: int, context: ModelContext
     ) -> KVCacheSpec:
         assert isinstance(settings, DecoderSettings)
-        layout = context.communicator.layout
+        kept = [layer.attention.kept(context, max_model_len) for layer in settings.layers]
+        ends = [0, *accumulate(map(len, kept))]  # before each layer, and at the end
         return KVCacheSpec(
-            layers=tuple(
-                layer.attention.layer_kv(layout, max_model_len) for layer in settings.layers
-            ),
+            layers=tuple(chain.from_iterable(kept)),
             dtype=context.kv_dtype,
-            stage=self._layer_range,
+            stage=range(ends[self._layer_range.start], ends[self._layer_range.stop]),
         )
 
     def embed(self, batch: StepBatch) -> Tensor:
@@ -713,4 +716,5 @@ class DecoderModel(NativeModel):
     def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
         for name, layer in self.named_layers():
             assert isinstance(layer, DecoderLayer)
-            yield f"{name}.self_attn", layer.attention.paged
+            if isinstance(layer.attention, PagedMixer):
+                yield f"{name}.self_attn", layer.attention.paged

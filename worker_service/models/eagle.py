@@ -22,7 +22,12 @@ from torch import Tensor
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
-from worker_service.models.decoder import DecoderLayer, DecoderSettings, RotaryTables
+from worker_service.models.decoder import (
+    DecoderLayer,
+    DecoderSettings,
+    PagedMixer,
+    RotaryTables,
+)
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers import norm_targets
@@ -64,8 +69,8 @@ class EagleHead(LoadableModule):
         self.vocab_size = s.vocab_size
         self.max_model_len = min(s.max_model_len, target.max_model_len)
         self.captured_layers = settings.captured_layers
-        layer_kv = layer.attention.layer_kv(context.communicator.layout, self.max_model_len)
-        self.kv_cache_spec = KVCacheSpec(layers=(layer_kv,), dtype=context.kv_dtype)
+        kept = layer.attention.kept(context, self.max_model_len)
+        self.kv_cache_spec = KVCacheSpec(layers=kept, dtype=context.kv_dtype)
         fused = Shard.full(len(settings.captured_layers) * target.hidden_size)
         self.fc = Linear(fused, [Shard.full(size)], bias=False, context=context)
         self.hidden_norm = layer.norm.build(size, context, kernels)
@@ -131,7 +136,9 @@ class EagleHead(LoadableModule):
         states for the tokens at `positions`.
         """
         x, _ = self._attended(batch.token_ids, hidden)
-        self.layer.attention.write_kv(x, _layer_inputs(batch))
+        attention = self.layer.attention
+        assert isinstance(attention, PagedMixer), "as every layer of Llama"
+        attention.write_kv(x, _layer_inputs(batch))
 
     def forward(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head, which also writes keys and values; arguments as for `write_kv`.

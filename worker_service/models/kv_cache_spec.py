@@ -1,21 +1,30 @@
-"""What tokens leave in the KV cache, by layer, and where it lies in the pool of blocks.
+"""What layers keep of a sequence, and where it lies in the pool of blocks.
 
 All blocks of a worker have the same number of bytes. A block belongs to one cache group while it is
 in use, and holds keys and values of some consecutive tokens of a sequence in the layers of that
 group: layer after layer, keys before values. Groups differ in bytes per token, so they differ in
 tokens per block, too, which are chosen so that little of a block remains unused.
+
+A layer with a state keeps the same number of bytes of every sequence. A state divides into units,
+such as the matrix of one head, which are packed one after the other into as few blocks as hold
+them, and of which none lies in two. Blocks are at least as large as the largest unit.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
-from math import ceil, floor
+from itertools import islice, product
+from math import ceil, floor, prod
 
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
+from pagewire_kernels.batch import (
+    AttentionMetadata,
+    LayerMemory,
+    StateUnits,
+    StepBatch,
+)
 from pagewire_kernels.interface import stored_head_size
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 
@@ -24,6 +33,9 @@ BLOCK_ALIGNMENT = 128
 
 BLOCK_UNIT = 16
 """Tokens per block are a multiple of this, unless a smaller number is configured."""
+
+UNIT_ALIGNMENT = 64
+"""Units of a state begin at a multiple of this number of bytes in their block."""
 
 MAX_BLOCK_TOKENS = 512
 MAX_PADDING = 0.05
@@ -52,17 +64,42 @@ class LayerKV:
         return num_stored * self.num_kv_heads * stored_head_size(self.head_dim, dtype)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateArray:
+    """A part of a layer's state on one rank: units of one shape."""
+
+    num_units: int
+    shape: tuple[int, ...]
+    """Of a unit."""
+
+    dtype: torch.dtype
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit, and of what remains unused behind it."""
+        num_bytes = prod(self.shape) * self.dtype.itemsize
+        return -(-num_bytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerState:
+    """The state of a sequence in one layer, on one rank."""
+
+    arrays: tuple[StateArray, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """The KV of one token in a model, and its cache groups."""
+    """What layers keep of a sequence, and the cache groups."""
 
-    layers: tuple[LayerKV, ...]
-    """Of all stages of a pipeline: they determine the groups, on which ranks must agree. Empty: the
-    model keeps nothing of a sequence."""
+    layers: tuple[LayerKV | LayerState, ...]
+    """Of all stages of a pipeline: they determine the groups, on which ranks must agree. A layer
+    that keeps keys and values beside a state is twice among them, one that keeps nothing is not.
+    Empty: the model keeps nothing of a sequence."""
 
     dtype: torch.dtype
     stage: range | None = None
-    """Indices of this rank's layers, whose KV its blocks hold; None: all."""
+    """Indices of this rank's layers, which its blocks hold; None: all."""
 
     num_drafts: int = 0
     """The last layers, which are those of a draft model or head and keep all tokens."""
@@ -88,8 +125,10 @@ class KVCacheSpec:
         """The same layers, followed by those of a draft model or head, which this rank holds
         whole."""
         assert drafts.dtype == self.dtype, "they are loaded with the same options"
-        assert all(layer.chunk is None for layer in drafts.layers), "refused when it was loaded"
-        kept = tuple(replace(layer, window=None) for layer in drafts.layers)
+        assert not self.has_states, "refused when it was loaded"
+        assert not drafts.has_states, "refused, too"
+        assert all(layer.chunk is None for layer in drafts._of_tokens), "refused, too"
+        kept = tuple(replace(layer, window=None) for layer in drafts._of_tokens)
         layers, start = (*self.layers, *kept), 0 if self.stage is None else self.stage.start
         return replace(self, layers=layers, stage=range(start, len(layers)), num_drafts=len(kept))
 
@@ -98,14 +137,30 @@ class KVCacheSpec:
         """The cache group of each of this rank's layers of the model. Drafts are in the first."""
         kinds, held = self._kinds, self._held
         of_model = held[: len(held) - self.num_drafts]
-        return tuple(kinds.index(self._kind(layer)) for layer in of_model)
+        return tuple(
+            len(kinds) if isinstance(layer, LayerState) else kinds.index(self._kind(layer))
+            for layer in of_model
+        )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether any layer keeps a state."""
+        return any(isinstance(layer, LayerState) for layer in self.layers)
 
     def groups(self, block_size: int) -> tuple[CacheGroup, ...]:
         """The cache groups: the one that keeps all tokens, if any, then windows and chunks, those
-        of fewest tokens first.
+        of fewest tokens first, then states.
 
         block_size: tokens per block of the group with most. Blocks of chunks divide them.
         """
+        groups = self._token_groups(block_size)
+        if not self.has_states:
+            return groups
+        size = self._common_bytes(self.layers, block_size)
+        num_blocks = _pack(self._units(self.layers), size)[-1][0] + 1
+        return *groups, CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=num_blocks)
+
+    def _token_groups(self, block_size: int) -> tuple[CacheGroup, ...]:
         if not self._kinds:
             return ()
         chunks = [kind.chunk for kind in self._kinds]
@@ -117,16 +172,18 @@ class KVCacheSpec:
 
     def choose_block_size(self, preferred: int) -> int:
         """The block size without a configured one: the smallest with which no group has fewer than
-        `preferred` tokens per block, and little of a block remains unused; of any, if there is no
-        such one, that which leaves least unused."""
+        `preferred` tokens per block, nor fewer bytes than a unit of a state, and little of a block
+        remains unused; of any, if there is no such one, that which leaves least unused."""
         token_bytes = self._compared_bytes
         if not token_bytes:
             return preferred
+        largest = max([unit for unit, _ in self._units(self.layers)], default=0)
+        preferred = max(preferred, -(-largest // max(token_bytes) // BLOCK_UNIT) * BLOCK_UNIT)
         if len(token_bytes) == 1:
-            return self.groups(preferred)[0].block_tokens
+            return self._token_groups(preferred)[0].block_tokens
         unit = _unit(BLOCK_UNIT, *(kind.chunk for kind in self._kinds))
         sizes = [*range(unit, MAX_BLOCK_TOKENS + 1, unit)]
-        fits = {size: [group.block_tokens for group in self.groups(size)] for size in sizes}
+        fits = {size: [group.block_tokens for group in self._token_groups(size)] for size in sizes}
         paddings = {size: _padding(token_bytes, fits[size]) for size in sizes}
         sizes = [size for size in sizes if max(fits[size]) == size] or sizes
         good = [size for size in sizes if paddings[size] <= MAX_PADDING]
@@ -142,6 +199,9 @@ class KVCacheSpec:
         tokens."""
         total = 0
         for group in self.groups(block_size):
+            if not group.has_tokens:
+                total += group.num_blocks
+                continue
             needed = -(-num_tokens // group.block_tokens)
             if group.span:
                 seen = group.span - 1 + chunk
@@ -150,26 +210,48 @@ class KVCacheSpec:
         return total
 
     def padding(self, block_size: int) -> float:
-        """The largest share of a block that a group leaves unused on this rank."""
-        groups = zip(self._token_bytes(self._held), self.groups(block_size), strict=True)
-        held = [(size, group.block_tokens) for size, group in groups if size]
-        return _padding(*map(list, zip(*held, strict=True)))
+        """The largest share of blocks that a group leaves unused on this rank."""
+        size = self.block_bytes(block_size)
+        groups = zip(self._token_bytes(self._held), self._token_groups(block_size), strict=True)
+        used = [count * group.block_tokens for count, group in groups if count]
+        if units := self._units(self._held):
+            num_blocks = self.groups(block_size)[-1].num_blocks
+            used.append(sum(count * number for count, number in units) // num_blocks)
+        return 1 - min(used) / (size if self.has_states else max(used))
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of this rank; 0 without layers."""
-        if not self._kinds:
+        if not self.layers:
             return 0
-        used = self._token_bytes(self._held)
-        groups = zip(used, self.groups(block_size), strict=True)
-        largest = max(token_bytes * group.block_tokens for token_bytes, group in groups)
-        return -(-largest // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        size = self._common_bytes(self._held, block_size)
+        if (units := self._units(self._held)) and len(self._held) < len(self.layers):
+            # A stage has as many blocks of a state as all layers together would need.
+            num_blocks = self.groups(block_size)[-1].num_blocks
+            size = max(size, _aligned(sum(map(prod, units)) // num_blocks))
+            while _pack(units, size)[-1][0] >= num_blocks:
+                size += BLOCK_ALIGNMENT
+        return size
 
-    def views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
+    def _common_bytes(self, layers: tuple[LayerKV | LayerState, ...], block_size: int) -> int:
+        """Bytes of a block that holds the tokens of any group in some layers, and each unit of
+        their states: all units, if no layer keeps tokens."""
+        groups = zip(self._token_bytes(layers), self._token_groups(block_size), strict=True)
+        tokens = [token_bytes * group.block_tokens for token_bytes, group in groups]
+        units = self._units(layers)
+        of_states = [size for size, _ in units] if self._kinds else [sum(map(prod, units))]
+        return _aligned(max([*tokens, *of_states], default=0))
+
+    def _units(self, layers: tuple[LayerKV | LayerState, ...]) -> list[tuple[int, int]]:
+        """The bytes and the number of units of each part of the states of some layers."""
+        states = [layer for layer in layers if isinstance(layer, LayerState)]
+        return [(part.unit_bytes, part.num_units) for state in states for part in state.arrays]
+
+    def views(self, pool: Tensor, block_size: int) -> tuple[LayerMemory, ...]:
         """Keys and values of this rank's layers of the model, twice the keys where no values are
-        stored. pool: uint8 [num_blocks, block_bytes]."""
+        stored; or the parts of their state. pool: uint8 [num_blocks, block_bytes]."""
         return tuple(self._views(pool, block_size))[: len(self.group_of)]
 
-    def draft_views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
+    def draft_views(self, pool: Tensor, block_size: int) -> tuple[LayerMemory, ...]:
         """The same for the layers of the draft model or head."""
         return tuple(self._views(pool, block_size))[len(self.group_of) :]
 
@@ -178,7 +260,7 @@ class KVCacheSpec:
         token_ids: Tensor,
         ranges: Sequence[tuple[int, int]],
         tables: Sequence[Tensor],
-        caches: Sequence[LayerCaches],
+        caches: Sequence[LayerMemory],
         block_size: int,
     ) -> StepBatch:
         """A batch of sequences that compute the positions from a first one up to an end. tables: by
@@ -199,17 +281,23 @@ class KVCacheSpec:
             positions=positions.to(token_ids.device),
             attention=tuple(
                 AttentionMetadata.of_ranges(ranges, rows, group.block_tokens, group.chunk)
+                if group.has_tokens
+                else AttentionMetadata.of_states(ranges, rows)
                 for rows, group in groups
             ),
             caches=caches,
         )
 
-    def _views(self, pool: Tensor, block_size: int) -> Iterator[LayerCaches]:
+    def _views(self, pool: Tensor, block_size: int) -> Iterator[LayerMemory]:
         if not self._held:
             return
-        groups, pool = self.groups(block_size), pool.view(self.dtype)
+        groups, of_bytes, pool = self._token_groups(block_size), pool, pool.view(self.dtype)
         ends = [0] * len(groups)  # elements of a block that layers before occupy
+        places = iter(_pack(self._units(self._held), of_bytes.shape[1]))
         for layer in self._held:
+            if isinstance(layer, LayerState):
+                yield tuple(_state_units(part, of_bytes, places) for part in layer.arrays)
+                continue
             index = self._kinds.index(self._kind(layer))
             tokens, start = groups[index].block_tokens, ends[index]
             ends[index] += tokens * layer.num_elements(self.dtype)
@@ -218,13 +306,17 @@ class KVCacheSpec:
             yield stored[:, 0], stored[:, -1]
 
     @property
-    def _held(self) -> tuple[LayerKV, ...]:
+    def _of_tokens(self) -> tuple[LayerKV, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, LayerKV))
+
+    @property
+    def _held(self) -> tuple[LayerKV | LayerState, ...]:
         return self.layers if self.stage is None else tuple(self.layers[i] for i in self.stage)
 
     @cached_property
     def _kinds(self) -> list[CacheGroup]:
-        """The cache groups, without the tokens of their blocks."""
-        kinds = {self._kind(layer) for layer in self.layers}
+        """The cache groups that hold tokens, without the tokens of their blocks."""
+        kinds = {self._kind(layer) for layer in self._of_tokens}
         kinds |= {CacheGroup()} if self.has_shared_drafts else set()
         return sorted(kinds, key=lambda kind: (kind.span, kind.lifetime.value))
 
@@ -243,13 +335,37 @@ class KVCacheSpec:
         sizes = self._token_bytes(self.layers[: len(self.layers) - drafts])
         return [size or min(filter(None, sizes)) for size in sizes]
 
-    def _token_bytes(self, layers: tuple[LayerKV, ...]) -> list[int]:
+    def _token_bytes(self, layers: tuple[LayerKV | LayerState, ...]) -> list[int]:
         """Bytes of a token by group, in these layers."""
-        size = self.dtype.itemsize
+        size, kept = self.dtype.itemsize, [kv for kv in layers if isinstance(kv, LayerKV)]
         return [
-            sum(size * kv.num_elements(self.dtype) for kv in layers if self._kind(kv) == kind)
+            sum(size * kv.num_elements(self.dtype) for kv in kept if self._kind(kv) == kind)
             for kind in self._kinds
         ]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def _pack(units: Sequence[tuple[int, int]], block_bytes: int) -> list[tuple[int, int]]:
+    """The block of a state, and the byte in it, at which each unit begins. units: bytes and number
+    of units, which follow each other."""
+    places, block, start = [], 0, 0
+    for size, count in units:
+        for _ in range(count):
+            if start + size > block_bytes:
+                block, start = block + 1, 0
+            places.append((block, start))
+            start += size
+    return places
+
+
+def _state_units(part: StateArray, pool: Tensor, places: Iterator[tuple[int, int]]) -> StateUnits:
+    """pool: uint8 [num_blocks, block_bytes]; places: of this part's units, and those after it."""
+    size = part.dtype.itemsize
+    found = [(block, start // size) for block, start in islice(places, part.num_units)]
+    return StateUnits(pool.view(part.dtype), torch.tensor(found, device=pool.device))
 
 
 def _tokens_of_blocks(

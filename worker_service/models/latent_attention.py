@@ -30,7 +30,7 @@ from worker_service.models.native import LayerInputs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttentionSpec:
-    """Latent attention over the paged cache. Implements `decoder.AttentionPart`.
+    """Latent attention over the paged cache. Implements `decoder.MixerSpec`.
 
     Attributes of `LatentAttention` with tensors, for `LayerSpec.names`: `inputs` (queries, or their
     latents, then latents with the end of keys), `latent_norm`, `expansion`, `output`, and with
@@ -71,9 +71,10 @@ class LatentAttentionSpec:
         """Raise InvalidOption unless the ranks can share the heads."""
         layout.even_shard(self.num_heads, "attention heads")
 
-    def layer_kv(self, layout: Layout, max_model_len: int) -> LayerKV:
+    def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerKV, ...]:
         """What a token leaves in the cache of each rank: all that it leaves anywhere."""
-        return LayerKV(num_kv_heads=1, head_dim=self.latent_dim + self.rotary_dim, has_values=False)
+        size = self.latent_dim + self.rotary_dim
+        return (LayerKV(num_kv_heads=1, head_dim=size, has_values=False),)
 
     def build(
         self,

@@ -4,13 +4,21 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import AdapterRows, AttentionMetadata, LayerCaches, StepBatch
+from pagewire_kernels.batch import (
+    AdapterRows,
+    AttentionMetadata,
+    LayerCaches,
+    LayerMemory,
+    LayerStates,
+    StepBatch,
+)
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.layout import Layout, Shard
@@ -65,13 +73,32 @@ class LayerInputs(NamedTuple):
     positions: Tensor
     """int64 [num_tokens]."""
 
-    caches: LayerCaches
+    memory: LayerMemory
+    """What the layer keeps; empty if it keeps nothing."""
+
     metadata: AttentionMetadata
-    """Of the layer's cache group."""
+    """Of the cache group of `memory`."""
+
+    further: "tuple[LayerInputs, ...]" = ()
+    """Of the other parts of a layer that keeps several things, in the order of
+    `decoder.MixerSpec.kept`."""
+
+    @property
+    def caches(self) -> LayerCaches:
+        """Keys and values of a layer that keeps them."""
+        return cast(LayerCaches, self.memory)
+
+    @property
+    def states(self) -> LayerStates:
+        """The parts of the state of a layer that has one."""
+        return cast(LayerStates, self.memory)
 
 
 class NativeLayer(nn.Module, ABC):
     """A layer of a native model, over a residual stream."""
+
+    num_kept: int = 1
+    """Entries of the cache specification that are the layer's."""
 
     @abstractmethod
     def forward(
@@ -179,7 +206,7 @@ class NativeModel(LoadableModule):
 
     embedding_name: ClassVar[str]
     layers_name: ClassVar[str]
-    norm_name: ClassVar[str]
+    norm_name: str
     """Canonical names of the embedding's weight, of the list of layers, and of the final norm."""
 
     num_parameters: int
@@ -247,7 +274,7 @@ class NativeModel(LoadableModule):
     def _cache_spec(
         self, settings: ModelSettings, max_model_len: int, context: ModelContext
     ) -> KVCacheSpec:
-        """What tokens leave in the KV cache."""
+        """What layers keep of a sequence."""
 
     def _prepare(self) -> ForwardFn:
         head = None if self.head is None else self._apply_head
@@ -323,8 +350,13 @@ class NativeModel(LoadableModule):
 
     def layer_inputs(self, batch: StepBatch) -> Iterator[LayerInputs]:
         """What each of this rank's layers reads of a step."""
-        for caches, group in zip(batch.caches, self.kv_cache_spec.group_of, strict=True):
-            yield LayerInputs(batch.positions, caches, batch.attention[group])
+        entries = zip(batch.caches, self.kv_cache_spec.group_of, strict=True)
+        parts = (LayerInputs(batch.positions, kept, batch.attention[g]) for kept, g in entries)
+        for _, layer in self.named_layers():
+            first, *further = [*islice(parts, layer.num_kept)] or [
+                LayerInputs(batch.positions, (), batch.attention[0])
+            ]
+            yield first._replace(further=tuple(further))
 
     def forward(self, batch: StepBatch) -> Tensor:
         """Compute the last hidden states of all rows, [num_tokens, hidden_size]; see

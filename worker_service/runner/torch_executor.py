@@ -209,6 +209,11 @@ class TorchExecutor:
             raise InvalidOption("speculative: expected none with the runner pooling")
         if self._device.type != "cpu":
             raise InvalidOption(f"speculative: expected a CPU, got {self._device}")
+        if loaded.model.kv_cache_spec.has_states:
+            raise InvalidOption(
+                f"speculative: expected none for {loaded.model.architecture}, some layers of which"
+                " keep a state, which drafts that are wrong would change"
+            )
         if not loaded.batch_invariant:
             raise InvalidOption(
                 f"speculative: {loaded.model.architecture} computes a row differently in another"

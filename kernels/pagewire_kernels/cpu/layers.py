@@ -218,6 +218,10 @@ class NativeLayerKernels(NativeStateKernels):
         """Add x to the sums in place."""
         return self._elementwise("add", x, sums, 1.0)
 
+    def multiply(self, products: Tensor, x: Tensor) -> Tensor:
+        """Multiply the products by x in place."""
+        return self._elementwise("multiply", x, products, 1.0)
+
     def xielu(self, x: Tensor, numbers: Tensor) -> Tensor:
         """xIELU, in place."""
         require(_is_dense(numbers, (4,), torch.float32), "four dense float32 numbers")

@@ -8,7 +8,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import LayerCaches, StepBatch
+from pagewire_kernels.batch import LayerMemory, StateUnits, StepBatch, tensor_of
 from pagewire_kernels.cpu.layers import find_largest, take
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import Program, new_rows, record
@@ -183,6 +183,9 @@ def _num_sampled(batch: StepBatch) -> int:
     return 0 if batch.sampled is None else batch.sampled.shape[0]
 
 
-def _identity(caches: Sequence[LayerCaches]) -> list[tuple[int, torch.Size, torch.dtype]]:
-    """What differs between caches: the first layer's keys, by layer, and nothing without any."""
-    return [(keys.data_ptr(), keys.shape, keys.dtype) for keys, _ in caches[:1]] * len(caches)
+def _identity(caches: Sequence[LayerMemory]) -> list[tuple[int, torch.Size, torch.dtype]]:
+    """What differs between caches: the first layer's keys and the first state, by layer, and
+    nothing without any."""
+    firsts = {isinstance(kept[0], StateUnits): tensor_of(kept) for kept in reversed(caches)}
+    found = [(first.data_ptr(), first.shape, first.dtype) for first in firsts.values()]
+    return found * len(caches)

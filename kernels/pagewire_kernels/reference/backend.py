@@ -32,6 +32,7 @@ class TorchLayerKernels:
     soft_cap = staticmethod(reference.soft_cap)
     xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
+    multiply = staticmethod(reference.multiply)
     sum_rows = staticmethod(reference.sum_rows)
     write_latents = staticmethod(reference.write_latents)
     causal_convolution = staticmethod(reference.causal_convolution)

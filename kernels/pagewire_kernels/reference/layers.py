@@ -202,6 +202,11 @@ def add(sums: Tensor, x: Tensor) -> Tensor:
     return sums.add_(x)
 
 
+def multiply(products: Tensor, x: Tensor) -> Tensor:
+    """Multiply the products by x in place, rounded once. Both: [num_rows, size], of one dtype."""
+    return products.mul_(x)
+
+
 def _silu(x: Tensor) -> Tensor:
     """x * sigmoid(x).
 

@@ -66,6 +66,7 @@ class TritonLayerKernels:
     soft_cap = staticmethod(reference.soft_cap)
     xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
+    multiply = staticmethod(reference.multiply)
     sum_rows = staticmethod(sum_rows)
     write_latents = staticmethod(write_latents)
     causal_convolution = staticmethod(reference.causal_convolution)

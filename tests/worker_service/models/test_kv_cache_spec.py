@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from pagewire_kernels.batch import StateUnits
 from pagewire_kernels.interface import stored_head_size
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.models.kv_cache_spec import (
@@ -13,6 +14,8 @@ from worker_service.models.kv_cache_spec import (
     MAX_BLOCK_TOKENS,
     KVCacheSpec,
     LayerKV,
+    LayerState,
+    StateArray,
 )
 
 Layers = tuple[int, int, int, int | None]
@@ -220,3 +223,68 @@ def test_layers_of_a_group_share_a_block_without_overlap(dtype: torch.dtype) -> 
             tensor.view(torch.int8).fill_(number + 1)
         for number, tensor in enumerate(tensor for pair in kept for tensor in pair):
             assert bool((tensor.view(torch.int8) == number + 1).all())
+
+
+def _with_states(stage: range | None = None, num_ranks: int = 1) -> KVCacheSpec:
+    """Three layers with a state for each with attention, as Qwen3-Next's."""
+    state = LayerState(
+        arrays=(
+            StateArray(num_units=2, shape=(3, 2048 // num_ranks), dtype=torch.bfloat16),
+            StateArray(num_units=32 // num_ranks, shape=(128, 128), dtype=torch.float32),
+        )
+    )
+    attention = LayerKV(num_kv_heads=2 // num_ranks, head_dim=256)
+    layers = (state, state, state, attention) * 4
+    return KVCacheSpec(layers=layers, dtype=torch.bfloat16, stage=stage)
+
+
+def test_states_are_a_group_of_their_own_with_little_padding() -> None:
+    spec = _with_states()
+    size = spec.choose_block_size(64)
+    assert size == 64
+    tokens, states = spec.groups(size)
+    assert tokens == CacheGroup(block_tokens=64)
+    assert states.lifetime is CacheLifetime.STATE
+    used = 12 * (2 * 3 * 2048 * 2 + 32 * 128 * 128 * 4)
+    assert used <= states.num_blocks * spec.block_bytes(size) < used + 2 * spec.block_bytes(size)
+    assert spec.num_blocks(1000, 64, size) == 16 + states.num_blocks
+    assert spec.group_of == (1, 1, 1, 0) * 4
+
+
+def test_blocks_hold_the_largest_unit_of_a_state() -> None:
+    spec = _with_states()
+    unit = 128 * 128 * 4
+    assert spec.block_bytes(1) == unit
+    assert spec.groups(1)[1].num_blocks == 12 * 33
+    assert spec.groups(spec.choose_block_size(1))[0].block_tokens == 16
+    alone = KVCacheSpec(layers=spec.layers[:3], dtype=torch.bfloat16)
+    assert alone.groups(64) == (CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=1),)
+    assert alone.block_bytes(64) == 3 * (2 * 3 * 2048 * 2 + 32 * unit)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_units_of_states_share_blocks_without_overlap(block_size: int, num_ranks: int) -> None:
+    stages = (None, range(8), range(8, 16), range(3), range(3, 4))
+    groups = _with_states(None, num_ranks).groups(block_size)
+    for stage in stages:
+        spec = _with_states(stage, num_ranks)
+        assert spec.groups(block_size) == groups, "ranks agree"
+        num_blocks = groups[1].num_blocks
+        pool = torch.zeros(num_blocks, spec.block_bytes(block_size), dtype=torch.uint8)
+        states = [view for view in spec.views(pool, block_size) if isinstance(view[0], StateUnits)]
+        number, expected = 0, 0
+        for part in (part for view in states for part in view):
+            assert isinstance(part, StateUnits)
+            wide = part.pages.dtype == torch.float32
+            size = 128 * 128 if wide else 3 * 2048 // num_ranks
+            for block, first in part.places.tolist():
+                number += 1
+                assert first * part.pages.dtype.itemsize % 64 == 0
+                unit = part.pages[block, first : first + size]
+                assert len(unit) == size
+                assert not unit.view(torch.uint8).any(), "nothing else is here"
+                unit.view(torch.uint8).fill_(1)
+                expected += size * part.pages.dtype.itemsize
+        assert number == len(states) * (2 + 32 // num_ranks)
+        assert int(pool.sum(dtype=torch.int64)) == expected

@@ -17,7 +17,7 @@ FAMILIES = NATIVE_FAMILIES + TRANSFORMERS_FAMILIES
 PROMPT_LENGTHS = (1, 2, 5, 9, 17, 26, 33, 40)
 NUM_TOKENS = 8
 LOGITS_TOLERANCE = 1e-4
-STORED_BUFFERS = ("correction_bias", "act_fn.beta", "act_fn.eps")
+STORED_BUFFERS = ("correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
 """Which are parameters here."""
 
 

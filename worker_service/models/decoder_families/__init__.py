@@ -22,6 +22,7 @@ from worker_service.models.decoder_families.latent import (
     glm4_moe_lite_settings,
     youtu_settings,
 )
+from worker_service.models.decoder_families.lfm2 import lfm2_moe_settings, lfm2_settings
 from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.decoder_families.llama_kin import (
     apertus_settings,
@@ -103,6 +104,8 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Phi3ForCausalLM": phi3_settings,
     "SeedOssForCausalLM": seed_oss_settings,
     "SmolLM3ForCausalLM": smollm3_settings,
+    "Lfm2ForCausalLM": lfm2_settings,
+    "Lfm2MoeForCausalLM": lfm2_moe_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
 }

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from pagewire_kernels.batch import StepBatch
+from pagewire_kernels.batch import LayerCaches, StepBatch
 from pagewire_kernels.reference import activate
 from pagewire_kernels.select import Kernels
 from worker_service.errors import UnsupportedModel
@@ -160,7 +160,8 @@ def attention_forward(
             window=None if sliding_window is None else sliding_window - 1,
         )
         return output.unsqueeze(0), None
-    caches, metadata = state.batch.caches[layer], state.batch.attention[state.groups[layer]]
+    caches = cast(LayerCaches, state.batch.caches[layer])
+    metadata = state.batch.attention[state.groups[layer]]
     backend.write_kv(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

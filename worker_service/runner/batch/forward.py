@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import LayerCaches
+from pagewire_kernels.batch import LayerMemory
 from pagewire_kernels.interface import Computed
 from worker_service.models.interface import ComputesLogits, Model
 from worker_service.runner.batch.inputs import build_batch, lay_out, whole_texts
@@ -38,7 +38,7 @@ class HostForward:
     def __init__(
         self,
         model: Model,
-        caches: Sequence[LayerCaches],
+        caches: Sequence[LayerMemory],
         device: torch.device,
         *,
         with_logits: bool = True,

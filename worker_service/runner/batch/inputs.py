@@ -15,7 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pagewire_kernels.batch import AdapterRows, AttentionMetadata, LayerCaches, StepBatch
+from pagewire_kernels.batch import (
+    AdapterRows,
+    AttentionMetadata,
+    LayerMemory,
+    StepBatch,
+    tensor_of,
+)
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.pinned_memory import upload
 from worker_service.runner.state.block_tables import BlockTables
@@ -42,7 +48,7 @@ class HostInputs:
     """[num_tokens]: 0, or 1 in the second of two texts; None for a model with cache groups."""
 
     slot_mappings: tuple[Int64Array, ...]
-    """[num_tokens] in each cache group."""
+    """[num_tokens] in each cache group; empty in one of states."""
 
     query_start: Int64Array
     """[num_seqs + 1]: first flattened row of each sequence."""
@@ -113,6 +119,8 @@ def _upload_adapters(inputs: HostInputs, device: torch.device) -> tuple[AdapterR
 
 def _slots(row_ids: Int64Array, positions: Int64Array, tables: BlockTables) -> Int64Array:
     """Where the KV of these positions of these sequences is written."""
+    if not tables.group.has_tokens:
+        return np.empty(0, np.int64)
     indices, offsets = np.divmod(positions, tables.block_tokens)
     return tables.blocks[row_ids, indices].astype(np.int64) * tables.block_tokens + offsets
 
@@ -130,15 +138,15 @@ def _token_types(
 def build_batch(
     inputs: HostInputs,
     table: SequenceTable,
-    caches: Sequence[LayerCaches],
+    caches: Sequence[LayerMemory],
     sampled: Int64Array | None = None,
 ) -> StepBatch:
     """Copy the inputs to the device of the caches, without waiting for it. sampled: the rows whose
     logits will be computed, None if they are not known."""
-    device = caches[0][0].device
+    device = tensor_of(caches[0]).device
     query_start = upload(inputs.query_start.astype(np.int32), device)
     context_lens = upload(inputs.context_lens.astype(np.int32), device)
-    widths = [-(-inputs.max_context_len // tables.block_tokens) for tables in table.tables]
+    widths = [tables.group.table_width(inputs.max_context_len) for tables in table.tables]
     attention = [
         AttentionMetadata(
             query_start=query_start,

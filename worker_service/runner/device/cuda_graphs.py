@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from pagewire_kernels.batch import LayerCaches, SamplingRows, StepBatch, StepInputs
+from pagewire_kernels.batch import LayerMemory, SamplingRows, StepBatch, StepInputs
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Staging
@@ -132,7 +132,7 @@ class StepGraphs:
     def __init__(
         self,
         model: Model,
-        caches: Sequence[LayerCaches],
+        caches: Sequence[LayerMemory],
         device_rows: DeviceRows,
         sampler: DeviceSampler,
         sizes: Sequence[int],

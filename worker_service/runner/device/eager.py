@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagewire_kernels.batch import LayerCaches, SamplingRows, StepInputs
+from pagewire_kernels.batch import LayerMemory, SamplingRows, StepInputs
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Staging
 from worker_service.runner.batch.inputs import whole_texts
@@ -16,7 +16,7 @@ from worker_service.runner.device.state import DeviceState
 def compute_eagerly(
     columns: StepColumns,
     model: Model,
-    caches: Sequence[LayerCaches],
+    caches: Sequence[LayerMemory],
     state: DeviceState,
     staging: Staging,
 ) -> DevicePass:

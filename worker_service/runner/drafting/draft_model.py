@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagewire_kernels.batch import LayerCaches
+from pagewire_kernels.batch import LayerMemory, tensor_of
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
 from worker_service.runner.batch.forward import HostForward
@@ -36,10 +36,10 @@ class DraftModel(Drafter):
 
     is_expensive = True
 
-    def __init__(self, model: Model, caches: Sequence[LayerCaches]) -> None:
+    def __init__(self, model: Model, caches: Sequence[LayerMemory]) -> None:
         """caches: keys and values of the layers of `model`, in the target's blocks."""
         self._max_model_len = model.max_model_len
-        self._forward = HostForward(model, caches, caches[0][0].device)
+        self._forward = HostForward(model, caches, tensor_of(caches[0]).device)
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sample drafts as if each had been output. Sequences that lack KV of more than

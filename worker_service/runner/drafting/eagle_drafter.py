@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pagewire_kernels.batch import LayerCaches
+from pagewire_kernels.batch import LayerMemory
 from worker_service.array_types import Int64Array
 from worker_service.models.eagle import EagleHead
 from worker_service.runner.batch.forward import ForwardPass
@@ -39,7 +39,7 @@ class EagleDrafter(Drafter):
 
     is_expensive = True
 
-    def __init__(self, head: EagleHead, caches: Sequence[LayerCaches]) -> None:
+    def __init__(self, head: EagleHead, caches: Sequence[LayerMemory]) -> None:
         """caches: keys and values of the layer of `head`, in the target's blocks."""
         self._head = head
         self._caches = caches

@@ -23,7 +23,8 @@ class BlockTables:
     def __init__(self, group: CacheGroup, max_model_len: int, num_rows: int) -> None:
         self.group = group
         self.block_tokens = group.block_tokens
-        width = -(-max_model_len // group.block_tokens)
+        width = group.table_width(max_model_len)
+        self._max_model_len = max_model_len
         self.blocks = np.full((num_rows, width), NO_BLOCK, np.int32)
         self.firsts = np.zeros(num_rows, np.int64)
         self.ends = np.zeros(num_rows, np.int64)
@@ -61,8 +62,17 @@ class BlockTables:
             for column, fill in ((self.blocks, NO_BLOCK), (self.firsts, 0), (self.ends, 0))
         )
 
+    def capacity(self, ends: Any) -> Any:
+        """Tokens that tables with these ends have room for. A state has room for any number of
+        tokens, once it has all its blocks."""
+        if self.group.has_tokens:
+            return ends * self.block_tokens
+        return (ends == self.blocks.shape[1]) * self._max_model_len
+
     def first_needed(self, position: int) -> int:
         """The first entry that tokens from this position on read or write."""
+        if not self.group.has_tokens:
+            return 0
         return self.group.first_visible(position) // self.block_tokens
 
     def holding(self, blocks: Int32Array, row_ids: Int64Array, positions: Int64Array) -> Int32Array:

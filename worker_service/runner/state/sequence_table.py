@@ -260,7 +260,7 @@ class SequenceTable:
         return row_ids
 
     def _update_capacities(self, row_ids: Int64Array) -> None:
-        ends = [tables.ends[row_ids] * tables.block_tokens for tables in self.tables]
+        ends = [tables.capacity(tables.ends[row_ids]) for tables in self.tables]
         limit = np.full(len(row_ids), self.max_model_len)
         self.capacity[row_ids] = np.min([limit, *ends], axis=0)
 
@@ -429,7 +429,7 @@ class SequenceTable:
         for table in new.tables:
             ends[table.group] = table.first_index + len(table.block_ids)
         limits = zip(self.tables, ends, strict=True)
-        held = (tables.block_tokens * end for tables, end in limits)
+        held = (tables.capacity(end) for tables, end in limits)
         capacity = min([num_tokens, *held]) if self.tables else 0
         if new.num_computed_tokens > capacity:
             expected = f"expected at most {capacity}, as many as tokens and blocks hold"

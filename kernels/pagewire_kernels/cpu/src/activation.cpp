@@ -41,6 +41,13 @@ void add_rows(ElementwiseTask& task) {
   });
 }
 
+template <class Number>
+void multiply_rows(ElementwiseTask& task) {
+  for_each_register<Number>(task, [&](const Number* x, const Number* y, int64_t left) {
+    return multiply(load_some(y, left), load_some(x, left));
+  });
+}
+
 // e^x - 1 - x for x <= 0: a series where the difference would lose its digits.
 inline Floats exp_beyond_linear(Floats x) {
   static const float kCoefficients[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f};
@@ -79,6 +86,8 @@ PAGEWIRE_KERNEL pw_scale_float32(ElementwiseTask* task) { scale<float>(*task); }
 PAGEWIRE_KERNEL pw_scale_bfloat16(ElementwiseTask* task) { scale<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_add_float32(ElementwiseTask* task) { add_rows<float>(*task); }
 PAGEWIRE_KERNEL pw_add_bfloat16(ElementwiseTask* task) { add_rows<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_multiply_float32(ElementwiseTask* task) { multiply_rows<float>(*task); }
+PAGEWIRE_KERNEL pw_multiply_bfloat16(ElementwiseTask* task) { multiply_rows<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_soft_cap_float32(ElementwiseTask* task) { soft_cap(*task); }
 PAGEWIRE_KERNEL pw_xielu_float32(ElementwiseTask* task) { xielu<float>(*task); }
 PAGEWIRE_KERNEL pw_xielu_bfloat16(ElementwiseTask* task) { xielu<BFloat16>(*task); }

@@ -1,0 +1,125 @@
+"""Models of which some layers keep a state: whatever happens to a sequence, its state is the one
+that its tokens lead to, bit for bit."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint
+from tests.support.in_process import InProcessEngine, InProcessWorker, Output
+from tests.support.loading import load
+from tests.support.paged_driver import NAN
+from tests.support.speculation import loaded_executor
+from tests.support.transformers_oracle import oracle
+from worker_service.config import CacheConfig
+from worker_service.errors import InvalidOption
+from worker_service.loader import load_draft_model
+
+FAMILIES = ("lfm2", "lfm2_moe")
+NUM_TOKENS = 60
+LENGTHS = (3, 17, 30, 41, 70)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class PoisonedEngine(InProcessEngine):
+    """An engine whose blocks are full of NaN until something is written to them."""
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+        worker = super().make_worker(num_gpu_blocks, num_cpu_blocks)
+        worker._cache.device_cache.fill_(NAN)
+        return worker
+
+
+def _prompts() -> list[list[int]]:
+    draw = np.random.default_rng(4)
+    return [draw.integers(5, VOCAB_SIZE, size=length).tolist() for length in LENGTHS]
+
+
+@cache
+def _expected(family: str) -> list[list[int]]:
+    return [oracle(checkpoint(family)).generate(prompt, NUM_TOKENS) for prompt in _prompts()]
+
+
+@cache
+def _alone(family: str) -> list[Output]:
+    """Each prompt by itself, with nothing found in a cache."""
+    config = SchedulerConfig(enable_prefix_caching=False)
+    engine = PoisonedEngine(checkpoint(family), config=config)
+    return [engine.generate([prompt], NUM_TOKENS, logprobs=0)[0] for prompt in _prompts()]
+
+
+def _check(family: str, outputs: list[Output]) -> None:
+    """Tokens are those of transformers, and log probabilities have the bits of a run alone."""
+    assert [output.token_ids for output in outputs] == _expected(family)
+    assert [output.logprobs for output in outputs] == [o.logprobs for o in _alone(family)]
+
+
+@pytest.mark.parametrize("block_size", [4, 16, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers_also_from_saved_states(
+    family: str, block_size: int
+) -> None:
+    engine = PoisonedEngine(checkpoint(family), block_size=block_size)
+    for _ in range(2):  # the second time with hits
+        outputs = engine.generate(_prompts(), NUM_TOKENS, logprobs=0)
+        _check(family, outputs)
+    assert max(output.cached_tokens for output in outputs) >= 32
+
+
+@pytest.mark.parametrize("chunk", [7, 24])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_of_prompts_change_no_bit(family: str, chunk: int) -> None:
+    config = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=7)
+    engine = PoisonedEngine(checkpoint(family), config=config)
+    _check(family, engine.generate(_prompts(), NUM_TOKENS, logprobs=0))
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_sequences_continue_to_the_bit(family: str, mode: PreemptionMode) -> None:
+    config = SchedulerConfig(preemption_mode=mode, max_num_batched_tokens=24, watermark=0.0)
+    engine = PoisonedEngine(
+        checkpoint(family), num_gpu_blocks=60, num_cpu_blocks=160, config=config
+    )
+    _check(family, engine.generate(_prompts(), NUM_TOKENS, logprobs=0))
+    assert engine.core.snapshot().num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_continue_from_a_copy_of_their_prompts_state(family: str) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 7, "logprobs": 0}
+    path, without = checkpoint(family), SchedulerConfig(enable_prefix_caching=False)
+    engines = [
+        PoisonedEngine(path),
+        PoisonedEngine(path, num_gpu_blocks=100, num_cpu_blocks=100),
+        PoisonedEngine(path, block_size=16, config=without),
+    ]
+    outputs = [engine.generate(_prompts()[1:4], 40, 3, **sampling) for engine in engines]
+    tokens = [[(o.token_ids, o.logprobs) for o in of_engine] for of_engine in outputs]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert len({tuple(token_ids) for token_ids, _ in tokens[0]}) == len(tokens[0])
+
+
+def test_a_turn_of_a_chat_begins_where_the_one_before_ended() -> None:
+    path, prompt = checkpoint("lfm2"), _prompts()[3]
+    engine = PoisonedEngine(path)
+    (first,) = engine.generate([prompt], 21)
+    turn = prompt + first.token_ids + _prompts()[0]
+    (second,) = engine.generate([turn], NUM_TOKENS)
+    assert second.token_ids == oracle(path).generate(turn, NUM_TOKENS)
+    assert second.cached_tokens >= len(prompt) + 16
+
+
+def test_drafts_are_refused_beside_states() -> None:
+    with pytest.raises(InvalidOption, match="speculative: expected none for Lfm2ForCausalLM"):
+        loaded_executor(checkpoint("lfm2"), speculative="ngram")
+
+
+def test_a_draft_model_with_states_is_refused() -> None:
+    target = load(checkpoint("llama"))
+    with pytest.raises(InvalidOption, match="speculative_model: expected a model without states"):
+        load_draft_model(str(checkpoint("lfm2")), target, CacheConfig())

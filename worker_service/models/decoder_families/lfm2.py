@@ -1,0 +1,144 @@
+"""LFM2 (Liquid AI 2025): Llama's layers, most of which have a short convolution in place of
+attention; and its mixtures of experts, which are chosen as in DeepSeek-V3, without groups."""
+
+from collections.abc import Sequence
+
+from worker_service.errors import UnsupportedModel
+from worker_service.models.convolution import ShortConvolutionSpec
+from worker_service.models.decoder import (
+    DecoderSettings,
+    FeedForwardSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+)
+from worker_service.models.decoder_families.common import (
+    FULL,
+    Config,
+    attention_of,
+    by_lines,
+    decoder_of,
+    head_dim_of,
+    rotary_of,
+    routing,
+    with_keys,
+)
+from worker_service.models.experts import ExpertsSpec
+
+_CONVOLUTION = "conv"
+"""In `layer_types`."""
+
+_ATTENTION_NAMES = by_lines("""
+attention.qkv           self_attn.q_proj self_attn.k_proj self_attn.v_proj
+attention.query_norm    self_attn.q_layernorm
+attention.key_norm      self_attn.k_layernorm
+attention.output        self_attn.out_proj
+""")
+
+_CONVOLUTION_NAMES = by_lines("""
+attention.inputs        conv.in_proj
+attention.convolution   conv.conv
+attention.output        conv.out_proj
+""")
+
+_MLP_NAMES = by_lines("""
+attention_norm          operator_norm
+feed_forward_norm       ffn_norm
+feed_forward.up         feed_forward.w1 feed_forward.w3
+feed_forward.down       feed_forward.w2
+""")
+
+_EXPERT_NAMES = by_lines("""
+attention_norm          operator_norm
+feed_forward_norm       ffn_norm
+feed_forward.router     feed_forward.gate
+feed_forward.correction feed_forward.expert_bias
+""") | {"feed_forward.experts": " ".join(f"feed_forward.experts.*.w{i}" for i in (1, 3, 2))}
+
+
+def lfm2_settings(config: Config) -> DecoderSettings:
+    """LFM2."""
+    num_layers, full = config["num_hidden_layers"], config.get("full_attn_idxs")
+    with_attention = range(num_layers) if full is None else full
+    default = [FULL if i in with_attention else _CONVOLUTION for i in range(num_layers)]
+    mlp = MLPSpec(inner_size=_inner_size(config), activation="silu")
+    return _decoder(config, list(config.get("layer_types") or default), [mlp] * num_layers)
+
+
+def lfm2_moe_settings(config: Config) -> DecoderSettings:
+    """LFM2 with experts, in all but the first layers."""
+    num_layers, num_dense = config["num_hidden_layers"], config.get("num_dense_layers", 2)
+    corrects = bool(config.get("use_expert_bias", True))
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("num_experts", 32),
+            num_chosen=config.get("num_experts_per_tok", 4),
+            scoring="sigmoid",
+            normalizes=bool(config.get("norm_topk_prob", True)),
+            epsilon=1e-6,
+            scale=float(config.get("routed_scaling_factor", 1.0)),
+        ),
+        inner_size=config.get("moe_intermediate_size", 1792),
+        activation="silu",
+        corrects=corrects,
+    )
+    dense = MLPSpec(inner_size=config.get("intermediate_size", 7168), activation="silu")
+    parts = [dense if i < num_dense else experts for i in range(num_layers)]
+    return _decoder(config, list(config["layer_types"]), parts)
+
+
+def _inner_size(config: Config) -> int:
+    """Columns of the MLP, which `intermediate_size` states before they are adjusted."""
+    size = int(config.get("block_ff_dim") or config.get("intermediate_size", 12288))
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    multiplier = config.get("block_ffn_dim_multiplier", 1.0)
+    if multiplier is None:
+        return size
+    multiple = config.get("block_multiple_of", 256)
+    return -(-int(multiplier * size) // multiple) * int(multiple)
+
+
+def _decoder(config: Config, kinds: list[str], parts: Sequence[FeedForwardSpec]) -> DecoderSettings:
+    """kinds, parts: by layer, what mixes tokens, and what follows it."""
+    num_layers = config["num_hidden_layers"]
+    if len(kinds) != num_layers or not set(kinds) <= {FULL, _CONVOLUTION}:
+        raise UnsupportedModel(
+            f"config.json: layer_types: expected {FULL} or {_CONVOLUTION} for each of {num_layers}"
+            f" layers, got {', '.join(map(str, kinds))}"
+        )
+    config = with_keys(config, {}, num_key_value_heads=8, max_position_embeddings=128_000)
+    norm = NormSpec(eps=config.get("norm_eps", 1e-5))
+    head_dim = head_dim_of(config)
+    rotary = rotary_of(config, head_dim, theta=1e6)
+    attention = attention_of(config, head_dim, rotary, head_norm=norm)
+    convolution = ShortConvolutionSpec(
+        num_channels=config["hidden_size"],
+        width=config.get("conv_L_cache", 3),
+        bias=bool(config.get("conv_bias", False)),
+    )
+
+    def layer(kind: str, part: FeedForwardSpec) -> LayerSpec:
+        names = _MLP_NAMES
+        if isinstance(part, ExpertsSpec):
+            names = {
+                k: v for k, v in _EXPERT_NAMES.items() if part.corrects or "correction" not in k
+            }
+        is_attention = kind == FULL
+        return LayerSpec(
+            attention=attention if is_attention else convolution,
+            feed_forward=part,
+            norm=norm,
+            names=names | (_ATTENTION_NAMES if is_attention else _CONVOLUTION_NAMES),
+        )
+
+    is_tied = config.get("tie_embedding", config.get("tie_word_embeddings", True))
+    return decoder_of(
+        config,
+        [layer(kind, part) for kind, part in zip(kinds, parts, strict=True)],
+        norm,
+        norm_name="model.embedding_norm",
+        tie_word_embeddings=bool(is_tied),
+        max_model_len=rotary.max_model_len(),
+    )
