@@ -68,6 +68,37 @@ _LFM2: dict[str, Any] = {
     "block_auto_adjust_ff_dim": False,
 }
 
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 16,
+}
+
+_HYBRID: dict[str, Any] = {
+    **_MAMBA2,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.1,
+    "shared_intermediate_size": 56,
+}
+
+_MULTIPLIERS: dict[str, Any] = {
+    "key_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.6,
+    "mlp_multipliers": [0.8, 1.3],
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.8],
+}
+
 # Family: (configuration class, model class, what differs from the common shape).
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 24}),
@@ -124,6 +155,69 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",
         {**_MOE, **_LFM2, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
+    "mamba": ("MambaConfig", "MambaForCausalLM", {"use_bias": True}),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"use_conv_bias": False}),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "chunk_size": 16},
+    ),
+    "bamba": (
+        "BambaConfig",
+        "BambaForCausalLM",
+        {**_MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**_HYBRID, "num_local_experts": 0},
+    ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_HYBRID,
+            "num_local_experts": 4,
+            "intermediate_size": 40,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {**_MAMBA2, **_MULTIPLIERS, "mamba_d_ssm": 128},
+    ),
+    "falcon_h1_normed": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {**_MAMBA2, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_rms_norm": True},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 24,
+            "chunk_size": 16,
+            "head_dim": 24,
+            "time_step_min": 1e-9,  # see `nemotron_h_settings`
+        },
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 8,
+        },
     ),
     "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 88, "init_std": 0.2}),
     "opt_350m": (

@@ -5,6 +5,7 @@
     registry.py            from an architecture's name to a native model
     decoder.py             native decoders of all families, composed from specifications
     latent_attention.py    attention over latents of keys and values (DeepSeek)
+    mamba.py               Mamba and Mamba-2, alone or beside attention
     convolution.py         causal convolutions, which keep their last inputs (LFM2)
     experts.py             mixture of experts: router, experts, shared experts
     decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …

@@ -32,14 +32,17 @@ def convolution_state(num_channels: int, width: int, dtype: torch.dtype) -> Stat
 
     num_channels: of this rank; width: rows that a sum extends over; dtype: of the inputs.
     """
-    num_units, size = 1, (width - 1) * dtype.itemsize
+    return units_of_channels(num_channels, width - 1, dtype)
+
+
+def units_of_channels(num_channels: int, height: int, dtype: torch.dtype) -> StateArray:
+    """Numbers of channels, `height` of each, in units of some channels."""
+    num_units, size = 1, height * dtype.itemsize
     while num_channels // num_units * size > _MAX_UNIT_BYTES:
         if num_channels % (2 * num_units * _UNIT_CHANNELS):
             break
         num_units *= 2
-    return StateArray(
-        num_units=num_units, shape=(width - 1, num_channels // num_units), dtype=dtype
-    )
+    return StateArray(num_units=num_units, shape=(height, num_channels // num_units), dtype=dtype)
 
 
 class CausalConvolution:

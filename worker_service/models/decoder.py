@@ -45,11 +45,11 @@ KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
 """Canonical names of the scales of keys and values in an fp8 cache, one number each."""
 
 _NAMES = """
-embed_tokens     wte word_embeddings embed_in
+embed_tokens     wte word_embeddings embed_in embeddings
 embed_positions  wpe
 embedding_norm   word_embeddings_layernorm
 layers           h blocks
-norm             ln_f final_layer_norm norm_f
+norm             ln_f final_layer_norm norm_f final_layernorm
 project_in
 project_out
 """
@@ -59,7 +59,7 @@ modules in other families."""
 _CANONICAL = {
     name: names[0] for names in map(str.split, _NAMES.strip().splitlines()) for name in names
 }
-_MODULE = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:decoder\.)?(\w+)(\..+)")
+_MODULE = re.compile(r"(?:(?:model|transformer|gpt_neox|backbone)\.)?(?:decoder\.)?(\w+)(\..+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,6 +266,11 @@ class MLPSpec:
     is_fused: bool = False
     """Whether one tensor has the rows of the gate, then those of the layer that it multiplies."""
 
+    gate_scale: float = 1.0
+    """The factor of a gate before its activation."""
+
+    output_scale: float = 1.0
+
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the columns."""
         layout.even_shard(self.inner_size, "columns of the MLP")
@@ -277,12 +282,12 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """A layer."""
+    """A layer: two parts, or one of them."""
 
-    attention: MixerSpec
+    attention: MixerSpec | None
     """Attention, or another part in its place."""
 
-    feed_forward: FeedForwardSpec
+    feed_forward: FeedForwardSpec | None
     norm: NormSpec
     names: Mapping[str, str]
     """Names of the checkpoint's tensors within the layer, by the path of attributes from
@@ -326,14 +331,15 @@ class DecoderSettings(ModelSettings):
 
     @property
     def activations(self) -> set[str]:
-        found = {layer.feed_forward.activation for layer in self.layers}
-        return {name for name in found if name is not None}
+        parts = [layer.feed_forward for layer in self.layers if layer.feed_forward is not None]
+        return {part.activation for part in parts if part.activation is not None}
 
     def require_shards(self, layout: Layout) -> None:
         ModelSettings.require_shards(self, layout)
         for layer in self.layers:
-            layer.attention.require_shards(layout)
-            layer.feed_forward.require_shards(layout)
+            for part in (layer.attention, layer.feed_forward):
+                if part is not None:
+                    part.require_shards(layout)
 
 
 class Attention(nn.Module):
@@ -470,19 +476,26 @@ class MLP(nn.Module):
         inner = layout.even_shard(s.inner_size, "columns of the MLP")
         activation = None if s.activation is None else ACTIVATIONS[s.activation]
         self._activation, self._kernels = activation, kernels.layers
-        self._is_gated = s.is_gated
+        self._is_gated, self._inner_size = s.is_gated, inner.size
+        self._gate_scale, self._output_scale = s.gate_scale, s.output_scale
         self.xielu = Xielu(context, kernels.layers) if activation is None else None
         if s.is_gated:
             assert activation is not None, "xIELU has no gate"
-            self.up: Linear = GatedLinear(
-                size,
-                consecutive([inner] * 2) if s.is_fused else [inner] * 2,
-                activation,
-                kernels.layers,
-                bias=s.bias,
-                context=context,
-                sources=[0] * 2 if s.is_fused else None,
-            )
+            outputs = consecutive([inner] * 2) if s.is_fused else [inner] * 2
+            sources = [0] * 2 if s.is_fused else None
+            if s.gate_scale == 1.0:
+                self.up: Linear = GatedLinear(
+                    size,
+                    outputs,
+                    activation,
+                    kernels.layers,
+                    bias=s.bias,
+                    context=context,
+                    sources=sources,
+                )
+            else:
+                rows = Shard.full(size)
+                self.up = Linear(rows, outputs, bias=s.bias, context=context, sources=sources)
         else:
             self.up = Linear(Shard.full(size), [inner], bias=s.bias, context=context)
         self.down = RowParallelLinear(inner, size, bias=s.bias, context=context)
@@ -494,7 +507,11 @@ class MLP(nn.Module):
             x = self.xielu(x)
         elif self._activation is not None and not self._is_gated:
             x = self._kernels.activate(x, self._activation)
-        return self.down(x)
+        elif self._activation is not None and self._gate_scale != 1.0:
+            self._kernels.scale(x[:, : self._inner_size], self._gate_scale)
+            x = self._kernels.act_and_mul(x, self._activation)
+        y: Tensor = self.down(x)
+        return y if self._output_scale == 1.0 else self._kernels.scale(y, self._output_scale)
 
 
 class DecoderLayer(NativeLayer):
@@ -516,10 +533,11 @@ class DecoderLayer(NativeLayer):
         `DecoderSettings`."""
         super().__init__()
 
-        place = spec.norm_place
+        place, (mixer, feed_forward) = spec.norm_place, (spec.attention, spec.feed_forward)
         has_norms = {
-            "attention_norm": place is not NormPlace.AFTER,
+            "attention_norm": place is not NormPlace.AFTER and mixer is not None,
             "feed_forward_norm": place is not NormPlace.AFTER
+            and feed_forward is not None
             and not (spec.is_parallel and "feed_forward_norm" not in spec.names),
             "attention_output_norm": place in (NormPlace.AROUND, NormPlace.AFTER),
             "feed_forward_output_norm": place in (NormPlace.AROUND, NormPlace.AFTER),
@@ -527,11 +545,15 @@ class DecoderLayer(NativeLayer):
         for name, has_norm in has_norms.items():
             setattr(self, name, spec.norm.build(size, context, kernels) if has_norm else None)
         inputs = attention_inputs or size
-        self.attention: Mixer = spec.attention.build(inputs, size, context, kernels, rotary)
-        self.feed_forward = spec.feed_forward.build(size, context, kernels)
+        self.attention: Mixer | None = None
+        if mixer is not None:
+            self.attention = mixer.build(inputs, size, context, kernels, rotary)
+        self.feed_forward: nn.Module | None = None
+        if feed_forward is not None:
+            self.feed_forward = feed_forward.build(size, context, kernels)
         self._spec, self._kernels = spec, kernels.layers
         self._is_transposed = is_transposed
-        self.num_kept = len(spec.attention.kept(context, 1))
+        self.num_kept = 0 if mixer is None else len(mixer.kept(context, 1))
 
     attention_norm: RMSNorm | LayerNorm | None
     feed_forward_norm: RMSNorm | LayerNorm | None
@@ -541,6 +563,8 @@ class DecoderLayer(NativeLayer):
     def forward(
         self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor | None]:
+        if self.attention is None or self.feed_forward is None:
+            return residual, self._part(residual, x, inputs)
         if self._spec.norm_place is NormPlace.AFTER_SUM:
             assert x is None, "a norm of the sum leaves nothing to be added"
             residual = self._normed(self.attention_norm, residual, self.attention(residual, inputs))
@@ -553,9 +577,20 @@ class DecoderLayer(NativeLayer):
         attended = self.attention(x, inputs)
         return residual, self._kernels.add(attended, self.feed_forward(mixed))
 
+    def _part(self, residual: Tensor, x: Tensor | None, inputs: LayerInputs) -> Tensor:
+        """What the only part of the layer adds to the residual stream."""
+        if self.attention is not None:
+            normed = self._normed(self.attention_norm, residual, x)
+            return self._output(self.attention(normed, inputs), self.attention_output_norm)
+        assert self.feed_forward is not None, "a layer has a part"
+        normed = self._normed(self.feed_forward_norm, residual, x)
+        return self._output(self.feed_forward(normed), self.feed_forward_output_norm)
+
     def attend_and_mix(self, x: Tensor, residual: Tensor, inputs: LayerInputs) -> Tensor:
         """Add the attention output for `x`, which is normed, to `residual`, then return the output
         of the feed-forward part."""
+        assert self.attention is not None, "the layer has both parts"
+        assert self.feed_forward is not None, "as above"
         x = self._output(self.attention(x, inputs), self.attention_output_norm)
         x = self.feed_forward(self._normed(self.feed_forward_norm, residual, x))
         return self._output(x, self.feed_forward_output_norm)
@@ -654,7 +689,8 @@ class DecoderModel(NativeModel):
                 self.project_in = Linear(size, [inner], bias=False, context=context)
         tables = RotaryTables(max_model_len, context)
         for layer in (s.layers[i] for i in self._layer_range):
-            rotary = tables.table(layer.attention.rotary)
+            mixer = layer.attention
+            rotary = None if mixer is None else tables.table(mixer.rotary)
             self.layers.append(
                 DecoderLayer(
                     layer, s.hidden_size, context, kernels, rotary, is_transposed=s.is_transposed
@@ -670,7 +706,8 @@ class DecoderModel(NativeModel):
         self, settings: ModelSettings, max_model_len: int, context: ModelContext
     ) -> KVCacheSpec:
         assert isinstance(settings, DecoderSettings)
-        kept = [layer.attention.kept(context, max_model_len) for layer in settings.layers]
+        mixers = [layer.attention for layer in settings.layers]
+        kept = [() if part is None else part.kept(context, max_model_len) for part in mixers]
         ends = [0, *accumulate(map(len, kept))]  # before each layer, and at the end
         return KVCacheSpec(
             layers=tuple(chain.from_iterable(kept)),

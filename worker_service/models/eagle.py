@@ -65,6 +65,7 @@ class EagleHead(LoadableModule):
     ) -> None:
         s, size = settings.decoder, settings.decoder.hidden_size
         [layer] = s.layers
+        assert layer.attention is not None, "as every layer of Llama"
         super().__init__(s.architecture, context)
         self.vocab_size = s.vocab_size
         self.max_model_len = min(s.max_model_len, target.max_model_len)

@@ -21,7 +21,7 @@ from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference import Gate, Routing
 from pagewire_kernels.select import Kernels
-from worker_service.distributed.layout import Layout, Shard
+from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import ACTIVATIONS, Vector
 from worker_service.models.linear import GatedLinear, Linear, PackedExperts, pack_experts
@@ -34,6 +34,9 @@ class SharedSpec:
     inner_size: int
     is_gated: bool = False
     """Whether their output is multiplied by the sigmoid of a product of the row."""
+
+    is_fused: bool = False
+    """Whether one tensor has the rows of the gate, then those of the layer that it multiplies."""
 
 
 class ExpertStorage(Enum):
@@ -141,7 +144,15 @@ class SharedExperts(nn.Module):
         super().__init__()
         layout, full = context.communicator.layout, Shard.full(size)
         inner = layout.even_shard(spec.inner_size, "columns of shared experts")
-        self.up = GatedLinear(size, [inner] * 2, activation, kernels, bias=False, context=context)
+        self.up = GatedLinear(
+            size,
+            consecutive([inner] * 2) if spec.is_fused else [inner] * 2,
+            activation,
+            kernels,
+            bias=False,
+            context=context,
+            sources=[0] * 2 if spec.is_fused else None,
+        )
         self.down = Linear(inner, [full], bias=False, context=context)
         self.gate: Linear | None = None
         if spec.is_gated:

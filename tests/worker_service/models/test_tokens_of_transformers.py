@@ -112,7 +112,8 @@ def test_facts_are_those_of_the_checkpoint(family: str) -> None:
     biases = (buffer for name, buffer in reference.named_buffers() if name.endswith(STORED_BUFFERS))
     num_parameters = reference.num_parameters() + sum(bias.numel() for bias in biases)
     assert model.num_parameters == num_parameters
-    assert len(model.kv_cache_spec.layers) == reference.config.num_hidden_layers
+    layers = model.layers if isinstance(model, NativeModel) else model.kv_cache_spec.layers
+    assert len(layers) == reference.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 16])

@@ -16,6 +16,13 @@ from worker_service.models.decoder_families.hunyuan import (
     hunyuan_dense_settings,
     hunyuan_moe_settings,
 )
+from worker_service.models.decoder_families.hybrids import (
+    bamba_settings,
+    falcon_h1_settings,
+    granite_hybrid_settings,
+    jamba_settings,
+    nemotron_h_settings,
+)
 from worker_service.models.decoder_families.latent import (
     deepseek_v2_settings,
     deepseek_v3_settings,
@@ -37,6 +44,7 @@ from worker_service.models.decoder_families.llama_kin import (
     seed_oss_settings,
     smollm3_settings,
 )
+from worker_service.models.decoder_families.mamba import mamba2_settings, mamba_settings
 from worker_service.models.decoder_families.mixture_kin import (
     ernie4_5_moe_settings,
     granite_moe_settings,
@@ -106,6 +114,14 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "SmolLM3ForCausalLM": smollm3_settings,
     "Lfm2ForCausalLM": lfm2_settings,
     "Lfm2MoeForCausalLM": lfm2_moe_settings,
+    "MambaForCausalLM": mamba_settings,
+    "FalconMambaForCausalLM": mamba_settings,
+    "Mamba2ForCausalLM": mamba2_settings,
+    "BambaForCausalLM": bamba_settings,
+    "FalconH1ForCausalLM": falcon_h1_settings,
+    "GraniteMoeHybridForCausalLM": granite_hybrid_settings,
+    "JambaForCausalLM": jamba_settings,
+    "NemotronHForCausalLM": nemotron_h_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
 }

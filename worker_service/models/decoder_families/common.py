@@ -162,7 +162,8 @@ def decoder_of(
 ) -> DecoderSettings:
     """A decoder with the usual keys. norm: that after the last layer; others: further fields, or
     other values."""
-    rotary = next((layer.attention.rotary for layer in layers if layer.attention.rotary), None)
+    mixers = [layer.attention for layer in layers if layer.attention is not None]
+    rotary = next((mixer.rotary for mixer in mixers if mixer.rotary), None)
     length = config["max_position_embeddings"] if rotary is None else rotary.max_model_len()
     fields = {
         "architecture": config["architectures"][0],
