@@ -484,6 +484,40 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "HunYuanMoEV1ForCausalLM",
         {"num_experts": 4, "moe_topk": [2, 3], "head_dim": 24},
     ),
+    "phimoe": (
+        "PhimoeConfig",
+        "PhimoeForCausalLM",
+        {"num_local_experts": 4, "lm_head_bias": True, "router_jitter_noise": 0.2},
+    ),
+    "phimoe_long": (
+        "PhimoeConfig",
+        "PhimoeForCausalLM",
+        {
+            **_rope(
+                "longrope",
+                short_factor=[1.0 + i / 8 for i in range(8)],
+                long_factor=[2.0 + i for i in range(8)],
+                original_max_position_embeddings=MAX_POSITIONS,
+                short_mscale=1.1,
+                long_mscale=1.3,
+            ),
+            "num_local_experts": 4,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "head_dim": 24,
+            "attention_chunk_size": 16,
+            "no_rope_layer_interval": 2,
+            "floor_scale": 8,
+            "attn_scale": 0.5,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 96,
+        },
+    ),
     "gemma4": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",
@@ -499,20 +533,6 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "phi": ("PhiConfig", "PhiForCausalLM", {"partial_rotary_factor": 0.5}),
     "flex_olmo": ("FlexOlmoConfig", "FlexOlmoForCausalLM", {**_MOE, "intermediate_size": 96}),
-    "llama4": (
-        "Llama4TextConfig",
-        "Llama4ForCausalLM",
-        {
-            "head_dim": 24,
-            "attention_chunk_size": 16,
-            "no_rope_layer_interval": 2,
-            "floor_scale": 8,
-            "attn_scale": 0.5,
-            "num_local_experts": 4,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 96,
-        },
-    ),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.25, "use_qk_norm": True}),
 }
 

@@ -69,7 +69,7 @@ class NormSpec:
     eps: float
     is_rms: bool = True
     affine: bool = True
-    """Whether a layer norm has a weight, and possibly a bias."""
+    """Whether there is a weight, and possibly a bias."""
 
     bias: bool = True
     """Whether a layer norm has a bias."""
@@ -80,7 +80,7 @@ class NormSpec:
     def build(self, size: int, context: ModelContext, kernels: Kernels) -> RMSNorm | LayerNorm:
         """The norm of rows of this size."""
         if self.is_rms:
-            return RMSNorm(size, self.eps, context, kernels.layers, self.offset)
+            return RMSNorm(size, self.eps, context, kernels.layers, self.offset, affine=self.affine)
         return LayerNorm(
             size, self.eps, context, kernels.layers, self.affine, self.bias, self.offset
         )
@@ -130,6 +130,10 @@ class AttentionSpec:
     window: int | None = None
     """Tokens that a token sees, itself included; None: all before it."""
 
+    chunk: int | None = None
+    """Tokens of a chunk, from a multiple of it to the next one, which see those before them in it
+    alone; None: there are no chunks."""
+
     soft_cap: float | None = None
     """The limit that attention scores approach; None: there is none."""
 
@@ -163,11 +167,16 @@ class AttentionSpec:
 
     def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerKV, ...]:
         """See `MixerSpec`."""
-        window, layout = self.window, context.communicator.layout
+        layout = context.communicator.layout
+        window, chunk = (
+            span if span is not None and span < max_model_len else None
+            for span in (self.window, self.chunk)
+        )
         kv = LayerKV(
             num_kv_heads=layout.kv_head_shard(self.num_kv_heads).size,
             head_dim=self.head_dim,
-            window=window if window is not None and window < max_model_len else None,
+            window=window,
+            chunk=chunk,
         )
         return (kv,)
 
@@ -379,9 +388,17 @@ class Attention(nn.Module):
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if s.head_norm is not None:
-            eps, offset = s.head_norm.eps, s.head_norm.offset
+            norm = s.head_norm
+            assert norm.is_rms, "the kernels have no other norm of heads"
             self.query_norm, self.key_norm = (
-                RMSNorm(s.head_dim * num, eps, context, kernels.layers, offset)
+                RMSNorm(
+                    s.head_dim * num,
+                    norm.eps,
+                    context,
+                    kernels.layers,
+                    norm.offset,
+                    affine=norm.affine,
+                )
                 for num in ((s.num_heads, s.num_kv_heads) if s.norm_spans_heads else (1, 1))
             )
         self.sinks = Vector(heads, context) if s.has_sinks else None

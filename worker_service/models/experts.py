@@ -54,9 +54,19 @@ class ExpertStorage(Enum):
     """Tensors of all experts: rows of gate and up in turn, [num_experts, hidden_size, 2 *
     inner_size], down, [num_experts, inner_size, hidden_size], and the biases of both."""
 
+    TRANSPOSED_HALVES = auto()
+    """As `TRANSPOSED_STACK`, without biases, where all rows of gate are before those of up."""
+
     IN_TURN = auto()
     """Each expert has modules: rows of gate and up in turn, and down. The tensors of biases, which
     follow, are of all experts."""
+
+
+_STACKS = (
+    ExpertStorage.STACK,
+    ExpertStorage.TRANSPOSED_STACK,
+    ExpertStorage.TRANSPOSED_HALVES,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +220,7 @@ class ExpertWeights(nn.Module):
         modules, biases = names, names[2:]
         if self._storage is not ExpertStorage.SEPARATE:
             modules = names[:2]
-        if self._storage in (ExpertStorage.STACK, ExpertStorage.TRANSPOSED_STACK):
+        if self._storage in _STACKS:
             yield from self._stacked_targets(*modules)
         else:
             for i, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True)):
@@ -239,9 +249,14 @@ class ExpertWeights(nn.Module):
         if self._storage is ExpertStorage.STACK:
             yield from self._double_targets(gate_up, all_gate_up)
             yield WeightTarget(down, all_down, 2, self._inner)
-        else:
+            return
+        if self._storage is ExpertStorage.TRANSPOSED_STACK:
             yield WeightTarget(gate_up, all_gate_up.mT, 2, self._inner.times(2))
-            yield WeightTarget(down, all_down.mT, 1, self._inner)
+        else:
+            total = self._inner.total
+            for start, part in zip((0, total), all_gate_up.chunk(2, dim=1), strict=True):
+                yield WeightTarget(gate_up, part.mT, 2, self._inner.within(start, 2 * total))
+        yield WeightTarget(down, all_down.mT, 1, self._inner)
 
     def _double_targets(self, name: str, target: Tensor) -> Iterator[WeightTarget]:
         """Destinations of a tensor of gate and up, [num_experts, 2 * inner_size, ...]."""
@@ -313,7 +328,15 @@ class ExpertWeights(nn.Module):
 
         chosen, weights = reference.route(logits, routing, bias)
         first, second = product(self._gate_up, gate_up_bias), product(self._down, down_bias)
-        total = reference.gated_experts(x, chosen, weights, first, second, self._gate)
+        total = reference.gated_experts(
+            x,
+            chosen,
+            weights,
+            first,
+            second,
+            self._gate,
+            scales_inputs=routing.scales_inputs,
+        )
         if shared is not None:
             total = reference.add_shared(total, shared, shared_gate)
         return total.to(x.dtype)

@@ -30,9 +30,13 @@ class RMSNorm(nn.Module):
         context: ModelContext,
         kernels: LayerKernels,
         offset: float = 0.0,
+        affine: bool = True,
     ) -> None:
+        """affine: whether the checkpoint has a weight; otherwise that is 1."""
         super().__init__()
         self.weight = context.empty(size)
+        if not affine:
+            self.weight.fill_(1)
         if offset:
             self.weight = self.weight.float()
         self.eps = eps
@@ -225,6 +229,9 @@ SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 QUERY_SCALING = "llama_4_scaling_beta"
 """The parameter in `config.json` by which queries are scaled with their positions."""
 
+QUERY_OFFSET = "query_position_offset"
+"""The parameter that is added to these positions, which no `config.json` has; 0 without it."""
+
 NO_ROTATION = "none"
 """The scaling type of an embedding that rotates nothing."""
 
@@ -314,7 +321,7 @@ class RotaryTable:
         device: torch.device,
     ) -> None:
         angles = _angles(settings, num_positions)
-        factor = _attention_factor(settings)
+        factor = _attention_factor(settings, num_positions)
 
         def of_angles(function: Callable[[Any], Any], scales: Tensor | None = None) -> Tensor:
             parts = (part.double().numpy() for part in angles.split(_POSITIONS_AT_ONCE))
@@ -343,10 +350,11 @@ class RotaryTable:
 
 
 def _query_scales(settings: RotarySettings, num_positions: int) -> Tensor:
-    """The factors by which Ministral 3 scales queries, which grow with the multiples of the trained
-    length before them (Nakanishi 2025): float64 [num_positions]."""
+    """The factors by which Llama 4 and Ministral 3 scale queries, which grow with the multiples of
+    the trained length before them (Nakanishi 2025): float64 [num_positions]."""
     beta = float(settings.parameters[QUERY_SCALING])
-    multiples = np.floor(np.arange(num_positions) / settings.original_length())
+    positions = np.arange(num_positions) + settings.parameters.get(QUERY_OFFSET, 0)
+    multiples = np.floor(positions / settings.original_length())
     return torch.from_numpy(1 + beta * np.log1p(multiples))
 
 
@@ -444,9 +452,9 @@ def _long_frequencies(settings: RotarySettings, num_positions: int) -> Tensor:
     return 1.0 / (torch.tensor(factors) * settings.theta ** _powers(dim))
 
 
-def _attention_factor(settings: RotarySettings) -> float:
+def _attention_factor(settings: RotarySettings, num_positions: int) -> float:
     """The correction of the softmax temperature of YaRN and LongRoPE, applied to queries and keys;
-    otherwise 1."""
+    otherwise 1. Phi-MoE has one for the long, and one for the short frequencies."""
     if settings.scaling_type not in ("yarn", "longrope"):
         return 1.0
     parameters = settings.parameters
@@ -454,6 +462,9 @@ def _attention_factor(settings: RotarySettings) -> float:
         return float(parameters["attention_factor"])
     if settings.scaling_type == "longrope":
         trained = settings.original_length()
+        kind = "long_mscale" if num_positions > trained else "short_mscale"
+        if parameters.get(kind) is not None:
+            return float(parameters[kind])
         factor = float(parameters.get("factor") or settings.max_position_embeddings / trained)
         return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     factor = float(parameters["factor"])

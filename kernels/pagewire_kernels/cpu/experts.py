@@ -28,6 +28,7 @@ from pagewire_kernels.cpu.tasks import (
     ExpertPlan,
     ExpertsTask,
     RouteTask,
+    ScatterTask,
     address,
     rows_of,
 )
@@ -90,6 +91,7 @@ def route(library: Library, logits: Tensor, routing: Routing, bias: Tensor | Non
         num_groups=routing.num_groups,
         num_chosen_groups=routing.num_chosen_groups,
         num_best=routing.num_best,
+        nearness=routing.nearness,
         epsilon=routing.epsilon,
         min_sum=routing.min_sum,
         scale=routing.scale,
@@ -165,9 +167,10 @@ class NativeExperts:
             require(found is None or _is_dense(found, shape, self.dtype), f"a {name} of {shape}")
         plan = route(self._library, logits, routing, bias)
         inner = new_rows(plan.num_slots, self.inner_size, self.dtype)
-        self._multiply(self._gate_up, 0, x, plan, gate_up_bias, inner)
+        rows = self._scatter(x, plan, routing) if routing.scales_inputs else x
+        self._multiply(self._gate_up, rows, plan, gate_up_bias, inner, gathers=rows is x)
         output = new_rows(plan.num_slots, self.hidden_size, torch.float32)
-        self._multiply(self._down, 1, inner, plan, down_bias, output)
+        self._multiply(self._down, inner, plan, down_bias, output)
         return self._combine(output, plan, routing, x, shared, shared_gate)
 
     def _check(self, x: Tensor, logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
@@ -191,14 +194,15 @@ class NativeExperts:
     def _multiply(
         self,
         weights: Sequence[NativeWeight] | Sequence[NativeGatedWeight],
-        part: int,
         x: Tensor,
         plan: Plan,
         bias: Tensor | None,
         y: Tensor,
+        *,
+        gathers: bool = False,
     ) -> None:
-        """part: 0 of gate and up projection, 1 of down projection."""
-        first = weights[0]
+        """gathers: whether x has the rows of a step, and not those of slots."""
+        first, part = weights[0], int(weights is self._down)
         limit = self._gate.limit
         num_products = plan.num_slots * first.in_features * first.out_features
         task = ExpertsTask(
@@ -214,13 +218,27 @@ class NativeExperts:
             **first.quantization,
             expert_bytes=self._expert_bytes[part],
             plan=ctypes.addressof(plan.task),
-            gathers=part == 0,
+            gathers=gathers,
             alpha=self._gate.alpha,
             limit=limit or 0.0,
             offset=self._gate.offset,
         )
         name = f"{('gated_experts', 'experts')[part]}_{DTYPES[self.dtype]}{first.suffix}"
         launch(self._library.kernel(name), task, task.num_threads)
+
+    def _scatter(self, x: Tensor, plan: Plan, routing: Routing) -> Tensor:
+        """The rows of slots, multiplied by their weights: [num_slots, hidden_size]."""
+        y = new_rows(plan.num_slots, self.hidden_size, self.dtype)
+        task = ScatterTask(
+            num_rows=count_address(x.shape[0]),
+            **rows_of(x=x, y=y),
+            plan=ctypes.addressof(plan.task),
+            num_chosen=routing.num_chosen,
+            size=self.hidden_size,
+        )
+        kernel = self._library.kernel(f"scatter_{DTYPES[self.dtype]}")
+        launch(kernel, task, threads.count_for(y.numel()))
+        return y
 
     def _combine(
         self,
@@ -249,6 +267,7 @@ class NativeExperts:
             plan=ctypes.addressof(plan.task),
             num_chosen=routing.num_chosen,
             size=self.hidden_size,
+            is_weighted=not routing.scales_inputs,
         )
         kernel = self._library.kernel(f"combine_{DTYPES[self.dtype]}")
         launch(kernel, task, threads.count_for(output.numel()))

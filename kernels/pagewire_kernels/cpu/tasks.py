@@ -246,7 +246,7 @@ class RouteTask(NativeStruct):
     _fields_ = fields_of(
         "next_item num_done num_rows logits logits_stride bias plan num_experts num_chosen scoring "
         "normalizes num_groups num_chosen_groups num_best",
-        "epsilon min_sum scale",
+        "nearness epsilon min_sum scale",
     )
 
 
@@ -260,12 +260,18 @@ class ExpertsTask(NativeStruct):
     )
 
 
+class ScatterTask(NativeStruct):
+    """`ScatterTask` of src/experts.h."""
+
+    _fields_ = fields_of("next_item num_rows x x_stride plan num_chosen y y_stride size")
+
+
 class CombineTask(NativeStruct):
     """`CombineTask` of src/experts.h."""
 
     _fields_ = fields_of(
         "next_item num_rows x x_stride plan num_chosen shared shared_stride gate gate_stride "
-        "y y_stride size"
+        "y y_stride size is_weighted"
     )
 
 

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from pagewire_kernels.reference.layers import ACTIVATIONS, act_and_mul
 
-SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen")
-"""How logits become weights: over all experts, of each expert alone, or over the chosen experts."""
+SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparsemixer")
+"""How logits become scores, which are compared, and weights: over all experts, of each expert
+alone, or of the chosen experts, whose logits are compared. By SparseMixer (Liu et al. 2024), the
+weight of an expert is its softmax among those with lower logits that are near; see
+`Routing.nearness`."""
 
 MAX_EXPERTS = 1024
 MAX_CHOSEN = 64
@@ -37,6 +40,13 @@ class Routing:
 
     scale: float = 1.0
     """Factor of the weights."""
+
+    nearness: float = 0.0
+    """SparseMixer: the largest distance of a near logit, relative to the larger of its magnitude
+    and the expert's logit."""
+
+    scales_inputs: bool = False
+    """Whether weights multiply the rows that experts get, instead of their outputs (Llama 4)."""
 
     num_groups: int = 1
     """Groups of consecutive experts; only those of the best groups can be chosen."""
@@ -112,8 +122,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     scores = {
         "softmax": lambda: logits.softmax(dim=-1),
         "sigmoid": lambda: 1 / (1 + torch.exp(-logits)),
-        "softmax_of_chosen": lambda: logits,
-    }[routing.scoring]()
+    }.get(routing.scoring, lambda: logits)()
     compared = scores if bias is None else scores + bias
     compared = torch.where(compared.isnan(), -torch.inf, compared)
     if routing.num_chosen_groups < routing.num_groups:
@@ -127,10 +136,24 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     weights = scores.gather(1, chosen)
     if routing.scoring == "softmax_of_chosen":
         weights = weights.softmax(dim=1)
+    elif routing.scoring == "sigmoid_of_chosen":
+        weights = 1 / (1 + torch.exp(-weights))
+    elif routing.scoring == "sparsemixer":
+        weights = _sparsemixer(logits, chosen, routing.nearness)
     if routing.normalizes:
         total = weights.sum(dim=1, keepdim=True) + routing.epsilon
         weights = weights / total.clamp(min=routing.min_sum)
     return chosen, weights * routing.scale
+
+
+def _sparsemixer(logits: Tensor, chosen: Tensor, nearness: float) -> Tensor:
+    """The weights of the chosen experts, [num_rows, num_chosen]; see `SCORINGS`."""
+    others, own = logits.unsqueeze(1), logits.gather(1, chosen).unsqueeze(2)
+    is_earlier = torch.arange(logits.shape[1], device=logits.device) < chosen.unsqueeze(2)
+    is_higher = (others > own) | ((others == own) & is_earlier)
+    is_far = (own - others) / others.abs().maximum(own) > nearness
+    among = others.masked_fill(is_higher | is_far, -torch.inf)
+    return among.softmax(dim=2).gather(2, chosen.unsqueeze(2)).squeeze(2)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
@@ -143,10 +166,19 @@ Product = Callable[[int, Tensor], Tensor]
 
 
 def gated_experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, gate_up: Product, down: Product, gate: Gate
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate_up: Product,
+    down: Product,
+    gate: Gate,
+    *,
+    scales_inputs: bool = False,
 ) -> Tensor:
     """The weighted sum of the outputs of each row's experts, in ascending order of experts, so that
     a row has the same bits in any batch if the products have.
+
+    scales_inputs: whether weights multiply inputs instead; see `Routing.scales_inputs`.
 
     x: [num_rows, hidden_size]; chosen, weights: as `route` returns them; gate_up: returns gate,
     then up; down: returns [*, hidden_size]. Returns float32 [num_rows, hidden_size].
@@ -154,10 +186,13 @@ def gated_experts(
     total: Tensor | None = None
     for expert in chosen.unique().tolist():
         rows, places = torch.where(chosen == expert)
-        output = down(expert, gate.apply(gate_up(expert, x[rows]))).float()
+        inputs, weight = x[rows], weights[rows, places, None]
+        if scales_inputs:
+            inputs, weight = (inputs.float() * weight).to(x.dtype), torch.ones_like(weight)
+        output = down(expert, gate.apply(gate_up(expert, inputs))).float()
         if total is None:
             total = output.new_zeros(x.shape[0], output.shape[1])
-        total[rows] += output * weights[rows, places, None]
+        total[rows] += output * weight
     return x.float() if total is None else total
 
 

@@ -196,7 +196,18 @@ class TritonExperts:
         chosen, weights = route(logits, routing, bias)
         is_few = self._is_invariant or chosen.numel() <= _FEW_ROWS * num_experts
         slots = _sort(chosen, num_experts, _FEW_ROWS if is_few else _MANY_ROWS)
-        gate_up = self._multiply(x, self._gate_up, gate_up_bias, slots, x.dtype, gathers=True)
+        rows = x
+        if routing.scales_inputs:
+            of_slots = (
+                torch.empty_like(weights)
+                .view(-1)
+                .scatter_(0, slots.slots.flatten(), weights.flatten())
+            )
+            rows = (x[slots.row_of].float() * of_slots[:, None]).to(x.dtype)
+            weights = torch.ones_like(weights)
+        gate_up = self._multiply(
+            rows, self._gate_up, gate_up_bias, slots, x.dtype, gathers=rows is x
+        )
         inner = (
             act_and_mul(gate_up, self._gate.activation)
             if self._gate.limit is None

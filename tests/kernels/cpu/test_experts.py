@@ -14,6 +14,7 @@ from pagewire_kernels.cpu.native_library import Library, instruction_sets
 from pagewire_kernels.cpu.program import Program, record
 from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight, quantize
 from pagewire_kernels.reference import Gate, Routing
+from pagewire_kernels.reference.experts import SCORINGS
 from tests.support.quantized_files import NF4
 from tests.support.quantized_weights import random_weight
 
@@ -41,6 +42,8 @@ ROUTINGS = {
     "one of one": Routing(num_experts=1, num_chosen=1),
     "sigmoid": Routing(num_experts=64, num_chosen=6, scoring="sigmoid", normalizes=True),
     "of chosen": Routing(num_experts=32, num_chosen=4, scoring="softmax_of_chosen"),
+    "sigmoid of chosen": Routing(num_experts=16, num_chosen=3, scoring="sigmoid_of_chosen"),
+    "sparsemixer": Routing(num_experts=37, num_chosen=2, scoring="sparsemixer", nearness=0.4),
     "groups": Routing(
         num_experts=64,
         num_chosen=6,
@@ -107,7 +110,7 @@ def test_slots_are_sorted_by_expert_then_by_row(kernels: Library) -> None:
         assert (rows[first + 1 : last] > rows[first : last - 1]).all()
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_of_chosen"])
+@pytest.mark.parametrize("scoring", SCORINGS)
 def test_one_number_that_is_none_spoils_its_own_row_only(kernels: Library, scoring: str) -> None:
     routing = Routing(num_experts=20, num_chosen=3, scoring=scoring)
     logits = _random(9, 20)
@@ -203,6 +206,37 @@ def test_experts_agree_with_the_reference(
     error = (found.float() - expected).abs()
     scale = expected.abs().amax()
     assert error.amax() <= scale * (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_chosen", [1, 3])
+def test_scaled_inputs_agree_with_the_reference(
+    kernels: Library, num_chosen: int, dtype: torch.dtype
+) -> None:
+    num_experts, hidden, inner, num_rows = 5, 131, 67, 90
+    gate_up, down = _expert_weights("dense", num_experts, hidden, inner, dtype)
+    packed = NativeExperts(gate_up, down, Gate(), kernels, HugeMemory())
+    routing = Routing(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        scoring="sigmoid_of_chosen",
+        scales_inputs=True,
+    )
+    x, logits = _random(num_rows, hidden).to(dtype), _random(num_rows, num_experts, seed=1)
+    found, chosen = packed.apply(x, logits, routing), reference.route(logits, routing)
+    products = (
+        lambda e, rows: rows.float() @ _dense(gate_up[e]).T,
+        lambda e, rows: rows @ _dense(down[e]).T,
+    )
+    expected, by_outputs = (
+        reference.gated_experts(x, *chosen, *products, Gate(), scales_inputs=scales_inputs)
+        for scales_inputs in (True, False)
+    )
+    error = (found.float() - expected).abs().amax()
+    assert error <= expected.abs().amax() * (1e-5 if dtype == torch.float32 else 1e-2)
+    assert (expected - by_outputs).abs().amax() > 10 * error
+    for rows in (slice(0, 1), slice(7, 9), slice(30, 90)):
+        assert torch.equal(packed.apply(x[rows], logits[rows], routing), found[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -34,7 +34,7 @@ def test_experts_agree_with_the_reference(
 ) -> None:
     num_experts, hidden, inner = SHAPE
     gate_up, down = _weights(dtype)
-    routing = Routing(num_experts=num_experts, num_chosen=2, normalizes=True)
+    routing = Routing(num_experts=num_experts, num_chosen=2, normalizes=True, scales_inputs=has_all)
     x, logits = _random(num_rows, hidden, dtype=dtype), _random(num_rows, num_experts, seed=1)
     optional = {
         "bias": _random(num_experts, seed=2),
@@ -46,15 +46,18 @@ def test_experts_agree_with_the_reference(
     given = optional if has_all else {}
     none = torch.zeros(())
     total = reference.gated_experts(
-        x.float(),
+        x,
         *reference.route(logits, routing, given.get("bias")),
         lambda e, rows: (
-            (rows @ gate_up[e].float().T + (given["gate_up_bias"][e] if given else none)).to(dtype)
+            (
+                rows.float() @ gate_up[e].float().T + (given["gate_up_bias"][e] if given else none)
+            ).to(dtype)
         ).float(),
         lambda e, rows: (
             rows.to(dtype).float() @ down[e].float().T + (given["down_bias"][e] if given else none)
         ),
         gate,
+        scales_inputs=routing.scales_inputs,
     )
     if given:
         total = reference.add_shared(total, given["shared"], given["shared_gate"])

@@ -40,6 +40,24 @@ def test_the_bias_decides_the_choice_but_not_the_weights() -> None:
     torch.testing.assert_close(weights, logits[:, [0, 3]].sigmoid())
 
 
+def test_sparsemixer_weighs_experts_among_near_ones_with_lower_logits() -> None:
+    routing = Routing(num_experts=5, num_chosen=2, scoring="sparsemixer", nearness=0.25)
+    # Of the distances from 4, those to 3.5 and 3.2 are near, that to -4 is twice its magnitude;
+    # from 3.5, those to 3.2 and 2.9.
+    chosen, weights = route(torch.tensor([[3.2, 3.5, -4.0, 4.0, 2.9]]), routing)
+    assert chosen.tolist() == [[1, 3]]
+    second = torch.tensor([3.5, 3.2, 2.9]).softmax(0)[0]
+    first = torch.tensor([4.0, 3.5, 3.2]).softmax(0)[0]
+    torch.testing.assert_close(weights, torch.stack([second, first])[None])
+
+
+def test_of_equal_logits_sparsemixer_weighs_the_first_among_all() -> None:
+    routing = Routing(num_experts=3, num_chosen=2, scoring="sparsemixer", nearness=0.1)
+    chosen, weights = route(torch.tensor([[1.0, 1.0, 1.0]]), routing)
+    assert chosen.tolist() == [[0, 1]]
+    torch.testing.assert_close(weights, torch.tensor([[1 / 3, 1 / 2]]))
+
+
 def test_only_experts_of_the_best_groups_are_chosen() -> None:
     logits = torch.tensor([[3.0, -9.0, 2.0, 2.0, 2.5, -8.0]])
     routing = {"num_experts": 6, "num_chosen": 2, "num_groups": 3, "num_chosen_groups": 1}

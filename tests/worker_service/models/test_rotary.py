@@ -152,3 +152,25 @@ def test_of_both_keys_rope_scaling_is_read() -> None:
     assert LlamaConfig(**config).rope_parameters["rope_theta"] == 7.0
     settings = RotarySettings.from_config(config, 8)
     assert (settings.theta, settings.scaling_type) == (7.0, "linear")
+
+
+@pytest.mark.parametrize(("length", "scale"), [(32, 1.1), (33, 1.3)])
+def test_long_rotary_scales_queries_and_keys_by_the_length_served(
+    length: int, scale: float
+) -> None:
+    parameters = {
+        "short_factor": [1.0] * 12,
+        "long_factor": [1.0] * 12,
+        "original_max_position_embeddings": 32,
+        "short_mscale": 1.1,
+        "long_mscale": 1.3,
+    }
+    settings = RotarySettings(
+        rotary_dim=HEAD_DIM,
+        theta=5000.0,
+        scaling_type="longrope",
+        max_position_embeddings=64,
+        parameters=parameters,
+    )
+    table = RotaryTable(settings, length, torch.float32, torch.device("cpu"))
+    assert torch.equal(table.cos[0], torch.full((12,), scale))

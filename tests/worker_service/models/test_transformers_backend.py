@@ -53,8 +53,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Qwen3NextForCausalLM": ("Qwen3NextConfig", SHAPE, "linear attention"),
     "Llama4ForCausalLM": (
         "Llama4TextConfig",
-        {**SHAPE, "attention_chunk_size": 0},
-        "attention_chunk_size of at least 1, got 0",
+        {**SHAPE, "hidden_act": "mish"},
+        "layers that attend in chunks",
     ),
     "OlmoForCausalLM": ("OlmoConfig", {**SHAPE, "attention_chunk_size": 16}, "no layer_types"),
     "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),

@@ -31,6 +31,7 @@ from worker_service.models.decoder_families.latent import (
 )
 from worker_service.models.decoder_families.lfm2 import lfm2_moe_settings, lfm2_settings
 from worker_service.models.decoder_families.llama import llama_settings
+from worker_service.models.decoder_families.llama4 import llama4_settings
 from worker_service.models.decoder_families.llama_kin import (
     apertus_settings,
     arcee_settings,
@@ -50,6 +51,7 @@ from worker_service.models.decoder_families.mixture_kin import (
     granite_moe_settings,
     minimax_m2_settings,
     olmoe_settings,
+    phimoe_settings,
 )
 from worker_service.models.decoder_families.mixtures import mixtral_settings, qwen_moe_settings
 from worker_service.models.decoder_families.parallel import (
@@ -89,6 +91,8 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Ernie4_5ForCausalLM": ernie4_5_settings,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_settings,
     "GptOssForCausalLM": gpt_oss_settings,
+    "Llama4ForCausalLM": llama4_settings,
+    "PhimoeForCausalLM": phimoe_settings,
     "HunYuanDenseV1ForCausalLM": hunyuan_dense_settings,
     "HunYuanMoEV1ForCausalLM": hunyuan_moe_settings,
     "ApertusForCausalLM": apertus_settings,

@@ -1,5 +1,5 @@
 """Mixtures of experts that differ from Mixtral and Qwen-MoE in one or two parts: OLMoE,
-Granite-MoE, MiniMax-M2 and ERNIE 4.5."""
+Granite-MoE, MiniMax-M2, ERNIE 4.5 and Phi-MoE."""
 
 from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
 from worker_service.models.decoder_families.common import (
@@ -10,6 +10,7 @@ from worker_service.models.decoder_families.common import (
     by_lines,
     decoder_of,
     head_dim_of,
+    require,
     rotary_of,
     routing,
 )
@@ -107,6 +108,45 @@ def minimax_m2_settings(config: Config) -> DecoderSettings:
         names=_MINIMAX_NAMES,
     )
     return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def phimoe_settings(config: Config) -> DecoderSettings:
+    """Phi-MoE: layer norms, and two experts that are weighted by SparseMixer."""
+    require(config, "num_experts_per_tok", 2)
+    head_dim, norm = (
+        head_dim_of(config),
+        NormSpec(eps=config.get("rms_norm_eps", 1e-5), is_rms=False),
+    )
+    bias = bool(config.get("attention_bias", False))
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim, theta=1e6),
+            num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
+            window=config.get("sliding_window"),
+            qkv_bias=bias,
+            output_bias=bias,
+        ),
+        feed_forward=ExpertsSpec(
+            routing=routing(
+                num_experts=config.get("num_local_experts") or config.get("num_experts") or 16,
+                num_chosen=2,
+                scoring="sparsemixer",
+                nearness=2 * float(config.get("router_jitter_noise", 0.01)),
+            ),
+            inner_size=config["intermediate_size"],
+            activation=config.get("hidden_act", "silu"),
+        ),
+        norm=norm,
+        names=MIXTRAL_NAMES,
+    )
+    return decoder_of(
+        config,
+        [layer] * config["num_hidden_layers"],
+        norm,
+        has_head_bias=bool(config.get("lm_head_bias", False)),
+    )
 
 
 def ernie4_5_moe_settings(config: Config) -> DecoderSettings:

@@ -26,7 +26,6 @@ from worker_service.models.interface import ModelContext
 from worker_service.models.layers import RotarySettings
 from worker_service.models.registry import limit_model_len
 from worker_service.models.transformers_backend.model import (
-    CHUNKED,
     NAME,
     AttentionState,
     TransformersModel,
@@ -38,13 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 _ALIBI_TYPES = ("bloom", "mpt")
-_LAYER_TYPES = ("full_attention", "sliding_attention", CHUNKED, "attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 _LAYER_TYPE_NAMES = {
     "linear_attention": "linear attention or a state space",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
     "recurrent": "recurrent layers",
     "conv": "convolution layers",
+    "chunked_attention": "layers that attend in chunks",
 }
 
 
@@ -98,14 +98,13 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
 
 def _layer_features(config: Any) -> Iterator[str]:
     kinds = getattr(config, "layer_types", None) or ()
-    chunk = getattr(config, "attention_chunk_size", None)
     for kind in kinds:
         if kind not in _LAYER_TYPES:
             yield f"it has {_LAYER_TYPE_NAMES.get(kind, f'layers of type {kind}')}"
-    if chunk is not None and not kinds:
+    if getattr(config, "attention_chunk_size", None) is not None and not kinds:
         yield "its attention_chunk_size is set, but no layer_types say where it applies"
-    if CHUNKED in kinds and (chunk is None or chunk < 1):
-        yield f"its chunked layers need an attention_chunk_size of at least 1, got {chunk}"
+    if getattr(config, "attn_temperature_tuning", False):
+        yield "it scales queries by their positions (attn_temperature_tuning)"
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

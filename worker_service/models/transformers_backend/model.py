@@ -27,11 +27,7 @@ from worker_service.pooling_facts import PoolingFacts
 NAME = "pagewire"
 """The name under which the attention function is registered."""
 
-CHUNKED = "chunked_attention"
-"""The type of layers in which tokens see only those of their chunk."""
-
 _STATE = "pagewire_state"
-_TEMPERATURE = "pagewire_temperature"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,19 +68,6 @@ def attach(model: nn.Module, state: AttentionState) -> None:
     module: Any
     for module in model.modules():
         setattr(module, _STATE, state)
-        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            module.attn_temperature_tuning = False  # it counts rows of the batch, not positions
-            setattr(module, _TEMPERATURE, (module.attn_scale, module.floor_scale))
-
-
-def _tuned(module: nn.Module, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries, [1, num_heads, num_tokens, head_dim], scaled by their positions, where a layer of
-    Llama 4 does so (Nakanishi 2025)."""
-    if not hasattr(module, _TEMPERATURE):
-        return query
-    scale, floor = getattr(module, _TEMPERATURE)
-    factors = torch.log1p(torch.floor((positions.float() + 1.0) / floor)) * scale + 1.0
-    return (query * factors[:, None]).to(query.dtype)
 
 
 # Arguments that do not affect the result: keys and queries contain positions already, and the
@@ -147,7 +130,6 @@ def attention_forward(
             )
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-    query = _tuned(module, query, state.batch.positions)
     backend = state.kernels.attention_of(sliding_window)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if not state.groups:  # no cache: a row sees its text, or fewer than a window's tokens each way
@@ -192,16 +174,11 @@ def cache_spec(
         raise UnsupportedModel(f"{architecture} cannot be served: {feature}")
     if not calls[0].is_causal:
         return KVCacheSpec(layers=(), dtype=calls[0].dtype)
-    kinds = getattr(config, "layer_types", None)
     layers = []
     for call in sorted(calls, key=lambda call: call.layer):
-        is_chunked = kinds and kinds[call.layer] == CHUNKED
-        window, chunk = (
-            span if span is not None and span < max_model_len else None
-            for span in (call.sliding_window, config.attention_chunk_size if is_chunked else None)
-        )
-        heads, size = call.num_kv_heads, call.key_dim
-        layers.append(LayerKV(num_kv_heads=heads, head_dim=size, window=window, chunk=chunk))
+        window = call.sliding_window
+        window = window if window is not None and window < max_model_len else None
+        layers.append(LayerKV(num_kv_heads=call.num_kv_heads, head_dim=call.key_dim, window=window))
     return KVCacheSpec(layers=tuple(layers), dtype=calls[0].dtype)
 
 

@@ -13,7 +13,6 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -97,12 +96,10 @@ class PackedExperts(nn.Module):
     depend on the other tokens of these experts.
     """
 
-    def __init__(self, experts: Any, *, weights_inputs: bool = False) -> None:
-        """weights_inputs: whether the inputs of experts are weighted, and not their results."""
+    def __init__(self, experts: Any) -> None:
         super().__init__()
         self._apply_gate = experts._apply_gate  # keeps the module, and what its gate needs, alive
         self._num_experts = len(experts.down_proj)
-        self._weights_inputs = weights_inputs
         self.packed: dict[str, dict[int, PackedWeight]] = {"gate_up_proj": {}, "down_proj": {}}
         """By the name of the library's parameter, then by expert."""
 
@@ -122,47 +119,14 @@ class PackedExperts(nn.Module):
             up_bias = self._gate_up_bias[expert] if self._gate_up_bias is not None else None
             down_bias = self._down_bias[expert] if self._down_bias is not None else None
             rows, weights = hidden_states[token], top_k_weights[token, place, None]
-            rows = rows * weights if self._weights_inputs else rows
             inner = self._apply_gate(gate_up[expert].apply(rows, up_bias))
-            result = down[expert].apply(inner, down_bias)
-            result = result if self._weights_inputs else result * weights
+            result = down[expert].apply(inner, down_bias) * weights
             output.index_add_(0, token, result.to(output.dtype))
         return output
 
 
-class PackedMixture(nn.Module):
-    """Llama 4's mixture: a shared expert, and routed ones whose inputs are weighted. The library
-    computes all experts for all tokens; those that were not chosen add zeros."""
-
-    def __init__(self, mixture: Any) -> None:
-        super().__init__()
-        self.router, self.shared_expert = mixture.router, mixture.shared_expert
-        experts = mixture.experts
-        experts.has_bias, experts._apply_gate = False, partial(_gate, experts.act_fn)
-        self.experts = PackedExperts(experts, weights_inputs=True)
-        self.packed = self.experts.packed
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden_states: [..., hidden_size]. Returns [num_tokens, hidden_size], and the logits of
-        the router."""
-        rows = hidden_states.flatten(0, -2)
-        scores, logits = self.router(rows)
-        chosen = logits.topk(self.router.top_k, dim=1).indices
-        output = self.shared_expert(rows)
-        return output.add_(self.experts(rows, chosen, scores.gather(1, chosen))), logits
-
-
-def _gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return up * activation(gate)
-
-
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or _is_experts(module) or _is_mixture(module)
-
-
-def _is_mixture(module: nn.Module) -> bool:
-    return type(module).__name__ == "Llama4TextMoe"
+    return type(module) is nn.Linear or _is_experts(module)
 
 
 def _remove_weight(embedding: Any, device: str = "meta") -> None:
@@ -187,10 +151,9 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _replace(model: Any, name: str) -> Any:
-    """Replace a linear layer, experts or a mixture by a packed module, which is returned."""
+    """Replace a linear layer or experts by a packed module, which is returned."""
     module = model.get_submodule(name)
-    packed: type[nn.Module] = PackedMixture if _is_mixture(module) else PackedExperts
-    replacement = (PackedLinear if isinstance(module, nn.Linear) else packed)(module)
+    replacement = (PackedLinear if isinstance(module, nn.Linear) else PackedExperts)(module)
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, replacement)
     return replacement
@@ -455,10 +418,9 @@ class Packing:
             if isinstance(module, nn.Linear):
                 self._pack_linear(model, name, module.weight, embedding)
                 continue
-            experts = module.experts if _is_mixture(module) else module
-            if can_pack(experts.down_proj.dtype, experts.down_proj.device):
-                weights = {part: getattr(experts, part).detach() for part in _EXPERT_PARTS}
-                is_transposed = getattr(experts, "is_transposed", True)
+            if can_pack(module.down_proj.dtype, module.down_proj.device):
+                weights = {part: getattr(module, part).detach() for part in _EXPERT_PARTS}
+                is_transposed = module.is_transposed
                 packed = _replace(model, name).packed
                 for part, stacked in weights.items():
                     for i, weight in enumerate(stacked.mT if is_transposed else stacked):

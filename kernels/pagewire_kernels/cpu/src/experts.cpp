@@ -108,6 +108,22 @@ void choose(const RouteTask& task, const Padded& scores, int32_t* chosen) {
   }
 }
 
+// The softmax of an expert among those with lower logits that are near; of equal ones, the first
+// expert's counts as the highest.
+float sparse_mixer(const RouteTask& task, const float* logits, int64_t expert) {
+  const float own = logits[expert];
+  Padded among;
+  for (int64_t e = 0; e < task.num_experts; ++e) {
+    const float other = logits[e], size = __builtin_fabsf(other);
+    const bool is_higher = other > own || (other == own && e < expert);
+    const bool is_far = (own - other) / (size > own ? size : own) > task.nearness;
+    among.numbers[e] = is_higher || is_far ? kLowest : other;
+  }
+  among.pad(task.num_experts, kLowest);
+  softmax(among, task.num_experts);
+  return among.numbers[expert];
+}
+
 void route(const RouteTask& task, int64_t row) {
   const float* logits = task.logits + row * task.logits_stride;
   int32_t* chosen = task.plan->slots + row * task.num_chosen;
@@ -122,6 +138,15 @@ void route(const RouteTask& task, int64_t row) {
   if (task.scoring == kSoftmaxOfChosen) {
     of_chosen.pad(task.num_chosen, kLowest);
     softmax(of_chosen, task.num_chosen);
+  }
+  if (task.scoring == kSigmoidOfChosen) {
+    of_chosen.pad(task.num_chosen, kLowest);
+    sigmoid(of_chosen, task.num_chosen);
+  }
+  if (task.scoring == kSparseMixer) {
+    for (int64_t i = 0; i < task.num_chosen; ++i) {
+      of_chosen.numbers[i] = sparse_mixer(task, logits, chosen[i]);
+    }
   }
   float sum = task.epsilon;
   for (int64_t i = 0; i < task.num_chosen; ++i) sum += of_chosen.numbers[i];
@@ -178,6 +203,20 @@ void route_all(RouteTask& task) {
   }
 }
 
+template <class Number>
+void scatter(ScatterTask& task) {
+  for_each_row(task, *task.num_rows, task.size * task.num_chosen, [&](int64_t row) {
+    const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+    for (int64_t j = row * task.num_chosen; j < (row + 1) * task.num_chosen; ++j) {
+      const Floats weight = broadcast(task.plan->weights[j]);
+      Number* y = static_cast<Number*>(task.y) + task.plan->slots[j] * task.y_stride;
+      for (int64_t i = 0; i < task.size; i += kLanes) {
+        store_some(y + i, multiply(load_some(x + i, task.size - i), weight), task.size - i);
+      }
+    }
+  });
+}
+
 constexpr int64_t kColumnsPerItem = 512;
 
 // A work item is a range of columns of one row.
@@ -203,7 +242,7 @@ void combine(CombineTask& task) {
       Floats sum = zeros();
       for (int64_t j = 0; j < task.num_chosen; ++j) {
         const Floats x = load_some(task.x + slots[j] * task.x_stride + i, end - i);
-        sum = multiply_add(broadcast(weights[j]), x, sum);
+        sum = multiply_add(broadcast(task.is_weighted ? weights[j] : 1.0f), x, sum);
       }
       if (shared != nullptr) {
         sum = multiply_add(broadcast(gate), load_some(shared + i, end - i), sum);
@@ -219,5 +258,7 @@ void combine(CombineTask& task) {
 using namespace pagewire;
 
 PAGEWIRE_KERNEL pw_route(RouteTask* task) { route_all(*task); }
+PAGEWIRE_KERNEL pw_scatter_float32(ScatterTask* task) { scatter<float>(*task); }
+PAGEWIRE_KERNEL pw_scatter_bfloat16(ScatterTask* task) { scatter<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_combine_float32(CombineTask* task) { combine<float>(*task); }
 PAGEWIRE_KERNEL pw_combine_bfloat16(CombineTask* task) { combine<BFloat16>(*task); }

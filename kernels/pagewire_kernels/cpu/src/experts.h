@@ -26,7 +26,7 @@ struct ExpertPlan {
   float* weights;      // as `slots`
 };
 
-enum Scoring : int64_t { kSoftmax, kSigmoid, kSoftmaxOfChosen };
+enum Scoring : int64_t { kSoftmax, kSigmoid, kSoftmaxOfChosen, kSigmoidOfChosen, kSparseMixer };
 
 struct RouteTask : Task {
   int64_t num_done;  // rows whose experts are chosen; 0 before the task runs
@@ -42,6 +42,7 @@ struct RouteTask : Task {
   int64_t num_groups;  // of experts; only those in the best `num_chosen_groups` are chosen
   int64_t num_chosen_groups;
   int64_t num_best;  // experts, 1 or 2, whose scores are a group's
+  float nearness;  // of logits, for kSparseMixer
   float epsilon;  // is added to the sum of weights
   float min_sum;
   float scale;  // by which weights are multiplied at the end
@@ -53,6 +54,18 @@ struct ExpertsTask : LinearTask {
   const ExpertPlan* plan;
   int64_t gathers;  // whether x has the rows of a step, and not those of slots
   ClampedSilu clamped;
+};
+
+// Multiplies the rows of slots by their weights: y[slot] = x[row] * weight.
+struct ScatterTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, size]
+  int64_t x_stride;
+  const ExpertPlan* plan;
+  int64_t num_chosen;
+  void* y;  // [slots, size]
+  int64_t y_stride;
+  int64_t size;
 };
 
 struct CombineTask : Task {
@@ -68,6 +81,7 @@ struct CombineTask : Task {
   void* y;  // [*num_rows, size]
   int64_t y_stride;
   int64_t size;
+  int64_t is_weighted;  // otherwise all weights are 1
 };
 
 }  // namespace pagewire
