@@ -1,91 +1,93 @@
 """The adapters of a step's rows, and what they add to the products of linear layers.
 
-A layer computes the product of all rows with its own weight, as without adapters; what an adapter
-adds is computed for its rows alone, in float32. So a row has the same bits alone, beside rows of
-the base, and beside those of other adapters; and a step without adapters computes nothing more.
+A layer sums the products of all rows with its own weight, as without adapters. What an adapter adds
+is computed for its rows alone, in float32, and added to these sums. So a row has the same bits
+alone, beside rows of the base, and beside those of other adapters; and a step without adapters
+computes nothing more.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import AdapterRows
+from pagewire_kernels.batch import AdapterRows, StepBatch
+from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas
 from worker_service.adapters.lora import LoraAdapter, LoraModule
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
-from worker_service.models.linear import Linear, LinearPart, PackedWeight, can_pack, pack
+from worker_service.models.linear import Linear, LinearPart
 from worker_service.models.native import NativeModel
 
 
-class _Product:
-    """x @ weight.T in float32, whose rows do not depend on each other."""
+class _Step:
+    """The adapters of the present step, which all layers share."""
 
-    def __init__(self, weight: Tensor) -> None:
-        weight = weight.float().contiguous()
-        self._packed: PackedWeight | None = None
-        self._weight = weight
-        if can_pack(weight.dtype, weight.device):
-            self._packed = pack(weight)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        if self._packed is not None:
-            return self._packed.apply(rows)
-        return nn.functional.linear(rows, self._weight)
-
-
-class _PartDelta(NamedTuple):
-    """What an adapter adds to some outputs of a layer."""
-
-    ranks: slice
-    """Its columns of the products with all A."""
-
-    b: _Product
-    scale: float
-    outputs: slice
-
-
-class Delta:
-    """What an adapter adds to the outputs of a layer, which may be a stack of several layers."""
-
-    def __init__(self, parts: Sequence[tuple[LinearPart, LoraModule]]) -> None:
-        all_a, self._parts, first = [], [], 0
-        for part, module in parts:
-            all_a.append(module.a[:, part.inputs])
-            b, ranks = part.rows_of(module.b), slice(first, first + module.rank)
-            self._parts.append(_PartDelta(ranks, _Product(b), module.scale, part.outputs))
-            first += module.rank
-        self._a = _Product(torch.cat(all_a))
-
-    def add_to(self, y: Tensor, x: Tensor, rows: Tensor | None) -> None:
-        """Add to some rows of the product `y` of `x`; None: to all."""
-        chosen = x if rows is None else x[rows]
-        inner = self._a(chosen.float())
-        for ranks, b, scale, outputs in self._parts:
-            added = b(inner[:, ranks].contiguous()).mul_(scale)
-            if rows is None:
-                y[:, outputs].add_(added)
-            else:
-                y[rows, outputs] = (y[rows, outputs] + added).to(y.dtype)
+    def __init__(self) -> None:
+        self.adapters: Sequence[AdapterRows] = ()
+        self.native_rows = ActiveRows()
 
 
 class LayerAdapters:
     """The adapters of one linear layer. Implements `linear.Additions`."""
 
-    def __init__(self, active: list[AdapterRows]) -> None:
-        """active: those of the present step, which all layers share."""
-        self._active = active
-        self.deltas: dict[bytes, Delta] = {}
+    def __init__(self, layer: Linear, step: _Step, max_slots: int, max_rank: int) -> None:
+        """max_rank: of an adapter's module."""
+        self._step = step
+        self._native: NativeDeltas | None = None
+        self._parts: dict[bytes, Sequence[tuple[LinearPart, LoraModule]]] = {}
         """By digest, of the adapters in slots that change this layer."""
+        self.is_changed = False
+        """Whether an adapter changes the layer, or has done so."""
+        if layer.native_weight is not None:
+            num_modules = len([*layer.parts()])
+            self._native = layer.native_weight.make_deltas(
+                step.native_rows, max_slots, num_modules, max_rank
+            )
 
-    def active(self) -> Iterator[tuple[Delta, Tensor | None]]:
-        """The adapters of the present step that change this layer, and their rows."""
-        for digest, rows in self._active:
-            if (delta := self.deltas.get(digest)) is not None:
-                yield delta, rows
+    def fill(
+        self, slot: int, digest: bytes, modules: Sequence[tuple[LinearPart, LoraModule]]
+    ) -> None:
+        """Put an adapter that changes the layer into a slot."""
+        self.is_changed = True
+        self._parts[digest] = modules
+        if self._native is not None:
+            parts = [
+                DeltaPart(
+                    module.a[:, part.inputs],
+                    part.rows_of(module.b),
+                    module.scale,
+                    part.outputs.start,
+                )
+                for part, module in modules
+            ]
+            self._native.fill(slot, parts)
+
+    def clear(self, slot: int, digest: bytes) -> None:
+        """Empty a slot."""
+        if self._parts.pop(digest, None) is not None and self._native is not None:
+            self._native.clear(slot)
+
+    def of_step(self) -> NativeDeltas | None:
+        """See `linear.Additions`."""
+        return self._native if self.is_changed and self._step.adapters else None
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """See `linear.Additions`."""
+        for digest, rows in self._step.adapters:
+            for part, module in self._parts.get(digest, ()):
+                chosen = x.float() if rows is None else x[rows].float()
+                inner = nn.functional.linear(chosen, module.a[:, part.inputs].float())
+                b = part.rows_of(module.b).float()
+                added = nn.functional.linear(inner, b).mul_(module.scale)
+                columns = y[:, part.outputs]
+                if rows is None:
+                    columns.add_(added)
+                else:
+                    columns[rows] = (columns[rows] + added).to(y.dtype)
+        return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +108,16 @@ class AdapterSlots:
         self, model: NativeModel, store: AdapterStore[LoraAdapter], max_slots: int, max_rank: int
     ) -> None:
         self._store, self._max_slots, self._max_rank = store, max_slots, max_rank
-        self._model = model
-        self._active: list[AdapterRows] = []
+        self._model, self._step = model, _Step()
         self._places: dict[str, list[_Place]] = {}
         self._layers: dict[Linear, LayerAdapters] = {}
-        self._slots: dict[bytes, None] = {}
-        """Digests, the least recently used first."""
+        self._slots: dict[bytes, int] = {}
+        """By digest, the least recently used first."""
         for layer in model.layers.modules():
             if not isinstance(layer, Linear):
                 continue
-            layer.additions = self._layers[layer] = LayerAdapters(self._active)
+            added = LayerAdapters(layer, self._step, max_slots, max_rank)
+            layer.additions = self._layers[layer] = added
             for name, part in layer.parts():
                 self._places.setdefault(name, []).append(_Place(layer, part))
 
@@ -153,33 +155,46 @@ class AdapterSlots:
         here = {int(name.rpartition(".")[2]) for name, _ in self._model.named_layers()}
         return match is not None and int(match[1]) in {*range(self._model.num_layers)} - here
 
-    def activate(self, rows: Sequence[AdapterRows]) -> None:
-        """Let the layers compute these adapters in the next forward pass; none ends that.
+    def activate(self, batch: StepBatch) -> bool:
+        """Let the layers compute the adapters of a batch in the next forward pass.
 
-        Raises InvalidPlan if they exceed the slots.
+        Returns whether they change layers that none has changed before, so that a recorded program
+        lacks them. Raises InvalidPlan if they exceed the slots.
         """
-        self._active.clear()
-        if not rows:
-            return
-        if len(rows) > self._max_slots:
+        adapters = batch.adapters
+        if len(adapters) > self._max_slots:
             problem = f"expected at most {self._max_slots} adapters in a step, --max-loras"
-            raise InvalidPlan("seq_ids", f"{problem}, got {len(rows)}")
-        for digest, _ in rows:
+            raise InvalidPlan("seq_ids", f"{problem}, got {len(adapters)}")
+        num_changed = self._num_changed()
+        for digest, _ in adapters:
             if digest not in self._slots:
-                self._fill_slot(digest, {digest for digest, _ in rows})
-            self._slots[digest] = self._slots.pop(digest, None)
-        self._active.extend(rows)
+                self._slots[digest] = self._fill_slot(digest, {digest for digest, _ in adapters})
+            self._slots[digest] = self._slots.pop(digest)
+        slots = [self._slots[digest] for digest, _ in adapters]
+        every = torch.arange(len(batch.token_ids))
+        rows = [every if rows is None else rows for _, rows in adapters]
+        self._step.native_rows.set(slots, rows)
+        self._step.adapters = adapters
+        return self._num_changed() > num_changed
 
-    def _fill_slot(self, digest: bytes, needed: set[bytes]) -> None:
-        adapter = self._store.get(digest)
-        if len(self._slots) >= self._max_slots:
-            evicted = next(slot for slot in self._slots if slot not in needed)
-            del self._slots[evicted]
-            for additions in self._layers.values():
-                additions.deltas.pop(evicted, None)
+    def deactivate(self) -> None:
+        """Let the layers compute no adapters."""
+        self._step.adapters = ()
+
+    def _num_changed(self) -> int:
+        return sum(added.is_changed for added in self._layers.values())
+
+    def _fill_slot(self, digest: bytes, needed: set[bytes]) -> int:
+        """Put an adapter into a free slot, or that of the one that was not needed for longest."""
+        adapter, slot = self._store.get(digest), len(self._slots)
+        if slot >= self._max_slots:
+            evicted = next(found for found in self._slots if found not in needed)
+            slot = self._slots.pop(evicted)
+            for added in self._layers.values():
+                added.clear(slot, evicted)
         for layer, parts in self._by_layer(adapter.modules).items():
-            self._layers[layer].deltas[digest] = Delta(parts)
-        self._slots[digest] = None
+            self._layers[layer].fill(slot, digest, parts)
+        return slot
 
     def _by_layer(
         self, modules: Mapping[str, LoraModule]

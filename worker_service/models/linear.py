@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.cpu import linear as native
+from pagewire_kernels.cpu.adapters import NativeDeltas
 from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.experts import NativeExperts, can_pack_experts
 from pagewire_kernels.cpu.heads import NativeHeads
@@ -311,19 +312,16 @@ class LinearPart(NamedTuple):
         return rows if self.order is None else rows[self.order]
 
 
-class Addition(Protocol):
-    """What is added to the product of a layer for some rows."""
-
-    def add_to(self, y: Tensor, x: Tensor, rows: Tensor | None) -> None:
-        """Add to some rows of the product `y` of `x`; None: to all."""
-        ...
-
-
 class Additions(Protocol):
     """What is added to the products of a layer; see `models/adapters.py`."""
 
-    def active(self) -> Iterator[tuple[Addition, Tensor | None]]:
-        """The additions of the present step, and their rows: int64 [n], or None for all."""
+    def of_step(self) -> NativeDeltas | None:
+        """What the C++ product adds in the present step; None: nothing."""
+        ...
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """The sum of a product of `x` and what is added in the present step, where the C++ kernels
+        do not compute it."""
         ...
 
 
@@ -362,6 +360,11 @@ class Linear(nn.Module):
         """The module of kernels for few rows, if there are any for the weight."""
         self.additions: Additions | None = None
         """What adapters add to the product."""
+
+    @property
+    def native_weight(self) -> NativeWeight | NativeGatedWeight | None:
+        """The weight as the C++ kernels have it; None if torch computes the product."""
+        return self.packed if isinstance(self.packed, NativeWeight) else None
 
     def parts(self) -> Iterator[tuple[str, LinearPart]]:
         """(name of the checkpoint's module, its part of this product), once `targets` was called.
@@ -466,11 +469,12 @@ class Linear(nn.Module):
         self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None = None
     ) -> Tensor:
         """As `forward`, with another bias; output_dtype: the weight's, or float32."""
+        additions = self.additions
+        if isinstance(self.packed, NativeWeight):
+            deltas = None if additions is None else additions.of_step()
+            return self.packed.apply(rows, bias, output_dtype=output_dtype, deltas=deltas)
         product = self._product(rows, bias, output_dtype)
-        if self.additions is not None:
-            for addition, chosen in self.additions.active():
-                addition.add_to(product, rows, chosen)
-        return product
+        return product if additions is None else additions.add(product, rows)
 
     def _product(
         self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None
@@ -520,23 +524,15 @@ class GatedLinear(Linear):
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, size]."""
         if self._gated is not None:
-            return self._with_additions(self._gated, rows)
+            deltas = None if self.additions is None else self.additions.of_step()
+            return self._gated.apply(rows, self.bias, deltas)
         if self._few_rows is not None and self._few_rows.are_few(rows):
             return self._few_rows.multiply_gated(rows, self.weight, self.bias, self._activation)
         return self._kernels.act_and_mul(super().forward(rows), self._activation)
 
-    def _with_additions(self, gated: NativeGatedWeight, rows: Tensor) -> Tensor:
-        """The result of all rows with the weight alone, then of those to which adapters add."""
-        y = gated.apply(rows, self.bias)
-        for addition, chosen in () if self.additions is None else self.additions.active():
-            x = rows if chosen is None else rows[chosen]
-            sums = gated.sums(x, self.bias)
-            addition.add_to(sums, x, None)
-            result = self._kernels.act_and_mul(sums.to(rows.dtype), self._activation)
-            if chosen is None:
-                return result
-            y[chosen] = result
-        return y
+    @property
+    def native_weight(self) -> NativeWeight | NativeGatedWeight | None:
+        return self._gated or super().native_weight
 
 
 class RowParallelLinear(Linear):

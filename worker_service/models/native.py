@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import (
-    AdapterRows,
     AttentionMetadata,
     LayerCaches,
     LayerMemory,
@@ -117,11 +116,27 @@ class NativeLayer(nn.Module, ABC):
 
 
 class ActivatesAdapters(Protocol):
-    """What the layers of a model apply to some rows; see `models/adapters.py`."""
+    """What the layers of a model add for some rows; see `models/adapters.py`."""
 
-    def activate(self, rows: Sequence[AdapterRows]) -> None:
-        """Let the layers compute these adapters in the next forward pass; none ends that."""
+    def activate(self, batch: StepBatch) -> bool:
+        """Let the layers compute the adapters of a batch in the next forward pass.
+
+        Returns whether a program recorded with adapters lacks some of them.
+        """
         ...
+
+    def deactivate(self) -> None:
+        """Let the layers compute no adapters."""
+        ...
+
+
+class _Program:
+    """A forward pass that is recorded when it first runs, where the kernels can do that."""
+
+    def __init__(self, run: ForwardFn) -> None:
+        self.run = run
+        self.captured: dict[int, list[Tensor]] = {}
+        """As `NativeModel._captured`; buffers of the program if it is recorded."""
 
 
 @runtime_checkable
@@ -258,13 +273,10 @@ class NativeModel(LoadableModule):
             )
         self.layers = nn.ModuleList()
         self._kernels = kernels
-        self._run: ForwardFn | None = None
-        if layout.world_size == 1:
-            self._run = self._prepare()
+        self._program, self._program_with_adapters = self._prepare(), self._prepare()
         self._captured_layers: tuple[int, ...] = ()
         self._captured: dict[int, list[Tensor]] = {}
-        """By layer of this stage, the summands of its input, which `run_layers` captured; buffers
-        of the program if it is recorded."""
+        """By layer of this stage, the summands of its input, which `run_layers` captured."""
         self.adapters: ActivatesAdapters | None = None
         """None if no sequence has an adapter."""
         self.packs_with_triton = context.packs_with_triton
@@ -276,9 +288,11 @@ class NativeModel(LoadableModule):
     ) -> KVCacheSpec:
         """What layers keep of a sequence."""
 
-    def _prepare(self) -> ForwardFn:
+    def _prepare(self) -> _Program | None:
+        if self.communicator.layout.world_size > 1:
+            return None
         head = None if self.head is None else self._apply_head
-        return self._kernels.prepare(self.embed, self.run_layers, head)
+        return _Program(self._kernels.prepare(self.embed, self.run_layers, head))
 
     def named_layers(self) -> Iterator[tuple[str, NativeLayer]]:
         """(canonical name, layer) of this rank's layers."""
@@ -324,8 +338,7 @@ class NativeModel(LoadableModule):
         self._captured_layers = tuple(layers)
         num_earlier = sum(layer < self._layer_range.start for layer in set(layers))
         self._received_like = self._received_like.new_empty((1 + num_earlier) * self.hidden_size)
-        if layout.world_size == 1:
-            self._run = self._prepare()
+        self._program, self._program_with_adapters = self._prepare(), self._prepare()
 
     @abstractmethod
     def embed(self, batch: StepBatch) -> Tensor:
@@ -371,20 +384,25 @@ class NativeModel(LoadableModule):
     def forward_to_logits(self, batch: StepBatch) -> Computed:
         """As `forward`, with logits of `batch.sampled` if the LM head is part of the recorded
         program."""
-        if batch.adapters and self.adapters is not None:  # a draft model ignores them
-            self.adapters.activate(batch.adapters)
-            of_program = self._captured
-            try:
-                return self._forward_eagerly(batch)
-            finally:
-                self.adapters.activate(())
-                self._captured = of_program
-        if self._run is not None:
-            computed = self._run(batch)
-            if not self._captured_layers:
-                return computed
-            return computed._replace(captured=self._all_captured((), batch.token_ids.shape[0]))
-        return self._forward_eagerly(batch)
+        if not batch.adapters or self.adapters is None:  # a draft model ignores them
+            return self._forward(batch, self._program)
+        if self.adapters.activate(batch):
+            self._program_with_adapters = self._prepare()
+        try:
+            return self._forward(batch, self._program_with_adapters)
+        finally:
+            self.adapters.deactivate()
+
+    def _forward(self, batch: StepBatch, program: _Program | None) -> Computed:
+        """Run a program, or if there is none, the layers operation by operation."""
+        if program is None:
+            return self._forward_eagerly(batch)
+        self._captured = program.captured
+        computed = program.run(batch)
+        program.captured = self._captured
+        if not self._captured_layers:
+            return computed
+        return computed._replace(captured=self._all_captured((), batch.token_ids.shape[0]))
 
     def _forward_eagerly(self, batch: StepBatch) -> Computed:
         """Run this rank's layers, operation by operation."""

@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.adapters import ActiveRows, NativeDeltas
 from pagewire_kernels.cpu.checks import DTYPES, require
 from pagewire_kernels.cpu.native_library import Kernel, Library
 from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows
@@ -368,17 +369,27 @@ class _Packed:
         """Bytes of the packed weight."""
         return self._packed.numel()
 
+    def make_deltas(
+        self, rows: ActiveRows, max_slots: int, num_modules: int, max_rank: int
+    ) -> NativeDeltas:
+        """Make slots for what adapters add to the product.
+
+        rows: of the present step; num_modules: that are stacked in this weight; max_rank: of what
+        an adapter adds to one.
+        """
+        sizes = [self.out_features // self._num_parts] * self._num_parts
+        limits = max_slots, num_modules, max_rank
+        return NativeDeltas(sizes, rows, *limits, self._library, self.dtype)
+
     def _multiply(
         self,
         kernel: Kernel,
         rows: Tensor,
         bias: Tensor | None,
         y: Tensor,
+        deltas: NativeDeltas | None,
         activation: int = 0,
-        *,
-        out_features: int | None = None,
     ) -> None:
-        """out_features: of panels instead of those of the weight."""
         if rows.dtype != self.dtype or rows.shape[1] != self.in_features:
             raise TypeError(
                 f"rows: expected {self.dtype} [*, {self.in_features}], got {rows.dtype}"
@@ -386,6 +397,7 @@ class _Packed:
             )
         if rows.stride(1) != 1:
             rows = rows.contiguous()
+        inner = None if deltas is None else deltas.multiply(rows)
         if self._activations is not None:
             rows = quantize_rows(self._library, rows, self._activations)
         num_rows = rows.shape[0]
@@ -400,10 +412,13 @@ class _Packed:
             weight=self.address,
             bias=address(bias),
             in_features=self.in_features,
-            out_features=out_features or self.out_features,
+            out_features=self.out_features,
             activation=activation,
             **self._quantization,
         )
+        if deltas is not None and inner is not None:
+            for name, value in deltas.fields(inner).items():
+                setattr(task, name, value)
         launch(kernel, task, num_threads)
 
     def _permute(self, rows: Tensor, order: Tensor) -> Tensor:
@@ -433,15 +448,20 @@ class NativeWeight(_Packed):
         return {dtype: self._kernel(f"linear_{name}") for dtype, name in names.items()}
 
     def apply(
-        self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
+        self,
+        rows: Tensor,
+        bias: Tensor | None = None,
+        *,
+        output_dtype: torch.dtype | None = None,
+        deltas: NativeDeltas | None = None,
     ) -> Tensor:
-        """rows @ weight.T + bias.
+        """rows @ weight.T + bias, and what adapters add.
 
         rows: [num_rows, in_features], of `dtype`; output_dtype: `dtype`, or float32, which leaves
         sums unrounded. Returns [num_rows, out_features]. Raises TypeError for other rows.
         """
         y = new_rows(rows.shape[0], self.out_features, output_dtype or self.dtype)
-        self._multiply(self._kernels[y.dtype], rows, bias, y)
+        self._multiply(self._kernels[y.dtype], rows, bias, y, deltas)
         return y
 
     def gather(self, token_ids: Tensor) -> Tensor:
@@ -481,34 +501,11 @@ class NativeGatedWeight(_Packed):
         self._product = self._kernel(f"gated_linear_{DTYPES[self.dtype]}")
         self._activation = reference.ACTIVATIONS.index(activation)
 
-    def apply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply the gated projection. rows: [num_rows, in_features]; bias: [2 * size]. Returns
-        [num_rows, size]."""
+    def apply(
+        self, rows: Tensor, bias: Tensor | None = None, deltas: NativeDeltas | None = None
+    ) -> Tensor:
+        """Apply the gated projection. rows: [num_rows, in_features]; bias: [2 * size]; deltas: what
+        adapters add to both products. Returns [num_rows, size]."""
         y = new_rows(rows.shape[0], self.out_features // 2, self.dtype)
-        self._multiply(self._product, rows, bias, y, self._activation)
+        self._multiply(self._product, rows, bias, y, deltas, self._activation)
         return y
-
-    def sums(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The sums that `apply` activates: float32 [num_rows, 2 * size], those of G, then of U."""
-        size, half = self.out_features // 2, _PANEL_OUTPUTS // 2
-        num_padded = -(-size // half) * _PANEL_OUTPUTS
-        y = new_rows(rows.shape[0], num_padded, torch.float32)
-        name = DTYPES[self.dtype]
-        kernel = "linear_float32" if name == "float32" else f"linear_{name}_float32"
-        self._multiply(self._kernel(kernel), rows, None, y, out_features=num_padded)
-        width = _outputs_in_turn(self._library)
-        panels = y.view(rows.shape[0], -1, 2, width)
-        sums = panels.transpose(1, 2).reshape(rows.shape[0], 2, -1)[:, :, :size].flatten(1)
-        return sums if bias is None else sums.add_(bias)
-
-
-@cache
-def _outputs_in_turn(library: Library) -> int:
-    """How many outputs of G and then of U take turns in the panels of a gated weight, which depends
-    on the instruction set."""
-    size = _PANEL_OUTPUTS // 2
-    numbers = torch.arange(2 * size, dtype=torch.float32).unsqueeze(1)
-    packed = NativeGatedWeight(numbers, "silu", library, HugeMemory())
-    y = new_rows(1, 2 * size, torch.float32)
-    packed._multiply(packed._kernel("linear_float32"), torch.ones(1, 1), None, y)
-    return y[0].tolist().index(size)

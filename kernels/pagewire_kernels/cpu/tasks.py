@@ -212,6 +212,9 @@ class PackTask(NativeStruct):
     _fields_ = fields_of("next_item weight weight_stride packed in_features out_features num_parts")
 
 
+_DELTAS = " delta_slots delta_rows inner inner_stride "
+"""The fields of `Deltas` of src/adapters.h."""
+
 _QUANTIZATION = " group_size scale_bytes has_offsets unit_groups zero table"
 """The fields of `Quantization` of src/linear.h."""
 
@@ -220,8 +223,10 @@ class LinearTask(NativeStruct):
     """`LinearTask` of src/linear.h."""
 
     _fields_ = fields_of(
-        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
-        "activation" + _QUANTIZATION
+        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features"
+        + _DELTAS
+        + "activation"
+        + _QUANTIZATION
     )
 
 
@@ -229,8 +234,37 @@ class HeadsTask(NativeStruct):
     """`HeadsTask` of src/linear.h."""
 
     _fields_ = fields_of(
-        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
-        "activation" + _QUANTIZATION + " num_heads head_bytes x_head_stride y_head_stride"
+        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features"
+        + _DELTAS
+        + "activation"
+        + _QUANTIZATION
+        + " num_heads head_bytes x_head_stride y_head_stride"
+    )
+
+
+class AdapterSpan(NativeStruct):
+    """`AdapterSpan` of src/adapters.h."""
+
+    _fields_ = fields_of("end first_step num_steps b")
+
+
+class AdapterSlot(NativeStruct):
+    """`AdapterSlot` of src/adapters.h."""
+
+    _fields_ = fields_of("a a_row_bytes rank scales spans")
+
+
+class AdapterRows(NativeStruct):
+    """`AdapterRows` of src/adapters.h."""
+
+    _fields_ = fields_of("num_groups slots starts rows")
+
+
+class AdapterTask(NativeStruct):
+    """`AdapterTask` of src/adapters.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads x x_stride in_features slots rows inner inner_stride"
     )
 
 
@@ -254,8 +288,11 @@ class ExpertsTask(NativeStruct):
     """`ExpertsTask` of src/experts.h."""
 
     _fields_ = fields_of(
-        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
-        "activation" + _QUANTIZATION + " expert_bytes plan gathers",
+        "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features"
+        + _DELTAS
+        + "activation"
+        + _QUANTIZATION
+        + " expert_bytes plan gathers",
         "alpha limit offset",
     )
 

@@ -8,6 +8,9 @@
 
 #include "vectors.h"
 
+// Before a loop over sums in registers: an array that is indexed by variables would be in memory.
+#define PAGEWIRE_UNROLL _Pragma("GCC unroll 16")
+
 namespace pagewire {
 
 struct Float32Dot {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "activation.h"
+#include "adapters.h"
 #include "batch.h"
 #include "dot.h"
 #include "team.h"
@@ -44,6 +45,7 @@ struct LinearTask : Task {
   int64_t y_stride;
   int64_t in_features;
   int64_t out_features;  // of a gated layer those of G and U, twice as many as y has
+  Deltas deltas;  // that are added to the sums
   Activation activation;  // of a gated layer
   Quantization quantization;
 };

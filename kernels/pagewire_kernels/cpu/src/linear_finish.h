@@ -16,7 +16,9 @@ inline Floats add_bias(const float* sums, const void* bias, int64_t column, int6
 // y = sums + bias
 template <class Input, class Output>
 struct Finish {
+  using Number = Input;
   static constexpr int64_t kColumns = kPanel, kBytes = sizeof(Output);
+  static constexpr bool kIsGated = false;
   static int64_t num_panels(const LinearTask& task) {
     return divide_up(task.out_features, kPanel);
   }
@@ -32,9 +34,11 @@ struct Finish {
 };
 
 // y = function(gate) * up
-template <class Number, class Function>
+template <class Input, class Function>
 struct FinishGated {
+  using Number = Input;
   static constexpr int64_t kColumns = kLanes, kBytes = sizeof(Number);
+  static constexpr bool kIsGated = true;
   static int64_t num_panels(const LinearTask& task) {
     return divide_up(task.out_features / 2, kLanes);
   }
@@ -51,5 +55,20 @@ struct FinishGated {
 
   Function function{};
 };
+
+// Adds what adapters change to the sums of a panel, [num_rows, kPanel], of the rows from `row` on. next:
+// the panel that will be computed next.
+template <class Finish>
+inline void add_adapters(const LinearTask& task, int64_t row, int64_t num_rows, int64_t panel,
+                         int64_t next, float* sums) {
+  if (task.deltas.slots == nullptr) return;
+  // The blocks of U begin after those of G.
+  const int64_t up = divide_up(task.out_features / 2, kBlockOutputs) * kBlockOutputs;
+  const int64_t second = Finish::kIsGated ? up : kLanes;
+  static_assert(kPanelVectors == 2);
+  const int64_t first = panel * Finish::kColumns, first_of_next = next * Finish::kColumns;
+  add_deltas<DotOf<typename Finish::Number>>(task.deltas, row, num_rows, {first, first + second},
+                                             {first_of_next, first_of_next + second}, sums, kPanel);
+}
 
 }  // namespace pagewire

@@ -89,6 +89,7 @@ void multiply(LinearTask& task, Finish finish) {
     }
     const int64_t next = items.following(item) % num_panels;
     product(weights + panel * product.panel_bytes(), weights + next * product.panel_bytes(), sums);
+    add_adapters<Finish>(task, first, count, panel, next, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }

@@ -46,8 +46,6 @@ struct TileRows {
   int64_t stride;
 };
 
-#define PAGEWIRE_UNROLL _Pragma("GCC unroll 16")
-
 // Adds the products of one step to the sums of `kRows` rows.
 template <class Dot, int kRows, int32_t (*kLoad)(const void*)>
 inline __attribute__((always_inline)) void add_step(
@@ -98,8 +96,6 @@ void add_tile(const typename Dot::Input* x, int64_t x_stride, const char* weight
     store_floats(kept + i * kLanes, sums[i / kPanelVectors][i % kPanelVectors]);
   }
 }
-
-#undef PAGEWIRE_UNROLL
 
 template <class Dot>
 using AddTile = void (*)(const typename Dot::Input*, int64_t, const char*, int64_t, const char*,

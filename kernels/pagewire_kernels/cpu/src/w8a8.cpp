@@ -296,6 +296,7 @@ void multiply(LinearTask& task, Finish finish) {
       Header header;
       memcpy(&header, x + r * task.x_stride, sizeof(header));
       results.compute(header, totals + r * kPanel, y);
+      add_adapters<Finish>(task, row + r, 1, index, index, y);
       finish(task, row + r, index, y);
     }
   }

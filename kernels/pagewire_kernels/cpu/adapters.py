@@ -1,0 +1,199 @@
+"""What LoRA adapters add to products in C++; see src/adapters.h."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.checks import DTYPES
+from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.cpu.program import launch, new_tensor
+from pagewire_kernels.cpu.tasks import (
+    AdapterRows,
+    AdapterSlot,
+    AdapterSpan,
+    AdapterTask,
+    address,
+    rows_of,
+)
+
+_ROW_BYTES = 64
+"""Rows of A are padded to a multiple of this."""
+
+_BLOCK_OUTPUTS = 16
+"""The same constant as in src/adapters.h."""
+
+_STEP_BYTES = 4
+"""Columns of B that are multiplied at once."""
+
+_RANK_UNIT = 4
+"""Ranks are padded to a multiple of this."""
+
+
+class ActiveRows:
+    """The rows of the present step by slot of their adapter, which the layers of a model share."""
+
+    def __init__(self) -> None:
+        self._rows = AdapterRows()
+        self._columns: list[Tensor] = []
+
+    @property
+    def address(self) -> int:
+        """Of the structure that kernels read, which is never moved."""
+        return ctypes.addressof(self._rows)
+
+    def set(self, slots: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Set the rows of the adapters in some slots: int64 [n] each, ascending."""
+        starts = torch.tensor([0, *(len(chosen) for chosen in rows)]).cumsum(0)
+        columns = (torch.tensor(slots), starts, torch.cat([*rows]))
+        self._columns = [column.int() for column in columns]
+        self._rows.num_groups = len(slots)
+        names = ("slots", "starts", "rows")
+        for name, column in zip(names, self._columns, strict=True):
+            setattr(self._rows, name, address(column))
+
+
+class DeltaPart(NamedTuple):
+    """What an adapter adds to some outputs of a product: x @ a.T @ b.T * scale."""
+
+    a: Tensor
+    """[rank, in_features]."""
+
+    b: Tensor
+    """[num_outputs, rank]."""
+
+    scale: float
+    first_output: int
+
+
+class NativeDeltas:
+    """What the adapters in slots add to the products of one layer."""
+
+    def __init__(
+        self,
+        outputs: Sequence[int],
+        rows: ActiveRows,
+        max_slots: int,
+        num_modules: int,
+        max_rank: int,
+        library: Library,
+        dtype: torch.dtype,
+    ) -> None:
+        """outputs: how many the layer has, of gate and up projection apart; rows: of steps;
+        num_modules: the most parts of an adapter; max_rank: of a part; dtype: of the layer's rows,
+        float32 or bfloat16."""
+        self._outputs, self._rows, self._dtype = outputs, rows, dtype
+        self._max_rank = num_modules * _padded(max_rank)
+        self._slots = (AdapterSlot * max_slots)()
+        self._kept: dict[int, tuple[object, ...]] = {}
+        """The memory of each slot."""
+        self._kernel = library.kernel(f"multiply_a_{DTYPES[dtype]}")
+
+    def fill(self, slot: int, parts: Sequence[DeltaPart]) -> None:
+        """Put an adapter that changes the layer into a slot."""
+        rank = sum(_padded(part.a.shape[0]) for part in parts)
+        number_bytes = self._dtype.itemsize
+        in_features = parts[0].a.shape[1]
+        row_bytes = -(-in_features * number_bytes // _ROW_BYTES) * _ROW_BYTES
+        a = torch.zeros(rank, row_bytes // number_bytes, dtype=self._dtype)
+        sizes = [-(-size // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS for size in self._outputs]
+        # The last panel may have a block beyond the outputs.
+        b = torch.zeros(sum(sizes) + _BLOCK_OUTPUTS, rank, dtype=self._dtype)
+        scales = torch.zeros(rank + _BLOCK_OUTPUTS)  # of whole registers
+        first = 0
+        for part in parts:
+            size = part.a.shape[0]
+            ranks = slice(first, first + size)
+            a[ranks, :in_features] = part.a
+            scales[ranks] = part.scale
+            for start, rows in self._in_blocks(part.first_output, part.b, sizes):
+                b[start : start + len(rows), ranks] = rows
+            first += _padded(size)
+        packed, spans = self._pack(b)
+        self._kept[slot] = a, scales, packed, spans
+        self._slots[slot] = AdapterSlot(
+            a=address(a),
+            a_row_bytes=row_bytes,
+            rank=rank,
+            scales=address(scales),
+            spans=ctypes.addressof(spans),
+        )
+
+    def _in_blocks(self, first: int, b: Tensor, sizes: Sequence[int]) -> list[tuple[int, Tensor]]:
+        """The rows of B for outputs from `first` on, where they are if each of the layer's parts
+        begins with a block."""
+        found, start, padded_start = [], 0, 0
+        for size, padded in zip(self._outputs, sizes, strict=True):
+            low, high = max(first, start), min(first + len(b), start + size)
+            if low < high:
+                found.append((padded_start + low - start, b[low - first : high - first]))
+            start, padded_start = start + size, padded_start + padded
+        return found
+
+    def _pack(self, b: Tensor) -> tuple[Tensor, ctypes.Array[AdapterSpan]]:
+        """The blocks of B, without the columns before the first and after the last that is not
+        zero."""
+        # Columns that are multiplied in one step stay together.
+        of_blocks = b.unflatten(0, (-1, _BLOCK_OUTPUTS))
+        of_blocks = of_blocks.unflatten(2, (-1, _STEP_BYTES // b.element_size())).transpose(1, 2)
+        is_used = of_blocks.ne(0).flatten(2).any(dim=2)
+        steps = torch.arange(is_used.shape[1])
+        first = torch.where(is_used, steps, len(steps)).amin(dim=1, keepdim=True)
+        last = torch.where(is_used, steps, -1).amax(dim=1, keepdim=True)
+        packed = of_blocks[(steps >= first) & (steps <= last)]
+        ranges, sizes = torch.cat([first, (last + 1 - first).clamp(min=0)], 1).unique_consecutive(
+            return_counts=True, dim=0
+        )
+        spans = (AdapterSpan * len(sizes))()
+        block, at = 0, packed.data_ptr()
+        described = zip(spans, ranges.tolist(), sizes.tolist(), strict=True)
+        for span, (first_step, num_steps), num_blocks in described:
+            block_bytes = num_steps * _BLOCK_OUTPUTS * _STEP_BYTES
+            span.b = at - block * block_bytes
+            block, at = block + num_blocks, at + num_blocks * block_bytes
+            span.end, span.first_step, span.num_steps = block, first_step, num_steps
+        return packed, spans
+
+    def clear(self, slot: int) -> None:
+        """Let the adapter of a slot change nothing."""
+        self._slots[slot] = AdapterSlot()
+        self._kept.pop(slot, None)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all slots."""
+        kept = (part for parts in self._kept.values() for part in parts)
+        return sum(part.nbytes for part in kept if isinstance(part, Tensor))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Launch the products with A: [num_rows, *], which `fields` expects.
+
+        x: [num_rows, in_features], with a dense last axis.
+        """
+        num_rows, in_features = x.shape
+        inner = new_tensor((num_rows, self._max_rank), self._dtype)
+        num_threads = threads.count_for(num_rows * in_features * _RANK_UNIT)
+        task = AdapterTask(
+            num_threads=num_threads,
+            **rows_of(x=x, inner=inner),
+            in_features=in_features,
+            slots=ctypes.addressof(self._slots),
+            rows=self._rows.address,
+        )
+        launch(self._kernel, task, num_threads)
+        return inner
+
+    def fields(self, inner: Tensor) -> dict[str, int]:
+        """The fields of the task of a product that adds B times `inner`, which must outlive it."""
+        return {
+            "delta_slots": ctypes.addressof(self._slots),
+            "delta_rows": self._rows.address,
+            **rows_of(inner=inner),
+        }
+
+
+def _padded(rank: int) -> int:
+    return -(-rank // _RANK_UNIT) * _RANK_UNIT

@@ -1,0 +1,141 @@
+// The products of rows with A of their adapters; see adapters.h.
+#include "adapters.h"
+
+#include "rows.h"
+#include "share.h"
+
+namespace pagewire {
+namespace {
+
+constexpr int64_t kItemRows = 4, kItemRanks = 16;
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRanks = 4;  // with 4 rows, 16 registers of sums of 32
+#else
+constexpr int kRanks = 2;
+#endif
+
+// The dot products of `kRows` rows with `kRanks` rows of A, a register at a time.
+template <class Dot, int kRows>
+void multiply_ranks(const char* const* x, const char* a, int64_t a_row_bytes, int64_t num_bytes,
+                    float (*to)[kItemRanks]) {
+  constexpr int64_t kStep = kLanes * 4;
+  Floats sums[kRows][kRanks];
+  PAGEWIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+    PAGEWIRE_UNROLL for (int k = 0; k < kRanks; ++k) sums[r][k] = zeros();
+  }
+  const auto add_step = [&](int64_t at, const auto& inputs) {
+    PAGEWIRE_UNROLL for (int k = 0; k < kRanks; ++k) {
+      const char* from = a + k * a_row_bytes + at;
+      __builtin_prefetch(from + kRanks * a_row_bytes, 0, 2);
+      const auto weights = Dot::load(from);
+      PAGEWIRE_UNROLL for (int r = 0; r < kRows; ++r) sums[r][k] = Dot::add(inputs[r], weights, sums[r][k]);
+    }
+  };
+  int64_t at = 0;
+  typename Dot::Operand inputs[kRows];
+  for (; at + kStep <= num_bytes; at += kStep) {
+    PAGEWIRE_UNROLL for (int r = 0; r < kRows; ++r) inputs[r] = Dot::load(x[r] + at);
+    add_step(at, inputs);
+  }
+  if (at < num_bytes) {  // the last inputs, padded as the rows of A are
+    PAGEWIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+      alignas(64) char padded[kStep] = {};
+      memcpy(padded, x[r] + at, num_bytes - at);
+      inputs[r] = Dot::load(padded);
+    }
+    add_step(at, inputs);
+  }
+  PAGEWIRE_UNROLL for (int r = 0; r < kRows; ++r) {
+    PAGEWIRE_UNROLL for (int k = 0; k < kRanks; ++k) to[r][k] = sum_lanes(sums[r][k]);
+  }
+}
+
+// The items of a task: some rows of a group, and some ranks of its adapter.
+class Items {
+ public:
+  struct Item {
+    const AdapterSlot* slot;
+    const int32_t* rows;
+    int64_t num_rows, first_rank, num_ranks;
+  };
+
+  explicit Items(const AdapterTask& task) : task_(task) {}
+
+  int64_t size() const {
+    int64_t size = 0;
+    for (int64_t g = 0; g < task_.rows->num_groups; ++g) size += size_of(g);
+    return size;
+  }
+
+  Item operator[](int64_t item) const {
+    int64_t g = 0;
+    while (item >= size_of(g)) item -= size_of(g++);
+    const AdapterRows& rows = *task_.rows;
+    const AdapterSlot& slot = task_.slots[rows.slots[g]];
+    const int64_t num_parts = divide_up(slot.rank, kItemRanks);
+    const int64_t first = rows.starts[g] + item / num_parts * kItemRows;
+    const int64_t first_rank = item % num_parts * kItemRanks;
+    return {&slot, rows.rows + first, least(rows.starts[g + 1] - first, kItemRows), first_rank,
+            least(slot.rank - first_rank, kItemRanks)};
+  }
+
+ private:
+  static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  int64_t size_of(int64_t g) const {
+    const AdapterRows& rows = *task_.rows;
+    const int64_t num_rows = rows.starts[g + 1] - rows.starts[g];
+    return divide_up(num_rows, kItemRows) * divide_up(task_.slots[rows.slots[g]].rank, kItemRanks);
+  }
+
+  const AdapterTask& task_;
+};
+
+template <class Number>
+void multiply_a(AdapterTask& task) {
+  using Dot = DotOf<Number>;
+  const Items all(task);
+  const int64_t num_bytes = task.in_features * static_cast<int64_t>(sizeof(Number));
+  SharedItems items(task, all.size(), task.num_threads);
+  for (int64_t i = items.take(); i >= 0; i = items.take()) {
+    const Items::Item item = all[i];
+    const char* x[kItemRows];
+    alignas(64) float sums[kItemRows][kItemRanks] = {};
+    for (int64_t r = 0; r < item.num_rows; ++r) {
+      x[r] = static_cast<const char*>(task.x) + item.rows[r] * task.x_stride * sizeof(Number);
+    }
+    for (int64_t k = 0; k < item.num_ranks; k += kRanks) {
+      const char* a = static_cast<const char*>(item.slot->a);
+      const int64_t bytes = item.slot->a_row_bytes;
+      a += (item.first_rank + k) * bytes;
+      auto* to = reinterpret_cast<float(*)[kItemRanks]>(&sums[0][k]);
+      if (item.num_rows == 1) multiply_ranks<Dot, 1>(x, a, bytes, num_bytes, to);
+      if (item.num_rows == 2) multiply_ranks<Dot, 2>(x, a, bytes, num_bytes, to);
+      if (item.num_rows == 3) multiply_ranks<Dot, 3>(x, a, bytes, num_bytes, to);
+      if (item.num_rows == 4) multiply_ranks<Dot, 4>(x, a, bytes, num_bytes, to);
+    }
+    if (!items.may_write()) return;
+    for (int64_t r = 0; r < item.num_rows; ++r) {
+      const int64_t first = item.rows[r] * task.inner_stride + item.first_rank;
+      const float* scales = item.slot->scales + item.first_rank;
+      for (int64_t k = 0; k < item.num_ranks; k += kLanes) {
+        const Floats scaled = multiply(load_floats(sums[r] + k), load_floats(scales + k));
+        store_some(static_cast<Number*>(task.inner) + first + k, scaled, item.num_ranks - k);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pagewire
+
+using namespace pagewire;
+
+PAGEWIRE_KERNEL pw_multiply_a_float32(AdapterTask* task) { multiply_a<float>(*task); }
+PAGEWIRE_KERNEL pw_multiply_a_bfloat16(AdapterTask* task) { multiply_a<BFloat16>(*task); }
+
+PAGEWIRE_STRUCT_SIZE(AdapterSpan)
+PAGEWIRE_STRUCT_SIZE(AdapterSlot)
+PAGEWIRE_STRUCT_SIZE(AdapterRows)
+PAGEWIRE_STRUCT_SIZE(AdapterTask)

@@ -1,0 +1,161 @@
+"""What adapters add to products: the sums of torch, for their rows alone, and the same bits in any
+batch."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas
+from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
+from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.quantized_weight import quantize
+from tests.support.native import native_libraries
+
+pytestmark = pytest.mark.parametrize(
+    "library", native_libraries(), ids=lambda found: found.instruction_set
+)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+FORMATS = pytest.mark.parametrize("format_name", ["dense", "int8", "int4", "w8a8"])
+
+INPUTS = 96
+MAX_RANK = 9
+
+
+class Made(NamedTuple):
+    """A packed weight with three slots, of which two have an adapter that changes it."""
+
+    weight: NativeWeight | NativeGatedWeight
+    deltas: NativeDeltas
+    rows: ActiveRows
+    parts: list[list[DeltaPart]]
+
+    def apply(self, x: Tensor, slots: Sequence[int | None]) -> Tensor:
+        """slots: of the rows of x."""
+        present = sorted({slot for slot in slots if slot is not None})
+        chosen = [[i for i, slot in enumerate(slots) if slot == one] for one in present]
+        self.rows.set(present, [torch.tensor(rows) for rows in chosen])
+        return self.weight.apply(x, deltas=self.deltas)
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _parts(sizes: Sequence[int], dtype: torch.dtype, seed: int) -> list[DeltaPart]:
+    """A delta of each layer of a stack but the second one, of different ranks."""
+    parts, first = [], 0
+    for i, size in enumerate(sizes):
+        rank = 1 + (4 * i + seed) % MAX_RANK
+        a = (_random(rank, INPUTS, seed=seed + i) / 10).to(dtype)
+        b = (_random(size, rank, seed=seed + i + 50) / 10).to(dtype)
+        if i != 1:
+            parts.append(DeltaPart(a, b, 0.5 + i, first))
+        first += size
+    return parts
+
+
+def make(
+    library: Library, dtype: torch.dtype, format_name: str, sizes: Sequence[int], activation: str
+) -> Made:
+    dense = (_random(sum(sizes), INPUTS, seed=9) / 10).to(dtype)
+    weight = dense if format_name == "dense" else quantize(dense, format_name)
+    packed: NativeWeight | NativeGatedWeight
+    if activation:
+        packed = NativeGatedWeight(weight, activation, library, HugeMemory(), dtype)
+    else:
+        packed = NativeWeight(weight, library, HugeMemory(), dtype)
+    rows, parts = ActiveRows(), [_parts(sizes, dtype, seed) for seed in (1, 2)]
+    deltas = packed.make_deltas(rows, 3, len(sizes), MAX_RANK)
+    for slot, of_adapter in zip((0, 2), parts, strict=True):
+        deltas.fill(slot, of_adapter)
+    return Made(packed, deltas, rows, parts)
+
+
+def _slots(num_rows: int) -> list[int | None]:
+    """Rows of the base, of both adapters, and of slot 1, whose adapter does not change it."""
+    pattern = (0, None, 2, 2, 0, 1, 0, None, 2, 0, 0)
+    return [pattern[i % len(pattern)] for i in range(num_rows)]
+
+
+def _delta(made: Made, x: Tensor, slots: Sequence[int | None], num_outputs: int) -> Tensor:
+    """float32 [num_rows, num_outputs]."""
+    found = torch.zeros(len(x), num_outputs)
+    for i, slot in enumerate(slots):
+        for part in made.parts[0 if slot == 0 else 1] if slot in (0, 2) else ():
+            outputs = slice(part.first_output, part.first_output + len(part.b))
+            inner = x[i].float() @ part.a.float().T * part.scale
+            found[i, outputs] += inner @ part.b.float().T
+    return found
+
+
+SIZES = pytest.mark.parametrize("sizes", [(20, 7, 33), (5,), (64, 32, 32)], ids=str)
+ROWS = pytest.mark.parametrize("num_rows", [1, 5, 150])
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.04}
+
+
+@DTYPES
+@FORMATS
+@SIZES
+@ROWS
+def test_what_adapters_add_is_the_sum_of_torch(
+    library: Library, dtype: torch.dtype, format_name: str, sizes: tuple[int, ...], num_rows: int
+) -> None:
+    made, slots = make(library, dtype, format_name, sizes, ""), _slots(num_rows)
+    x = _random(num_rows, INPUTS, seed=3).to(dtype)
+    base, found = made.weight.apply(x), made.apply(x, slots)
+    delta = _delta(made, x, slots, sum(sizes))
+    assert found.dtype == dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), base.float() + delta, atol=tolerance, rtol=tolerance)
+    without = [i for i, slot in enumerate(slots) if slot not in (0, 2)]
+    assert torch.equal(found[without], base[without])
+    assert num_rows == 1 or not torch.equal(found, base)
+
+
+@DTYPES
+@FORMATS
+@pytest.mark.parametrize("size", [40, 7, 64])
+def test_they_are_added_before_the_activation(
+    library: Library, dtype: torch.dtype, format_name: str, size: int
+) -> None:
+    made, slots = make(library, dtype, format_name, (size, size), "silu"), _slots(30)
+    weight = (_random(2 * size, INPUTS, seed=9) / 10).to(dtype)
+    plain = weight if format_name == "dense" else quantize(weight, format_name)
+    x = _random(30, INPUTS, seed=3).to(dtype)
+    sums = NativeWeight(plain, library, HugeMemory(), dtype).apply(x, output_dtype=torch.float32)
+    gate, up = (sums + _delta(made, x, slots, 2 * size)).split(size, dim=1)
+    tolerance = TOLERANCE[dtype]
+    found = made.apply(x, slots)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    without = [i for i, slot in enumerate(slots) if slot not in (0, 2)]
+    assert torch.equal(found[without], made.weight.apply(x)[without])
+
+
+@DTYPES
+@FORMATS
+@pytest.mark.parametrize("activation", ["", "gelu"])
+def test_a_row_has_the_same_bits_in_any_batch(
+    library: Library, dtype: torch.dtype, format_name: str, activation: str
+) -> None:
+    made, slots = make(library, dtype, format_name, (40, 40), activation), _slots(300)
+    x = _random(300, INPUTS, seed=3).to(dtype)
+    expected = made.apply(x, slots)
+    for first, end in ((0, 1), (17, 22), (40, 300)):
+        assert torch.equal(made.apply(x[first:end], slots[first:end]), expected[first:end])
+
+
+def test_a_slot_is_emptied_and_filled_again(library: Library) -> None:
+    made = make(library, torch.float32, "dense", (40,), "")
+    x = _random(4, INPUTS, seed=3)
+    first = made.apply(x, [0] * 4)
+    assert made.deltas.num_bytes > 0
+    made.deltas.clear(0)
+    assert torch.equal(made.apply(x, [0] * 4), made.weight.apply(x))
+    made.deltas.fill(0, made.parts[1])
+    assert torch.equal(made.apply(x, [0] * 4), made.apply(x, [2] * 4))
+    made.deltas.fill(0, made.parts[0])
+    assert torch.equal(made.apply(x, [0] * 4), first)
