@@ -16,6 +16,8 @@ class Job:
 
     prompt: list[int]
     num_output_tokens: int
+    adapter: str | None = None
+    """The name of one of `Settings.lora_modules`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

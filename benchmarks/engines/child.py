@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -50,12 +50,13 @@ class ChildEngine:
 
     def run(self, jobs: list[Job]) -> Outputs:
         """Run all jobs together."""
-        answer = self._process.ask(
-            {
-                "prompts": [job.prompt for job in jobs],
-                "num_tokens": [job.num_output_tokens for job in jobs],
-            }
-        )
+        question: dict[str, Any] = {
+            "prompts": [job.prompt for job in jobs],
+            "num_tokens": [job.num_output_tokens for job in jobs],
+        }
+        if any(job.adapter is not None for job in jobs):  # few engines have them
+            question["adapters"] = [job.adapter for job in jobs]
+        answer = self._process.ask(question)
         return Outputs(**answer)
 
     def pause(self) -> None:

@@ -1,5 +1,6 @@
 """The interface of an engine to benchmarks, and its options."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
@@ -33,6 +34,10 @@ class Settings:
     model_path: str | None = None
     """A checkpoint, or a GGUF file, that all engines load instead of one of `shape`, which must
     need as much memory for KV or more."""
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
+    """Paths of LoRA adapters by name."""
+    max_loras: int = 8
+    """How many of these a batch may have."""
     logs: Path | None = None
     """Directory for the engines' logs; None discards them."""
 

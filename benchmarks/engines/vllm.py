@@ -29,6 +29,8 @@ def described(settings: "Settings") -> dict[str, Any]:
         **settings.named("dtype", *settings.LIMITS),
         "enable_prefix_caching": True,
     }
+    if settings.lora_modules:
+        chosen |= {"enable_lora": True, **settings.named("max_loras", "lora_modules")}
     if settings.device != "cpu":
         # At start it checks whether this share is free, and then allocates the configured KV cache.
         chosen |= {
@@ -77,6 +79,7 @@ class Vllm:
         from vllm import LLM
 
         self._settings = settings
+        self._adapters = settings.pop("lora_modules", {})
         self._llm = LLM(**settings)
 
     def about(self) -> dict[str, Any]:
@@ -90,14 +93,27 @@ class Vllm:
         given = {name: value for name, value in self._settings.items() if name != "model"}
         return {"version": vllm.__version__, "settings": given | environment}
 
-    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
-        """Greedy tokens for each prompt."""
+    def generate(
+        self,
+        prompts: list[list[int]],
+        num_tokens: list[int],
+        adapters: list[str | None] | None = None,
+    ) -> list[list[int]]:
+        """Greedy tokens for each prompt, with the adapters of these names."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        names = [*self._adapters]
+        requests = [
+            name and LoRARequest(name, 1 + names.index(name), self._adapters[name])
+            for name in adapters or ()
+        ]
 
         outputs = self._llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in num_tokens],
             use_tqdm=False,
+            lora_request=requests or None,
         )
         return [list(output.outputs[0].token_ids) for output in outputs]
 
