@@ -9,12 +9,13 @@ computes nothing more.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import AdapterRows, StepBatch
-from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas
+from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas, PackedDelta
 from worker_service.adapters.lora import LoraAdapter, LoraModule
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
@@ -30,6 +31,14 @@ class _Step:
         self.native_rows = ActiveRows()
 
 
+class LayerDelta(NamedTuple):
+    """What an adapter adds to one layer."""
+
+    modules: Sequence[tuple[LinearPart, LoraModule]]
+    packed: PackedDelta | None
+    """As the C++ kernels read it, if they multiply the layer."""
+
+
 class LayerAdapters:
     """The adapters of one linear layer. Implements `linear.Additions`."""
 
@@ -37,7 +46,7 @@ class LayerAdapters:
         """max_rank: of an adapter's module."""
         self._step = step
         self._native: NativeDeltas | None = None
-        self._parts: dict[bytes, Sequence[tuple[LinearPart, LoraModule]]] = {}
+        self._modules: dict[bytes, Sequence[tuple[LinearPart, LoraModule]]] = {}
         """By digest, of the adapters in slots that change this layer."""
         self.is_changed = False
         """Whether an adapter changes the layer, or has done so."""
@@ -47,27 +56,31 @@ class LayerAdapters:
                 step.native_rows, max_slots, num_modules, max_rank
             )
 
-    def fill(
-        self, slot: int, digest: bytes, modules: Sequence[tuple[LinearPart, LoraModule]]
-    ) -> None:
+    def pack(self, modules: Sequence[tuple[LinearPart, LoraModule]]) -> "LayerDelta":
+        """What an adapter adds to the layer. May be called on any thread."""
+        if self._native is None:
+            return LayerDelta(modules, None)
+        parts = [
+            DeltaPart(
+                module.a[:, part.inputs],
+                part.rows_of(module.b),
+                module.scale,
+                part.outputs.start,
+            )
+            for part, module in modules
+        ]
+        return LayerDelta(modules, self._native.pack(parts))
+
+    def fill(self, slot: int, digest: bytes, delta: "LayerDelta") -> None:
         """Put an adapter that changes the layer into a slot."""
         self.is_changed = True
-        self._parts[digest] = modules
-        if self._native is not None:
-            parts = [
-                DeltaPart(
-                    module.a[:, part.inputs],
-                    part.rows_of(module.b),
-                    module.scale,
-                    part.outputs.start,
-                )
-                for part, module in modules
-            ]
-            self._native.fill(slot, parts)
+        self._modules[digest] = delta.modules
+        if self._native is not None and delta.packed is not None:
+            self._native.fill(slot, delta.packed)
 
     def clear(self, slot: int, digest: bytes) -> None:
         """Empty a slot."""
-        if self._parts.pop(digest, None) is not None and self._native is not None:
+        if self._modules.pop(digest, None) is not None and self._native is not None:
             self._native.clear(slot)
 
     def of_step(self) -> NativeDeltas | None:
@@ -77,7 +90,7 @@ class LayerAdapters:
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """See `linear.Additions`."""
         for digest, rows in self._step.adapters:
-            for part, module in self._parts.get(digest, ()):
+            for part, module in self._modules.get(digest, ()):
                 chosen = x.float() if rows is None else x[rows].float()
                 inner = nn.functional.linear(chosen, module.a[:, part.inputs].float())
                 b = part.rows_of(module.b).float()
@@ -101,7 +114,7 @@ class _Place:
 class AdapterSlots:
     """The adapters of a native model that its layers hold, ready for steps.
 
-    `require` and `activate` belong to the model thread; `check` may be called on any.
+    `activate` and `deactivate` belong to the model thread.
     """
 
     def __init__(
@@ -121,9 +134,7 @@ class AdapterSlots:
             for name, part in layer.parts():
                 self._places.setdefault(name, []).append(_Place(layer, part))
 
-    def check(self, adapter: LoraAdapter) -> None:
-        """Raise BadAdapter unless every module of an adapter is a linear layer of the model, of its
-        shape, and within the limit of ranks."""
+    def _check(self, adapter: LoraAdapter) -> None:
         for name, module in adapter.modules.items():
             if module.rank > self._max_rank:
                 expected = f"at most {self._max_rank}, --max-lora-rank"
@@ -192,9 +203,26 @@ class AdapterSlots:
             slot = self._slots.pop(evicted)
             for added in self._layers.values():
                 added.clear(slot, evicted)
-        for layer, parts in self._by_layer(adapter.modules).items():
-            self._layers[layer].fill(slot, digest, parts)
+        for layer, delta in self._prepared(adapter).items():
+            self._layers[layer].fill(slot, digest, delta)
         return slot
+
+    def prepare(self, adapter: LoraAdapter) -> None:
+        """Check an adapter, and pack it for the layers, so that filling a slot takes no time.
+
+        May be called on any thread. Raises BadAdapter unless every module of the adapter is a
+        linear layer of the model, of its shape, and within the limit of ranks.
+        """
+        self._check(adapter)
+        self._prepared(adapter)
+
+    def _prepared(self, adapter: LoraAdapter) -> Mapping[Linear, LayerDelta]:
+        if adapter.prepared is None:
+            by_layer = self._by_layer(adapter.modules)
+            adapter.prepared = {
+                layer: self._layers[layer].pack(parts) for layer, parts in by_layer.items()
+            }
+        return adapter.prepared
 
     def _by_layer(
         self, modules: Mapping[str, LoraModule]

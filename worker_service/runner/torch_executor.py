@@ -422,7 +422,7 @@ class TorchExecutor:
 
     def _hold(self, adapter: LoraAdapter) -> AdapterInfo:
         assert self._slots is not None
-        self._slots.check(adapter)
+        self._slots.prepare(adapter)
         return self._require_adapters().add(adapter)
 
     def start_profile(self) -> None:

@@ -69,6 +69,21 @@ class DeltaPart(NamedTuple):
     first_output: int
 
 
+class PackedDelta(NamedTuple):
+    """What an adapter adds to the products of one layer, as the kernels read it."""
+
+    a: Tensor
+    scales: Tensor
+    b: Tensor
+    spans: ctypes.Array[AdapterSpan]
+    rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its memory."""
+        return self.a.nbytes + self.scales.nbytes + self.b.nbytes + ctypes.sizeof(self.spans)
+
+
 class NativeDeltas:
     """What the adapters in slots add to the products of one layer."""
 
@@ -88,12 +103,12 @@ class NativeDeltas:
         self._outputs, self._rows, self._dtype = outputs, rows, dtype
         self._max_rank = num_modules * _padded(max_rank)
         self._slots = (AdapterSlot * max_slots)()
-        self._kept: dict[int, tuple[object, ...]] = {}
-        """The memory of each slot."""
+        self._kept: dict[int, PackedDelta] = {}
+        """By slot."""
         self._kernel = library.kernel(f"multiply_a_{DTYPES[dtype]}")
 
-    def fill(self, slot: int, parts: Sequence[DeltaPart]) -> None:
-        """Put an adapter that changes the layer into a slot."""
+    def pack(self, parts: Sequence[DeltaPart]) -> PackedDelta:
+        """Pack what an adapter adds to the layer; it may be put into slots any number of times."""
         rank = sum(_padded(part.a.shape[0]) for part in parts)
         number_bytes = self._dtype.itemsize
         in_features = parts[0].a.shape[1]
@@ -112,14 +127,17 @@ class NativeDeltas:
             for start, rows in self._in_blocks(part.first_output, part.b, sizes):
                 b[start : start + len(rows), ranks] = rows
             first += _padded(size)
-        packed, spans = self._pack(b)
-        self._kept[slot] = a, scales, packed, spans
+        return PackedDelta(a, scales, *self._pack_b(b), rank)
+
+    def fill(self, slot: int, packed: PackedDelta) -> None:
+        """Put an adapter that changes the layer into a slot."""
+        self._kept[slot] = packed
         self._slots[slot] = AdapterSlot(
-            a=address(a),
-            a_row_bytes=row_bytes,
-            rank=rank,
-            scales=address(scales),
-            spans=ctypes.addressof(spans),
+            a=address(packed.a),
+            a_row_bytes=packed.a.stride(0) * packed.a.element_size(),
+            rank=packed.rank,
+            scales=address(packed.scales),
+            spans=ctypes.addressof(packed.spans),
         )
 
     def _in_blocks(self, first: int, b: Tensor, sizes: Sequence[int]) -> list[tuple[int, Tensor]]:
@@ -133,7 +151,7 @@ class NativeDeltas:
             start, padded_start = start + size, padded_start + padded
         return found
 
-    def _pack(self, b: Tensor) -> tuple[Tensor, ctypes.Array[AdapterSpan]]:
+    def _pack_b(self, b: Tensor) -> tuple[Tensor, ctypes.Array[AdapterSpan]]:
         """The blocks of B, without the columns before the first and after the last that is not
         zero."""
         # Columns that are multiplied in one step stay together.
@@ -161,12 +179,6 @@ class NativeDeltas:
         """Let the adapter of a slot change nothing."""
         self._slots[slot] = AdapterSlot()
         self._kept.pop(slot, None)
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of all slots."""
-        kept = (part for parts in self._kept.values() for part in parts)
-        return sum(part.nbytes for part in kept if isinstance(part, Tensor))
 
     def multiply(self, x: Tensor) -> Tensor:
         """Launch the products with A: [num_rows, *], which `fields` expects.
