@@ -10,6 +10,7 @@ asked in its own process, without a server; what does not run is stopped.
 import argparse
 import asyncio
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -90,7 +91,7 @@ def _measure(args: argparse.Namespace, settings: Settings, folder: Path, stack: 
         f" of rank {RANK} on seven linear layers."
     )
     suffix = f"_{settings.quantization}" if settings.quantization else ""
-    name = f"adapters_{settings.shape.name}_{settings.dtype}{suffix}"
+    name = re.sub(r"\W", "_", f"adapters_{settings.shape.name}{suffix}_{settings.dtype}")
     publish(name, facts, COLUMNS, described, load.cores, args.results)
 
 

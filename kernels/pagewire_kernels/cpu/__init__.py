@@ -15,6 +15,7 @@ instructions, `library()` is None, and torch and the reference are used instead.
     src/quantized.h  quantized weights: packing, and products
     src/w8a8.cpp     products of 8-bit activations with 8-bit weights
     src/linear_multiply.h  the loops over a product's items, of all kinds of weights
+    src/adapters.h  what LoRA adapters add to products
     src/experts.h   mixture of experts: their choice, and products of rows sorted by expert
     src/share.h     how threads take over the items of a thread that lost its core
     src/layers.h    embedding, norms, activations, RoPE, sums of rows, argmax
@@ -26,6 +27,7 @@ instructions, `library()` is None, and torch and the reference are used instead.
     attention.py    `NativeBackend`: attention and cache writes
     block_copy.py    `move_blocks`: copies within a cache, or between two
     linear.py       `NativeWeight`, `NativeGatedWeight`: weights packed for products
+    adapters.py     `NativeDeltas`: what the adapters in slots add to a layer's products
     experts.py      `NativeExperts`: the gated experts of a layer
     heads.py        `NativeHeads`: products of heads, each with a weight of its own
     w8a8.py         quantizes activations to 8 bits
