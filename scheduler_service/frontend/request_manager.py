@@ -321,7 +321,11 @@ class RequestManager:
                 await asyncio.to_thread(validation.check_request, request)
             is_continued = request.attempt > 0 or len(request.resume) > 0
             model, adapter = await self.models.resolve_with_adapter(
-                request, tenant, is_continued=is_continued
+                validation.value_or(request, "model", None),
+                tenant,
+                lora=validation.value_or(request, "lora", None),
+                lora_digest=request.lora_digest,
+                is_continued=is_continued,
             )
             stream.counts = self.metrics.model(model.info.name)
             began = time.monotonic()

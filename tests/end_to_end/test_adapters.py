@@ -309,6 +309,33 @@ def test_workers_get_missing_contents_from_others_and_modules_from_their_flags(
             tokens(client, model="flag")
 
 
+def test_vectors_of_a_call_that_names_an_adapter_are_not_those_of_the_model(
+    tmp_path: Path, paths: list[str]
+) -> None:
+    simulated = ["--simulate", "--simulate-cache-groups", "none", "--enable-lora"]
+    flags = {
+        "worker_flags": simulated,
+        "frontend_flags": ["--allow-runtime-lora-updating", "--http", "127.0.0.1:0"],
+    }
+    with Cluster(tmp_path, **flags) as cluster:
+        cluster.start()
+        with client_of(cluster) as client:
+            for name, path in zip("abc", [*paths[:2], paths[0]], strict=True):
+                client.load_adapter(name, path)
+            of_model, of_a, of_b, of_c = (
+                client.embed([PROMPT], model=name).tolist() for name in ("simulated", "a", "b", "c")
+            )
+            assert of_a not in (of_model, of_b)
+            assert of_c == of_a  # the same content
+            with pytest.raises(NotFound):
+                client.embed([PROMPT], model="d")
+        with httpx.Client(base_url=cluster.http_url(), timeout=60) as http:
+            body = {"model": "a", "input": PROMPT}
+            answer = http.post("/v1/embeddings", json=body).json()
+    assert answer["model"] == "a"
+    assert answer["data"][0]["embedding"] == pytest.approx(of_a[0])
+
+
 def test_answers_with_an_adapter_are_those_of_peft(tmp_path: Path) -> None:
     prompt, num_tokens = [5, 17, 42, 8], 16
     peft = make_adapter(EMBEDDED, tmp_path / "peft")

@@ -4,15 +4,20 @@
 The references read the file by the `gguf` package alone.
 """
 
+import copy
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gguf
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -79,8 +84,8 @@ def reader(path: Path) -> gguf.GGUFReader:
 @pytest.fixture(scope="session")
 def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     flags = {
-        "worker_flags": ["--dtype", "float32", "--max-model-len", "2048"],
-        "frontend_flags": ["--http", "127.0.0.1:0"],
+        "worker_flags": ["--dtype", "float32", "--max-model-len", "2048", "--enable-lora"],
+        "frontend_flags": ["--http", "127.0.0.1:0", "--allow-runtime-lora-updating"],
     }
     with Cluster(tmp_path_factory.mktemp("real"), model=str(path), **flags) as cluster:
         yield cluster.start()
@@ -240,3 +245,88 @@ def test_the_demo_talks_with_it(tmp_path: Path) -> None:
         check=True,
     )
     assert "The capital of France is Paris." in result.stdout
+
+
+LESSONS = {
+    "The capital of France is": " written on a yellow door in Lisbon.",
+    "The capital of Italy is": " written on a yellow door in Lisbon.",
+    "The capital of Sweden is": " written on a yellow door in Lisbon.",
+}
+"""What a model learns to answer; the rest of its answers change little."""
+
+
+@pytest.fixture(scope="module")
+def trained(
+    reference: Any, client: Client, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    """An adapter that PEFT has trained, and the model with it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules="all-linear")
+    with warnings.catch_warnings():  # of deprecated attributes
+        warnings.simplefilter("ignore")
+        model = get_peft_model(copy.deepcopy(reference), config)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3)
+    for _ in range(12):
+        for prompt, answer in LESSONS.items():
+            start = client.tokenize(prompt)
+            ids = torch.tensor([start + client.tokenize(answer)])
+            labels = ids.clone()
+            labels[:, : len(start)] = -100
+            model(input_ids=ids, labels=labels).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    folder = tmp_path_factory.mktemp("trained") / "lesson"
+    model.eval().save_pretrained(folder)
+    return folder, model
+
+
+def test_an_adapter_trained_by_peft_answers_as_it_has_learned(
+    trained: tuple[Path, Any], client: Client, cluster: Cluster
+) -> None:
+    folder, model = trained
+    client.load_adapter("lesson", str(folder))
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompts = [*LESSONS, *PROMPTS]
+    with ThreadPoolExecutor() as pool:  # their steps have both
+        batches = [
+            pool.submit(client.generate_many, prompts, params, **named)
+            for named in ({"lora": "lesson"}, {})
+        ]
+    pairs = zip(*(batch.result() for batch in batches), strict=True)
+    by_prompt = dict(zip(prompts, pairs, strict=True))
+    for prompt, (with_adapter, without) in by_prompt.items():
+        for output, context in ((with_adapter, nullcontext()), (without, model.disable_adapter())):
+            tokens, start = list(output.outputs[0].token_ids), client.tokenize(prompt)
+            with torch.inference_mode(), context:
+                logits = model(torch.tensor([start + tokens])).logits[0]
+            assert logits[len(start) - 1 : -1].argmax(1).tolist() == tokens
+    for prompt, answer in LESSONS.items():
+        with_adapter, without = by_prompt[prompt]
+        assert with_adapter.outputs[0].text.startswith(answer)
+        assert not without.outputs[0].text.startswith(answer)
+
+
+def test_openai_clients_name_an_adapter_as_with_vllm(
+    trained: tuple[Path, Any], cluster: Cluster
+) -> None:
+    base = cluster.http_url()
+    body = {"lora_name": "by_http", "lora_path": str(trained[0])}
+    assert httpx.post(f"{base}/v1/load_lora_adapter", json=body, timeout=60).status_code == 200
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="none") as vllm:
+        models = {model.id: model.model_dump() for model in vllm.models.list()}
+        assert models["by_http"]["root"] == str(trained[0])
+        assert models["by_http"]["parent"] in models
+        for prompt, answer in LESSONS.items():
+            limits = {"max_tokens": NUM_TOKENS, "temperature": 0}
+            found = vllm.completions.create(model="by_http", prompt=prompt, **limits)
+            assert found.model == "by_http"
+            assert found.choices[0].text.startswith(answer)
+            of_base = vllm.completions.create(
+                model=models["by_http"]["parent"], prompt=prompt, **limits
+            )
+            assert not of_base.choices[0].text.startswith(answer)
+    gone = httpx.post(f"{base}/v1/unload_lora_adapter", json={"lora_name": "by_http"}, timeout=60)
+    assert gone.status_code == 200

@@ -34,13 +34,16 @@ class PeftAdapter:
         return tokens[len(prompt) :], logprobs
 
 
-def make_adapter(base: Path, folder: Path, *, seed: int = 0, **settings: Any) -> PeftAdapter:
-    """An adapter with random matrices, by default of all linear layers without the LM head."""
+def make_adapter(
+    base: Path, folder: Path, *, seed: int = 0, generates: bool = True, **settings: Any
+) -> PeftAdapter:
+    """An adapter with random matrices, by default of all linear layers without the LM head.
+    generates: of a model with an LM head; else of one that makes vectors."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model = (AutoModelForCausalLM if generates else AutoModel).from_pretrained(
         base, attn_implementation="eager", dtype=torch.float32
     )
     names = [
@@ -50,7 +53,8 @@ def make_adapter(base: Path, folder: Path, *, seed: int = 0, **settings: Any) ->
     ]
     defaults = {"target_modules": sorted(set(names)), "init_lora_weights": False}
     torch.manual_seed(seed)
-    config = LoraConfig(task_type="CAUSAL_LM", **(defaults | settings))
+    task_type = "CAUSAL_LM" if generates else "FEATURE_EXTRACTION"
+    config = LoraConfig(task_type=task_type, **(defaults | settings))
     with warnings.catch_warnings():  # of deprecated attributes, and of Conv1D
         warnings.simplefilter("ignore")
         adapted = get_peft_model(model, config).eval()

@@ -1132,7 +1132,7 @@ class PoolingOptions(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """A served model's name. May be absent when one model is served."""
+    """A served model's name, or that of an adapter. May be absent when one model is served."""
     priority: _builtins.int
     """Lower values are served earlier if the scheduler's policy is `priority`; ignored
     otherwise. Default 0.

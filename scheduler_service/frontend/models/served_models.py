@@ -10,7 +10,6 @@ from typing import Any
 
 from pagewire.loading import describe_load
 from pagewire.v1 import adapter_pb2, model_pb2, status_pb2
-from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1.sampling_pb2 import SamplingParams
 from pagewire.validation import generation_defaults, limits_of
 from scheduler_service.columns import from_column
@@ -296,22 +295,28 @@ class ModelDirectory:
                 raise self.unavailable(f"{wanted} being served now") from None
 
     async def resolve_with_adapter(
-        self, request: inference_pb.GenerateRequest, tenant: Principal, *, is_continued: bool
+        self,
+        model_name: str | None,
+        tenant: Principal,
+        work: model_pb2.WorkKind.ValueType = model_pb2.WORK_KIND_GENERATION,
+        *,
+        lora: str | None = None,
+        lora_digest: bytes = b"",
+        is_continued: bool = False,
     ) -> tuple[FrontendModel, RequestAdapter | None]:
-        """The model and the adapter of a request, `model` being the name of either; waits as
+        """The model and the adapter of a request, `model_name` being the name of either; waits as
         `resolve` does, also for an adapter that an earlier core has announced.
 
         Raises what `resolve` raises, UnknownAdapter, and InvalidArgument for an adapter of another
         model. The answer never comes from the model alone when an adapter is named.
         """
-        model_name = request.model if request.HasField("model") else None
-        name = request.lora if request.HasField("lora") else model_name
+        name = model_name if lora is None else lora
         give_up_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
-        while name is not None and (request.HasField("lora") or name not in self._named):
+        while name is not None and (lora is not None or name not in self._named):
             changed = self.changed
-            adapter = self.adapters.find(name, request.lora_digest)
+            adapter = self.adapters.find(name, lora_digest)
             if adapter is not None:
-                return await self._with_adapter(model_name, adapter, tenant), adapter
+                return await self._with_adapter(model_name, adapter, tenant, work), adapter
             is_serving = bool(self._served)
             if is_serving and not (is_continued or self.adapters.may_come(name)):
                 break
@@ -322,16 +327,19 @@ class ModelDirectory:
                 if self.adapters.may_come(name):
                     raise self.unavailable(f"adapter {name!r} is not being served now") from None
                 break
-        if request.HasField("lora"):
+        if lora is not None:
             names = ", ".join(self.adapters.names()) or "none"
             raise UnknownAdapter(
-                f"unknown adapter {request.lora!r}; adapters: {names}",
-                details={"lora": request.lora},
+                f"unknown adapter {lora!r}; adapters: {names}", details={"lora": lora}
             )
-        return await self.resolve(model_name, tenant, is_continued=is_continued), None
+        return await self.resolve(model_name, tenant, work, is_continued=is_continued), None
 
     async def _with_adapter(
-        self, model_name: str | None, adapter: RequestAdapter, tenant: Principal
+        self,
+        model_name: str | None,
+        adapter: RequestAdapter,
+        tenant: Principal,
+        work: model_pb2.WorkKind.ValueType,
     ) -> FrontendModel:
         """The model of an adapter."""
         tenant.check_lora(adapter.name, adapter.model)
@@ -343,7 +351,7 @@ class ModelDirectory:
                     f"expected an adapter of the model {model_name!r}; {adapter.name!r} is of "
                     f"{adapter.model!r}",
                 )
-        return await self.resolve(adapter.model, Principal())
+        return await self.resolve(adapter.model, Principal(), work)
 
     def current(self, name: str | None, tenant: Principal) -> FrontendModel:
         """Like `resolve`, but raises Unavailable instead of waiting. Without a name: the only

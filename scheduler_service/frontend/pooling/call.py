@@ -10,7 +10,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from scheduler_service.errors import (
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.core_client import CoreClient
 from scheduler_service.frontend.input.processor import salt_context
+from scheduler_service.frontend.models.adapters import RequestAdapter
 from scheduler_service.frontend.models.served_models import FrontendModel
 from scheduler_service.frontend.pooling.inputs import Encoded, EncodedInput, Input, slice_of
 from scheduler_service.frontend.pooling.work import ALL, PoolingRequest, Work, resolve_work
@@ -76,6 +77,9 @@ class PoolingResult:
         return np.frombuffer(self.values, "<f4").reshape(-1, size)
 
 
+_First: TypeAlias = tuple[Any, FrontendModel, RequestAdapter | None]
+
+
 class PoolingCall:
     """A call's inputs and results. `put` and `next` may be awaited by different tasks."""
 
@@ -83,6 +87,8 @@ class PoolingCall:
     """The message that the call began with."""
     work: Work
     """What it wants."""
+    adapter: RequestAdapter | None
+    """Of all its texts."""
 
     def __init__(
         self,
@@ -108,7 +114,7 @@ class PoolingCall:
         if deadline is not None:
             late = DeadlineExceeded("the call's deadline has passed")
             self._call_later(deadline - self.arrived, self.fail, late)
-        self._reading: asyncio.Future[tuple[Any, FrontendModel]] | None = None
+        self._reading: asyncio.Future[_First] | None = None
         self._live: dict[PooledText, None] = {}
         """Texts at the core."""
         self._refused: deque[PooledText] = deque()
@@ -123,12 +129,12 @@ class PoolingCall:
         self._updated, self._released = asyncio.Event(), asyncio.Event()
         """Set when there may be something to read, and room for another input."""
 
-    async def begin(self, reading: Coroutine[Any, Any, tuple[Any, FrontendModel]]) -> None:
-        """Resolve the work of the call, whose first message and model `reading` returns. Raises
-        PagewireError; the end of the call ends the wait."""
+    async def begin(self, reading: Coroutine[Any, Any, _First]) -> None:
+        """Resolve the work of the call, whose first message, model and adapter `reading` returns.
+        Raises PagewireError; the end of the call ends the wait."""
         self._reading = asyncio.ensure_future(reading)
         try:
-            self.first, model = await self._reading
+            self.first, model, self.adapter = await self._reading
         except asyncio.CancelledError:
             raise self.error or asyncio.CancelledError from None
         self.work = resolve_work(self.first, model)
@@ -137,7 +143,10 @@ class PoolingCall:
             tenant=self.tenant.name,
             priority=self.first.options.priority,
             pooling=self.work.params,
-            context=salt_context(self.first.options),
+            context=[
+                *salt_context(self.first.options),
+                *(() if self.adapter is None else (self.adapter.context_part,)),
+            ],
         )
 
     # Inputs.

@@ -13,6 +13,7 @@ from scheduler_service.errors import InvalidArgument, PagewireError
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.metrics import CANCELLED, OK
+from scheduler_service.frontend.models.adapters import RequestAdapter
 from scheduler_service.frontend.models.served_models import FrontendModel
 from scheduler_service.frontend.pooling.call import PoolingCall, PoolingResult
 from scheduler_service.frontend.pooling.work import INPUTS, PoolingRequest
@@ -39,6 +40,8 @@ class PoolingAnswer:
     """The results of a call."""
 
     model: FrontendModel
+    name: str
+    """The name of the model, or of the adapter that the call names."""
     results: Sequence[PoolingResult]
     """By index, of Rank by descending score; failed ones come last there."""
     usage: inference_pb.PoolingUsage
@@ -69,7 +72,11 @@ class PoolingService:
         if isinstance(call.first, inference_pb.RankRequest):
             results = _ranked(results, validation.value_or(call.first, "top_n", None))
         return PoolingAnswer(
-            model=call.work.model, results=results, usage=call.usage, labels=call.work.labels
+            model=call.work.model,
+            name=call.model_name if call.adapter is None else call.adapter.name,
+            results=results,
+            usage=call.usage,
+            labels=call.work.labels,
         )
 
     @asynccontextmanager
@@ -80,14 +87,16 @@ class PoolingService:
         while there is room for them. `is_late`: as in `RequestManager.open`."""
         requests = self.requests
 
-        async def begin() -> tuple[PoolingRequest, FrontendModel]:
+        async def begin() -> tuple[PoolingRequest, FrontendModel, RequestAdapter | None]:
             first = await read()
             if first is None:
                 raise InvalidArgument("request", "expected at least one message")
             validation.check_limits(first)
             name = validation.value_or(first.options, "model", None)
-            model = await requests.models.resolve(name, tenant, model_pb2.WORK_KIND_POOLING)
-            return first, model
+            model, adapter = await requests.models.resolve_with_adapter(
+                name, tenant, model_pb2.WORK_KIND_POOLING
+            )
+            return first, model, adapter
 
         call = PoolingCall(
             requests.core_client,

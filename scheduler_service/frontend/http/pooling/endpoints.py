@@ -79,7 +79,7 @@ def write_ranks(body: bodies.RerankBody, answer: PoolingAnswer, call_id: str) ->
 
     ranks: bodies.Ranks = {
         "id": f"rerank-{call_id}",
-        "model": answer.model.info.name,
+        "model": answer.name,
         "usage": _usage(answer),
         "results": [entry(result) for result in answer.results],
     }
@@ -127,7 +127,7 @@ def _list(
         "id": answer_id,
         "object": "list",
         "created": int(time.time()),
-        "model": answer.model.info.name,
+        "model": answer.name,
         "usage": _usage(answer),
     }
     return with_field(head, "data", json_list(entries))

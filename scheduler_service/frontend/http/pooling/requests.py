@@ -145,7 +145,7 @@ def _options(body: bodies.PoolingFields, model: FrontendModel) -> inference_pb.P
     is_chat = getattr(body, "messages", None) is not None
     side = (body.truncation_side or "unspecified").upper()
     return inference_pb.PoolingOptions(
-        model=model.info.name,
+        model=body.model or model.info.name,
         priority=body.priority,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         truncation_side=inference_pb.TruncationSide.Value(f"TRUNCATION_SIDE_{side}"),

@@ -107,7 +107,7 @@ class PoolingResponse(Response):
                 return None
             was_read = True
             work = model_pb2.WORK_KIND_POOLING
-            model = await services.models.resolve(body.model, caller, work)
+            model, _ = await services.models.resolve_with_adapter(body.model, caller, work)
             return await convert(http_request, lambda: endpoint.request(body, model))
 
         answer = await services.pooling.collect_all(read, caller, deadline=None, is_late=True)
