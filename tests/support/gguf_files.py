@@ -49,6 +49,11 @@ _ARCHITECTURES = {
     "Qwen3MoeForCausalLM": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
     "GptOssForCausalLM": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
     "Cohere2ForCausalLM": ("cohere2", gguf.MODEL_ARCH.COHERE2),
+    "DeepseekV2ForCausalLM": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "DeepseekV3ForCausalLM": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "YoutuForCausalLM": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
+    "HunYuanDenseV1ForCausalLM": ("hunyuan-dense", gguf.MODEL_ARCH.HUNYUAN_DENSE),
+    "HunYuanMoEV1ForCausalLM": ("hunyuan-moe", gguf.MODEL_ARCH.HUNYUAN_MOE),
     "Ernie4_5ForCausalLM": ("ernie4_5", gguf.MODEL_ARCH.ERNIE4_5),
     "Ernie4_5_MoeForCausalLM": ("ernie4_5-moe", gguf.MODEL_ARCH.ERNIE4_5_MOE),
     "Exaone4ForCausalLM": ("exaone4", gguf.MODEL_ARCH.EXAONE4),
@@ -75,7 +80,34 @@ _LONG = {
     "short_factor": [1.0 + number / 64 for number in range(32)],
     "long_factor": [2.0 + number / 8 for number in range(32)],
 }
+_LATENT = {
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 256,
+}
 _OVERRIDES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None},
+    "deepseek_v2_expanded": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v3_yarn": {
+        **_LATENT,
+        "attention_bias": False,
+        "rope_interleave": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+        },
+    },
+    "youtu": _LATENT,
+    "hunyuan_dense": {"head_dim": 64},
+    "hunyuan_alpha": {"head_dim": 64},
+    "hunyuan_moe": {"head_dim": 64, "moe_topk": 2},
     "llama": {"head_dim": 64},
     "qwen3": {"head_dim": 64},
     "gemma2": {**_GEMMA, "num_hidden_layers": 4},
@@ -116,7 +148,7 @@ def make_gguf(
     """
     from transformers import AutoConfig
 
-    base = family.removesuffix("_long").removesuffix("_partial")
+    base = family.removesuffix("_long").removesuffix("_partial").removesuffix("_expanded")
     source = make_checkpoint(base, folder / "source", **SHAPE, **_OVERRIDES.get(family, {}))
     config = AutoConfig.from_pretrained(source)
     name, number = _ARCHITECTURES[config.architectures[0]]
@@ -138,6 +170,10 @@ def make_gguf(
             result = _add_granite_experts(writer, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
+        if ".kv_b_proj." in tensor_name and family != "deepseek_v2_expanded":
+            result = _add_expansion(writer, tensor_name, values, kind, config)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
         if ".experts." in tensor_name:
             stacked_name = re.sub(r"experts\.\d+", "experts", tensor_name)
             experts.setdefault(stacked_name, {})[tensor_name] = values
@@ -153,7 +189,9 @@ def make_gguf(
             query = ".q_proj." in tensor_name
             num_heads = config.num_attention_heads if query else config.num_key_value_heads
             order = order.reshape(num_heads, 2, -1).swapaxes(1, 2).ravel()
-        is_router = tensor_name.endswith((".gate.weight", ".router.weight", ".layer.weight"))
+        is_router = tensor_name.endswith(
+            (".gate.weight", ".router.weight", ".layer.weight", ".wg.weight")
+        )
         data, result, data_type = _quantized(values[order], "F32" if is_router else kind)
         stored_name = names.get_name(
             tensor_name.replace("correction_bias", "correction.bias"),
@@ -216,6 +254,21 @@ def _add_granite_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: 
     return np.concatenate(results, axis=1)
 
 
+def _add_expansion(writer: gguf.GGUFWriter, name: str, values: Any, kind: str, config: Any) -> Any:
+    """Add the weights that expand latents to keys and to values. Returns them as they are stored,
+    in the checkpoint's layout."""
+    layer, latents = name.split(".")[2], values.shape[-1]
+    heads = values.reshape(config.num_attention_heads, -1, latents)
+    keys, expanded = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    results = []
+    for stored, numbers in (("attn_k_b", keys.swapaxes(1, 2)), ("attn_v_b", expanded)):
+        data, result, data_type = _quantized(np.ascontiguousarray(numbers), kind)
+        writer.add_tensor(f"blk.{layer}.{stored}.weight", data, raw_dtype=data_type)
+        results.append(result)
+    joined = np.concatenate([results[0].swapaxes(1, 2), results[1]], axis=1)
+    return np.ascontiguousarray(joined).reshape(values.shape)
+
+
 def tokenizer_of(assets: Mapping[str, bytes]) -> ModelTokenizer:
     """The tokenizer that a frontend makes of a file's assets."""
     template = assets.get("chat_template.jinja")
@@ -274,7 +327,9 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if config.model_type != "gemma2":  # whose converter leaves it out
-        writer.add_rope_freq_base(rope["rope_theta"])
+        size = getattr(config, "head_dim", None) or 0
+        stretched = rope["alpha"] ** (size / (size - 2)) if "alpha" in rope else 1.0
+        writer.add_rope_freq_base(rope["rope_theta"] * stretched)
     window = getattr(config, "sliding_window", None)
     if window and config.model_type in _WITH_WINDOWS:
         writer.add_sliding_window(window)
@@ -300,12 +355,36 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if rope["rope_type"] == "yarn":
         original = rope["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
+    if hasattr(config, "kv_lora_rank"):
+        _add_latents(writer, config)
+        return
     head_dim = getattr(config, "head_dim", None)
     if head_dim:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         rotary_dim = head_dim * (rope.get("partial_rotary_factor") or 1)
         writer.add_rope_dimension_count(int(getattr(config, "rotary_dim", rotary_dim)))
+
+
+def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The sizes of latent attention, as the converter writes them, or wrote them before it split
+    the weight that expands latents."""
+    rotary_dim, latent_dim = config.qk_rope_head_dim, config.kv_lora_rank
+    writer.add_rope_dimension_count(rotary_dim)
+    writer.add_kv_lora_rank(latent_dim)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    if config.model_type == "deepseek_v2" and config.q_lora_rank:
+        writer.add_key_length(config.qk_nope_head_dim + rotary_dim)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(latent_dim + rotary_dim)
+        writer.add_value_length(latent_dim)
+        writer.add_key_length_mla(config.qk_nope_head_dim + rotary_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+    if weight := config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
 
 
 _WITH_WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3")
@@ -338,15 +417,19 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         if count:
             writer.add_expert_count(count)
             writer.add_expert_used_count(config.num_experts_per_tok)
-    if kind in ("glm4_moe", "minimax_m2"):
+    if kind in ("glm4_moe", "minimax_m2", "deepseek_v3"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if kind == "glm4_moe":
+    if kind == "hunyuan_v1_moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
-        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_norm(getattr(config, "norm_topk_prob", False))
     if kind == "minimax_m2":
         writer.add_expert_feed_forward_length(config.intermediate_size)
     if getattr(config, "moe_intermediate_size", None):

@@ -20,6 +20,7 @@ _CLASSES = {
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "deepseek2": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
     "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
     "exaone4": ("Exaone4ForCausalLM", "exaone4"),
@@ -27,6 +28,8 @@ _CLASSES = {
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
     "granite": ("GraniteForCausalLM", "granite"),
     "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
+    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
@@ -42,11 +45,15 @@ _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 """The models with a sliding window, and with experts, whose architecture is `llama`, too."""
 _OLMO3 = ("Olmo3ForCausalLM", "olmo3")
 """The model with a sliding window whose architecture is `olmo2`."""
+_DEEPSEEK2 = ("DeepseekV2ForCausalLM", "deepseek_v2")
+_YOUTU = ("YoutuForCausalLM", "youtu")
+"""The models with scores by softmax, and without experts, whose architecture is `deepseek2`."""
+_LATENT = ("deepseek_v2", "deepseek_v3", "youtu")
 _WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
-    *("glm4_moe", "ernie4_5_moe", "minimax_m2"),
+    *("glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3"),
 )
-_SIGMOID_SCORES = ("glm4_moe", "minimax_m2")
+_SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3")
 """Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
 ENCODERS = ("bert", "nomic_bert", "modernbert")
 
@@ -195,6 +202,8 @@ class _Config:
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": window or None,
         }
+        if kind in _LATENT:
+            config |= self._latent(head_dim)
         if self._architecture in _WINDOW_PERIODS:
             config["layer_types"] = self._layer_types(config["num_hidden_layers"], window)
         if self._architecture in _ROTATED_IN_PART:
@@ -282,7 +291,12 @@ class _Config:
         }
 
     def _head_dims(self, default: int) -> tuple[int, int]:
-        """Elements of a head, and those of them that RoPE rotates."""
+        """Elements of a head, and those of them that RoPE rotates; of latent attention only the
+        latter."""
+        if self._architecture == "deepseek2":
+            self._require("attention.causal", True, "true")
+            rotary_dim = self._int("rope.dimension_count")
+            return rotary_dim, rotary_dim
         head_dim = self._int("attention.key_length", default)
         rotary_dim = self._int("rope.dimension_count", head_dim)
         size = f"{head_dim}, the size of a head"
@@ -313,6 +327,12 @@ class _Config:
             name, kind = _MIXTRAL if num_experts else _MISTRAL
         elif self._architecture == "olmo2" and window:
             name, kind = _OLMO3
+        elif self._architecture == "deepseek2" and not num_experts:
+            name, kind = _YOUTU
+        elif self._architecture == "deepseek2":
+            corrects = any(key.endswith("exp_probs_b.bias") for key in self._gguf.tensors)
+            function = self._get("expert_gating_func", _SIGMOID if corrects else _SOFTMAX)
+            name, kind = _DEEPSEEK2 if function == _SOFTMAX else (name, kind)
         elif window and self._architecture not in _WITH_WINDOWS:
             self._require("attention.sliding_window", None, "none")
         if num_experts and kind not in _WITH_EXPERTS:
@@ -360,6 +380,36 @@ class _Config:
         slides = (window is not None and bool(value) for value in pattern)
         return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
 
+    def _latent(self, rotary_dim: int) -> dict[str, Any]:
+        """The fields of latent attention. Files name the sizes of heads of expanded keys and values
+        apart from those of what is cached, or are of before those had names."""
+        latent_dim, key = self._int("attention.kv_lora_rank"), "attention.key_length"
+        value, suffix = "attention.value_length", "_mla"
+        if self._get(f"{key}{suffix}", 0):
+            size = latent_dim + rotary_dim
+            self._require(key, size, f"{size}, the sizes of latents and of what is rotated")
+            self._require(value, latent_dim, f"{latent_dim}, the size of latents")
+        else:
+            suffix = ""
+        key_dim = self._int(f"{key}{suffix}")
+        if key_dim <= rotary_dim:
+            raise self._fault(f"{key}{suffix}", f"more than {rotary_dim}, what is rotated", key_dim)
+        tensors, rope = self._gguf.tensors, self._rope(rotary_dim)
+        if rope["rope_type"] == "yarn":
+            weight = float(self._get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
+            rope |= {"mscale": weight, "mscale_all_dim": weight}
+        has_latents = "blk.0.attn_q_a.weight" in tensors
+        return {
+            "num_key_value_heads": self._int("attention.head_count"),
+            "kv_lora_rank": latent_dim,
+            "q_lora_rank": self._int("attention.q_lora_rank") if has_latents else None,
+            "qk_nope_head_dim": key_dim - rotary_dim,
+            "qk_rope_head_dim": rotary_dim,
+            "v_head_dim": self._int(f"{value}{suffix}"),
+            "rope_parameters": rope,
+            "has_split_expansion": "blk.0.attn_k_b.weight" in tensors,
+        }
+
     def _granite(self, head_dim: int) -> dict[str, Any]:
         """The multipliers of Granite."""
         self._require(
@@ -404,10 +454,10 @@ class _Config:
             function, meaning = _SIGMOID, "2, which is sigmoid"
         self._require("expert_gating_func", function, meaning)
         default = intermediate_size
-        if kind not in ("gpt_oss", "minimax_m2"):
+        if kind not in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe"):
             default = max(1, intermediate_size // num_used)
         size = self._int("expert_feed_forward_length", default)
-        if kind != "glm4_moe":
+        if kind not in ("glm4_moe", *_LATENT):
             self._require("expert_weights_scale", 1.0, "1")
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
         if kind in ("gpt_oss", "granitemoe"):
@@ -420,6 +470,14 @@ class _Config:
             return self._ernie(num_experts, num_used, size)
         if kind == "glm4_moe":
             return {**config, **self._scored(num_experts, size)}
+        if kind in _LATENT:
+            config |= self._scored(num_experts, size)
+            limited = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+            return {**config, "topk_method": limited if kind == "deepseek_v2" else None}
+        if kind == "hunyuan_v1_moe":
+            self._require("expert_shared_count", 1, "1")
+            self._require("expert_shared_feed_forward_length", size, f"{size}, that of experts")
+            return {"num_experts": num_experts, "moe_topk": num_used, "intermediate_size": size}
         config |= {"num_experts": num_experts, "moe_intermediate_size": size}
         config["norm_topk_prob"] = kind == "qwen3_moe"
         if kind == "qwen2_moe":

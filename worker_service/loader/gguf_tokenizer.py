@@ -54,6 +54,11 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
 )
+_NO_HAN_UPPER, _NO_HAN_LOWER = (f"{cased[:-1]}&&[^\\p{{Han}}]]" for cased in (_UPPER, _LOWER))
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}*{_NO_HAN_LOWER}+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}+{_NO_HAN_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}"
+) + _TAIL
 _SENTENCES = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 _BY_SPLITS: dict[tuple[str, ...], str] = {
@@ -68,6 +73,7 @@ _BY_SPLITS: dict[tuple[str, ...], str] = {
     (_GPT4O,): "gpt-4o llama4 kanana2 minimax-m2",
     (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O): "tiny_aya cohere2moe",
     (r"\p{N}{1,3}", _CJK, _DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    (_KIMI,): "kimi-k2",
     ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"): "deepseek-coder",
     (
         "[\r\n]",

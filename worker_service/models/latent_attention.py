@@ -178,17 +178,22 @@ class Expansion(nn.Module):
         super().__init__()
         self._sizes = spec.key_dim, spec.value_dim
         self._num_heads, self._num_spare = heads.size, spec.rotary_dim
-        self._rows, self._context = heads.times(sum(self._sizes)), context
+        self._rows, self._heads, self._context = heads.times(sum(self._sizes)), heads, context
         self.weight = context.empty_weight(self._rows.size, spec.latent_dim)
         self._keys: PackedHeads | None = None
         self._values: PackedHeads | None = None
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Destination of the weight of the module with this name."""
+        """Destinations of the weight of the module with this name, or of the modules of keys,
+        [num_heads, latent_dim, key_dim], and of values, [num_heads, value_dim, latent_dim]."""
         assert self.weight is not None
         assert not transposed
-        (name,) = names
-        yield WeightTarget(f"{name}.weight", self.weight, shard=self._rows, keep=self._keep)
+        if len(names) == 1:
+            yield WeightTarget(f"{names[0]}.weight", self.weight, shard=self._rows, keep=self._keep)
+            return
+        keys, values = self.weight.unflatten(0, (self._num_heads, -1)).split(self._sizes, dim=1)
+        for name, part in zip(names, (keys.mT, values), strict=True):
+            yield WeightTarget(f"{name}.weight", part, shard=self._heads)
 
     def _keep(self, part: QuantizedWeight) -> None:
         assert self.weight is not None

@@ -41,7 +41,9 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
     [
         *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
         *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial"),
-        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v2_expanded"),
+        *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
+        *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
         *("granitemoe", "minimax_m2", "olmo2", "olmo3", "seed_oss", "smollm3"),
     ],

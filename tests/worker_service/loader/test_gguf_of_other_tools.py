@@ -207,6 +207,7 @@ TEXT = "Don't  (12345) fooBar, e\u0301a\n\n y 中文かな!"
         ("deepseek-r1-qwen", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
         ("qwen35", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e\u0301a|\n\n| y| 中文かな|!"),
         ("llama4", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| 中文かな|!"),
+        ("kimi-k2", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| |中文|かな|!"),
         ("falcon3", "Don|'t| | (|123|45|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
         ("default", "Don|'|t|  |(|123|45|)| fooBar|,| e|\u0301|a|\n\n| y| 中文かな|!"),
         ("deepseek-llm", "Don|'|t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301|a|\n|\n| y| |中文かな|!"),
