@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,15 +79,12 @@ class LoraModule(NamedTuple):
         return self.a.shape[0]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class LoraAdapter:
     """An adapter on the host. Implements `adapters.store.Adapter`."""
 
     modules: Mapping[str, LoraModule]
     """By name, as in the checkpoint of the base."""
-
-    prepared: Any = field(default=None, init=False, repr=False)
-    """What the layers of a model have made of it, which lives as long."""
 
     @cached_property
     def content(self) -> bytes:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +125,10 @@ class AdapterSlots:
         self._model, self._step = model, _Step()
         self._places: dict[str, list[_Place]] = {}
         self._layers: dict[Linear, LayerAdapters] = {}
+        self._packed: WeakKeyDictionary[LoraAdapter, Mapping[Linear, LayerDelta]] = (
+            WeakKeyDictionary()
+        )
+        """Of all adapters in the store."""
         self._slots: dict[bytes, int] = {}
         """By digest, the least recently used first."""
         for layer in model.layers.modules():
@@ -217,12 +222,11 @@ class AdapterSlots:
         self._prepared(adapter)
 
     def _prepared(self, adapter: LoraAdapter) -> Mapping[Linear, LayerDelta]:
-        if adapter.prepared is None:
+        if (found := self._packed.get(adapter)) is None:
             by_layer = self._by_layer(adapter.modules)
-            adapter.prepared = {
-                layer: self._layers[layer].pack(parts) for layer, parts in by_layer.items()
-            }
-        return adapter.prepared
+            found = {layer: self._layers[layer].pack(parts) for layer, parts in by_layer.items()}
+            self._packed[adapter] = found
+        return found
 
     def _by_layer(
         self, modules: Mapping[str, LoraModule]
