@@ -32,6 +32,7 @@ from pagewire_kernels.triton.attention import Launch, num_stages
 from pagewire_kernels.triton.experts import TritonExperts
 from tests.support.quantized_files import NF4
 from tests.support.quantized_weights import random_weight
+from tests.support.state_layers import Convolution, Mamba1, Mamba2
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -385,6 +386,22 @@ def _layers() -> None:
         triton_kernels.activate(rows, activation)
 
 
+def _states() -> None:
+    kernels, dtype = triton_kernels.TritonLayerKernels(), torch.bfloat16
+    for make in (
+        lambda: Convolution(dtype, channels=2048, num_units=4),
+        lambda: Convolution(torch.float32, 3, 2048, activation=None, bias=False),
+        lambda: Mamba1(dtype, 2048, 16, num_units=4),
+        lambda: Mamba2(dtype, 8, 64, 1, 128),
+        lambda: Mamba2(dtype, 8, 80, 1, 256, has_gate=False),
+    ):
+        layer = make()
+        layer.run(kernels, layer.states(), [(0, 0, 3), (1, 3, 4)])
+    rows, weight = torch.zeros(3, 8, 128, dtype=dtype), torch.ones(128)
+    kernels.gated_rms_norm(rows, rows, weight, 1e-6, gates_first=False)
+    kernels.gated_rms_norm(rows, rows, weight.expand(8, 128), 1e-6, gates_first=True)
+
+
 def _linear() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for num_outputs in (1000, 20000):
@@ -470,6 +487,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "rotate": (_rotate_in_place, 2),
     "layers": (_layers, 5 + 2 * len(ACTIVATIONS)),
+    "states": (_states, 7),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "experts": (_experts, 8),

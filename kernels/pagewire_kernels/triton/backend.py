@@ -14,6 +14,12 @@ from pagewire_kernels.triton.latents import write_latents
 from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm, sum_rows
 from pagewire_kernels.triton.packed_attention import packed_attention
 from pagewire_kernels.triton.rotary import rotate, rotate_and_write_kv
+from pagewire_kernels.triton.states import (
+    causal_convolution,
+    gated_rms_norm,
+    mamba1_scan,
+    mamba2_scan,
+)
 
 
 class TritonBackend:
@@ -69,7 +75,7 @@ class TritonLayerKernels:
     multiply = staticmethod(reference.multiply)
     sum_rows = staticmethod(sum_rows)
     write_latents = staticmethod(write_latents)
-    causal_convolution = staticmethod(reference.causal_convolution)
-    mamba1_scan = staticmethod(reference.mamba1_scan)
-    mamba2_scan = staticmethod(reference.mamba2_scan)
-    gated_rms_norm = staticmethod(reference.gated_rms_norm)
+    causal_convolution = staticmethod(causal_convolution)
+    mamba1_scan = staticmethod(mamba1_scan)
+    mamba2_scan = staticmethod(mamba2_scan)
+    gated_rms_norm = staticmethod(gated_rms_norm)

@@ -1,0 +1,507 @@
+"""Layers with a state, token by token: causal convolutions, Mamba, gated norms.
+
+Bound by the latency of one token after the other in prefills, and by reading and writing states in
+decodes. A program computes a few channels of one sequence, or of one head of it, whose state it
+holds in registers. Results are bitwise independent of the batch and of chunks, since each token is
+computed from the state before it in an order that depends on shapes alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagewire_kernels.batch import AttentionMetadata, StateUnits
+from pagewire_kernels.interface import FLOATS
+from pagewire_kernels.reference.states import check_convolution
+from pagewire_kernels.triton.checks import expect, expect_tensors
+
+_CHANNELS = 64
+"""Channels of a program of a convolution, and of Mamba."""
+
+_STATE_ELEMENTS = 4096
+"""Elements of a state that a program of Mamba-2 holds, at most."""
+
+
+@triton.jit
+def _unit(places, tables, table_width, page_stride, seq, unit):
+    """The first element of a unit in the pages; negative if it has no page."""
+    column = tl.load(places + 2 * unit)
+    page = tl.load(tables + seq.to(tl.int64) * table_width + column).to(tl.int64)
+    return tl.where(page < 0, -1, page * page_stride + tl.load(places + 2 * unit + 1))
+
+
+@triton.jit
+def _kept_channels(place, num_rows, length, COUNT: tl.constexpr):
+    """How many of a unit's channels are read, and how many are written."""
+    num_written = tl.where(place < 0, 0, COUNT)
+    return tl.where(length > num_rows, num_written, 0), num_written
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x): the digits of e^x that the sum has lost are added."""
+    u = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
+    total = 1.0 + u
+    return tl.where(x > 20.0, x, tl.log(total) + (u - (total - 1.0)) / total)
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _convolve(
+    y,
+    x,
+    weight,
+    bias,
+    pages,
+    places,
+    tables,
+    starts,
+    lengths,
+    x_stride,
+    page_stride,
+    table_width,
+    CHANNELS: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (sequence, unit, tile of its channels)."""
+    seq, unit = tl.program_id(0), tl.program_id(1)
+    within = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    mask, channel = within < PER_UNIT, unit * PER_UNIT + within
+    first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    num_rows = end - first
+    if num_rows > 0:
+        place = _unit(places, tables, table_width, page_stride, seq, unit)
+        state = pages + place + within
+        length = tl.load(lengths + seq)
+        num_read, num_written = _kept_channels(place, num_rows, length, PER_UNIT)
+        inputs = x + first.to(tl.int64) * x_stride + channel
+        outputs = y + first.to(tl.int64) * CHANNELS + channel
+        row = num_rows - num_rows  # a scalar of the device, also in Triton's interpreter
+        for _ in range(first, end):
+            total = tl.zeros([TILE], tl.float32)
+            if HAS_BIAS:
+                total = tl.load(bias + channel, mask, other=0.0)
+            for i in tl.static_range(WIDTH):
+                source = row + i - (WIDTH - 1)
+                is_new = within < tl.where(source < 0, 0, PER_UNIT)
+                is_old = within < tl.where(source < 0, num_read, 0)
+                new = tl.load(inputs + source.to(tl.int64) * x_stride, is_new, other=0.0)
+                old = tl.load(state + (source + WIDTH - 1) * PER_UNIT, is_old, other=0.0)
+                taps = tl.load(weight + i * CHANNELS + channel, mask, other=0.0)
+                total += tl.where(is_new, new, old).to(tl.float32) * taps
+            if HAS_SILU:
+                total = _silu(total)
+            tl.store(outputs + row.to(tl.int64) * CHANNELS, total.to(y.dtype.element_ty), mask)
+            row += 1
+        # In this order, an input is read before its place is overwritten.
+        for i in tl.static_range(WIDTH - 1):
+            source = num_rows + i - (WIDTH - 1)
+            is_new = within < tl.where(source < 0, 0, PER_UNIT)
+            is_old = within < tl.where(source < 0, num_read, 0)
+            new = tl.load(inputs + source.to(tl.int64) * x_stride, is_new, other=0.0)
+            old = tl.load(state + (source + WIDTH - 1) * PER_UNIT, is_old, other=0.0)
+            tl.store(state + i * PER_UNIT, tl.where(is_new, new, old), within < num_written)
+
+
+def causal_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+    activation: str | None = None,
+) -> Tensor:
+    """Convolve each channel over the last tokens of its sequence; as
+    `reference.causal_convolution`."""
+    width, num_channels = weight.shape
+    check_convolution(width, activation)
+    expect_tensors(
+        ("x", x, FLOATS, (None, num_channels)),
+        ("weight", weight, (torch.float32,), (width, num_channels)),
+        ("bias", bias, (torch.float32,), (num_channels,)),
+    )
+    expect(weight.is_contiguous(), "weight: expected a contiguous tensor")
+    per_unit = _per_unit(units, x.dtype, num_channels)
+    y = x.new_empty(x.shape)
+    grid = len(metadata.context_lens), len(units.places), triton.cdiv(per_unit, _CHANNELS)
+    _convolve[grid](
+        y,
+        x,
+        weight,
+        x if bias is None else bias,
+        *_addressed(units, metadata),
+        x.stride(0),
+        units.pages.stride(0),
+        metadata.block_tables.stride(0),
+        CHANNELS=num_channels,
+        PER_UNIT=per_unit,
+        WIDTH=width,
+        HAS_BIAS=bias is not None,
+        HAS_SILU=activation is not None,
+        TILE=_CHANNELS,
+        num_warps=2,
+        enable_fp_fusion=False,
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _scan_channels(
+    y,
+    x,
+    dt,
+    b,
+    c,
+    gate,
+    a,
+    d,
+    dt_bias,
+    pages,
+    places,
+    tables,
+    starts,
+    lengths,
+    x_stride,
+    dt_stride,
+    b_stride,
+    c_stride,
+    gate_stride,
+    page_stride,
+    table_width,
+    CHANNELS: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (sequence, unit, tile of its channels)."""
+    seq, unit = tl.program_id(0), tl.program_id(1)
+    within = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    mask, channel = within < PER_UNIT, unit * PER_UNIT + within
+    element = tl.arange(0, PADDED)
+    has_element = element < SIZE
+    both = has_element[:, None] & mask[None, :]
+    first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    if end > first:
+        place = _unit(places, tables, table_width, page_stride, seq, unit)
+        length = tl.load(lengths + seq)
+        num_read, num_written = _kept_channels(place, end - first, length, PER_UNIT)
+        kept = pages + place + element[:, None] * PER_UNIT + within[None, :]
+        is_read = has_element[:, None] & (within < num_read)[None, :]
+        state = tl.load(kept, is_read, other=0.0)
+        rates = tl.load(a + element[:, None] * CHANNELS + channel[None, :], both, other=0.0)
+        skip = tl.load(d + channel, mask, other=0.0)
+        offset = tl.load(dt_bias + channel, mask, other=0.0)
+        at = first.to(tl.int64)
+        for _ in range(first, end):
+            inputs = tl.load(x + at * x_stride + channel, mask, other=0.0).to(tl.float32)
+            step = tl.load(dt + at * dt_stride + channel, mask, other=0.0).to(tl.float32)
+            delta = _softplus(step + offset)
+            keys = tl.load(b + at * b_stride + element, has_element, other=0.0).to(tl.float32)
+            queries = tl.load(c + at * c_stride + element, has_element, other=0.0).to(tl.float32)
+            decay = tl.exp(delta[None, :] * rates)
+            state = state * decay + (delta * inputs)[None, :] * keys[:, None]
+            total = tl.sum(state * queries[:, None], axis=0) + skip * inputs
+            if HAS_GATE:
+                gates = tl.load(gate + at * gate_stride + channel, mask, other=0.0)
+                total *= _silu(gates.to(tl.float32))
+            tl.store(y + at * CHANNELS + channel, total.to(y.dtype.element_ty), mask)
+            at += 1
+        tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
+
+
+def mamba1_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    gate: Tensor | None,
+    a: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """Selective state space with a decay for each channel and element; as
+    `reference.mamba1_scan`."""
+    state_size, num_channels = a.shape
+    rows, states = (len(x), num_channels), (len(x), state_size)
+    expect_tensors(
+        ("x", x, FLOATS, rows),
+        ("dt", dt, (x.dtype,), rows),
+        ("b", b, (x.dtype,), states),
+        ("c", c, (x.dtype,), states),
+        ("gate", gate, (x.dtype,), rows),
+        ("a", a, (torch.float32,), (state_size, num_channels)),
+        ("d", d, (torch.float32,), (num_channels,)),
+        ("dt_bias", dt_bias, (torch.float32,), (num_channels,)),
+    )
+    expect(a.is_contiguous(), "a: expected a contiguous tensor")
+    per_unit = _per_unit(units, torch.float32, num_channels)
+    y, gates = x.new_empty(x.shape), x if gate is None else gate
+    grid = len(metadata.context_lens), len(units.places), triton.cdiv(per_unit, _CHANNELS)
+    _scan_channels[grid](
+        y,
+        x,
+        dt,
+        b,
+        c,
+        gates,
+        a,
+        d,
+        dt_bias,
+        *_addressed(units, metadata),
+        *(tensor.stride(0) for tensor in (x, dt, b, c, gates)),
+        units.pages.stride(0),
+        metadata.block_tables.stride(0),
+        CHANNELS=num_channels,
+        PER_UNIT=per_unit,
+        SIZE=state_size,
+        PADDED=triton.next_power_of_2(state_size),
+        HAS_GATE=gate is not None,
+        TILE=_CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["table_width", "min_dt", "max_dt"])
+def _scan_heads(
+    y,
+    x,
+    dt,
+    b,
+    c,
+    gate,
+    a,
+    d,
+    dt_bias,
+    pages,
+    places,
+    tables,
+    starts,
+    lengths,
+    min_dt,
+    max_dt,
+    x_stride,
+    x_head_stride,
+    dt_stride,
+    b_stride,
+    b_group_stride,
+    c_stride,
+    c_group_stride,
+    gate_stride,
+    gate_head_stride,
+    page_stride,
+    table_width,
+    HEADS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (sequence, head, tile of its elements)."""
+    seq, head = tl.program_id(0), tl.program_id(1)
+    within = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    mask, element = within < HEAD_DIM, tl.arange(0, PADDED)
+    has_element, group = element < SIZE, head // PER_GROUP
+    first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    if end > first:
+        place = _unit(places, tables, table_width, page_stride, seq, head)
+        length = tl.load(lengths + seq)
+        num_read, num_written = _kept_channels(place, end - first, length, HEAD_DIM)
+        kept = pages + place + element[:, None] * HEAD_DIM + within[None, :]
+        is_read = has_element[:, None] & (within < num_read)[None, :]
+        state = tl.load(kept, is_read, other=0.0)
+        rate, skip = tl.load(a + head), tl.load(d + head)
+        offset = tl.load(dt_bias + head)
+        at = first.to(tl.int64)
+        for _ in range(first, end):
+            source = x + at * x_stride + head * x_head_stride + within
+            inputs = tl.load(source, mask, other=0.0).to(tl.float32)
+            step = tl.load(dt + at * dt_stride + head).to(tl.float32)
+            delta = _softplus(step + offset)
+            delta = tl.where(delta < min_dt, min_dt, tl.where(delta > max_dt, max_dt, delta))
+            place_b = b + at * b_stride + group * b_group_stride + element
+            keys = tl.load(place_b, has_element, other=0.0).to(tl.float32)
+            place_c = c + at * c_stride + group * c_group_stride + element
+            queries = tl.load(place_c, has_element, other=0.0).to(tl.float32)
+            state = state * tl.exp(delta * rate) + (delta * inputs)[None, :] * keys[:, None]
+            total = tl.sum(state * queries[:, None], axis=0) + skip * inputs
+            if HAS_GATE:
+                gates = gate + at * gate_stride + head * gate_head_stride + within
+                total *= _silu(tl.load(gates, mask, other=0.0).to(tl.float32))
+            target = y + (at * HEADS + head) * HEAD_DIM + within
+            tl.store(target, total.to(y.dtype.element_ty), mask)
+            at += 1
+        tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
+
+
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    gate: Tensor | None,
+    a: Tensor,
+    d: Tensor,
+    dt_bias: Tensor,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+    *,
+    dt_limits: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """Selective state space with a decay for each head; as `reference.mamba2_scan`."""
+    (num_rows, num_heads, head_dim), (num_groups, state_size) = x.shape, b.shape[1:]
+    vectors = num_rows, num_groups, state_size
+    expect_tensors(
+        ("x", x, FLOATS, (None, None, None)),
+        ("dt", dt, (x.dtype,), (num_rows, num_heads)),
+        ("b", b, (x.dtype,), vectors),
+        ("c", c, (x.dtype,), vectors),
+        ("gate", gate, (x.dtype,), x.shape),
+        *(
+            (name, tensor, (torch.float32,), (num_heads,))
+            for name, tensor in (("a", a), ("d", d), ("dt_bias", dt_bias))
+        ),
+    )
+    expect(
+        num_heads % num_groups == 0 and len(units.places) == num_heads,
+        f"units: expected one of each of {num_heads} heads in {num_groups} groups",
+    )
+    _per_unit(units, torch.float32, num_heads)
+    y, gates = x.new_empty(x.shape), x if gate is None else gate
+    padded = triton.next_power_of_2(state_size)
+    tile = min(triton.next_power_of_2(head_dim), max(1, _STATE_ELEMENTS // padded))
+    grid = len(metadata.context_lens), num_heads, triton.cdiv(head_dim, tile)
+    _scan_heads[grid](
+        y,
+        x,
+        dt,
+        b,
+        c,
+        gates,
+        a,
+        d,
+        dt_bias,
+        *_addressed(units, metadata),
+        *map(float, dt_limits),
+        x.stride(0),
+        x.stride(1),
+        dt.stride(0),
+        *b.stride()[:2],
+        *c.stride()[:2],
+        *gates.stride()[:2],
+        units.pages.stride(0),
+        metadata.block_tables.stride(0),
+        HEADS=num_heads,
+        PER_GROUP=num_heads // num_groups,
+        HEAD_DIM=head_dim,
+        SIZE=state_size,
+        PADDED=padded,
+        HAS_GATE=gate is not None,
+        TILE=tile,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return y
+
+
+@triton.jit
+def _gated_norm(
+    y,
+    x,
+    gate,
+    weight,
+    eps,
+    x_stride,
+    x_group_stride,
+    gate_stride,
+    gate_group_stride,
+    weight_stride,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (row, group)."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, TILE)
+    mask = column < SIZE
+    values = tl.load(x + row * x_stride + group * x_group_stride + column, mask, other=0.0)
+    gates = tl.load(gate + row * gate_stride + group * gate_group_stride + column, mask, other=0.0)
+    values, gates = values.to(tl.float32), _silu(gates.to(tl.float32))
+    if GATES_FIRST:
+        values *= gates
+    variance = tl.sum(values * values, axis=0) / SIZE
+    weights = tl.load(weight + group * weight_stride + column, mask, other=0.0).to(tl.float32)
+    values = values * tl.rsqrt(variance + eps) * weights
+    if not GATES_FIRST:
+        values *= gates
+    target = y + (row * GROUPS + group) * SIZE + column
+    tl.store(target, values.to(y.dtype.element_ty), mask)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+) -> Tensor:
+    """RMS norm of groups of elements, and a gate; as `reference.gated_rms_norm`."""
+    num_rows, num_groups, size = x.shape
+    expect_tensors(
+        ("x", x, FLOATS, (None, None, None)),
+        ("gate", gate, (x.dtype,), x.shape),
+        ("weight", weight, FLOATS, (num_groups, size) if weight.ndim == 2 else (size,)),
+    )
+    y = x.new_empty(x.shape)
+    if x.numel():
+        _gated_norm[(num_rows, num_groups)](
+            y,
+            x,
+            gate,
+            weight,
+            float(eps),
+            *x.stride()[:2],
+            *gate.stride()[:2],
+            weight.stride(0) if weight.ndim == 2 else 0,
+            GROUPS=num_groups,
+            SIZE=size,
+            GATES_FIRST=gates_first,
+            TILE=triton.next_power_of_2(size),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return y
+
+
+def _per_unit(units: StateUnits, dtype: torch.dtype, num_channels: int) -> int:
+    """Channels of a unit."""
+    num_units = len(units.places)
+    expect_tensors(
+        ("pages", units.pages, (dtype,), (None, None)),
+        ("places", units.places, (torch.int64,), (num_units, 2)),
+    )
+    expect(units.places.is_contiguous(), "places: expected a contiguous tensor")
+    expect(
+        num_channels % num_units == 0,
+        f"places: expected units that divide {num_channels} channels, got {num_units}",
+    )
+    return num_channels // num_units
+
+
+def _addressed(units: StateUnits, metadata: AttentionMetadata) -> tuple[Tensor, ...]:
+    """The tensors that say where states are, and which rows are whose."""
+    columns = metadata.block_tables, metadata.query_start, metadata.context_lens
+    return units.pages, units.places, *columns
