@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
-from worker_service.errors import InvalidOption
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV, LayerState
 from worker_service.models.layers import (
@@ -30,6 +29,7 @@ from worker_service.models.layers import (
     Vector,
     Xielu,
     halves_order,
+    norm_shards,
     norm_targets,
 )
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
@@ -193,11 +193,6 @@ class AttentionSpec:
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the heads."""
-        if self.norm_spans_heads and layout.tensor_parallel_size > 1:
-            raise InvalidOption(
-                "tensor_parallel_size: expected 1, since the norms of queries and keys span all"
-                f" heads, got {layout.tensor_parallel_size}"
-            )
         layout.even_shard(self.num_heads, "attention heads")
         layout.kv_head_shard(self.num_kv_heads)
 
@@ -390,19 +385,21 @@ class Attention(nn.Module):
         if s.head_norm is not None:
             norm = s.head_norm
             assert norm.is_rms, "the kernels have no other norm of heads"
+            one_head = Shard.full(s.head_dim)
             self.query_norm, self.key_norm = (
                 RMSNorm(
-                    s.head_dim * num,
+                    shard.size,
                     norm.eps,
                     context,
                     kernels.layers,
                     norm.offset,
                     affine=norm.affine,
+                    shard=shard,
                 )
-                for num in ((s.num_heads, s.num_kv_heads) if s.norm_spans_heads else (1, 1))
+                for shard in ((attended, kv_rows) if s.norm_spans_heads else (one_head, one_head))
             )
         self.sinks = Vector(heads, context) if s.has_sinks else None
-        self._norm_spans_heads = s.norm_spans_heads
+        self._norm_spans_heads, self._communicator = s.norm_spans_heads, context.communicator
         self.paged = PagedAttention(
             kernels.attention_of(s.window),
             scale=s.scale,
@@ -428,8 +425,12 @@ class Attention(nn.Module):
         query, key, value = heads.split_with_sizes(self._num_heads, 1)
         query_norm, key_norm = self.query_norm, self.key_norm
         if self._norm_spans_heads and query_norm is not None and key_norm is not None:
-            query = query_norm(query.flatten(1)).view_as(query)
-            key = key_norm(key.flatten(1)).view_as(key)
+            rows, norms = (query.flatten(1), key.flatten(1)), (query_norm, key_norm)
+            if self._communicator.layout.tensor_parallel_size > 1:
+                normed = norm_shards(rows, norms, self._communicator)
+            else:
+                normed = [norm(part) for norm, part in zip(norms, rows, strict=True)]
+            query, key = normed[0].view_as(query), normed[1].view_as(key)
             query_norm = key_norm = None
         if self._rotary is None:
             self.paged.write(key, value, inputs.caches, inputs.metadata)

@@ -1,7 +1,7 @@
 """Layers of native models. Rows are tokens, flattened over all sequences."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata, LayerCaches
 from pagewire_kernels.interface import AttentionBackend, LayerKernels
+from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -31,9 +32,12 @@ class RMSNorm(nn.Module):
         kernels: LayerKernels,
         offset: float = 0.0,
         affine: bool = True,
+        shard: Shard | None = None,
     ) -> None:
-        """affine: whether the checkpoint has a weight; otherwise that is 1."""
+        """affine: whether the checkpoint has a weight; otherwise that is 1. shard: the columns of
+        this rank, as many as `size`; None: all. See `norm_shards`."""
         super().__init__()
+        self.shard = shard
         self.weight = context.empty(size)
         if not affine:
             self.weight.fill_(1)
@@ -53,6 +57,23 @@ class RMSNorm(nn.Module):
         """Add the offset to the weight, which is loaded."""
         self.weight += self._offset
         self._offset = 0.0
+
+
+def norm_shards(
+    parts: Sequence[Tensor], norms: Sequence[RMSNorm], communicator: Communicator
+) -> list[Tensor]:
+    """The RMS norms of rows of which each rank has some columns, the same number on all: the sums
+    of squares are added over the ranks, in their order on CPUs. Columns that several ranks have
+    count as often, in both the sum and the number. parts: of each norm, [num_rows, its size]."""
+    wide = [part.float() for part in parts]
+    squares = torch.cat([part.square().sum(1, keepdim=True) for part in wide], dim=1)
+    sums, num_ranks = communicator.sum(squares), communicator.layout.tensor_parallel_size
+    normed = []
+    for i, (part, norm) in enumerate(zip(wide, norms, strict=True)):
+        mean = sums[:, i, None] / (num_ranks * part.shape[1])
+        factor = 1.0 / (mean + norm.eps).sqrt()
+        normed.append((part * factor * norm.weight.float()).to(parts[i].dtype))
+    return normed
 
 
 class LayerNorm(nn.Module):
@@ -97,7 +118,8 @@ class LayerNorm(nn.Module):
 def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]:
     """Destinations of the checkpoint's tensors of the norm called `name`."""
     if norm.weight is not None:
-        yield WeightTarget(f"{name}.weight", norm.weight)
+        shard = norm.shard if isinstance(norm, RMSNorm) else None
+        yield WeightTarget(f"{name}.weight", norm.weight, shard=shard)
     if isinstance(norm, LayerNorm) and norm.bias is not None:
         yield WeightTarget(f"{name}.bias", norm.bias)
 

@@ -132,10 +132,7 @@ def _check(model: Path, tensor_parallel_size: int, pipeline_parallel_size: int) 
     assert len({token for o in expected for token in o.token_ids}) > len(expected)
 
 
-UNSHARED = ("olmo2", "olmo3", "olmoe", "minimax_m2")
-"""Families of which several ranks cannot share a layer."""
-
-FAMILIES = [family for family in NATIVE_FAMILIES if family not in (*ROTARY_VARIANTS, *UNSHARED)]
+FAMILIES = [family for family in NATIVE_FAMILIES if family not in ROTARY_VARIANTS]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
