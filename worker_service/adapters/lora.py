@@ -195,14 +195,15 @@ def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
         if match is None:
             expected = "only base_model.model.MODULE.lora_A.weight and lora_B.weight"
             raise BadAdapter(f"{WEIGHTS_FILE}: expected {expected}, got {name!r}")
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
         pairs.setdefault(match[1], {})[match[2]] = tensor
     if not pairs:
         raise BadAdapter(f"{WEIGHTS_FILE}: expected at least one module, got none")
-    return {name: _module(name, pair, settings) for name, pair in pairs.items()}
+    return {name: module_of(name, pair, settings) for name, pair in pairs.items()}
 
 
-def _check_tensor(name: str, tensor: Tensor) -> None:
+def check_tensor(name: str, tensor: Tensor) -> None:
+    """Raise BadAdapter unless a tensor is a matrix of finite numbers of an allowed dtype."""
     if tensor.dtype not in _DTYPES.values():
         raise BadAdapter(f"{name}: expected one of {', '.join(_DTYPES)}, got {tensor.dtype}")
     if tensor.dim() != 2:
@@ -211,7 +212,9 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
         raise BadAdapter(f"{name}: expected finite numbers, got NaN or infinity")
 
 
-def _module(name: str, pair: Mapping[str, Tensor], settings: Mapping[str, Any]) -> LoraModule:
+def module_of(name: str, pair: Mapping[str, Tensor], settings: Mapping[str, Any]) -> LoraModule:
+    """The change of a layer by its matrices, A and B. settings: those of `_READ`. Raises BadAdapter
+    if they do not fit each other."""
     if len(pair) < 2:
         raise BadAdapter(f"{name}: expected lora_A and lora_B, got only lora_{next(iter(pair))}")
     a, b = pair["A"], pair["B"]

@@ -12,6 +12,7 @@
 | `gguf_blocks.py` | a table of the types of quantized tensors in GGUF files |
 | `gguf_model.py` | configuration of a GGUF file, as that of `transformers` |
 | `gguf_names.py` | tensors of a GGUF file under the names of `transformers` |
+| `gguf_adapter.py` | LoRA adapters in GGUF files |
 | `gguf_tokenizer.py` | tokenizer and chat template of a GGUF file, as files for frontends |
 | `quantized_checkpoint.py` | `quantization_config`, and quantized weights under dense names |
 | `quantized_formats.py` | a table of the tensors that make up a quantized weight |

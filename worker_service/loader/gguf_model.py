@@ -131,6 +131,13 @@ _NO_EFFECT = (
 _SAVED = {"F32": "float32", "F16": "float16"}
 
 
+def architecture_of(model_type: str) -> str | None:
+    """`general.architecture` of files of models of this `model_type`; None if there are none."""
+    found = {kind: architecture for architecture, (_, kind) in _CLASSES.items()}
+    found |= {_MISTRAL[1]: "llama", _MIXTRAL[1]: "llama", _OLMO3[1]: "olmo2"}
+    return found.get(model_type)
+
+
 def gguf_config(path: Path) -> dict[str, Any]:
     """The content that `config.json` would have. Raises BadCheckpoint or UnsupportedModel."""
     gguf = open_gguf(path)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf_file import GgufTensor, open_gguf
@@ -119,20 +120,11 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     gguf = open_gguf(path)
     config = gguf_config(path)
     kind = config["model_type"]
-    heads = {}
     architecture, num_layers = gguf.metadata["general.architecture"], config["num_hidden_layers"]
     num_further = gguf.metadata.get(f"{architecture}.nextn_predict_layers", 0)
     # Of layers that predict further tokens.
     unused = tuple(f"blk.{num_layers + layer}." for layer in range(num_further))
-    if architecture in _PAIRS_ROTATED:
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    rows = map(str.split, _TENSORS.strip().splitlines())
-    groups = ("all", *(["encoder"] if kind in ENCODERS else []))
-    names = {
-        stored: name
-        for kinds, stored, name in rows
-        if kinds in groups or kind.startswith(tuple(kinds.split(",")))
-    }
+    heads, names = permuted_heads(architecture, config), names_of(kind)
     read_already = LONG_ROPE.values() if kind == "phi3" else (ROPE_FREQUENCIES,)
     return {
         part.name: replace(
@@ -143,11 +135,31 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
         )
         for tensor in gguf.tensors.values()
         if tensor.stored_name not in read_already and not tensor.stored_name.startswith(unused)
-        for part in _parts(replace(tensor, name=_name(tensor.stored_name, names)))
+        for part in _parts(replace(tensor, name=name_of(tensor.stored_name, names)))
     }
 
 
-def _name(stored_name: str, names: Mapping[str, str]) -> str:
+def permuted_heads(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
+    """`GgufTensor.num_heads` of the projections whose rows files of an architecture permute, by the
+    last part of their module's name."""
+    if architecture not in _PAIRS_ROTATED:
+        return {}
+    num_heads = config["num_attention_heads"]
+    return {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads") or num_heads}
+
+
+def names_of(model_type: str) -> dict[str, str]:
+    """Names in `transformers` by names in files, of tensors of a kind of model."""
+    rows = map(str.split, _TENSORS.strip().splitlines())
+    groups = ("all", *(["encoder"] if model_type in ENCODERS else []))
+    return {
+        stored: name
+        for kinds, stored, name in rows
+        if kinds in groups or model_type.startswith(tuple(kinds.split(",")))
+    }
+
+
+def name_of(stored_name: str, names: Mapping[str, str]) -> str:
     """The name in `transformers`; an unknown name is returned unchanged, and refused later."""
     match = _TENSOR.fullmatch(stored_name)
     if match is None or match[2] not in names:

@@ -27,6 +27,8 @@ from worker_service.kv_cache.memory_budget import (
     sample_on_host,
 )
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
+from worker_service.loader.gguf_adapter import read_gguf_lora
+from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
 from worker_service.models.adapters import AdapterSlots, require_native
 from worker_service.models.eagle import EagleHead
@@ -396,9 +398,12 @@ class TorchExecutor:
         return iter(self.loaded.assets.items())
 
     def load_adapter(self, path: str) -> AdapterInfo:
-        """Read an adapter of PEFT; see `Executor.load_adapter`."""
+        """Read a folder of PEFT or a GGUF file; see `Executor.load_adapter`."""
         self._require_adapters()
-        return self._hold(read_lora(Path(path)))
+        place = Path(path)
+        if is_gguf(place):
+            return self._hold(read_gguf_lora(place, self.loaded.hf_config))
+        return self._hold(read_lora(place))
 
     def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
         """The content of an adapter."""

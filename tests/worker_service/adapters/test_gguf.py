@@ -1,0 +1,154 @@
+"""Adapters in GGUF files are those of PEFT that they were converted from."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from tests.support.checkpoints import checkpoint
+from tests.support.gguf_files import make_gguf, write
+from tests.support.lora import make_adapter
+from worker_service.adapters.lora import LoraAdapter, read_lora
+from worker_service.adapters.store import AdapterInfo
+from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
+from worker_service.errors import AdapterNotFound, BadAdapter
+from worker_service.loader import load_model
+from worker_service.loader.gguf_adapter import read_gguf_lora
+from worker_service.loader.model_files import read_config
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
+
+STORED = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ALPHA = 6.0
+SETTINGS: Mapping[str, Any] = {
+    "general.type": "adapter",
+    "adapter.type": "lora",
+    "adapter.lora.alpha": ALPHA,
+}
+
+
+def write_adapter(
+    path: Path,
+    adapter: LoraAdapter,
+    architecture: str,
+    heads: Mapping[str, int],
+    *,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    **settings: Any,
+) -> None:
+    """Write an adapter as llama.cpp does. heads: of the projections whose rows are permuted."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (SETTINGS | settings).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_string
+        add(key, value)
+    for name, module in adapter.modules.items():
+        _, _, layer, part = name.split(".", 3)
+        b = module.b.numpy()
+        if (num_heads := heads.get(part.rpartition(".")[2])) is not None:
+            halves = b.reshape(num_heads, 2, -1, b.shape[1])
+            b = halves.swapaxes(1, 2).reshape(b.shape)
+        for end, matrix in (("lora_a", module.a.numpy()), ("lora_b", b)):
+            stored = gguf.quantize(np.ascontiguousarray(matrix), kind)
+            writer.add_tensor(f"blk.{layer}.{STORED[part]}.weight.{end}", stored, raw_dtype=kind)
+    write(writer)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"),
+    [("llama", "llama"), ("mistral", "llama"), ("qwen2", "qwen2"), ("phi3", "phi3")],
+)
+def test_a_file_has_the_digest_of_the_folder_that_it_was_made_from(
+    family: str, architecture: str, tmp_path: Path
+) -> None:
+    config = read_config(checkpoint(family))
+    made = make_adapter(checkpoint(family), tmp_path / "peft", r=4, lora_alpha=ALPHA)
+    adapter = read_lora(made.folder)
+    heads = {}
+    if architecture == "llama":
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    write_adapter(tmp_path / "a.gguf", adapter, architecture, heads)
+    assert read_gguf_lora(tmp_path / "a.gguf", config).info == adapter.info
+    half = tmp_path / "half.gguf"
+    write_adapter(half, adapter, architecture, heads, kind=gguf.GGMLQuantizationType.F16)
+    for name, module in read_gguf_lora(half, config).modules.items():
+        assert module.b.equal(adapter.modules[name].b.half())
+
+
+def load(base: Path, adapter: Path) -> AdapterInfo:
+    """Load an adapter on a worker with this base."""
+    config = ModelConfig(model=str(base), device="cpu", dtype="float32")
+    cache = CacheConfig(block_size=4)
+    executor = TorchExecutor(
+        cache,
+        Profiler(Path()),
+        lambda: load_model(config, cache),
+        adapters=AdapterConfig(enable_lora=True),
+    )
+    executor.load()
+    return executor.load_adapter(str(adapter))
+
+
+def test_workers_load_a_file_for_a_base_in_either_format(tmp_path: Path) -> None:
+    file, folder = make_gguf("llama", "F32", tmp_path)
+    adapter = read_lora(make_adapter(folder, tmp_path / "peft", lora_alpha=ALPHA).folder)
+    config = read_config(folder)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    write_adapter(tmp_path / "a.gguf", adapter, "llama", heads)
+    for base in (file, folder):
+        assert load(base, tmp_path / "a.gguf") == load(base, tmp_path / "peft") == adapter.info
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "message"),
+    [
+        ("qwen2", {}, "general.architecture: expected 'llama', got 'qwen2'"),
+        ("llama", {"general.type": "model"}, "general.type: expected 'adapter', got 'model'"),
+        ("llama", {"adapter.type": "dora"}, "adapter.type: expected 'lora', got 'dora'"),
+        (
+            "llama",
+            {"adapter.alora.invocation_tokens": "1"},
+            "adapter.alora.invocation_tokens: expected none",
+        ),
+    ],
+)
+def test_files_that_mean_something_else_are_refused(
+    architecture: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base = checkpoint("llama")
+    adapter = read_lora(make_adapter(base, tmp_path / "peft").folder)
+    write_adapter(tmp_path / "a.gguf", adapter, architecture, {}, **settings)
+    with pytest.raises(BadAdapter, match=message):
+        read_gguf_lora(tmp_path / "a.gguf", read_config(base))
+
+
+def test_missing_damaged_and_incomplete_files_are_refused(tmp_path: Path) -> None:
+    config = read_config(checkpoint("llama"))
+    with pytest.raises(AdapterNotFound, match="expected a GGUF file"):
+        read_gguf_lora(tmp_path / "none.gguf", config)
+    (tmp_path / "text.gguf").write_text("not a model")
+    with pytest.raises(BadAdapter, match="expected a GGUF file"):
+        read_gguf_lora(tmp_path / "text.gguf", config)
+    for name, message in (
+        ("blk.0.attn_norm.weight", "expected only TENSOR.weight.lora_a and lora_b"),
+        ("blk.0.attn_v.weight.lora_a", "expected lora_A and lora_B, got only lora_A"),
+        ("blk.0.attn_q.weight.lora_b", "lora_b: expected a multiple of"),
+    ):
+        writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
+        writer.add_string("general.type", "adapter")
+        writer.add_string("adapter.type", "lora")
+        writer.add_tensor(name, np.ones((3, 64), np.float32))
+        write(writer)
+        with pytest.raises(BadAdapter, match=message):
+            read_gguf_lora(tmp_path / "part.gguf", config)

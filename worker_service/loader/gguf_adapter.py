@@ -1,0 +1,85 @@
+"""LoRA adapters in GGUF files, as llama.cpp's converter writes them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from worker_service.adapters.lora import LoraAdapter, LoraModule, check_tensor, module_of
+from worker_service.errors import AdapterNotFound, BadAdapter, BadCheckpoint
+from worker_service.loader.gguf_file import Gguf, open_gguf
+from worker_service.loader.gguf_model import architecture_of
+from worker_service.loader.gguf_names import name_of, names_of, permuted_heads
+from worker_service.loader.tensors import OpenFiles
+
+_ALPHA = "adapter.lora.alpha"
+_INVOCATION = "adapter.alora.invocation_tokens"
+_PARTS = {"lora_a": "A", "lora_b": "B"}
+
+
+def read_gguf_lora(path: Path, config: Mapping[str, Any]) -> LoraAdapter:
+    """Read an adapter of the model whose `config.json` this is.
+
+    Raises AdapterNotFound if there is no such file, and BadAdapter for one that is damaged, is of
+    another architecture, or has settings or tensors that are not computed.
+    """
+    if not path.is_file():
+        raise AdapterNotFound(f"path: expected a GGUF file, got {str(path)!r}")
+    try:
+        gguf = open_gguf(path)
+        _check_settings(path, gguf, architecture_of(config["model_type"]))
+        pairs: dict[str, dict[str, Tensor]] = {}
+        for module, part, tensor in _matrices(path, gguf, config):
+            check_tensor(f"{module}.lora_{part}", tensor)
+            pairs.setdefault(module, {})[part] = tensor
+    except BadCheckpoint as error:
+        raise BadAdapter(str(error)) from None
+    if not pairs:
+        raise BadAdapter(f"{path}: expected at least one module, got none")
+    alpha = gguf.metadata.get(_ALPHA, 0.0)
+    return LoraAdapter({module: _module(module, pair, alpha) for module, pair in pairs.items()})
+
+
+def _check_settings(path: Path, gguf: Gguf, architecture: str | None) -> None:
+    if architecture is None:
+        raise BadAdapter(f"{path}: expected a folder, since GGUF files have no such base")
+    expected = {
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "general.architecture": architecture,
+        _INVOCATION: None,
+    }
+    for key, value in expected.items():
+        if (got := gguf.metadata.get(key)) != value:
+            wanted = "none" if value is None else f"{value!r}"
+            raise BadAdapter(f"{path}: {key}: expected {wanted}, got {got!r}")
+
+
+def _matrices(
+    path: Path, gguf: Gguf, config: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """(module, A or B, matrix), with the rows and names of `transformers`."""
+    names = names_of(config["model_type"])
+    heads = permuted_heads(gguf.metadata["general.architecture"], config)
+    files = OpenFiles()
+    for stored in gguf.tensors.values():
+        weight, _, part = stored.stored_name.rpartition(".")
+        module, _, kind = name_of(weight, names).rpartition(".")
+        if part not in _PARTS or kind != "weight":
+            expected = "only TENSOR.weight.lora_a and lora_b"
+            raise BadAdapter(f"{path}: expected {expected}, got {stored.stored_name!r}")
+        num_heads = heads.get(module.rpartition(".")[2]) if part == "lora_b" else None
+        if num_heads is not None and stored.shape[0] % (2 * num_heads):
+            expected = f"a multiple of {2 * num_heads} rows, of pairs in {num_heads} heads"
+            raise BadAdapter(f"{stored.stored_name}: expected {expected}, got {stored.shape}")
+        yield module, _PARTS[part], replace(stored, files=files, num_heads=num_heads)[:]
+
+
+def _module(name: str, pair: Mapping[str, Tensor], alpha: float) -> LoraModule:
+    """alpha: 0 means the rank, as in llama.cpp."""
+    if len({tensor.dtype for tensor in pair.values()}) > 1:  # quantized types need wide rows
+        pair = {part: tensor.float() for part, tensor in pair.items()}
+    rank = pair["A"].shape[0] if "A" in pair else pair["B"].shape[1]
+    return module_of(name, pair, {"r": rank, "lora_alpha": alpha or rank})
