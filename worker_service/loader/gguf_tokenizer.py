@@ -54,6 +54,18 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
 )
+_SPARK = _DEEPSEEK3.removesuffix(r"[\r\n]*|" + _SPACES) + r"|[\r\n]|\s+(?!\S)|\s+"
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+"
+    "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|" + _CJK
+)
+"""Korean letters, punctuation of East Asian texts, Bopomofo, Chinese and Japanese letters."""
+_JAIS2 = (
+    _LLAMA3.removesuffix(r"|\s+(?!\S)|\s+")
+    + "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))
+    + r"|\s"
+)
 _NO_HAN_UPPER, _NO_HAN_LOWER = (f"{cased[:-1]}&&[^\\p{{Han}}]]" for cased in (_UPPER, _LOWER))
 _KIMI = (
     rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}*{_NO_HAN_LOWER}+{_CONTRACTION}?"
@@ -66,13 +78,16 @@ _BY_SPLITS: dict[tuple[str, ...], str] = {
     " roberta-bpe modern-bert jina-v1-en jina-es jina-de jina-v2-es jina-v2-de jina-v2-code",
     (r"\p{N}", _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
     (_LLAMA3,): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 smaug-bpe dbrx"
-    " glm4 chatglm-bpe",
-    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo megrez stablelm2 hunyuan solar-open grok-2",
+    " jina-v5-nano glm4 chatglm-bpe",
+    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
     (_QWEN35,): "qwen35",
     (_cased_words("", r"\p{N}"),): "tekken",
     (_GPT4O,): "gpt-4o llama4 kanana2 minimax-m2",
     (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O): "tiny_aya cohere2moe",
     (r"\p{N}{1,3}", _CJK, _DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    (r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"): "spark2_5",
+    (_YOUTU, _cased_words(f"{_CONTRACTION}?", r"\p{N}")): "youtu",
+    (_JAIS2,): "jais-2",
     (_KIMI,): "kimi-k2",
     ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"): "deepseek-coder",
     (
@@ -102,14 +117,14 @@ PRE_TOKENIZERS = {name: splits for splits, names in _BY_SPLITS.items() for name 
 
 _STARTS_WITH_BOS = (
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
-    "tekken",
+    *("tekken", "jina-v5-nano"),
 )
 """Pre-tokenizers that start every text with a BOS token, unless the file says otherwise."""
 
 _COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35", "modern-bert")
 """Pre-tokenizers of models whose texts are composed (NFC) first."""
 
-_IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5")
+_IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5", "youtu")
 """Pre-tokenizers with which a word that is a token is not merged from parts."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6

@@ -208,6 +208,9 @@ TEXT = "Don't  (12345) fooBar, e\u0301a\n\n y 中文かな!"
         ("qwen35", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e\u0301a|\n\n| y| 中文かな|!"),
         ("llama4", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| 中文かな|!"),
         ("kimi-k2", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| |中文|かな|!"),
+        ("spark2_5", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e\u0301a|\n|\n| y| |中文かな|!"),
+        ("youtu", "Don't| | (|1|2|3|4|5|)| foo|Bar|,| e\u0301a|\n\n| y| |中文かな|!"),
+        ("jais-2", "Don|'t| | (|123|45|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
         ("falcon3", "Don|'t| | (|123|45|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
         ("default", "Don|'|t|  |(|123|45|)| fooBar|,| e|\u0301|a|\n\n| y| 中文かな|!"),
         ("deepseek-llm", "Don|'|t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301|a|\n|\n| y| |中文かな|!"),
@@ -215,6 +218,14 @@ TEXT = "Don't  (12345) fooBar, e\u0301a\n\n y 中文かな!"
 )
 def test_a_pre_tokenizer_splits_text_as_llama_cpp_does(pre: str, expected: str) -> None:
     assert _pieces(pre, TEXT) == expected.split("|")
+
+
+def test_spaces_are_split_in_halves_of_a_run_by_jais_2() -> None:
+    assert _pieces("jais-2", f"a{' ' * 13}b") == ["a", " " * 8, " " * 4, " b"]
+
+
+def test_letters_of_east_asian_scripts_are_split_from_each_other_by_youtu() -> None:
+    assert _pieces("youtu", "가나ㄅㄆ中か、。x") == ["가나", "ㄅㄆ", "中か", "、。", "x"]
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
