@@ -106,6 +106,20 @@ class StateKernels(Protocol):
     ) -> Tensor:
         """Selective state space with a decay for each head (Mamba-2)."""
 
+    def gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        units: StateUnits,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Delta rule with a decay of each head, or of each element of its keys."""
+
     def gated_rms_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
     ) -> Tensor:
@@ -209,6 +223,9 @@ class LayerKernels(StateKernels, Protocol):
 
     def multiply(self, products: Tensor, x: Tensor) -> Tensor:
         """Multiply the products by x, element by element, in place; returns these."""
+
+    def multiply_sigmoid(self, products: Tensor, x: Tensor) -> Tensor:
+        """Multiply the products by sigmoid(x), element by element, in place; returns these."""
 
     def sum_rows(self, hidden: Tensor, starts: Tensor, sums: Tensor) -> None:
         """Add the rows of each text to its sum, in order."""

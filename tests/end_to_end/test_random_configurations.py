@@ -53,7 +53,7 @@ EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
 NUM_QUICK, NUM_LONG = 24, 240
 QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)
-STATEFUL = ("lfm2", "lfm2_moe")
+STATEFUL = ("lfm2", "qwen3_next", "qwen3_5")
 """Families of which some layers keep a state, which run without drafts."""
 
 AHEAD = range(0, NUM_QUICK, 2)

@@ -99,6 +99,18 @@ _MULTIPLIERS: dict[str, Any] = {
     "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.8],
 }
 
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 24,
+    "shared_expert_intermediate_size": 56,
+    "pad_token_id": 0,
+}
+
 # Family: (configuration class, model class, what differs from the common shape).
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 24}),
@@ -219,6 +231,18 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mamba_d_state": 8,
         },
     ),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_MOE, **_DELTA}),
+    "qwen3_next_dense": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**_MOE, **_DELTA, "mlp_only_layers": [1], "linear_num_value_heads": 2},
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {**_DELTA, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_MOE, **_DELTA}),
     "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 88, "init_std": 0.2}),
     "opt_350m": (
         "OPTConfig",

@@ -30,6 +30,8 @@ from worker_service.adapters.lora import LoraAdapter
 from worker_service.models.interface import Model
 
 MAX_TICKS = 5_000
+NUM_STATES = 6
+"""States that the blocks of a worker have room for beside the tokens of a configuration."""
 
 
 @dataclass
@@ -235,12 +237,14 @@ class Deployment:
     def _join(self, index: int) -> None:
         memory = self._configuration.workers[index]
         block_size = self._configuration.block_size
-        num_groups = len(self._model.kv_cache_spec.groups(block_size))
+        groups = self._model.kv_cache_spec.groups(block_size)
+        num_groups = sum(group.has_tokens for group in groups)
+        num_more = NUM_STATES * sum(group.num_blocks for group in groups)
         slots = {"max_loras": max_loras} if (max_loras := self._configuration.max_loras) else {}
         worker = self._worker_type(
             self._model,
-            num_gpu_blocks=memory.num_gpu_blocks * num_groups,
-            num_cpu_blocks=memory.num_cpu_blocks * num_groups,
+            num_gpu_blocks=memory.num_gpu_blocks * num_groups + num_more,
+            num_cpu_blocks=memory.num_cpu_blocks * num_groups + num_more,
             block_size=block_size,
             **slots,
         )

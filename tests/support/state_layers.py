@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba2
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba import modeling_mamba as mamba1
+from transformers.models.qwen3_next import modeling_qwen3_next as delta_nets
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import LayerKernels
@@ -172,6 +174,43 @@ class Mamba2(Layer):
         return y.flatten(2).flatten(0, 1)
 
 
+class DeltaRule(Layer):
+    def __init__(
+        self, dtype: torch.dtype, num_key_heads: int = 2, num_heads: int = 4, key_dim: int = 128,
+        value_dim: int = 128, by_element: bool = False,
+    ) -> None:  # fmt: skip
+        width = key_dim if by_element else 1
+        super().__init__(
+            dtype,
+            (num_heads, key_dim * value_dim),
+            x=random(120, num_heads, value_dim),
+            query=random(120, num_key_heads, key_dim, seed=1),
+            key=random(120, num_key_heads, key_dim, seed=2),
+            decay=random(120, num_heads, width, seed=3) * 3,
+            beta=random(120, num_heads, seed=4) * 3,
+        )
+        self.a_log, self.dt_bias = random(num_heads, seed=5), random(num_heads, width, seed=6)
+
+    def apply(self, kernels: Any, states: Any, metadata: Any, rows: Any) -> Tensor:
+        parts = (rows[name] for name in ("query", "key", "x", "decay", "beta"))
+        columns = self.a_log, self.dt_bias
+        return kernels.gated_delta_rule(*parts, *columns, states.units, metadata).flatten(1)
+
+    def expected(self) -> Tensor:
+        query, key, value, beta = (self.sequences(name) for name in ("query", "key", "x", "beta"))
+        time = functional.softplus(self.sequences("decay") + self.dt_bias)
+        decay, gates = -self.a_log.exp()[:, None] * time, beta.sigmoid()
+        if decay.shape[-1] == 1:
+            rule, decay = delta_nets.torch_recurrent_gated_delta_rule, decay[..., 0]
+        else:
+            rule = kimi.recurrent_kimi_delta_attention
+        y, _ = rule(
+            query, key, value, g=decay, beta=gates, initial_state=None, output_final_state=False,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return y.flatten(2).flatten(0, 1)
+
+
 LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     **{f"convolution of {w}": lambda dtype, w=w: Convolution(dtype, w) for w in range(2, 9)},
     "convolution without bias": lambda dtype: Convolution(dtype, 3, 64, bias=False),
@@ -184,6 +223,10 @@ LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     "mamba2 of small heads": lambda dtype: Mamba2(dtype, 3, 12, 1, 20, has_gate=False),
     "mamba2 without gate": lambda dtype: Mamba2(dtype, has_gate=False),
     "mamba2 of odd heads": lambda dtype: Mamba2(dtype, 6, 80, 3, 64),
+    "delta rule": DeltaRule,
+    "delta rule of odd heads": lambda dtype: DeltaRule(dtype, 3, 3, 20, 72),
+    "delta rule of small heads": lambda dtype: DeltaRule(dtype, 1, 3, 16, 12),
+    "delta rule by element": lambda dtype: DeltaRule(dtype, 2, 2, 20, 24, by_element=True),
     "mamba2 with limits": lambda dtype: Mamba2(dtype, dt_limits=(0.3, 1.5)),
 }
 

@@ -42,6 +42,16 @@ class Oracle:
         logits: Tensor = self.model(torch.tensor([list(token_ids)])).logits
         return logits[0]
 
+    @torch.inference_mode()
+    def logits_by_token(self, token_ids: Sequence[int]) -> Tensor:
+        """The same, computed one token after the other."""
+        state, logits = None, []
+        for token in token_ids:
+            output = self.model(torch.tensor([[token]]), cache=state, use_cache=True)
+            state = output.past_key_values
+            logits.append(output.logits[0, -1])
+        return torch.stack(logits)
+
 
 @cache
 def oracle(path: Path) -> Oracle:

@@ -23,6 +23,7 @@ from worker_service.loader.weights import (
     load_kv_scales,
     load_weights,
 )
+from worker_service.models.decoder_families.common import STACKED_EXPERTS
 from worker_service.models.interface import Model, ModelContext
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import (
@@ -65,6 +66,8 @@ class ModelBuilder:
         hf_config = self.hf_config
         if self.context.generates:
             hf_config = _with_own_head(hf_config, self.checkpoint)
+        if any(name.endswith(".mlp.experts.gate_up_proj") for name in self.checkpoint.tensors):
+            hf_config = {**hf_config, STACKED_EXPERTS: True}
         model = build_native_model(hf_config, self.config.max_model_len, self.context, self.kernels)
         if model is None:
             return self._build_through_transformers()

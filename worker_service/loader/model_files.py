@@ -176,6 +176,8 @@ _TEXT_MODELS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",

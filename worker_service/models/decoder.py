@@ -155,6 +155,10 @@ class AttentionSpec:
     norm_follows_rotary: bool = False
     """Whether `head_norm` is that of rotated heads."""
 
+    gates_output: bool = False
+    """Whether the output is multiplied by the sigmoid of a product of the row, whose weight follows
+    that of the queries, head by head. The storage is then separate."""
+
     storage: QKVStorage = QKVStorage.SEPARATE
     has_pairs: bool = False
     """Whether the checkpoint's weights rotate neighbouring elements against each other, instead of
@@ -327,8 +331,8 @@ class DecoderSettings(ModelSettings):
     """Canonical name of the norm after the last layer."""
 
     ignores_further_layers: bool = False
-    """Whether checkpoints may hold layers after the last one, which predict further tokens, and
-    which are not used."""
+    """Whether checkpoints may hold layers after the last one, or beside them, which predict further
+    tokens, and which are not used."""
 
     is_transposed: bool = False
     """Whether the checkpoint stores the weights of layers as [in_features, out_features]."""
@@ -371,6 +375,11 @@ class Attention(nn.Module):
             outputs, sources = consecutive(outputs), [0] * 3
         elif s.storage is QKVStorage.BY_GROUP:
             outputs, orders = [kv_heads.times((s.group + 2) * s.head_dim)], [_by_kind(s, kv_heads)]
+        num_gates = heads.size if s.gates_output else 0
+        if s.gates_output:
+            assert s.storage is QKVStorage.SEPARATE
+            assert not s.has_pairs
+            outputs[0], orders[0] = attended.times(2), _gates_order(heads.size, s.head_dim)
         self.qkv = Linear(
             Shard.full(inputs),
             outputs,
@@ -408,7 +417,8 @@ class Attention(nn.Module):
             sinks=None if self.sinks is None else self.sinks.numbers,
             alibi_slopes=_slopes(s, heads, context),
         )
-        self._head_dim, self._num_heads = s.head_dim, [heads.size, kv_heads.size, kv_heads.size]
+        self._head_dim = s.head_dim
+        self._num_heads = [heads.size, num_gates, kv_heads.size, kv_heads.size]
         self._rotary, self._kernels = rotary, kernels.layers
         self._unrotated: tuple[Tensor, Tensor] | None = None
         if s.norm_follows_rotary and s.head_norm is not None and rotary is not None:
@@ -416,13 +426,26 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
-        query = self.write_kv(x, inputs)
-        return self.output(self.paged.attend(query, inputs.caches, inputs.metadata))
+        query, gate, key, value = self._project(x)
+        query = self._write(query, key, value, inputs)
+        attended = self.paged.attend(query, inputs.caches, inputs.metadata)
+        if gate.shape[1]:
+            attended = self._kernels.multiply_sigmoid(attended, gate.flatten(1))
+        return self.output(attended)
 
     def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Write the keys and values of rows to the layer's caches. Returns their queries."""
+        query, _, key, value = self._project(x)
+        return self._write(query, key, value, inputs)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, gates, of which there may be none, keys and values, [num_tokens, num_heads,
+        head_dim] each."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        query, key, value = heads.split_with_sizes(self._num_heads, 1)
+        return heads.split_with_sizes(self._num_heads, 1)
+
+    def _write(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
+        """Write keys and values. Returns the queries, normed and rotated."""
         query_norm, key_norm = self.query_norm, self.key_norm
         if self._norm_spans_heads and query_norm is not None and key_norm is not None:
             rows, norms = (query.flatten(1), key.flatten(1)), (query_norm, key_norm)
@@ -476,6 +499,12 @@ def _halves(spec: AttentionSpec, heads: Shard) -> Tensor | None:
     if not spec.has_pairs or spec.rotary is None:
         return None
     return halves_order(heads.size, spec.head_dim, 0, spec.rotary.rotary_dim)
+
+
+def _gates_order(num_heads: int, head_dim: int) -> Tensor:
+    """The order of rows that are stored as those of a head, then those of its gate: all heads, then
+    all gates."""
+    return torch.arange(2 * num_heads * head_dim).view(num_heads, 2, -1).transpose(0, 1).flatten()
 
 
 def _by_kind(spec: AttentionSpec, kv_heads: Shard) -> Tensor:
@@ -690,7 +719,8 @@ class DecoderModel(NativeModel):
         self._position_offset = s.position_offset or 0
         if s.ignores_further_layers:
             ours = "|".join(map(str, range(s.num_layers)))
-            self.unused_names = re.compile(rf"model\.layers\.(?!(?:{ours})\.)\d+\..*")
+            further = rf"model\.layers\.(?!(?:{ours})\.)\d+\..*"
+            self.unused_names = re.compile(rf"{further}|mtp\..*")
         self.position_embedding: Tensor | None = None
         self.embedding_norm: RMSNorm | LayerNorm | None = None
         self.project_in: Linear | None = None

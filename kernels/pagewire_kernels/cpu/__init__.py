@@ -19,7 +19,7 @@ instructions, `library()` is None, and torch and the reference are used instead.
     src/experts.h   mixture of experts: their choice, and products of rows sorted by expert
     src/share.h     how threads take over the items of a thread that lost its core
     src/layers.h    embedding, norms, activations, RoPE, sums of rows, argmax
-    src/states.h    layers with a state: causal convolutions and Mamba
+    src/states.h    layers with a state: causal convolutions, Mamba, the gated delta rule
     src/program.cpp a list of kernels run by one team, without returning in between
     build.py        compiles one library per instruction set
     native_library.py  finds and loads the library for this processor
@@ -32,7 +32,7 @@ instructions, `library()` is None, and torch and the reference are used instead.
     heads.py        `NativeHeads`: products of heads, each with a weight of its own
     w8a8.py         quantizes activations to 8 bits
     layers.py       `NativeLayerKernels`: norms, activations, RoPE; gathers of rows, argmax
-    states.py       `NativeStateKernels`: causal convolutions, Mamba, gated norms
+    states.py       `NativeStateKernels`: causal convolutions, Mamba, delta rule, gated norms
     program.py      records kernels instead of running them, and runs the recorded program
     recorded_model.py  `RecordedModel`: a model as a recorded program
     checks.py       argument checks of the kernels' launchers

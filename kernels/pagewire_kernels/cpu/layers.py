@@ -222,6 +222,10 @@ class NativeLayerKernels(NativeStateKernels):
         """Multiply the products by x in place."""
         return self._elementwise("multiply", x, products, 1.0)
 
+    def multiply_sigmoid(self, products: Tensor, x: Tensor) -> Tensor:
+        """Multiply the products by sigmoid(x) in place."""
+        return self._elementwise("multiply_sigmoid", x, products, 1.0)
+
     def xielu(self, x: Tensor, numbers: Tensor) -> Tensor:
         """xIELU, in place."""
         require(_is_dense(numbers, (4,), torch.float32), "four dense float32 numbers")

@@ -22,6 +22,7 @@ from pagewire_kernels.cpu.program import (
 from pagewire_kernels.cpu.tasks import (
     Batch,
     ConvolutionTask,
+    DeltaTask,
     GatedNormTask,
     Mamba1Task,
     Mamba2Task,
@@ -168,6 +169,59 @@ class NativeStateKernels:
         )
         task.kept_alive = units.places
         self._run("mamba2_scan", task, x.dtype, x.numel() * state_size)
+        return y
+
+    def gated_delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        units: StateUnits,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Delta rule with a decay of each head, or of each element of its keys."""
+        (num_rows, num_heads, value_dim), (num_key_heads, key_dim) = value.shape, key.shape[1:]
+        width = decay.shape[2]
+        require(key_dim <= MAX_STATE_SIZE, f"keys of at most {MAX_STATE_SIZE} elements")
+        require(num_heads % num_key_heads == 0, "a multiple of the heads of keys as heads")
+        require(width in (1, key_dim), "a decay of each head, or of each element of its keys")
+        require(len(units.places) == num_heads, "a unit of state for each head")
+        _require_rows(
+            num_rows,
+            value.dtype,
+            query=(query, num_key_heads, key_dim),
+            key=(key, num_key_heads, key_dim),
+            value=(value, num_heads, value_dim),
+            decay=(decay, num_heads, width),
+            beta=(beta, num_heads),
+        )
+        _require_floats(a_log=(a_log, (num_heads,)), dt_bias=(dt_bias, (num_heads, width)))
+        shape = num_heads, value_dim
+        y = new_rows(num_rows, num_heads * value_dim, value.dtype).unflatten(1, shape)
+        task = DeltaTask(
+            num_threads=torch.get_num_threads(),
+            batch=self._batch_of(metadata, num_rows),
+            **_units(units, torch.float32, num_heads * value_dim, key_dim),
+            **rows_of(query=query, key=key, value=value, decay=decay, beta=beta, y=y),
+            query_head_stride=query.stride(1),
+            key_head_stride=key.stride(1),
+            value_head_stride=value.stride(1),
+            decay_head_stride=decay.stride(1),
+            y_head_stride=y.stride(1),
+            a_log=a_log.data_ptr(),
+            dt_bias=dt_bias.data_ptr(),
+            num_heads=num_heads,
+            heads_per_key=num_heads // num_key_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            decay_width=width,
+        )
+        task.kept_alive = units.places
+        self._run("gated_delta_rule", task, value.dtype, value.numel() * key_dim)
         return y
 
     def gated_rms_norm(

@@ -195,6 +195,18 @@ class Mamba2Task(NativeStruct):
     )
 
 
+class DeltaTask(NativeStruct):
+    """`DeltaTask` of src/states.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads batch"
+        + _UNITS
+        + " query query_stride query_head_stride key key_stride key_head_stride value value_stride "
+        "value_head_stride decay decay_stride decay_head_stride beta beta_stride y y_stride "
+        "y_head_stride a_log dt_bias num_heads heads_per_key key_dim value_dim decay_width"
+    )
+
+
 class GatedNormTask(NativeStruct):
     """`GatedNormTask` of src/states.h."""
 

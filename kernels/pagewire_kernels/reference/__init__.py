@@ -27,6 +27,7 @@ from pagewire_kernels.reference.layers import (
     embed,
     layer_norm,
     multiply,
+    multiply_sigmoid,
     rms_norm,
     rotate,
     rotate_and_write_kv,
@@ -45,6 +46,7 @@ from pagewire_kernels.reference.sampling import (
 )
 from pagewire_kernels.reference.states import (
     causal_convolution,
+    gated_delta_rule,
     gated_rms_norm,
     mamba1_scan,
     mamba2_scan,
@@ -63,6 +65,7 @@ __all__ = [
     "causal_convolution",
     "edit",
     "embed",
+    "gated_delta_rule",
     "gated_experts",
     "gated_rms_norm",
     "gather_logprobs",
@@ -70,6 +73,7 @@ __all__ = [
     "mamba1_scan",
     "mamba2_scan",
     "multiply",
+    "multiply_sigmoid",
     "packed_attention",
     "paged_attention",
     "prepare",

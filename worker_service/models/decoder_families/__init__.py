@@ -5,6 +5,11 @@ from collections.abc import Callable, Mapping
 from worker_service.models.decoder import DecoderSettings
 from worker_service.models.decoder_families.alibi import bloom_settings, mpt_settings
 from worker_service.models.decoder_families.common import Config
+from worker_service.models.decoder_families.delta_nets import (
+    qwen3_5_moe_settings,
+    qwen3_5_settings,
+    qwen3_next_settings,
+)
 from worker_service.models.decoder_families.gemma import (
     gemma2_settings,
     gemma3_settings,
@@ -126,6 +131,9 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "GraniteMoeHybridForCausalLM": granite_hybrid_settings,
     "JambaForCausalLM": jamba_settings,
     "NemotronHForCausalLM": nemotron_h_settings,
+    "Qwen3NextForCausalLM": qwen3_next_settings,
+    "Qwen3_5ForCausalLM": qwen3_5_settings,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
 }

@@ -19,6 +19,9 @@ from worker_service.models.layers import SCALING_TYPES, RotarySettings
 Config = Mapping[str, Any]
 """The content of `config.json`."""
 
+STACKED_EXPERTS = "stacked_experts"
+"""A key that is true if the checkpoint has tensors of all experts, whichever its family stores."""
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Names of `layer_types`."""
 

@@ -29,7 +29,7 @@ feed_forward.router   mlp.gate
 feed_forward.experts  mlp.experts.*.gate_proj mlp.experts.*.up_proj mlp.experts.*.down_proj
 """)
 
-_SHARED_NAMES = QWEN_NAMES | by_lines("""
+QWEN_SHARED_NAMES = QWEN_NAMES | by_lines("""
 feed_forward.shared.up    mlp.shared_expert.gate_proj mlp.shared_expert.up_proj
 feed_forward.shared.down  mlp.shared_expert.down_proj
 feed_forward.shared.gate  mlp.shared_expert_gate
@@ -110,7 +110,7 @@ def qwen_moe_settings(config: Config) -> DecoderSettings:
             activation=activation,
             shared=shared,
         )
-        names = QWEN_NAMES if is_qwen3 else _SHARED_NAMES
+        names = QWEN_NAMES if is_qwen3 else QWEN_SHARED_NAMES
         return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=names)
 
     kinds = _layer_types(config, is_qwen3)

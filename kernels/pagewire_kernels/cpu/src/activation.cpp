@@ -48,6 +48,14 @@ void multiply_rows(ElementwiseTask& task) {
   });
 }
 
+template <class Number>
+void multiply_sigmoid(ElementwiseTask& task) {
+  const Floats one = broadcast(1.0f);
+  for_each_register<Number>(task, [&](const Number* x, const Number* y, int64_t left) {
+    return divide(load_some(y, left), add(one, exp_of_negative(load_some(x, left))));
+  });
+}
+
 // e^x - 1 - x for x <= 0: a series where the difference would lose its digits.
 inline Floats exp_beyond_linear(Floats x) {
   static const float kCoefficients[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f};
@@ -88,6 +96,8 @@ PAGEWIRE_KERNEL pw_add_float32(ElementwiseTask* task) { add_rows<float>(*task); 
 PAGEWIRE_KERNEL pw_add_bfloat16(ElementwiseTask* task) { add_rows<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_multiply_float32(ElementwiseTask* task) { multiply_rows<float>(*task); }
 PAGEWIRE_KERNEL pw_multiply_bfloat16(ElementwiseTask* task) { multiply_rows<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_multiply_sigmoid_float32(ElementwiseTask* task) { multiply_sigmoid<float>(*task); }
+PAGEWIRE_KERNEL pw_multiply_sigmoid_bfloat16(ElementwiseTask* task) { multiply_sigmoid<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_soft_cap_float32(ElementwiseTask* task) { soft_cap(*task); }
 PAGEWIRE_KERNEL pw_xielu_float32(ElementwiseTask* task) { xielu<float>(*task); }
 PAGEWIRE_KERNEL pw_xielu_bfloat16(ElementwiseTask* task) { xielu<BFloat16>(*task); }

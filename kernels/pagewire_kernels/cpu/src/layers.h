@@ -34,7 +34,8 @@ struct ActivationTask : Task {
   Activation activation;
 };
 
-// y = factor * x; y = factor * tanh(x / factor); y += x; y *= x; or y = xielu(x).
+// y = factor * x; y = factor * tanh(x / factor); y += x; y *= x; y *= sigmoid(x);
+// or y = xielu(x).
 struct ElementwiseTask : Task {
   const int64_t* num_rows;
   const void* x;  // [*num_rows, size]

@@ -81,6 +81,33 @@ struct Mamba2Task : Task {
   float min_dt, max_dt;
 };
 
+// The gated delta rule. With k and q normalized to length 1, and q divided by the square root of its size,
+// a state s becomes d * s + beta * k (v - k d * s), of which the result is the product with q.
+struct DeltaTask : Task {
+  int64_t num_threads;
+  const Batch* batch;
+  StateUnits units;   // float32 [key_dim, value_dim] each, one per head
+  const void* query;  // [num_rows, num_heads / heads_per_key, key_dim], as key
+  int64_t query_stride, query_head_stride;
+  const void* key;
+  int64_t key_stride, key_head_stride;
+  const void* value;  // [num_rows, num_heads, value_dim], as y
+  int64_t value_stride, value_head_stride;
+  const void* decay;  // [num_rows, num_heads, decay_width]: d is exp(-exp(a_log) * softplus(decay + dt_bias))
+  int64_t decay_stride, decay_head_stride;
+  const void* beta;  // [num_rows, num_heads], before the sigmoid
+  int64_t beta_stride;
+  void* y;
+  int64_t y_stride, y_head_stride;
+  const float* a_log;    // [num_heads]
+  const float* dt_bias;  // [num_heads, decay_width]
+  int64_t num_heads;
+  int64_t heads_per_key;
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t decay_width;  // 1, or key_dim: one for each element of keys
+};
+
 // norm(x * silu(gate)) * weight, or norm(x) * weight * silu(gate), by groups of elements.
 struct GatedNormTask : Task {
   const int64_t* num_rows;

@@ -1,0 +1,155 @@
+"""Qwen3-Next and Qwen3.5, dense and with experts: Qwen3's layers with gated attention, three of
+four of which have a gated delta net in its place."""
+
+from worker_service.errors import UnsupportedModel
+from worker_service.models.decoder import DecoderSettings, FeedForwardSpec, LayerSpec, NormSpec
+from worker_service.models.decoder_families.common import (
+    FULL,
+    NAMES,
+    STACKED_EXPERTS,
+    Config,
+    attention_of,
+    by_lines,
+    decoder_of,
+    gated_mlp,
+    require,
+    rotary_of,
+    routing,
+    with_keys,
+)
+from worker_service.models.decoder_families.mixtures import QWEN_SHARED_NAMES
+from worker_service.models.delta_net import DeltaStorage, GatedDeltaNetSpec
+from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
+
+_LINEAR = "linear_attention"
+"""In `layer_types`."""
+
+_DELTA_NAMES = by_lines("""
+attention.convolution   linear_attn.conv1d
+attention.decay         linear_attn.A_log
+attention.decay_bias    linear_attn.dt_bias
+attention.norm          linear_attn.norm
+attention.output        linear_attn.out_proj
+""")
+
+_STORED = {
+    DeltaStorage.SEPARATE: by_lines("""
+attention.inputs        linear_attn.in_proj_qkv linear_attn.in_proj_z
+attention.gates         linear_attn.in_proj_b linear_attn.in_proj_a
+"""),
+    DeltaStorage.BY_KEY_HEAD: by_lines("""
+attention.inputs        linear_attn.in_proj_qkvz
+attention.gates         linear_attn.in_proj_ba
+"""),
+}
+
+
+def qwen3_next_settings(config: Config) -> DecoderSettings:
+    """Qwen3-Next."""
+    config = with_keys(config, {}, num_experts=512, num_experts_per_tok=10, num_key_value_heads=2)
+    normalizes = bool(config.get("norm_topk_prob", True))
+    sparse = _experts(config, ExpertStorage.SEPARATE, normalizes=normalizes)
+    mlp_layers, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    num_experts, dense = config["num_experts"], gated_mlp(config, bias=False)
+    parts: list[FeedForwardSpec] = [
+        sparse if i not in mlp_layers and num_experts > 0 and (i + 1) % step == 0 else dense
+        for i in range(config["num_hidden_layers"])
+    ]
+    return _decoder(config, parts, DeltaStorage.BY_KEY_HEAD)
+
+
+def qwen3_5_settings(config: Config) -> DecoderSettings:
+    """Qwen3.5."""
+    config = with_keys(config, {}, num_key_value_heads=4)
+    parts: list[FeedForwardSpec] = [gated_mlp(config, bias=False)] * config["num_hidden_layers"]
+    return _decoder(config, parts, DeltaStorage.SEPARATE)
+
+
+def qwen3_5_moe_settings(config: Config) -> DecoderSettings:
+    """Qwen3.5 with experts."""
+    config = with_keys(config, {}, num_experts=256, num_experts_per_tok=8, num_key_value_heads=2)
+    is_stacked = config.get(STACKED_EXPERTS, False)
+    storage = ExpertStorage.STACK if is_stacked else ExpertStorage.SEPARATE
+    experts = _experts(config, storage, normalizes=True)
+    parts: list[FeedForwardSpec] = [experts] * config["num_hidden_layers"]
+    return _decoder(config, parts, DeltaStorage.SEPARATE)
+
+
+def _experts(config: Config, storage: ExpertStorage, *, normalizes: bool) -> ExpertsSpec:
+    return ExpertsSpec(
+        routing=routing(
+            num_experts=config["num_experts"],
+            num_chosen=config["num_experts_per_tok"],
+            normalizes=normalizes,
+        ),
+        inner_size=config.get("moe_intermediate_size", 512),
+        activation=config.get("hidden_act", "silu"),
+        shared=SharedSpec(
+            inner_size=config.get("shared_expert_intermediate_size", 512), is_gated=True
+        ),
+        storage=storage,
+    )
+
+
+def _decoder(
+    config: Config, parts: list[FeedForwardSpec], storage: DeltaStorage
+) -> DecoderSettings:
+    """parts: what follows attention, by layer."""
+    require(config, "hidden_act", "silu")  # of the convolutions, too
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6), offset=1.0)
+    config = with_keys(config, {}, head_dim=256, max_position_embeddings=32768)
+    head_dim, bias = config["head_dim"], bool(config.get("attention_bias", False))
+    attention = attention_of(
+        config,
+        head_dim,
+        rotary_of(config, head_dim, partial=0.25),
+        qkv_bias=bias,
+        output_bias=bias,
+        head_norm=norm,
+        gates_output=True,
+    )
+    delta_net = GatedDeltaNetSpec(
+        num_key_heads=config.get("linear_num_key_heads", 16),
+        num_heads=config.get("linear_num_value_heads", 32),
+        key_dim=config.get("linear_key_head_dim", 128),
+        value_dim=config.get("linear_value_head_dim", 128),
+        width=config.get("linear_conv_kernel_dim", 4),
+        eps=norm.eps,
+        storage=storage,
+    )
+
+    def layer(kind: str, part: FeedForwardSpec) -> LayerSpec:
+        of_part = NAMES
+        if isinstance(part, ExpertsSpec):
+            of_part = QWEN_SHARED_NAMES
+            if part.storage is ExpertStorage.STACK:
+                of_part = of_part | _STACK
+        names = {path: name for path, name in of_part.items() if not path.startswith("attention.")}
+        own = _ATTENTION_NAMES if kind == FULL else _DELTA_NAMES | _STORED[storage]
+        return LayerSpec(
+            attention=attention if kind == FULL else delta_net,
+            feed_forward=part,
+            norm=norm,
+            names=names | own,
+        )
+
+    layers = [layer(kind, part) for kind, part in zip(_kinds(config), parts, strict=True)]
+    return decoder_of(config, layers, norm, ignores_further_layers=True)
+
+
+_ATTENTION_NAMES = {path: name for path, name in NAMES.items() if path.startswith("attention.")}
+
+_STACK = {"feed_forward.experts": "mlp.experts.gate_up_proj mlp.experts.down_proj"}
+
+
+def _kinds(config: Config) -> list[str]:
+    """The type of each layer."""
+    num_layers, period = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    default = [_LINEAR if layer % period else FULL for layer in range(1, num_layers + 1)]
+    kinds = list(config.get("layer_types") or default)
+    if len(kinds) != num_layers or not set(kinds) <= {FULL, _LINEAR}:
+        raise UnsupportedModel(
+            f"config.json: layer_types: expected {FULL} or {_LINEAR} for each of {num_layers}"
+            f" layers, got {', '.join(map(str, kinds))}"
+        )
+    return kinds

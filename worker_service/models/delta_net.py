@@ -1,0 +1,177 @@
+"""Gated delta nets (Yang et al. 2024): linear attention, whose state of a head is a matrix, which
+each token corrects towards its value.
+
+Queries, keys and values pass through a causal convolution first; the output is normed head by head
+and multiplied by a gate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.select import Kernels
+from worker_service.distributed.layout import Layout, Shard, consecutive
+from worker_service.models.convolution import CausalConvolution, convolution_state
+from worker_service.models.interface import ModelContext
+from worker_service.models.kv_cache_spec import LayerState, StateArray
+from worker_service.models.layers import RMSNorm, RotaryTable, Vector
+from worker_service.models.linear import Linear, RowParallelLinear
+from worker_service.models.native import LayerInputs
+
+
+class DeltaStorage(Enum):
+    """How a checkpoint stores the weights of a gated delta net, and how `LayerSpec.names` lists
+    them."""
+
+    SEPARATE = auto()
+    """`inputs` are two tensors: queries, keys and values, then output gates. `gates` are two: those
+    of changes, then decays."""
+
+    BY_KEY_HEAD = auto()
+    """`inputs` are one tensor: for each head of keys, its queries, keys, values and output gates.
+    So are `gates`: those of changes, then decays."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedDeltaNetSpec:
+    """A gated delta net in place of attention. Implements `decoder.MixerSpec`.
+
+    Attributes of `GatedDeltaNet` with tensors, for `LayerSpec.names`: `inputs` and `gates`, see
+    `DeltaStorage`, `convolution`, `decay` (logarithms of rates), `decay_bias`, `norm`, `output`.
+    """
+
+    num_key_heads: int
+    num_heads: int
+    """Of values; a multiple of those of queries and keys."""
+
+    key_dim: int
+    value_dim: int
+    """Elements of a head."""
+
+    width: int
+    """Rows that a sum of the convolution extends over."""
+
+    eps: float
+    """Of the norm of heads."""
+
+    storage: DeltaStorage
+    rotary: None = None
+    """Nothing is rotated."""
+
+    @property
+    def group(self) -> int:
+        """Heads of values for each one of keys."""
+        return self.num_heads // self.num_key_heads
+
+    def require_shards(self, layout: Layout) -> None:
+        """Raise InvalidOption unless the ranks can share the heads."""
+        self.key_heads(layout)
+
+    def key_heads(self, layout: Layout) -> Shard:
+        """A rank's heads of queries and keys."""
+        return layout.even_shard(self.num_key_heads, "heads of keys of a gated delta net")
+
+    def channels(self, layout: Layout) -> list[Shard]:
+        """A rank's queries, keys and values, which follow each other."""
+        keys = self.key_heads(layout).times(self.key_dim)
+        values = self.key_heads(layout).times(self.group * self.value_dim)
+        return consecutive([keys, keys, values])
+
+    def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerState, ...]:
+        """The convolution's inputs, and the matrix of each head."""
+        layout = context.communicator.layout
+        num_channels = sum(part.size for part in self.channels(layout))
+        inputs = convolution_state(num_channels, self.width, context.dtype)
+        heads = StateArray(
+            num_units=self.key_heads(layout).size * self.group,
+            shape=(self.key_dim, self.value_dim),
+            dtype=torch.float32,
+        )
+        return (LayerState(arrays=(inputs, heads)),)
+
+    def build(
+        self,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: Kernels,
+        rotary: RotaryTable | None,
+    ) -> "GatedDeltaNet":
+        """See `decoder.MixerSpec`."""
+        return GatedDeltaNet(self, inputs, size, context, kernels.layers)
+
+
+class GatedDeltaNet(nn.Module):
+    """See `GatedDeltaNetSpec`. Each rank has some heads of keys, and those of values for them."""
+
+    def __init__(
+        self,
+        spec: GatedDeltaNetSpec,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: LayerKernels,
+    ) -> None:
+        super().__init__()
+        s, layout = spec, context.communicator.layout
+        key_heads, channels = s.key_heads(layout), s.channels(layout)
+        heads = key_heads.times(s.group)
+        values, rows = heads.times(s.value_dim), Shard.full(inputs)
+        parts, gates = [*channels, values], [heads, heads]
+        if s.storage is DeltaStorage.SEPARATE:
+            self.inputs = Linear(rows, parts, bias=False, context=context, sources=[0, 0, 0, 1])
+            self.gates = Linear(rows, gates, bias=False, context=context)
+        else:
+            sizes = s.key_dim, s.key_dim, s.group * s.value_dim, s.group * s.value_dim
+            self.inputs = _by_key_head(rows, key_heads, sizes, context)
+            self.gates = _by_key_head(rows, key_heads, (s.group, s.group), context)
+        self.convolution = CausalConvolution(
+            channels, s.width, bias=False, context=context, kernels=kernels, activation="silu"
+        )
+        self.decay, self.decay_bias = Vector(heads, context), Vector(heads, context)
+        self.norm = RMSNorm(s.value_dim, s.eps, context, kernels)
+        self.output = RowParallelLinear(values, size, bias=False, context=context)
+        self._spec, self._kernels, self._num_heads = s, kernels, heads.size
+        self._key_size = key_heads.size * s.key_dim
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x: [num_tokens, inputs]; returns [num_tokens, size]."""
+        s, (convolution, heads) = self._spec, inputs.states
+        value_size = self._num_heads * s.value_dim
+        channels, gate = self.inputs(x).split_with_sizes(
+            [2 * self._key_size + value_size, value_size], 1
+        )
+        beta, decay = self.gates(x).chunk(2, dim=1)
+        channels = self.convolution(channels, convolution, inputs.metadata)
+        query, key, value = channels.split_with_sizes([self._key_size] * 2 + [value_size], 1)
+        y = self._kernels.gated_delta_rule(
+            query.unflatten(1, (-1, s.key_dim)),
+            key.unflatten(1, (-1, s.key_dim)),
+            value.unflatten(1, (-1, s.value_dim)),
+            decay.unsqueeze(2),
+            beta,
+            self.decay.numbers,
+            self.decay_bias.numbers.unsqueeze(1),
+            heads,
+            inputs.metadata,
+        )
+        gates = gate.unflatten(1, (-1, s.value_dim))
+        y = self._kernels.gated_rms_norm(
+            y, gates, self.norm.weight, self.norm.eps, gates_first=False
+        )
+        return self.output(y.flatten(1))
+
+
+def _by_key_head(
+    rows: Shard, key_heads: Shard, sizes: Sequence[int], context: ModelContext
+) -> Linear:
+    """A product whose parts, of these sizes for each head of keys, follow each other by head in the
+    checkpoint, and of all heads here."""
+    heads = torch.arange(key_heads.size * sum(sizes)).view(key_heads.size, -1)
+    order = torch.cat([part.flatten() for part in heads.split_with_sizes(list(sizes), 1)])
+    outputs = [key_heads.times(sum(sizes))]
+    return Linear(rows, outputs, bias=False, context=context, orders=[order])
