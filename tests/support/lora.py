@@ -75,4 +75,4 @@ def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> LoraAdapt
             a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
             b = torch.randn(num_outputs, rank, generator=generator) * rank**-0.5
             modules[name] = LoraModule(a, b, 1.0)
-    return LoraAdapter(modules)
+    return LoraAdapter.of_modules(modules)

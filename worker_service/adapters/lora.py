@@ -1,7 +1,8 @@
 """LoRA adapters in the format of PEFT: reading, checking, and the content that identifies them.
 
-The content is a JSON object that describes the modules, a line end, and the numbers of all
-matrices, in the order of the modules' names, each module's A before its B.
+The content is a JSON object that describes the modules, spaces, a line end, and the numbers of all
+matrices, in the order of the modules' names, each module's A before its B. The spaces make the
+numbers begin at a multiple of `_ALIGNMENT` bytes.
 """
 
 import hashlib
@@ -59,6 +60,8 @@ _WITHOUT_EFFECT = {
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the weights of the base as they are."""
 
+_ALIGNMENT = 64
+
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
@@ -84,27 +87,10 @@ class LoraAdapter:
     """An adapter on the host. Implements `adapters.store.Adapter`."""
 
     modules: Mapping[str, LoraModule]
-    """By name, as in the checkpoint of the base."""
+    """By name, as in the checkpoint of the base. Their matrices are parts of the content."""
 
-    @cached_property
-    def content(self) -> bytes:
-        """See the module's docstring."""
-        ordered = [(name, self.modules[name]) for name in sorted(self.modules)]
-        described = [
-            {
-                "name": name,
-                "rank": module.rank,
-                "inputs": module.a.shape[1],
-                "outputs": module.b.shape[0],
-                "dtype": str(module.a.dtype).removeprefix("torch."),
-                "scale": module.scale,
-            }
-            for name, module in ordered
-        ]
-        matrices = [matrix for _, module in ordered for matrix in (module.a, module.b)]
-        numbers = [matrix.contiguous().view(torch.uint8).numpy().tobytes() for matrix in matrices]
-        header = json.dumps({"modules": described}, separators=(",", ":")).encode()
-        return b"\n".join([header, b"".join(numbers)])
+    content: bytearray
+    """See the module's docstring; not to be changed."""
 
     @cached_property
     def info(self) -> AdapterInfo:
@@ -117,13 +103,35 @@ class LoraAdapter:
         )
 
     @classmethod
-    def of_content(cls, content: bytes) -> "LoraAdapter":
+    def of_modules(cls, modules: Mapping[str, LoraModule]) -> "LoraAdapter":
+        """The adapter with these modules, which are copied."""
+        ordered = [(name, modules[name]) for name in sorted(modules)]
+        described = [
+            {
+                "name": name,
+                "rank": module.rank,
+                "inputs": module.a.shape[1],
+                "outputs": module.b.shape[0],
+                "dtype": str(module.a.dtype).removeprefix("torch."),
+                "scale": module.scale,
+            }
+            for name, module in ordered
+        ]
+        header = json.dumps({"modules": described}, separators=(",", ":")).encode()
+        content = bytearray(header)
+        content += b" " * (-(len(header) + 1) % _ALIGNMENT) + b"\n"
+        for _, module in ordered:
+            for matrix in (module.a, module.b):
+                content += matrix.contiguous().view(torch.uint8).numpy().data.cast("B")
+        return cls.of_content(content)
+
+    @classmethod
+    def of_content(cls, content: bytearray) -> "LoraAdapter":
         """The adapter with this content. Raises BadAdapter if it is malformed."""
-        header, _, data = content.partition(b"\n")
-        numbers, at = bytearray(data), 0
+        at = content.find(b"\n") + 1
         modules = {}
         try:
-            for described in json.loads(header)["modules"]:
+            for described in json.loads(content[:at])["modules"]:
                 rank, dtype = int(described["rank"]), _DTYPES[described["dtype"]]
                 matrices = []
                 for rows, columns in (
@@ -131,16 +139,16 @@ class LoraAdapter:
                     (int(described["outputs"]), rank),
                 ):
                     count = rows * columns
-                    matrix = torch.frombuffer(numbers, dtype=dtype, count=count, offset=at)
+                    matrix = torch.frombuffer(content, dtype=dtype, count=count, offset=at)
                     matrices.append(matrix.view(rows, columns))
                     at += count * dtype.itemsize
                 a, b = matrices
                 modules[str(described["name"])] = LoraModule(a, b, float(described["scale"]))
         except (ValueError, KeyError, TypeError) as error:
             raise BadAdapter(f"chunks: expected an adapter's content, got {error!r}") from None
-        if at != len(data) or not modules:
-            raise BadAdapter(f"chunks: expected {at} bytes of matrices, got {len(data)}")
-        return cls(modules)
+        if at != len(content) or not modules:
+            raise BadAdapter(f"chunks: expected {at} bytes, got {len(content)}")
+        return cls(modules, content)
 
 
 def read_lora(folder: Path) -> LoraAdapter:
@@ -158,7 +166,7 @@ def read_lora(folder: Path) -> LoraAdapter:
     if not isinstance(settings, dict):
         raise BadAdapter(f"{CONFIG_FILE}: expected an object, got {type(settings).__name__}")
     _check_settings(settings)
-    return LoraAdapter(_modules(_tensors(folder), settings))
+    return LoraAdapter.of_modules(_modules(_tensors(folder), settings))
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ class Adapter(Protocol):
         ...
 
     @property
-    def content(self) -> bytes | memoryview:
+    def content(self) -> bytes | bytearray:
         """What its digest is that of, and what another worker makes it from."""
         ...
 
@@ -47,14 +47,14 @@ class Adapter(Protocol):
 AdapterT = TypeVar("AdapterT", bound=Adapter)
 
 
-def join(chunks: Iterable[bytes], max_bytes: int) -> bytes:
+def join(chunks: Iterable[bytes], max_bytes: int) -> bytearray:
     """The content that chunks make up. Raises BadAdapter beyond `max_bytes`."""
     content = bytearray()
     for chunk in chunks:
         content += chunk
         if len(content) > max_bytes:
             raise BadAdapter(f"chunks: expected at most {max_bytes} bytes, got more")
-    return bytes(content)
+    return content
 
 
 class AdapterStore(Generic[AdapterT]):

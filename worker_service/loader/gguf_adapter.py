@@ -39,7 +39,8 @@ def read_gguf_lora(path: Path, config: Mapping[str, Any]) -> LoraAdapter:
     if not pairs:
         raise BadAdapter(f"{path}: expected at least one module, got none")
     alpha = gguf.metadata.get(_ALPHA, 0.0)
-    return LoraAdapter({module: _module(module, pair, alpha) for module, pair in pairs.items()})
+    modules = {module: _module(module, pair, alpha) for module, pair in pairs.items()}
+    return LoraAdapter.of_modules(modules)
 
 
 def _check_settings(path: Path, gguf: Gguf, architecture: str | None) -> None:

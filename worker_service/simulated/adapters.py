@@ -80,7 +80,7 @@ class SimulatedAdapters:
     def add(self, chunks: Iterable[bytes]) -> AdapterInfo:
         """See `Executor.add_adapter`."""
         self.require_store()
-        return self._hold(SimulatedAdapter(join(chunks, _MAX_BYTES)))
+        return self._hold(SimulatedAdapter(bytes(join(chunks, _MAX_BYTES))))
 
     def _hold(self, adapter: SimulatedAdapter) -> AdapterInfo:
         if not 1 <= adapter.info.rank <= self._config.max_lora_rank:
