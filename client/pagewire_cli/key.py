@@ -41,6 +41,10 @@ def new(
         list[str] | None,
         typer.Option(help="A model that the key may use; may be repeated.", show_default="all"),
     ] = None,
+    lora_module: Annotated[
+        list[str] | None,
+        typer.Option(help="An adapter that the key may use; may be repeated.", show_default="all"),
+    ] = None,
     expires: Annotated[
         datetime | None,
         typer.Option(
@@ -61,17 +65,25 @@ def new(
     pagewire key new --tenant production >> keys.toml
     """
     drawn = PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    terminal.write(_entry(drawn, tenant, model, expires, operator=operator))
+    terminal.write(_entry(drawn, tenant, model, lora_module, expires, operator=operator))
     typer.echo(drawn, err=True)
 
 
 def _entry(
-    drawn: str, tenant: str, models: list[str] | None, expires: datetime | None, *, operator: bool
+    drawn: str,
+    tenant: str,
+    models: list[str] | None,
+    lora_modules: list[str] | None,
+    expires: datetime | None,
+    *,
+    operator: bool,
 ) -> str:
     lines = ["[[key]]", f'sha256 = "{hashlib.sha256(drawn.encode()).hexdigest()}"']
     lines.append(f"tenant = {_quoted(tenant)}")
     if models:
         lines.append(f"models = [{', '.join(map(_quoted, models))}]")
+    if lora_modules:
+        lines.append(f"lora_modules = [{', '.join(map(_quoted, lora_modules))}]")
     if expires is not None:
         lines.append(f"expires = {expires.replace(tzinfo=UTC).isoformat()}")
     if operator:

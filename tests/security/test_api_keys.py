@@ -287,10 +287,16 @@ def test_a_wrong_file_is_refused_by_name_and_number_and_never_quoted(
 def test_what_the_command_draws_is_read_as_it_was_asked_for(tmp_path: Path) -> None:
     model = 'a "llama"\n\\'
     flags = ["--tenant", "team.a", "--model", model, "--expires", "2030-01-01", "--operator"]
+    flags += ["--lora-module", "sql", "--lora-module", "support"]
     path = tmp_path / "keys.toml"
     path.write_text(CliRunner().invoke(app, ["key", "new", *flags]).stdout)
     (key,) = read_keys(path).values()
-    assert key.tenant == Principal(name="team.a", models=frozenset({model}), is_operator=True)
+    assert key.tenant == Principal(
+        name="team.a",
+        models=frozenset({model}),
+        lora_modules=frozenset({"sql", "support"}),
+        is_operator=True,
+    )
     assert key.expires == 1893456000.0  # 2030-01-01T00:00:00Z
 
 

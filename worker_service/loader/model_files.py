@@ -1,5 +1,5 @@
 """The files of a model, in a directory, on the hub or in this package; assets for frontends;
-fingerprint.
+fingerprint; the files of an adapter.
 """
 
 import copy
@@ -16,8 +16,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
 from worker_service.config import EMBEDDED, local_model
-from worker_service.errors import BadCheckpoint, ModelNotFound
+from worker_service.errors import AdapterNotFound, BadCheckpoint, ModelNotFound
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.gguf_file import is_gguf, open_gguf
 from worker_service.loader.gguf_model import gguf_config
@@ -75,6 +76,25 @@ def resolve_config(model: str, revision: str | None = None) -> Path | None:
         # Asked once: the download repeats failures for 25 s, and hides their reason.
         get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision))
         return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+
+
+def resolve_adapter(path: str) -> Path:
+    """Return the folder or file of an adapter; one of the hub is downloaded first.
+
+    The path of nothing that exists is returned as it is, unless it has the form of a hub id. Raises
+    AdapterNotFound, which names the places that were searched.
+    """
+    place = Path(path).expanduser()
+    if place.exists() or path.startswith(("/", ".", "~")) or "/" not in path or is_gguf(place):
+        return place
+    from huggingface_hub import snapshot_download
+
+    try:
+        _require_hub_id(path)
+        with _hub_errors(path):
+            return Path(snapshot_download(path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+    except ModelNotFound as error:
+        raise AdapterNotFound(f"path: {error}") from error
 
 
 def _require_hub_id(model: str) -> None:

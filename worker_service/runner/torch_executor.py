@@ -30,6 +30,7 @@ from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
 from worker_service.loader.gguf_adapter import read_gguf_lora
 from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
+from worker_service.loader.model_files import resolve_adapter
 from worker_service.models.adapters import AdapterSlots, require_native
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
@@ -398,9 +399,9 @@ class TorchExecutor:
         return iter(self.loaded.assets.items())
 
     def load_adapter(self, path: str) -> AdapterInfo:
-        """Read a folder of PEFT or a GGUF file; see `Executor.load_adapter`."""
+        """Read a folder of PEFT or the hub, or a GGUF file; see `Executor.load_adapter`."""
         self._require_adapters()
-        place = Path(path)
+        place = resolve_adapter(path)
         if is_gguf(place):
             return self._hold(read_gguf_lora(place, self.loaded.hf_config))
         return self._hold(read_lora(place))

@@ -300,3 +300,24 @@ def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) 
 def test_models_that_run_through_transformers_refuse_adapters() -> None:
     with pytest.raises(InvalidOption, match="enable_lora: expected a native model"):
         executor("phi")
+
+
+def test_an_adapter_of_the_hub_is_read_from_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--some--adapter"
+    shutil.copytree(adapters("llama")[0].folder, cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    here = executor("llama")
+    of_folder = here.load_adapter(str(adapters("llama")[0].folder))
+    assert here.load_adapter("some/adapter") == of_folder
+    with pytest.raises(AdapterNotFound, match="nor in the local cache, and HF_HUB_OFFLINE"):
+        here.load_adapter("other/adapter")
+    for path in ("/other/adapter", "./other/adapter", "adapter"):
+        with pytest.raises(AdapterNotFound, match=CONFIG_FILE):
+            here.load_adapter(path)
