@@ -121,9 +121,16 @@ class StateKernels(Protocol):
         """Delta rule with a decay of each head, or of each element of its keys."""
 
     def gated_rms_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        gates_first: bool,
+        activation: str = "silu",
     ) -> Tensor:
-        """RMS norm of groups of elements, and a gate."""
+        """RMS norm of groups of elements, and a gate: its silu, or its sigmoid."""
 
 
 class LayerKernels(StateKernels, Protocol):

@@ -113,16 +113,24 @@ def test_a_state_that_is_not_finite_stays_in_its_sequence(
 
 @each_implementation
 @each_dtype
-@pytest.mark.parametrize("gates_first", [False, True])
+@pytest.mark.parametrize(
+    ("gates_first", "activation"), [(False, "silu"), (True, "silu"), (False, "sigmoid")]
+)
 @pytest.mark.parametrize(("num_groups", "size"), [(1, 300), (4, 32), (3, 20)])
 def test_a_gated_norm_is_what_it_is_called(
-    kernels: LayerKernels, dtype: torch.dtype, gates_first: bool, num_groups: int, size: int
+    kernels: LayerKernels,
+    dtype: torch.dtype,
+    gates_first: bool,
+    activation: str,
+    num_groups: int,
+    size: int,
 ) -> None:
     shape = num_groups, size
+    options = {"gates_first": gates_first, "activation": activation}
     x, gate = (in_wider_rows(random(9, *shape, seed=seed).to(dtype)) for seed in range(2))
     for weight in (random(*shape, seed=2), random(size, seed=3).to(dtype)):
-        found = kernels.gated_rms_norm(x, gate, weight, 1e-5, gates_first=gates_first)
-        gates = functional.silu(gate.float())
+        found = kernels.gated_rms_norm(x, gate, weight, 1e-5, **options)
+        gates = getattr(functional, activation)(gate.float())
         inputs = x.float() * gates if gates_first else x.float()
         expected = functional.rms_norm(inputs, (size,), eps=1e-5) * weight.float()
         expected = expected if gates_first else expected * gates
@@ -130,9 +138,7 @@ def test_a_gated_norm_is_what_it_is_called(
         torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
         for row in range(9):
             rows = slice(row, row + 1)
-            alone = kernels.gated_rms_norm(
-                x[rows], gate[rows], weight, 1e-5, gates_first=gates_first
-            )
+            alone = kernels.gated_rms_norm(x[rows], gate[rows], weight, 1e-5, **options)
             assert torch.equal(alone, found[rows])
 
 

@@ -7,7 +7,7 @@
     latent_attention.py    attention over latents of keys and values (DeepSeek)
     mamba.py               Mamba and Mamba-2, alone or beside attention
     convolution.py         causal convolutions, which keep their last inputs (LFM2)
-    delta_net.py           gated delta nets, whose heads keep a matrix (Qwen3-Next, Qwen3.5)
+    delta_net.py           gated delta nets, whose heads keep a matrix (Qwen3-Next, Kimi)
     experts.py             mixture of experts: router, experts, shared experts
     decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …
     encoder.py             text encoders of all families, composed from settings

@@ -58,7 +58,7 @@ class CausalConvolution:
         kernels: LayerKernels,
         activation: str | None = None,
     ) -> None:
-        """channels: this rank's, in parts that follow each other in the checkpoint's tensors;
+        """channels: this rank's, in parts of one tensor of the checkpoint, or of a tensor each;
         activation: of the sums; None: there is none."""
         num_channels = sum(part.size for part in channels)
         dtype, device = torch.float32, context.device
@@ -75,15 +75,16 @@ class CausalConvolution:
         )
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Destinations of the tensors of the module with this name, whose weight is stored as
-        [num_channels, 1, width]."""
-        (name,) = names
+        """Destinations of the tensors of the module with this name, or of a module for each part of
+        the channels, whose weights are stored as [num_channels, 1, width]."""
+        stored_in = names * len(self._channels) if len(names) == 1 else names
         sizes = [part.size for part in self._channels]
         stored = self.weight.t().unsqueeze(1).split(sizes)
-        for shard, part in zip(self._channels, stored, strict=True):
+        for name, shard, part in zip(stored_in, self._channels, stored, strict=True):
             yield WeightTarget(f"{name}.weight", part, shard=shard)
         if self.bias is not None:
-            for shard, part in zip(self._channels, self.bias.split(sizes), strict=True):
+            parts = self.bias.split(sizes)
+            for name, shard, part in zip(stored_in, self._channels, parts, strict=True):
                 yield WeightTarget(f"{name}.bias", part, shard=shard)
 
 

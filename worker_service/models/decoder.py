@@ -59,6 +59,9 @@ modules in other families."""
 _CANONICAL = {
     name: names[0] for names in map(str.split, _NAMES.strip().splitlines()) for name in names
 }
+_DENSE_MLP = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
+"""The module of an MLP in place of experts, as transformers writes Kimi Linear."""
+
 _MODULE = re.compile(r"(?:(?:model|transformer|gpt_neox|backbone)\.)?(?:decoder\.)?(\w+)(\..+)")
 
 
@@ -696,7 +699,7 @@ class DecoderModel(NativeModel):
     @classmethod
     def canonical_name(cls, name: str) -> str:
         """Llama's name, whether or not the checkpoint has an LM head, whose names have a prefix."""
-        match = _MODULE.fullmatch(name)
+        match = _MODULE.fullmatch(name := _DENSE_MLP.sub(".mlp.", name))
         if match is not None and match[1] == "embed_out":
             return f"lm_head{match[2]}"
         if match is None or match[1] not in _CANONICAL:

@@ -166,6 +166,117 @@ class GatedDeltaNet(nn.Module):
         return self.output(y.flatten(1))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KimiDeltaSpec:
+    """Kimi delta attention (Kimi Team 2025), a gated delta net with a decay for each element of
+    keys, in place of attention. Implements `decoder.MixerSpec`.
+
+    Attributes of `KimiDeltaAttention` with tensors, for `LayerSpec.names`: `inputs` (queries, keys,
+    values), `narrow` (what decays and output gates are products of, then gates of changes),
+    `decays`, `gates`, `convolution` (of queries, keys, values), `decay`, `decay_bias`, `norm`,
+    `output`.
+    """
+
+    num_heads: int
+    head_dim: int
+    width: int
+    """Rows that a sum of the convolution extends over."""
+
+    eps: float
+    """Of the norm of heads."""
+
+    rotary: None = None
+    """Nothing is rotated."""
+
+    def require_shards(self, layout: Layout) -> None:
+        """Raise InvalidOption unless the ranks can share the heads."""
+        self.heads(layout)
+
+    def heads(self, layout: Layout) -> Shard:
+        """A rank's heads."""
+        return layout.even_shard(self.num_heads, "heads of Kimi delta attention")
+
+    def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerState, ...]:
+        """The convolution's inputs, and the matrix of each head."""
+        num_heads, size = self.heads(context.communicator.layout).size, self.head_dim
+        inputs = convolution_state(3 * num_heads * size, self.width, context.dtype)
+        heads = StateArray(num_units=num_heads, shape=(size, size), dtype=torch.float32)
+        return (LayerState(arrays=(inputs, heads)),)
+
+    def build(
+        self,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: Kernels,
+        rotary: RotaryTable | None,
+    ) -> "KimiDeltaAttention":
+        """See `decoder.MixerSpec`."""
+        return KimiDeltaAttention(self, inputs, size, context, kernels.layers)
+
+
+class KimiDeltaAttention(nn.Module):
+    """See `KimiDeltaSpec`. Each rank has some heads."""
+
+    def __init__(
+        self,
+        spec: KimiDeltaSpec,
+        inputs: int,
+        size: int,
+        context: ModelContext,
+        kernels: LayerKernels,
+    ) -> None:
+        super().__init__()
+        heads, rows = spec.heads(context.communicator.layout), Shard.full(inputs)
+        values, narrow = heads.times(spec.head_dim), Shard.full(spec.head_dim)
+        self.inputs = Linear(rows, [values] * 3, bias=False, context=context)
+        self.narrow = Linear(rows, [narrow, narrow, heads], bias=False, context=context)
+        self.decays = Linear(narrow, [values], bias=False, context=context)
+        self.gates = Linear(narrow, [values], bias=False, context=context)
+        self.convolution = CausalConvolution(
+            [values] * 3,
+            spec.width,
+            bias=False,
+            context=context,
+            kernels=kernels,
+            activation="silu",
+        )
+        self.decay = Vector(heads, context, axes_before=2, axes_after=1)
+        self.decay_bias = Vector(values, context)
+        self.norm = RMSNorm(spec.head_dim, spec.eps, context, kernels)
+        self.output = RowParallelLinear(values, size, bias=False, context=context)
+        self._kernels, self._num_heads, self._head_dim = kernels, heads.size, spec.head_dim
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x: [num_tokens, inputs]; returns [num_tokens, size]."""
+        convolution, states = inputs.states
+        shape = -1, self._head_dim
+        channels = self.convolution(self.inputs(x), convolution, inputs.metadata)
+        query, key, value = (part.unflatten(1, shape) for part in channels.chunk(3, dim=1))
+        sizes = [self._head_dim, self._head_dim, self._num_heads]
+        of_decays, of_gates, beta = self.narrow(x).split_with_sizes(sizes, 1)
+        y = self._kernels.gated_delta_rule(
+            query,
+            key,
+            value,
+            self.decays(of_decays).unflatten(1, shape),
+            beta,
+            self.decay.numbers,
+            self.decay_bias.numbers.view(shape),
+            states,
+            inputs.metadata,
+        )
+        y = self._kernels.gated_rms_norm(
+            y,
+            self.gates(of_gates).unflatten(1, shape),
+            self.norm.weight,
+            self.norm.eps,
+            gates_first=False,
+            activation="sigmoid",
+        )
+        return self.output(y.flatten(1))
+
+
 def _by_key_head(
     rows: Shard, key_heads: Shard, sizes: Sequence[int], context: ModelContext
 ) -> Linear:

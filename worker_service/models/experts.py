@@ -124,7 +124,7 @@ class Experts(nn.Module):
         self.router = Linear(Shard.full(size), [outputs], bias=spec.bias, context=in_full)
         self.correction: Vector | None = None
         if spec.corrects:
-            self.correction = Vector(outputs, context, is_row=spec.correction_is_row)
+            self.correction = Vector(outputs, context, axes_before=int(spec.correction_is_row))
         self.experts = ExpertWeights(spec, size, inner, context)
         self.shared: SharedExperts | None = None
         if spec.shared is not None:

@@ -127,19 +127,19 @@ def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]
 class Vector:
     """Float32 numbers of a layer that belong to no linear layer and no norm."""
 
-    def __init__(self, shard: Shard, context: ModelContext, *, is_row: bool = False) -> None:
-        """shard: this rank's numbers; is_row: whether the checkpoint stores them as a matrix of one
-        row."""
+    def __init__(
+        self, shard: Shard, context: ModelContext, *, axes_before: int = 0, axes_after: int = 0
+    ) -> None:
+        """shard: this rank's numbers; axes_before, axes_after: axes of size 1 that their tensor has
+        in the checkpoint."""
         self.numbers = torch.empty(shard.size, dtype=torch.float32, device=context.device)
-        self._shard, self._is_row = shard, is_row
+        self._shard, self._axis = shard, axes_before
+        self._shape = (*[1] * axes_before, shard.size, *[1] * axes_after)
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destination of the tensor with this name."""
         (name,) = names
-        if self._is_row:
-            yield WeightTarget(name, self.numbers.unsqueeze(0), 1, self._shard)
-        else:
-            yield WeightTarget(name, self.numbers, shard=self._shard)
+        yield WeightTarget(name, self.numbers.view(self._shape), self._axis, self._shard)
 
 
 class Xielu(nn.Module):

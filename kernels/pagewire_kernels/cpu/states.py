@@ -30,7 +30,7 @@ from pagewire_kernels.cpu.tasks import (
     describe_batch,
     rows_of,
 )
-from pagewire_kernels.reference.states import check_convolution
+from pagewire_kernels.reference.states import GATES, check_convolution
 
 MAX_STATE_SIZE = 256
 
@@ -225,10 +225,18 @@ class NativeStateKernels:
         return y
 
     def gated_rms_norm(
-        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        gates_first: bool,
+        activation: str = "silu",
     ) -> Tensor:
         """RMS norm of groups of elements, and a gate."""
         num_rows, num_groups, size = x.shape
+        require(activation in GATES, f"an activation of gates among {', '.join(GATES)}")
         has_float_weight = weight.dtype == torch.float32
         shape = (num_groups, size)
         _require_rows(num_rows, x.dtype, x=(x, *shape), gate=(gate, *shape))
@@ -251,6 +259,7 @@ class NativeStateKernels:
             num_groups=num_groups,
             group_size=size,
             gates_first=gates_first,
+            has_sigmoid=activation == "sigmoid",
             eps=eps,
         )
         self._run("gated_rms_norm", task, x.dtype, x.numel())

@@ -213,7 +213,7 @@ class GatedNormTask(NativeStruct):
     _fields_ = fields_of(
         "next_item num_rows x x_stride x_group_stride gate gate_stride gate_group_stride weight "
         "weight_group_stride has_float_weight y y_stride y_group_stride num_groups group_size "
-        "gates_first",
+        "gates_first has_sigmoid",
         "eps",
     )
 

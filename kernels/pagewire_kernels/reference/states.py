@@ -18,6 +18,9 @@ from pagewire_kernels.batch import AttentionMetadata, StateUnits
 
 MAX_CONVOLUTION_WIDTH = 8
 
+GATES = ("silu", "sigmoid")
+"""Activations of the gates of norms."""
+
 
 def causal_convolution(
     x: Tensor,
@@ -183,15 +186,24 @@ def gated_delta_rule(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gates_first: bool,
+    activation: str = "silu",
 ) -> Tensor:
     """RMS norm of groups of elements, and a gate: norm(x * silu(gate)) * weight, or norm(x) *
     weight * silu(gate) if the gate is not first.
 
     x, gate: [num_tokens, num_groups, group_size]; weight: [num_groups, group_size], or
-    [group_size] for all groups. Returns x's shape and dtype.
+    [group_size] for all groups; activation: of the gate, one of `GATES`. Returns x's shape and
+    dtype.
     """
-    gates, wide = _silu(gate.float()), x.float()
+    wide = gate.float()
+    gates = _silu(wide) if activation == "silu" else torch.exp(-wide).add_(1).reciprocal_()
+    wide = x.float()
     if gates_first:
         wide = wide * gates
     root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

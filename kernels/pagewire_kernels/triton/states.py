@@ -435,6 +435,7 @@ def _gated_norm(
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     GATES_FIRST: tl.constexpr,
+    HAS_SIGMOID: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Program (row, group)."""
@@ -443,7 +444,8 @@ def _gated_norm(
     mask = column < SIZE
     values = tl.load(x + row * x_stride + group * x_group_stride + column, mask, other=0.0)
     gates = tl.load(gate + row * gate_stride + group * gate_group_stride + column, mask, other=0.0)
-    values, gates = values.to(tl.float32), _silu(gates.to(tl.float32))
+    values, gates = values.to(tl.float32), gates.to(tl.float32)
+    gates = 1.0 / (1.0 + tl.exp(-gates)) if HAS_SIGMOID else _silu(gates)
     if GATES_FIRST:
         values *= gates
     variance = tl.sum(values * values, axis=0) / SIZE
@@ -456,7 +458,13 @@ def _gated_norm(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gates_first: bool,
+    activation: str = "silu",
 ) -> Tensor:
     """RMS norm of groups of elements, and a gate; as `reference.gated_rms_norm`."""
     num_rows, num_groups, size = x.shape
@@ -479,6 +487,7 @@ def gated_rms_norm(
             GROUPS=num_groups,
             SIZE=size,
             GATES_FIRST=gates_first,
+            HAS_SIGMOID=activation == "sigmoid",
             TILE=triton.next_power_of_2(size),
             num_warps=4,
             enable_fp_fusion=False,

@@ -20,7 +20,7 @@ from worker_service.loader import load_draft_model
 
 FAMILIES = (
     *("lfm2", "lfm2_moe", "mamba", "granite_hybrid", "falcon_h1", "nemotron_h", "jamba"),
-    *("qwen3_next", "qwen3_5"),
+    *("qwen3_next", "qwen3_5", "kimi_linear"),
 )
 NUM_TOKENS = 60
 LENGTHS = (3, 17, 30, 41, 70)

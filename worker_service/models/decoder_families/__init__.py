@@ -28,6 +28,7 @@ from worker_service.models.decoder_families.hybrids import (
     jamba_settings,
     nemotron_h_settings,
 )
+from worker_service.models.decoder_families.kimi_linear import kimi_linear_settings
 from worker_service.models.decoder_families.latent import (
     deepseek_v2_settings,
     deepseek_v3_settings,
@@ -131,6 +132,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "GraniteMoeHybridForCausalLM": granite_hybrid_settings,
     "JambaForCausalLM": jamba_settings,
     "NemotronHForCausalLM": nemotron_h_settings,
+    "KimiLinearForCausalLM": kimi_linear_settings,
     "Qwen3NextForCausalLM": qwen3_next_settings,
     "Qwen3_5ForCausalLM": qwen3_5_settings,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe_settings,

@@ -188,7 +188,10 @@ void scan_heads(Mamba2Task& task) {
 template <class Number>
 void gated_norm(GatedNormTask& task) {
   const int64_t size = task.group_size;
-  const Silu silu;
+  const auto activate = [&](Floats gate) {
+    const Floats one = broadcast(1.0f);
+    return task.has_sigmoid ? divide(one, add(one, exp_of_negative(gate))) : Silu()(gate);
+  };
   for_each_row(task, *task.num_rows * task.num_groups, size, [&](int64_t item) {
     const int64_t row = item / task.num_groups, group = item % task.num_groups;
     const Number* x = operand<Number>(task.x, task.x_stride, row, group * task.x_group_stride);
@@ -196,7 +199,7 @@ void gated_norm(GatedNormTask& task) {
     Number* y = static_cast<Number*>(task.y) + row * task.y_stride + group * task.y_group_stride;
     const auto input = [&](int64_t i) {
       const Floats numbers = load_some(x + i, size - i);
-      return task.gates_first ? multiply(numbers, silu(load_some(gates + i, size - i))) : numbers;
+      return task.gates_first ? multiply(numbers, activate(load_some(gates + i, size - i))) : numbers;
     };
     Floats squares = zeros();
     for (int64_t i = 0; i < size; i += kLanes) {
@@ -209,7 +212,7 @@ void gated_norm(GatedNormTask& task) {
       const int64_t weights = group * task.weight_group_stride + i;
       Floats z = multiply(input(i), factor);
       z = multiply(z, load_weight<Number>(task.weight, task.has_float_weight, weights, size - i));
-      if (!task.gates_first) z = multiply(z, silu(load_some(gates + i, size - i)));
+      if (!task.gates_first) z = multiply(z, activate(load_some(gates + i, size - i)));
       store_some(y + i, z, size - i);
     }
   });

@@ -108,7 +108,8 @@ struct DeltaTask : Task {
   int64_t decay_width;  // 1, or key_dim: one for each element of keys
 };
 
-// norm(x * silu(gate)) * weight, or norm(x) * weight * silu(gate), by groups of elements.
+// norm(x * silu(gate)) * weight, or norm(x) * weight * silu(gate), by groups of elements; or with the
+// sigmoid of the gate.
 struct GatedNormTask : Task {
   const int64_t* num_rows;
   const void* x;  // [*num_rows, num_groups, group_size], as gate and y
@@ -123,6 +124,7 @@ struct GatedNormTask : Task {
   int64_t num_groups;
   int64_t group_size;
   int64_t gates_first;
+  int64_t has_sigmoid;
   float eps;
 };
 
