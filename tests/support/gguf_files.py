@@ -61,6 +61,9 @@ _ARCHITECTURES = {
     "Glm4MoeForCausalLM": ("glm4moe", gguf.MODEL_ARCH.GLM4_MOE),
     "GraniteForCausalLM": ("granite", gguf.MODEL_ARCH.GRANITE),
     "GraniteMoeForCausalLM": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
+    "GraniteMoeHybridForCausalLM": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
+    "Lfm2ForCausalLM": ("lfm2", gguf.MODEL_ARCH.LFM2),
+    "Lfm2MoeForCausalLM": ("lfm2moe", gguf.MODEL_ARCH.LFM2MOE),
     "MiniMaxM2ForCausalLM": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
     "Olmo2ForCausalLM": ("olmo2", gguf.MODEL_ARCH.OLMO2),
     "Olmo3ForCausalLM": ("olmo2", gguf.MODEL_ARCH.OLMO2),
@@ -68,7 +71,7 @@ _ARCHITECTURES = {
     "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
 }
 
-_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "smollm3")
+_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3")
 """Architectures whose converter permutes queries and keys."""
 
 _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
@@ -87,6 +90,7 @@ _LATENT = {
     "v_head_dim": 64,
     "moe_intermediate_size": 256,
 }
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "shared_intermediate_size": 512}
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None},
     "deepseek_v2_expanded": _LATENT,
@@ -134,6 +138,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 64, "rotary_dim": 32},
     "seed_oss": {"head_dim": 64},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
+    "lfm2_moe": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.0},
+    "granite_hybrid": {**_MAMBA2, "attention_bias": False},
+    "granite_hybrid_moe": {**_MAMBA2, "mamba_proj_bias": False},
     "qwen3_moe": {**_EXPERTS, "head_dim": 64, "norm_topk_prob": True},
 }
 """By family; a name may go on after that of the checkpoint's family."""
@@ -166,6 +173,14 @@ def make_gguf(
             result = _add_gpt_oss_experts(writer, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
+        if ".mamba." in tensor_name or ".conv.conv." in tensor_name:
+            result = _add_part_of_state(writer, names, tensor_name, values, kind, config)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
+        if ".shared_mlp." in tensor_name:
+            result = _add_shared(writer, tensor_name, values, kind, config)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
         if ".input_linear." in tensor_name or ".output_linear." in tensor_name:
             result = _add_granite_experts(writer, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
@@ -176,6 +191,9 @@ def make_gguf(
             continue
         if ".experts." in tensor_name:
             stacked_name = re.sub(r"experts\.\d+", "experts", tensor_name)
+            if name == "lfm2moe":  # as its converter does
+                for part, usual in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
+                    stacked_name = stacked_name.replace(f".{part}.", f".{usual}_proj.")
             experts.setdefault(stacked_name, {})[tensor_name] = values
             continue
         if name.startswith("gemma") and "norm." in tensor_name:
@@ -194,7 +212,9 @@ def make_gguf(
         )
         data, result, data_type = _quantized(values[order], "F32" if is_router else kind)
         stored_name = names.get_name(
-            tensor_name.replace("correction_bias", "correction.bias"),
+            tensor_name.replace("correction_bias", "correction.bias").replace(
+                "expert_bias", "expert_bias.bias"
+            ),
             try_suffixes=(".weight", ".bias"),
         )
         if tensor_name.endswith(".sinks"):
@@ -252,6 +272,44 @@ def _add_granite_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: 
         writer.add_tensor(f"blk.{layer}.ffn_{stored}_exps.weight", data, raw_dtype=data_type)
         results.append(result)
     return np.concatenate(results, axis=1)
+
+
+def _add_part_of_state(
+    writer: gguf.GGUFWriter, names: Any, name: str, values: Any, kind: str, config: Any
+) -> Any:
+    """Add a tensor of Mamba-2, or of a short convolution, as the converter does. Returns it as it
+    is stored, in the checkpoint's layout."""
+    shape, stored = values.shape, values
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        stored = values[:, 0]
+    elif name.endswith(".A_log"):
+        stored = -np.exp(values)[:, None]
+    elif name.endswith(".D"):
+        stored = values[:, None]
+    elif name.endswith(".norm.weight"):
+        stored = values.reshape(config.mamba_n_groups, -1)
+    is_matrix = name.endswith((".in_proj.weight", ".out_proj.weight"))
+    data, result, data_type = _quantized(np.ascontiguousarray(stored), kind if is_matrix else "F32")
+    stored_name = names.get_name(
+        name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias")
+    )
+    writer.add_tensor(stored_name, data, raw_dtype=data_type)
+    return np.log(-result).reshape(shape) if name.endswith(".A_log") else result.reshape(shape)
+
+
+def _add_shared(writer: gguf.GGUFWriter, name: str, values: Any, kind: str, config: Any) -> Any:
+    """Add the weights of Granite's MLP, which is that of shared experts if there are others, as
+    `_add_granite_experts` does."""
+    layer, suffix = name.split(".")[2], "_shexp" if config.num_local_experts else ""
+    parts = {"down": values}
+    if ".input_linear." in name:
+        parts = dict(zip(("gate", "up"), np.split(values, 2), strict=True))
+    results = []
+    for stored, numbers in parts.items():
+        data, result, data_type = _quantized(np.ascontiguousarray(numbers), kind)
+        writer.add_tensor(f"blk.{layer}.ffn_{stored}{suffix}.weight", data, raw_dtype=data_type)
+        results.append(result)
+    return np.concatenate(results)
 
 
 def _add_expansion(writer: gguf.GGUFWriter, name: str, values: Any, kind: str, config: Any) -> Any:
@@ -318,13 +376,19 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    has_mlp = config.model_type == "granitemoehybrid" and not config.num_local_experts
+    size = config.shared_intermediate_size if has_mlp else config.intermediate_size
+    writer.add_feed_forward_length(size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if config.model_type in ("granitemoehybrid", "lfm2", "lfm2_moe"):
+        _add_states(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     if config.model_type == "cohere2":
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        is_lfm2 = config.model_type.startswith("lfm2")
+        writer.add_layer_norm_rms_eps(config.norm_eps if is_lfm2 else config.rms_norm_eps)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if config.model_type != "gemma2":  # whose converter leaves it out
         size = getattr(config, "head_dim", None) or 0
@@ -364,6 +428,22 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_value_length(head_dim)
         rotary_dim = head_dim * (rope.get("partial_rotary_factor") or 1)
         writer.add_rope_dimension_count(int(getattr(config, "rotary_dim", rotary_dim)))
+
+
+def _add_states(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The sizes of states, and which layers have none but heads of keys."""
+    heads = [config.num_key_value_heads * (t == "full_attention") for t in config.layer_types]
+    writer.add_head_count_kv(heads)
+    if config.model_type.startswith("lfm2"):
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        return
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
 
 
 def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -417,7 +497,9 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         if count:
             writer.add_expert_count(count)
             writer.add_expert_used_count(config.num_experts_per_tok)
-    if kind in ("glm4_moe", "minimax_m2", "deepseek_v3"):
+    if kind == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+    if kind in ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if kind == "hunyuan_v1_moe":
         writer.add_expert_shared_count(1)

@@ -64,10 +64,15 @@ class GgufTensor(CheckpointTensor):
     has_one_added: bool = False
     """Whether the numbers in the file are those of `transformers` plus 1."""
 
+    is_exponential: bool = False
+    """Whether the numbers in the file are -exp of those of `transformers`."""
+
     def __getitem__(self, index: Index) -> Tensor:
         values = self.stored_values()
         if self.has_one_added:
             values = values.float() - 1.0
+        if self.is_exponential:
+            values = torch.log(-values.float())
         order = self._order
         return (values if order is None else values[order])[index]
 

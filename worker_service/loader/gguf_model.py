@@ -28,8 +28,11 @@ _CLASSES = {
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
     "granite": ("GraniteForCausalLM", "granite"),
     "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
     "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
@@ -52,8 +55,9 @@ _LATENT = ("deepseek_v2", "deepseek_v3", "youtu")
 _WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
     *("glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3"),
+    *("lfm2_moe", "granitemoehybrid"),
 )
-_SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3")
+_SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe")
 """Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
 ENCODERS = ("bert", "nomic_bert", "modernbert")
 
@@ -111,6 +115,9 @@ _WITH_WINDOWS = (*_WINDOW_PERIODS, "phi3")
 
 _ROTATED_IN_PART = ("phi3", "glm4", "glm4moe", "minimax-m2")
 """Architectures of which RoPE may rotate a part of each head."""
+
+_WITH_STATES = ("lfm2", "lfm2moe", "granitehybrid")
+"""Architectures whose layers without heads of keys keep a state."""
 
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of `expert_gating_func`."""
@@ -191,7 +198,7 @@ class _Config:
             "intermediate_size": self._int("feed_forward_length"),
             "num_hidden_layers": self._num_layers(),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self._int("attention.head_count_kv", num_heads),
+            "num_key_value_heads": self._kv_heads(num_heads),
             "head_dim": head_dim,
             "max_position_embeddings": self._int("context_length"),
             "rope_parameters": self._rope(rotary_dim),
@@ -215,7 +222,7 @@ class _Config:
             config["layer_types"] = self._layer_types(config["num_hidden_layers"], window)
         if self._architecture in _ROTATED_IN_PART:
             config["rope_parameters"]["partial_rotary_factor"] = rotary_dim / head_dim
-        if kind in _WITH_EXPERTS:
+        if kind in _WITH_EXPERTS and (kind != "granitemoehybrid" or self._get("expert_count", 0)):
             config |= self._experts(config["intermediate_size"], kind)
         config |= self._of_family(kind, config, rotary_dim)
         return config | self._pooling(kind)
@@ -225,8 +232,12 @@ class _Config:
         rope, tensors = config["rope_parameters"], self._gguf.tensors
         if kind.startswith("gemma"):
             return self._gemma(config)
+        if kind == "granitemoehybrid":
+            return self._granite_hybrid(config)
         if kind.startswith("granite"):
             return self._granite(config["head_dim"])
+        if kind.startswith("lfm2"):
+            return self._lfm2(config)
         if kind == "phi3":
             return self._phi3(rope, rotary_dim // 2)
         if kind == "gpt_oss":
@@ -417,12 +428,80 @@ class _Config:
             "has_split_expansion": "blk.0.attn_k_b.weight" in tensors,
         }
 
+    def _kv_heads(self, num_heads: int) -> int:
+        """Heads of keys, which layers that keep a state have none of."""
+        counts = self._get("attention.head_count_kv", num_heads)
+        if self._architecture not in _WITH_STATES or not isinstance(counts, list):
+            return self._int("attention.head_count_kv", num_heads)
+        found = {count for count in counts if count != 0}
+        if len(found) > 1 or not all(isinstance(count, int) and count > 0 for count in found):
+            expected = "0, or a positive number that is the same for all other layers"
+            raise self._fault("attention.head_count_kv", expected, counts)
+        return int(found.pop()) if found else num_heads
+
+    def _mixers(self, num_layers: int, of_state: str) -> list[str]:
+        """The type of each layer, which keeps a state if it has no heads of keys."""
+        counts = self._get("attention.head_count_kv", 1)
+        counts = counts if isinstance(counts, list) else [counts] * num_layers
+        if len(counts) != num_layers:
+            expected = f"a number for each of {num_layers} layers"
+            raise self._fault("attention.head_count_kv", expected, counts)
+        return ["full_attention" if count else of_state for count in counts]
+
+    def _lfm2(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that only LFM2 has."""
+        num_layers = config["num_hidden_layers"]
+        return {
+            "norm_eps": config["rms_norm_eps"],
+            "layer_types": self._mixers(num_layers, "conv"),
+            "conv_L_cache": self._int("shortconv.l_cache"),
+            "conv_bias": any(name.endswith("shortconv.conv.bias") for name in self._gguf.tensors),
+            "block_auto_adjust_ff_dim": False,
+            "num_dense_layers": self._get("leading_dense_block_count", 0),
+            "use_expert_bias": any(
+                name.endswith("exp_probs_b.bias") for name in self._gguf.tensors
+            ),
+        }
+
+    def _granite_hybrid(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that only Granite 4 has."""
+        num_experts, tensors = self._get("expert_count", 0), self._gguf.tensors
+        size, num_heads = self._int("ssm.inner_size"), self._int("ssm.time_step_rank")
+        if size % num_heads:
+            raise self._fault(
+                "ssm.time_step_rank", f"a divisor of {size}, ssm.inner_size", num_heads
+            )
+        shared = config["intermediate_size"]
+        if num_experts:
+            shared = self._int("expert_shared_feed_forward_length")
+        return {
+            **self._multipliers(config["head_dim"]),
+            "layer_types": self._mixers(config["num_hidden_layers"], "linear_attention"),
+            "position_embedding_type": "rope"
+            if self._get("rope.scaling.finetuned", True)
+            else "nope",
+            "has_separate_modules": True,
+            "num_local_experts": num_experts,
+            "shared_intermediate_size": shared,
+            "mamba_expand": size / config["hidden_size"],
+            "mamba_n_heads": num_heads,
+            "mamba_d_head": size // num_heads,
+            "mamba_d_state": self._int("ssm.state_size"),
+            "mamba_d_conv": self._int("ssm.conv_kernel"),
+            "mamba_n_groups": self._int("ssm.group_count"),
+            "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
+            "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in tensors),
+        }
+
     def _granite(self, head_dim: int) -> dict[str, Any]:
         """The multipliers of Granite."""
         self._require(
             "rope.scaling.finetuned", True, "true, since layers without RoPE are not read"
         )
         self._require("expert_shared_feed_forward_length", 0, "none")
+        return self._multipliers(head_dim)
+
+    def _multipliers(self, head_dim: int) -> dict[str, Any]:
         return {
             "attention_multiplier": self._float("attention.scale", head_dim**-0.5),
             "embedding_multiplier": self._float("embedding_scale", 1.0),
@@ -461,7 +540,7 @@ class _Config:
             function, meaning = _SIGMOID, "2, which is sigmoid"
         self._require("expert_gating_func", function, meaning)
         default = intermediate_size
-        if kind not in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe"):
+        if kind not in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "granitemoehybrid"):
             default = max(1, intermediate_size // num_used)
         size = self._int("expert_feed_forward_length", default)
         if kind not in ("glm4_moe", *_LATENT):
@@ -469,7 +548,7 @@ class _Config:
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
         if kind in ("gpt_oss", "granitemoe"):
             config["has_expert_modules"] = True
-        if kind in ("mixtral", "granitemoe"):
+        if kind in ("mixtral", "granitemoe", "granitemoehybrid"):
             return {**config, "num_local_experts": num_experts}
         if kind in ("gpt_oss", "minimax_m2"):
             return {**config, "num_local_experts": num_experts, "intermediate_size": size}
@@ -486,7 +565,7 @@ class _Config:
             self._require("expert_shared_feed_forward_length", size, f"{size}, that of experts")
             return {"num_experts": num_experts, "moe_topk": num_used, "intermediate_size": size}
         config |= {"num_experts": num_experts, "moe_intermediate_size": size}
-        config["norm_topk_prob"] = kind == "qwen3_moe"
+        config["norm_topk_prob"] = kind in ("qwen3_moe", "lfm2_moe")
         if kind == "qwen2_moe":
             shared = self._int("expert_shared_feed_forward_length", intermediate_size)
             config["shared_expert_intermediate_size"] = shared

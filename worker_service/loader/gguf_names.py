@@ -16,7 +16,7 @@ from worker_service.loader.gguf_model import (
 )
 from worker_service.loader.tensors import OpenFiles
 
-_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "smollm3")
+_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3")
 """Architectures with RoPE of neighbouring elements in files, and of halves in `transformers`, so
 that the rows of queries and keys are permuted. RoPE of the others is the same in both."""
 
@@ -77,6 +77,36 @@ hunyuan                  ffn_gate_inp         mlp.gate.wg
 hunyuan                  ffn_gate_shexp       mlp.shared_mlp.gate_proj
 hunyuan                  ffn_up_shexp         mlp.shared_mlp.up_proj
 hunyuan                  ffn_down_shexp       mlp.shared_mlp.down_proj
+granitemoehybrid         ffn_gate             shared_mlp.gate_proj
+granitemoehybrid         ffn_up               shared_mlp.up_proj
+granitemoehybrid         ffn_down             shared_mlp.down_proj
+granitemoehybrid         ffn_gate_shexp       shared_mlp.gate_proj
+granitemoehybrid         ffn_up_shexp         shared_mlp.up_proj
+granitemoehybrid         ffn_down_shexp       shared_mlp.down_proj
+granitemoehybrid         ssm_in               mamba.in_proj
+granitemoehybrid         ssm_conv1d           mamba.conv1d
+granitemoehybrid         ssm_dt               mamba.dt_bias
+granitemoehybrid         ssm_a                mamba.A_log
+granitemoehybrid         ssm_d                mamba.D
+granitemoehybrid         ssm_norm             mamba.norm
+granitemoehybrid         ssm_out              mamba.out_proj
+lfm2                     token_embd_norm      model.embedding_norm
+lfm2                     attn_norm            operator_norm
+lfm2                     attn_q_norm          self_attn.q_layernorm
+lfm2                     attn_k_norm          self_attn.k_layernorm
+lfm2                     attn_output          self_attn.out_proj
+lfm2                     shortconv.conv       conv.conv
+lfm2                     shortconv.in_proj    conv.in_proj
+lfm2                     shortconv.out_proj   conv.out_proj
+lfm2                     ffn_norm             ffn_norm
+lfm2                     ffn_gate             feed_forward.w1
+lfm2                     ffn_up               feed_forward.w3
+lfm2                     ffn_down             feed_forward.w2
+lfm2                     ffn_gate_inp         feed_forward.gate
+lfm2                     ffn_gate_exps        feed_forward.experts.*.w1
+lfm2                     ffn_up_exps          feed_forward.experts.*.w3
+lfm2                     ffn_down_exps        feed_forward.experts.*.w2
+lfm2                     exp_probs_b          feed_forward.expert_bias
 gpt_oss                  attn_sinks           self_attn.sinks
 gpt_oss                  ffn_gate_inp         mlp.router
 encoder                  token_embd           embeddings.word_embeddings
@@ -106,9 +136,19 @@ modern                   cls.output           classifier
 """Beginnings of `model_type`, a tensor's name in GGUF files, and its name in `transformers`, of
 which later rows take precedence. `*` stands for an expert's index."""
 
-_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+|cls\.\w+)\.(weight|bias)")
-_WITHOUT_SUFFIX = ("sinks", "e_score_correction_bias")
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+|cls\.\w+|shortconv\.\w+)(?:\.(weight|bias))?")
+_WITHOUT_SUFFIX = (
+    *("sinks", "e_score_correction_bias", ".expert_bias"),
+    *(".dt_bias", ".A_log", ".D"),
+)
 """Ends of names that have no `.weight` or `.bias` in `transformers`."""
+
+_STORED_AS_COLUMNS = (".A_log", ".D", ".mamba.norm.weight")
+"""Ends of names of vectors in `transformers`, which are matrices in files: of one column, or of a
+row for each group."""
+
+_CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
+"""Ends of names of weights of convolutions, whose second axis files leave out."""
 
 _STORED_AS_VECTORS = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
 """Ends of names of matrices of one row in `transformers`."""
@@ -132,6 +172,7 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
             files=files,
             num_heads=heads.get(part.name.split(".")[-2]) if "." in part.name else None,
             has_one_added=kind.startswith("gemma") and part.name.endswith("norm.weight"),
+            is_exponential=part.name.endswith(".A_log"),
         )
         for tensor in gguf.tensors.values()
         if tensor.stored_name not in read_already and not tensor.stored_name.startswith(unused)
@@ -166,7 +207,9 @@ def name_of(stored_name: str, names: Mapping[str, str]) -> str:
         return stored_name
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     name = f"{layer}{names[match[2]]}"
-    return name if name.endswith(_WITHOUT_SUFFIX) else f"{name}.{match[3]}"
+    if name.endswith(_WITHOUT_SUFFIX):
+        return name
+    return stored_name if match[3] is None else f"{name}.{match[3]}"
 
 
 def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
@@ -174,6 +217,10 @@ def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
     name, shape = tensor.name, tensor.shape
     if name.endswith(_STORED_AS_VECTORS) and len(shape) == 1:
         yield replace(tensor, shape=[1, *shape])
+    elif name.endswith(_STORED_AS_COLUMNS) and len(shape) == 2:
+        yield replace(tensor, shape=[shape[0] * shape[1]])
+    elif name.endswith(_CONVOLUTIONS) and len(shape) == 2:
+        yield replace(tensor, shape=[shape[0], 1, shape[1]])
     elif "*" not in name:
         yield tensor
     elif len(shape) != (num_dims := 2 if name.endswith(".bias") else 3):

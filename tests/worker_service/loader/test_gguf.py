@@ -45,6 +45,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
+        *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe"),
         *("granitemoe", "minimax_m2", "olmo2", "olmo3", "seed_oss", "smollm3"),
     ],
 )
@@ -182,6 +183,24 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             lambda w: w.add_bool("granite.rope.scaling.finetuned", False),
             UnsupportedModel,
             r"rope\.scaling\.finetuned: expected true, since layers without RoPE are not read",
+        ),
+        (
+            "granite_hybrid",
+            lambda w: w.add_head_count_kv([0, 2, 4]),
+            BadCheckpoint,
+            r"head_count_kv: expected 0, or a positive number that is the same for all other",
+        ),
+        (
+            "lfm2",
+            lambda w: w.add_head_count_kv([0, 2]),
+            BadCheckpoint,
+            r"head_count_kv: expected a number for each of 3 layers, got \[0, 2\]",
+        ),
+        (
+            "granite_hybrid",
+            lambda w: w.add_ssm_time_step_rank(7),
+            BadCheckpoint,
+            r"ssm\.time_step_rank: expected a divisor of 512, ssm\.inner_size, got 7",
         ),
         (
             "granitemoe",

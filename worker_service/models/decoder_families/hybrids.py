@@ -26,6 +26,7 @@ from worker_service.models.decoder_families.mamba import (
     mamba1_of,
     mamba2_of,
 )
+from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES
 from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
 from worker_service.models.mamba import Mamba2Spec, ParallelMixerSpec
 
@@ -57,6 +58,19 @@ feed_forward.experts      block_sparse_moe.input_linear.weight block_sparse_moe.
 feed_forward.shared.up    shared_mlp.input_linear
 feed_forward.shared.down  shared_mlp.output_linear
 """)
+
+_SEPARATE_MLP = "shared_mlp.gate_proj shared_mlp.up_proj"
+_GRANITE_SEPARATE_NAMES = {
+    "feed_forward.up": _SEPARATE_MLP,
+    "feed_forward.down": "shared_mlp.down_proj",
+}
+_GRANITE_SEPARATE_EXPERT_NAMES = {
+    "feed_forward.router": MIXTRAL_NAMES["feed_forward.router"],
+    "feed_forward.experts": MIXTRAL_NAMES["feed_forward.experts"],
+    "feed_forward.shared.up": _SEPARATE_MLP,
+    "feed_forward.shared.down": "shared_mlp.down_proj",
+}
+"""Where each projection has a module."""
 
 _JAMBA_NORM_NAMES = by_lines("""
 attention.time_step_norm  mamba.dt_layernorm
@@ -115,7 +129,8 @@ def _mamba2(config: Config, norm: NormSpec | None, **others: Any) -> Mamba2Spec:
 
 def granite_hybrid_settings(config: Config) -> DecoderSettings:
     """Granite 4: Granite, where most layers have Mamba-2 in place of attention, and experts beside
-    an MLP that all rows have, or that MLP alone."""
+    an MLP that all rows have, or that MLP alone. Modules are separate in GGUF files."""
+    is_separate = config.get("has_separate_modules", False)
     norm, head_dim = NormSpec(eps=config.get("rms_norm_eps", 1e-6)), head_dim_of(config)
     position, bias = config.get("position_embedding_type"), config.get("attention_bias", False)
     if position not in (None, "rope", "nope"):
@@ -134,7 +149,7 @@ def granite_hybrid_settings(config: Config) -> DecoderSettings:
     activation = config.get("hidden_act", "silu")
     feed_forward: MLPSpec | ExpertsSpec
     if num_experts := config.get("num_local_experts", 8):
-        names = _GRANITE_EXPERT_NAMES
+        names = _GRANITE_EXPERT_NAMES | (_GRANITE_SEPARATE_EXPERT_NAMES if is_separate else {})
         feed_forward = ExpertsSpec(
             routing=routing(
                 num_experts=num_experts,
@@ -143,12 +158,14 @@ def granite_hybrid_settings(config: Config) -> DecoderSettings:
             ),
             inner_size=config["intermediate_size"],
             activation=activation,
-            shared=SharedSpec(inner_size=shared_size, is_fused=True),
-            storage=ExpertStorage.STACK,
+            shared=SharedSpec(inner_size=shared_size, is_fused=not is_separate),
+            storage=ExpertStorage.SEPARATE if is_separate else ExpertStorage.STACK,
         )
     else:
-        names = _GRANITE_MLP_NAMES
-        feed_forward = MLPSpec(inner_size=shared_size, activation=activation, is_fused=True)
+        names = _GRANITE_MLP_NAMES | (_GRANITE_SEPARATE_NAMES if is_separate else {})
+        feed_forward = MLPSpec(
+            inner_size=shared_size, activation=activation, is_fused=not is_separate
+        )
     kinds = config.get("layer_types") or config.get("layers_block_type")
     kinds = kinds or [_MAMBA] * config["num_hidden_layers"]
     mamba = _mamba2(config, norm)
