@@ -51,12 +51,13 @@ def test_a_recorded_step_gives_the_same_bits_as_an_eager_one(
     torch.set_num_threads(num_threads)
     model = _model(family, dtype)
     recorded, eager = PagedDriver(model), PagedDriver(model)
-    run = model._run
-    assert isinstance(run, RecordedModel)
+    program = model._program
+    assert program is not None
+    assert isinstance(program.run, RecordedModel)
     for step in _steps():
-        model._run = run
+        model._program = program
         logits = recorded.run(step)
-        model._run = None
+        model._program = None
         assert all(map(torch.equal, logits, eager.run(step)))
         assert "layers run eagerly" not in caplog.text
     assert torch.equal(recorded.pool, eager.pool)
@@ -74,13 +75,14 @@ def test_a_recorded_encoder_gives_the_same_bits_as_an_eager_one(
     caplog.set_level(logging.DEBUG)
     torch.set_num_threads(num_threads)
     model = load_encoder(make_encoder(family, tmp_path), getattr(torch, dtype))
-    run = model._run
-    assert isinstance(run, RecordedModel)
+    program = model._program
+    assert program is not None
+    assert isinstance(program.run, RecordedModel)
     for lengths in ([9], [1, 20], [70, 3, 41], [5]):
         batch = texts(lengths)
-        model._run = run
+        model._program = program
         found = encode(model, batch)
-        model._run = None
+        model._program = None
         assert all(map(torch.equal, found, encode(model, batch)))
     assert "model recorded" in caplog.text
     assert "not recorded" not in caplog.text
