@@ -55,7 +55,7 @@ class ExpertStorage(Enum):
     inner_size], down, [num_experts, inner_size, hidden_size], and the biases of both."""
 
     TRANSPOSED_HALVES = auto()
-    """As `TRANSPOSED_STACK`, without biases, where all rows of gate are before those of up."""
+    """As `TRANSPOSED_STACK`, but all rows of gate are before those of up."""
 
     IN_TURN = auto()
     """Each expert has modules: rows of gate and up in turn, and down. The tensors of biases, which
@@ -94,6 +94,9 @@ class ExpertsSpec:
     bias: bool = False
     """Whether router and experts have biases."""
 
+    has_float_router: bool = False
+    """Whether the router's weight is float32, whatever the dtype of the others."""
+
     gate: Gate | None = None
     """How an expert's gate acts; None: by the activation alone."""
 
@@ -121,7 +124,12 @@ class Experts(nn.Module):
         inner = context.communicator.layout.even_shard(spec.inner_size, "columns of an expert")
         num_experts, activation = spec.routing.num_experts, ACTIVATIONS[spec.activation]
         in_full, outputs = replace(context, quantization=None), Shard.full(num_experts)
-        self.router = Linear(Shard.full(size), [outputs], bias=spec.bias, context=in_full)
+        self.router: Linear
+        if spec.has_float_router and context.dtype != torch.float32:
+            assert not spec.bias, "no family has both"
+            self.router = FloatRouter(size, num_experts, in_full, kernels)
+        else:
+            self.router = Linear(Shard.full(size), [outputs], bias=spec.bias, context=in_full)
         self.correction: Vector | None = None
         if spec.corrects:
             self.correction = Vector(outputs, context, axes_before=int(spec.correction_is_row))
@@ -138,6 +146,44 @@ class Experts(nn.Module):
         y = self.experts(x, logits, self._routing, bias, shared, gate)
         layout = self._communicator.layout
         return y if layout.tensor_parallel_size == 1 else self._communicator.sum(y)
+
+
+class FloatRouter(Linear):
+    """A router with a float32 weight among weights of fewer bits: it is the sum of weights in their
+    dtype, of which three have all the bits of a bfloat16 model's. A weight that needs fewer, such
+    as one that was rounded when it was saved, has fewer."""
+
+    _MAX_TERMS = 3
+
+    def __init__(
+        self, size: int, num_experts: int, context: ModelContext, kernels: LayerKernels
+    ) -> None:
+        """size: of the rows."""
+        in_float = replace(context, dtype=torch.float32)
+        outputs = [Shard.full(num_experts)]
+        super().__init__(Shard.full(size), outputs, bias=False, context=in_float)
+        self._num_experts, self._kernels = num_experts, kernels
+        self._context = context
+
+    def lay_out(self, weight: Tensor | QuantizedWeight) -> None:
+        assert isinstance(weight, Tensor), "routers are not rounded"
+        terms: list[Tensor] = []
+        rest = weight
+        while not terms or (rest.any() and len(terms) < self._MAX_TERMS):
+            terms.append(rest.to(self._context.dtype))
+            rest = rest - terms[-1].float()
+        super().lay_out(torch.cat(terms))
+
+    def multiply(
+        self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """rows: [num_rows, size]. Returns float32 [num_rows, num_experts]."""
+        assert bias is None
+        assert output_dtype == torch.float32
+        total, *others = super().multiply(rows, None, output_dtype).split(self._num_experts, 1)
+        for product in others:
+            total = self._kernels.add(total, product)
+        return total
 
 
 class SharedExperts(nn.Module):

@@ -12,7 +12,8 @@ from pagewire_kernels import reference
 from pagewire_kernels.cpu import library
 from pagewire_kernels.cpu.experts import NativeExperts
 from pagewire_kernels.reference import Gate, Routing
-from tests.support.checkpoints import make_checkpoint
+from pagewire_kernels.reference.backend import TorchLayerKernels
+from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gguf_files import make_gguf
 from tests.support.loading import assert_same, copy_checkpoint, edit_tensors, load, logits
 from tests.support.quantized_checkpoints import AWQ, FP8, NF4
@@ -27,7 +28,13 @@ from tests.support.quantized_files import (
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
 from worker_service.loader import LoadedModel
-from worker_service.models.experts import ExpertsSpec, ExpertStorage, ExpertWeights
+from worker_service.models.experts import (
+    Experts,
+    ExpertsSpec,
+    ExpertStorage,
+    ExpertWeights,
+    FloatRouter,
+)
 from worker_service.models.interface import ModelContext
 
 SHAPE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32}
@@ -133,6 +140,7 @@ STORED = {
     ExpertStorage.IN_TURN: ("gate_up.*", "down.*", *BIASES),
     ExpertStorage.STACK: ("gate_up", "down", *BIASES),
     ExpertStorage.TRANSPOSED_STACK: ("gate_up", "down", *BIASES),
+    ExpertStorage.TRANSPOSED_HALVES: ("gate_up", "down", *BIASES),
 }
 
 
@@ -140,6 +148,8 @@ def _dense(stored: dict[str, Tensor], storage: ExpertStorage) -> tuple[list[Tens
     """Of each expert the weight of gate, then up, and that of down."""
     if storage is ExpertStorage.STACK:
         return list(stored["gate_up"]), list(stored["down"])
+    if storage is ExpertStorage.TRANSPOSED_HALVES:
+        return list(stored["gate_up"].mT), list(stored["down"].mT)
     if storage is ExpertStorage.TRANSPOSED_STACK:
         in_turn, down = list(stored["gate_up"].mT), list(stored["down"].mT)
     else:
@@ -187,7 +197,7 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
             torch.stack([stored[f"{part}.{i}.bias"] for i in range(4)]) for part in PARTS
         )
         of_gate_up = torch.cat([gate_bias, up_bias], dim=1)
-    elif has_bias and storage is not ExpertStorage.STACK:
+    elif has_bias and storage in (ExpertStorage.TRANSPOSED_STACK, ExpertStorage.IN_TURN):
         of_gate_up = torch.cat([of_gate_up[:, ::2], of_gate_up[:, 1::2]], dim=1)
     total = reference.gated_experts(
         x,
@@ -198,6 +208,30 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
     )
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(found.float(), total + shared, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "hunyuan_moe"])
+def test_a_router_keeps_its_float32_weight_in_a_bfloat16_model(family: str) -> None:
+    path = checkpoint(family)
+    router = next(m for m in load(path, dtype="bfloat16").model.modules() if type(m) is FloatRouter)
+    exact = next(m for m in load(path).model.modules() if isinstance(m, Experts)).router
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = exact.multiply(x.float(), None, torch.float32)
+    torch.testing.assert_close(
+        router.multiply(x, None, torch.float32), expected, atol=1e-5, rtol=1e-6
+    )
+
+
+def test_a_router_that_was_rounded_when_it_was_saved_is_one_weight() -> None:
+    context = ModelContext(dtype=torch.bfloat16, device=torch.device("cpu"))
+    weight = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
+    for rounded, num_terms in ((weight.bfloat16().float(), 1), (weight, 3)):
+        router = FloatRouter(16, 4, context, TorchLayerKernels())
+        (target,) = router.targets("gate")
+        target.target.copy_(rounded)
+        router.pack()
+        found = router.packed.out_features if router.packed else len(router.weight)
+        assert found == 4 * num_terms
 
 
 def test_more_experts_of_a_token_than_there_are_are_refused(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def hunyuan_moe_settings(config: Config) -> DecoderSettings:
             inner_size=inner_size,
             activation=config.get("hidden_act", "silu"),
             shared=SharedSpec(inner_size=inner_size),
+            has_float_router=True,
         )
 
     layers = [experts(layer) for layer in range(config["num_hidden_layers"])]

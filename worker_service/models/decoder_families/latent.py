@@ -223,4 +223,5 @@ def _experts(
         activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=shared) if shared else None,
         corrects=numbers["scoring"] == "sigmoid",
+        has_float_router=True,
     )

@@ -177,6 +177,7 @@ def ernie4_5_moe_settings(config: Config) -> DecoderSettings:
         shared=SharedSpec(inner_size=inner_size * num_shared) if num_shared else None,
         corrects=True,
         correction_is_row=True,
+        has_float_router=True,
     )
     mlp = MLPSpec(inner_size=config["intermediate_size"], activation=activation)
     num_layers, interval = config["num_hidden_layers"], config.get("moe_layer_interval", 1)

@@ -108,4 +108,5 @@ def _experts(config: Config, *, num_chosen: int | None, normalizes: bool) -> Exp
         activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=inner_size * num_shared),
         corrects=True,
+        has_float_router=True,
     )
