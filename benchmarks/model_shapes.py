@@ -30,6 +30,18 @@ class Shape:
     num_experts: int = 1
     """In each layer, each with an MLP of `intermediate_size`."""
     experts_per_token: int = 1
+    shared_size: int = 0
+    """Inner size of the MLP that all tokens have beside experts."""
+    num_dense_layers: int = 0
+    """First layers, which have an MLP of `dense_size` in place of experts."""
+    dense_size: int = 0
+    kv_latent: int = 0
+    """Size of the latents of keys and values, which expand to heads of `head_dim`; 0: none."""
+    query_latent: int = 0
+    """Size of the latents of queries."""
+    rotary_dim: int = 0
+    """Elements of a head of queries, and of the key that all heads share, which are rotated and no
+    part of the latents."""
     scale: float = 1.0
     """Share of a workload's requests that are run on a CPU."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -78,9 +90,29 @@ class Shape:
 
     def _weights_of(self, num_experts: float) -> int:
         router = self.num_experts if self.num_experts > 1 else 0
-        heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        columns = heads + router + 3 * self.intermediate_size * num_experts
-        return round(self.hidden_size * self.num_layers * columns)
+        experts = router + 3 * (self.intermediate_size * num_experts + self.shared_size)
+        num_sparse = self.num_layers - self.num_dense_layers
+        columns = num_sparse * experts + self.num_dense_layers * 3 * self.dense_size
+        return round(self.hidden_size * columns + self.num_layers * self._attention_weights)
+
+    @property
+    def _attention_weights(self) -> int:
+        """Values in the matrices of a layer's attention."""
+        hidden, heads, head_dim = self.hidden_size, self.num_heads, self.head_dim
+        if not self.kv_latent:
+            return hidden * head_dim * (2 * heads + 2 * self.num_kv_heads)
+        queries = heads * (head_dim + self.rotary_dim)
+        return (
+            hidden * (self.query_latent + self.kv_latent + self.rotary_dim + heads * head_dim)
+            + self.query_latent * queries
+            + 2 * self.kv_latent * heads * head_dim
+        )
+
+    @property
+    def attention_products(self) -> int:
+        """Products, in all layers, of a token with another that it attends to; of latents, those
+        with expanded keys and values, which are fewer than those with latents."""
+        return self.num_layers * self.num_heads * (2 * self.head_dim + self.rotary_dim)
 
     @property
     def output_weights(self) -> int:
@@ -90,6 +122,8 @@ class Shape:
     @property
     def kv_values(self) -> int:
         """Values in the KV cache per token."""
+        if self.kv_latent:
+            return self.num_layers * (self.kv_latent + self.rotary_dim)
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def kv_bytes(self, dtype: str) -> int:

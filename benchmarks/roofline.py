@@ -61,8 +61,7 @@ class Step:
             row.num_tokens * row.context - row.num_tokens * (row.num_tokens - 1) // 2
             for row in self.rows
         )
-        attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-        return 2 * (linear + attention)
+        return 2 * (linear + shape.attention_products * pairs)
 
 
 class _Sequence:

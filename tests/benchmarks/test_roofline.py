@@ -1,6 +1,10 @@
 """The floor of a workload: its ideal steps, their bytes and operations."""
 
-from benchmarks.model_shapes import Shape
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.model_shapes import SHAPES, Shape
 from benchmarks.roofline import Row, Step, ideal_steps
 from benchmarks.workloads import Job
 
@@ -72,3 +76,23 @@ def test_a_format_has_bits_of_layers_and_of_the_head() -> None:
     assert step.num_bytes(SHAPE.quantized("q4_1"), "bfloat16") == gguf
     assert step.num_bytes(SHAPE.quantized("w8a8"), "bfloat16") == LAYERS + OUTPUT * 2 + kv
     assert SHAPE.quantized("w8a8").dense() == SHAPE
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if not SHAPES[name].tied])
+def test_the_weights_of_a_shape_are_those_of_its_model(name: str) -> None:
+    shape = SHAPES[name]
+    with torch.device("meta"):
+        config = AutoConfig.for_model(shape.model_type, **shape.config())
+        model = AutoModelForCausalLM.from_config(config)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    of_layers = matrices - 2 * shape.output_weights
+    assert shape.weights_read(10**6) == of_layers
+    chosen = (shape.num_experts - shape.experts_per_token) * 3 * shape.intermediate_size
+    unused = chosen * shape.hidden_size * (shape.num_layers - shape.num_dense_layers)
+    assert shape.layer_weights == of_layers - unused
+
+
+def test_latents_are_counted_once_for_all_heads() -> None:
+    shape = SHAPES["mla-moe-0.4b"]
+    assert shape.kv_values == 12 * (256 + 32)
+    assert shape.attention_products == 12 * 12 * (64 + 32 + 64)
