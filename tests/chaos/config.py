@@ -23,6 +23,11 @@ class ChaosConfig:
         "was reached.",
     )
     num_asks: int = option(24, "--requests", "Number of different requests, which streams repeat.")
+    family: str = option(
+        "",
+        "--family",
+        "Of tests/support/checkpoints.py: a tiny random model instead of the embedded one.",
+    )
     dtype: str = option("float32", "--dtype", "float32 or bfloat16.")
     device: str = option("auto", "--device", "Of the workers, as their flag.")
     batch_invariant: bool = option(False, "--batch-invariant")

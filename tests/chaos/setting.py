@@ -1,7 +1,12 @@
 """The options of a run's services, and the network between them."""
 
+import json
+import shutil
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from itertools import combinations
+from pathlib import Path
 from random import Random
 
 from tests.chaos.cluster import CORE, Flags
@@ -10,6 +15,7 @@ from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import Link, Network, star
 from tests.chaos.relays import RelayNetwork
 from tests.chaos.workload import EMBEDDER
+from tests.support.checkpoints import make_checkpoint
 from tests.support.eagle_heads import head_for
 from tools.launch import ROOT
 
@@ -47,7 +53,22 @@ def model_flags(config: ChaosConfig) -> list[str]:
     """The workers' flags that decide tokens, the same for the undisturbed run."""
     flags = ["--dtype", config.dtype, "--tensor-parallel-size", str(config.num_ranks)]
     flags += ["--device", config.device]
+    if config.family:
+        flags += ["--model", str(_checkpoint(config.family)), "--served-model-name", "embedded"]
     return [*flags, "--batch-invariant"] if config.batch_invariant else flags
+
+
+@cache
+def _checkpoint(family: str) -> Path:
+    """A tiny random model with the embedded model's tokenizer, length and tokens that end."""
+    settings = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    names = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id")
+    path = Path(tempfile.mkdtemp(prefix="chaos-model-"))
+    make_checkpoint(family, path, **{name: settings[name] for name in names})
+    for source in EMBEDDED_MODEL.iterdir():
+        if source.name.startswith(("tokenizer", "chat_template", "generation")):
+            shutil.copy(source, path)
+    return path
 
 
 def embedder_flags(config: ChaosConfig) -> list[str]:

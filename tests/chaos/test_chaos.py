@@ -92,3 +92,10 @@ def test_long_runs_with_drafts_equal_one_without(speculative: str, tmp_path: Pat
 def test_long_runs_find_nothing_either(dtype: str, seed: int, tmp_path: Path) -> None:
     config = ChaosConfig(seed=seed, dtype=dtype, num_kills=40, num_streams=120, num_asks=60)
     assert run_to_end(config, tmp_path).faults == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["lfm2_moe", "falcon_h1", "mamba2"])
+def test_long_runs_with_states_find_nothing_either(family: str, tmp_path: Path) -> None:
+    config = ChaosConfig(seed=5, num_kills=30, num_streams=100, family=family)
+    assert run_to_end(config, tmp_path).faults == []
