@@ -118,7 +118,7 @@ def _drawn(
     if len(size) == 1 and "gemma" not in shape.model_type:
         values += 1
     values = values.to(dtype)
-    if len(size) < 3:
+    if len(size) < 3 or name.endswith(("conv.weight", "conv1d.weight")):  # no stacks of experts
         return [(name, values)]
     prefix, _, part = name.rpartition(".")
     names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)

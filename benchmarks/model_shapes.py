@@ -42,6 +42,13 @@ class Shape:
     rotary_dim: int = 0
     """Elements of a head of queries, and of the key that all heads share, which are rotated and no
     part of the latents."""
+    num_attention_layers: int = 0
+    """Layers with attention; 0: all."""
+    other_weights: int = 0
+    """Values in the matrices of layers that are neither attention's, with as many outputs as heads
+    have, nor an MLP's."""
+    state_values: int = 0
+    """Values that all layers keep of a sequence instead of KV, in float32."""
     scale: float = 1.0
     """Share of a workload's requests that are run on a CPU."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +100,8 @@ class Shape:
         experts = router + 3 * (self.intermediate_size * num_experts + self.shared_size)
         num_sparse = self.num_layers - self.num_dense_layers
         columns = num_sparse * experts + self.num_dense_layers * 3 * self.dense_size
-        return round(self.hidden_size * columns + self.num_layers * self._attention_weights)
+        attention = self.layers_with_kv * self._attention_weights
+        return round(self.hidden_size * columns) + attention + self.other_weights
 
     @property
     def _attention_weights(self) -> int:
@@ -112,7 +120,7 @@ class Shape:
     def attention_products(self) -> int:
         """Products, in all layers, of a token with another that it attends to; of latents, those
         with expanded keys and values, which are fewer than those with latents."""
-        return self.num_layers * self.num_heads * (2 * self.head_dim + self.rotary_dim)
+        return self.layers_with_kv * self.num_heads * (2 * self.head_dim + self.rotary_dim)
 
     @property
     def output_weights(self) -> int:
@@ -124,7 +132,12 @@ class Shape:
         """Values in the KV cache per token."""
         if self.kv_latent:
             return self.num_layers * (self.kv_latent + self.rotary_dim)
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * self.layers_with_kv * self.num_kv_heads * self.head_dim
+
+    @property
+    def layers_with_kv(self) -> int:
+        """Layers with attention."""
+        return self.num_attention_layers or self.num_layers
 
     def kv_bytes(self, dtype: str) -> int:
         """Bytes in the KV cache per token."""

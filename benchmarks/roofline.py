@@ -1,10 +1,10 @@
 """The minimum time of a workload by the machine's memory bandwidth and arithmetic throughput.
 
-A step reads all weights once, of experts those that are chosen, and the keys and values that its
-rows attend over; or it is bound by its matrix products, if these take longer. The floor of a
-workload is the sum over the steps of an ideal scheduler: all requests arrive at the start, every
-step has all decodes, prompts fill the rest of its token budget, shared prefixes are computed once
-and read once per step, and no time passes between the steps.
+A step reads all weights once, of experts those that are chosen, the keys and values that its rows
+attend over, and the states of its sequences; or it is bound by its matrix products, if these take
+longer. The floor of a workload is the sum over the steps of an ideal scheduler: all requests arrive
+at the start, every step has all decodes, prompts fill the rest of its token budget, shared prefixes
+are computed once and read once per step, and no time passes between the steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ class Step:
         return sum(row.num_tokens for row in self.rows)
 
     def num_bytes(self, shape: Shape, dtype: str) -> int:
-        """Weights and KV read, and new KV written."""
+        """Weights, KV and states read, and new KV and states written."""
         dense = 8 * BYTES_PER_VALUE[dtype]
         bits = BITS_PER_WEIGHT.get(shape.weights or "", Bits(layers=dense))
         weights = shape.weights_read(self.num_tokens) * bits.layers / 8
@@ -50,7 +50,8 @@ class Step:
             weights += shape.output_weights * (bits.head or dense) / 8
         own = sum(row.context - self.shared for row in self.rows)
         kv_tokens = own + self.shared + self.num_tokens
-        return int(weights) + kv_tokens * shape.kv_bytes(dtype)
+        states = 2 * 4 * shape.state_values * len(self.rows)  # read and written
+        return int(weights) + kv_tokens * shape.kv_bytes(dtype) + states
 
     def num_flops(self, shape: Shape) -> int:
         """Operations of the matrix products and of attention."""

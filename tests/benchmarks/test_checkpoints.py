@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import gguf
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks import checkpoints
-from benchmarks.model_shapes import Shape
+from benchmarks.model_shapes import SHAPES, Shape
 
 TINY = Shape(
     name="tiny",
@@ -44,3 +45,14 @@ def test_llama_cpp_gets_the_same_weights(tmp_path: Path) -> None:
     assert torch.equal(tensors["blk.1.ffn_down.weight"], down)
     query = source["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(tensors["blk.0.attn_q.weight"], query)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "lfm2-350m", "qwen3.5-0.8b"])
+def test_the_weights_of_a_shape_are_those_of_its_model(name: str) -> None:
+    shape = SHAPES[name]
+    matrices = [
+        parameter.numel()
+        for name, parameter in checkpoints._skeleton(shape).named_parameters()
+        if parameter.dim() == 2 and "embed" not in name and "lm_head" not in name
+    ]
+    assert sum(matrices) == shape.layer_weights
