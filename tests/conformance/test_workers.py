@@ -10,6 +10,8 @@ from tests.support.checkpoints import checkpoint
 from tests.support.processes import node_worker, python_worker, run_kit, running
 
 CHUNKED = "model with chunks"
+STATES = "model with states"
+FAMILIES = {CHUNKED: "llama4", STATES: "lfm2"}
 NO_CACHE = "no cache groups"
 NODE_NO_CACHE = "node without cache groups"
 COMMANDS = {
@@ -20,6 +22,10 @@ COMMANDS = {
     CHUNKED: python_worker(
         *("--dtype", "float32", "--kv-cache-memory", "64MiB", "--swap-space", "16MiB"),
         *("--speculative", "suffix", "--num-speculative-tokens", "5"),
+    ),
+    STATES: python_worker(
+        *("--dtype", "float32", "--kv-cache-memory", "64MiB", "--swap-space", "16MiB"),
+        *("--block-size", "16"),
     ),
     "simulated": python_worker(
         "--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram"
@@ -96,7 +102,12 @@ OF_NO_CHUNKS = {
     *(*OF_ONE_GROUP, *POOLING),
 }
 
+NO_SOURCES = [name for name in NO_GROUPS if "source" in name]
+NO_WINDOWS = [f"groups: {name}" for name in OF_SEVERAL_GROUPS[:2]]
+NO_DRAFTS = ["drafts: right drafts are kept"]
+
 SKIPPED = {
+    STATES: [*OF_ONE_GROUP, *NO_SOURCES, *NO_WINDOWS, *NO_DRAFTS, *POOLING],
     CHUNKED: [case.full_name for case in cases.ALL if case.full_name in OF_NO_CHUNKS],
     "model": [*NO_GROUPS, *POOLING],
     "simulated": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
@@ -141,7 +152,7 @@ tokens that it does not generate and blocks that it does not have."""
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_it_passes_all_cases_and_registers_drains_and_stops(kind: str, tmp_path: Path) -> None:
     listen, core = f"unix:{tmp_path}/worker.sock", f"unix:{tmp_path}/core.sock"
-    model = ["--model", str(checkpoint("llama4"))] if kind == CHUNKED else []
+    model = ["--model", str(checkpoint(FAMILIES[kind]))] if kind in FAMILIES else []
     command = [*COMMANDS[kind], *model, "--listen", listen, "--core", core]
     with running(command, tmp_path) as process:
         run = run_kit("--core-listen", core, "--timeout", "60")

@@ -94,6 +94,7 @@ class ModelRunner:
             max_model_len=self._model.max_model_len,
             groups=self._groups,
             num_gpu_blocks=len(self._cache.device_cache),
+            num_cpu_blocks=len(self._cache.host_cache),
             num_parts=self._ranks.layout.pipeline_parallel_size,
             pooling=self._pooling,
             adapters=self._adapters,
@@ -112,6 +113,7 @@ class ModelRunner:
             self._ranks.check()
         started_us = monotonic_us()
         self._cache.execute(plan)
+        self._sequences.table.states.move(plan)
         cache_us, cache_done_us = self._cache.timer(), monotonic_us()
         rows = self._sequences.apply(plan)
         if self._speculation is not None:

@@ -21,6 +21,7 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import BlockTable, ContextKind, NewSequence, RowErrorReason, StepPlan
 from worker_service.pooling_facts import PoolingFacts
 from worker_service.runner.state.block_tables import BlockTables, grown
+from worker_service.runner.state.state_positions import StatePositions
 from worker_service.runner.state.texts import Text, check_work
 from worker_service.sampling.logit_edits import EditedRow
 from worker_service.sampling.sampling_table import SamplingTable
@@ -86,6 +87,7 @@ class SequenceTable:
         max_model_len: int,
         groups: Sequence[CacheGroup],
         num_gpu_blocks: int,
+        num_cpu_blocks: int = 0,
         num_parts: int = 1,
         pooling: PoolingFacts | None = None,
         adapters: AdapterStore[Any] | None = None,
@@ -97,6 +99,8 @@ class SequenceTable:
         self.num_gpu_blocks = num_gpu_blocks
         self.tables = [BlockTables(group, max_model_len, _INITIAL_ROWS) for group in groups]
         """By cache group."""
+        self.states = StatePositions(num_gpu_blocks, num_cpu_blocks)
+        """Of groups of states."""
         self._group_of = np.full(num_gpu_blocks, _NO_GROUP, np.int8)
         """The group in whose tables each block was last put."""
         # One more than the model's length: the last position may still sample. Zeroed by the
@@ -344,6 +348,9 @@ class SequenceTable:
         self.num_computed_tokens[row_ids] += num_tokens
         if len(forks):
             self.num_computed_tokens[forks] = self.num_computed_tokens[parents]
+        for tables in self.tables:
+            if not tables.group.has_tokens:
+                self.states.set(tables.blocks[row_ids], self.num_computed_tokens[row_ids])
 
     def for_drafts(self, *, shift: int = 0) -> "SequenceTable":
         """The table as a draft model or head reads it: with the block tables of the first cache
@@ -400,6 +407,7 @@ class SequenceTable:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
         self._check_tokens(new.token_ids, f"{field}.token_ids")
         self._check_tables(new.tables, num_computed, f"{field}.tables")
+        self._check_states(new.tables, num_computed, field)
         computed = [ContextKind.SALT]
         if self._adapters is not None:
             self._adapters.adapter_of(new, field)
@@ -458,6 +466,19 @@ class SequenceTable:
             if table.first_index + end > limit:
                 got = f"got {end} from index {table.first_index}"
                 raise InvalidPlan(f"{path}.block_ids", f"expected at most {limit} blocks, {got}")
+
+    def _check_states(self, tables: Sequence[BlockTable], num_computed: int, field: str) -> None:
+        """A state has all its blocks from the beginning, and is the one after the tokens that are
+        computed."""
+        given = {table.group: table.block_ids for table in tables}
+        for index, kept in enumerate(self.tables):
+            if kept.group.has_tokens:
+                continue
+            blocks = given.get(index, np.empty(0, np.int32))
+            if len(blocks) != kept.group.num_blocks:
+                expected = f"expected {kept.group.num_blocks} blocks in group {index}"
+                raise InvalidPlan(f"{field}.tables", f"{expected}, got {len(blocks)}")
+            self.states.check(blocks, num_computed, f"{field}.num_computed_tokens")
 
     def _check_tokens(self, token_ids: npt.NDArray[np.integer], field: str) -> None:
         if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):
