@@ -167,6 +167,8 @@ class _Model:
     table: AdapterSet = field(default_factory=AdapterSet)
     members: dict[str, pb.WorkerRegistration] = field(default_factory=dict)
     """Workers that have the table, by worker id."""
+    behind: set[str] = field(default_factory=set)
+    """Those of them that did not answer when a change was undone, or have lost a content."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the table changes."""
     retained_at: dict[bytes, float] = field(default_factory=dict)
@@ -226,6 +228,7 @@ class AdapterDirectory:
             if was_settling and not self.is_settling:
                 self.on_change()
             for model in list(self._models.values()):
+                await self._bring_up(model)
                 await self._collect(model)
 
     # Workers.
@@ -247,6 +250,7 @@ class AdapterDirectory:
             if table.version != model.table.version:
                 table = await self._supply(table, [*ranks, *others], ())
             model.members.update({rank.worker_id: rank for rank in ranks})
+            model.behind.difference_update(rank.worker_id for rank in ranks)
             self._commit(model, table)
         try:
             yield
@@ -254,6 +258,7 @@ class AdapterDirectory:
             for rank in ranks:
                 if model.members.get(rank.worker_id) is rank:
                     del model.members[rank.worker_id]
+                    model.behind.discard(rank.worker_id)
 
     async def _supply(
         self,
@@ -479,15 +484,45 @@ class AdapterDirectory:
 
     async def _restore(self, model: _Model, workers: Sequence[pb.WorkerRegistration]) -> None:
         """Undo what workers have of a change that failed: as a later version, because a worker may
-        have its table. Workers that do not answer get it when they join again."""
+        have its table."""
         newer = AdapterSet()
         newer.CopyFrom(model.table)
         newer.version += 2
-        answers = await _all(self._set(worker, newer) for worker in workers)
+        await self._impose(model, workers, newer)
+
+    async def _impose(
+        self, model: _Model, workers: Sequence[pb.WorkerRegistration], table: AdapterSet
+    ) -> None:
+        """Make a table valid, and set it on workers. Those that do not answer, or lack a content,
+        get it later, or when they join again."""
+        answers = await _all(self._set(worker, table) for worker in workers)
         for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, BaseException):
-                logger.warning("adapters not restored reason=%s", _failure(worker, answer))
-        self._commit(model, newer)
+                reason = _failure(worker, answer)
+            elif answer:
+                reason = f"{len(answer)} contents are missing"
+            else:
+                continue
+            logger.warning("adapters not restored worker=%s reason=%s", worker.worker_id, reason)
+            model.behind.add(worker.worker_id)
+        model.behind &= model.members.keys()  # a worker may have left meanwhile
+        self._commit(model, table)
+
+    async def _bring_up(self, model: _Model) -> None:
+        """Set the table, with its contents, on workers that are behind."""
+        if not model.behind:
+            return
+        async with model.lock:
+            for worker in [model.members[i] for i in sorted(model.behind & model.members.keys())]:
+                others = [w for i, w in model.members.items() if i not in model.behind]
+                try:
+                    table = await self._supply(model.table, [worker], others)
+                except SessionFailed as error:
+                    logger.warning("adapters not restored reason=%s", error)
+                    continue
+                model.behind.discard(worker.worker_id)
+                if table.version != model.table.version:  # a content is lost
+                    await self._impose(model, others, table)
 
     def _commit(self, model: _Model, table: AdapterSet) -> None:
         """Make a table valid, which all workers have."""

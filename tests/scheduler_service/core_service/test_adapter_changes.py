@@ -1,0 +1,108 @@
+"""Changes of tables that a worker does not complete are undone on all workers, in the end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.adapter_pb2 import AdapterInfo, AdapterSet
+from scheduler_service.core import SchedulerConfig, SchedulerCore
+from scheduler_service.core_service.adapters import AdapterDirectory, contents
+from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.errors import Unavailable
+from tests.support.clocks import Clock
+
+MODEL = "m"
+
+
+class Worker:
+    """A stub's calls. Its contents are paths."""
+
+    def __init__(self, name: str) -> None:
+        self.table = AdapterSet()
+        self.contents: dict[bytes, str] = {}
+        self.loses_answers = False
+        self.num_put = 0
+        self.answered = asyncio.Event()
+        """Set when it has set a table."""
+        self.registration = pb.WorkerRegistration(worker_id=name, address=name)
+        self.registration.model.name, self.registration.model.max_loras = MODEL, 1
+
+    async def LoadAdapter(
+        self, request: worker_pb.WorkerServiceLoadAdapterRequest, **_: float
+    ) -> worker_pb.WorkerServiceLoadAdapterResponse:
+        info = AdapterInfo(digest=request.path.encode().ljust(32), rank=1, num_bytes=1)
+        self.contents[info.digest] = request.path
+        return worker_pb.WorkerServiceLoadAdapterResponse(adapter=info)
+
+    async def SetAdapters(
+        self, request: worker_pb.SetAdaptersRequest, **_: float
+    ) -> worker_pb.SetAdaptersResponse:
+        wanted = contents(request.adapters).keys()
+        if missing := wanted - self.contents.keys():
+            return worker_pb.SetAdaptersResponse(missing=missing)
+        assert request.adapters.version >= self.table.version
+        self.table.CopyFrom(request.adapters)
+        self.contents = {digest: self.contents[digest] for digest in wanted}
+        if self.loses_answers:
+            none = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, "lost")
+        self.answered.set()
+        return worker_pb.SetAdaptersResponse()
+
+    async def GetAdapter(
+        self, request: worker_pb.GetAdapterRequest, **_: float
+    ) -> AsyncIterator[worker_pb.GetAdapterResponse]:
+        yield worker_pb.GetAdapterResponse(data=self.contents[request.digest].encode())
+
+    async def PutAdapter(
+        self, requests: AsyncIterator[worker_pb.PutAdapterRequest], **_: float
+    ) -> None:
+        path = b"".join([request.data async for request in requests])
+        self.contents[path.ljust(32)] = path.decode()
+        self.num_put += 1
+
+
+@pytest.mark.parametrize("has_lost_content", [False, True])
+async def test_a_worker_whose_answers_were_lost_gets_the_valid_table_later(
+    has_lost_content: bool,
+) -> None:
+    workers = {name: Worker(name) for name in "ab"}
+
+    @asynccontextmanager
+    async def dial(address: str) -> AsyncIterator[Any]:
+        yield workers[address]
+
+    directory = AdapterDirectory(
+        CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock()),
+        dial,
+        on_change=lambda: None,
+        settle_s=0.0,
+        collect_interval_s=0.001,
+    )
+    one, two = workers.values()
+    async with directory.joined([one.registration]), directory.joined([two.registration]):
+        kept = await directory.load("kept", "/kept", MODEL, replace=False, names=())
+        two.loses_answers = True
+        with pytest.raises(Unavailable, match="lost"):
+            await directory.load("new", "/new", MODEL, replace=False, names=())
+        if has_lost_content:
+            two.table, two.contents = AdapterSet(), {}
+        two.loses_answers = False
+        two.answered.clear()
+        running = asyncio.create_task(directory.run())
+        async with asyncio.timeout(10):
+            await two.answered.wait()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        [announced] = directory.announced()
+        assert one.table == two.table == announced.adapters
+        assert list(two.table.adapters) == [kept]
+        assert two.contents == one.contents == {kept.digest: "/kept"}
+        assert two.num_put == has_lost_content
