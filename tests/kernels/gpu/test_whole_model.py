@@ -119,7 +119,13 @@ def _driver(model: NativeModel) -> PagedDriver:
     return PagedDriver(model, device=str(DEVICE))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", pytest.param("mistral", marks=LONG), "opt"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "qwen3", "opt"),
+        *(pytest.param(name, marks=LONG) for name in ("mistral", "hunyuan_dense")),
+    ],
+)
 def test_a_sequence_has_the_references_logits_and_the_same_bits_in_any_batch(family: str) -> None:
     folder = checkpoint(family)
     _assert_same_in_any_batch(_model(folder, OURS), _model(folder, PLAIN))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 FAMILIES = (
     *("llama", "mistral", "qwen3", "opt", "gpt2", "gemma2", "gemma3", "olmo2", "ministral3"),
     *("glm4", "cohere2", "gptj", "falcon_groups", "bloom"),
-    *("qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
+    *("qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "hunyuan_moe", "llama4", "phimoe"),
 )
 
 CHUNKED = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16)
