@@ -47,7 +47,9 @@ def test_llama_cpp_gets_the_same_weights(tmp_path: Path) -> None:
     assert torch.equal(tensors["blk.0.attn_q.weight"], query)
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "lfm2-350m", "qwen3.5-0.8b"])
+@pytest.mark.parametrize(
+    "name", ["smollm2-135m", "gemma3-270m", "lfm2-350m", "qwen3.5-0.8b", "granite4-h-350m"]
+)
 def test_the_weights_of_a_shape_are_those_of_its_model(name: str) -> None:
     shape = SHAPES[name]
     matrices = [
