@@ -113,7 +113,8 @@ class ModelRunner:
             self._ranks.check()
         started_us = monotonic_us()
         self._cache.execute(plan)
-        self._sequences.table.states.move(plan)
+        if (states := self._sequences.table.states) is not None:
+            states.move(plan)
         cache_us, cache_done_us = self._cache.timer(), monotonic_us()
         rows = self._sequences.apply(plan)
         if self._speculation is not None:

@@ -119,7 +119,7 @@ def _upload_adapters(inputs: HostInputs, device: torch.device) -> tuple[AdapterR
 
 def _slots(row_ids: Int64Array, positions: Int64Array, tables: BlockTables) -> Int64Array:
     """Where the KV of these positions of these sequences is written."""
-    if not tables.group.has_tokens:
+    if not tables.has_tokens:
         return np.empty(0, np.int64)
     indices, offsets = np.divmod(positions, tables.block_tokens)
     return tables.blocks[row_ids, indices].astype(np.int64) * tables.block_tokens + offsets
@@ -146,7 +146,11 @@ def build_batch(
     device = tensor_of(caches[0]).device
     query_start = upload(inputs.query_start.astype(np.int32), device)
     context_lens = upload(inputs.context_lens.astype(np.int32), device)
-    widths = [tables.group.table_width(inputs.max_context_len) for tables in table.tables]
+    length = inputs.max_context_len
+    widths = [
+        -(-length // tables.block_tokens) if tables.has_tokens else tables.blocks.shape[1]
+        for tables in table.tables
+    ]
     attention = [
         AttentionMetadata(
             query_start=query_start,

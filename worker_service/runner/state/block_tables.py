@@ -22,9 +22,10 @@ class BlockTables:
 
     def __init__(self, group: CacheGroup, max_model_len: int, num_rows: int) -> None:
         self.group = group
-        self.block_tokens = group.block_tokens
+        self.has_tokens, self.block_tokens = group.has_tokens, group.block_tokens
+        self.entry_tokens = group.block_tokens if group.has_tokens else max_model_len
+        """Tokens that an entry has room for: in a group of states, any number."""
         width = group.table_width(max_model_len)
-        self._max_model_len = max_model_len
         self.blocks = np.full((num_rows, width), NO_BLOCK, np.int32)
         self.firsts = np.zeros(num_rows, np.int64)
         self.ends = np.zeros(num_rows, np.int64)
@@ -62,16 +63,9 @@ class BlockTables:
             for column, fill in ((self.blocks, NO_BLOCK), (self.firsts, 0), (self.ends, 0))
         )
 
-    def capacity(self, ends: Any) -> Any:
-        """Tokens that tables with these ends have room for. A state has room for any number of
-        tokens, once it has all its blocks."""
-        if self.group.has_tokens:
-            return ends * self.block_tokens
-        return (ends == self.blocks.shape[1]) * self._max_model_len
-
     def first_needed(self, position: int) -> int:
         """The first entry that tokens from this position on read or write."""
-        if not self.group.has_tokens:
+        if not self.has_tokens:
             return 0
         return self.group.first_visible(position) // self.block_tokens
 

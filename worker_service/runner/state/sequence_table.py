@@ -99,8 +99,11 @@ class SequenceTable:
         self.num_gpu_blocks = num_gpu_blocks
         self.tables = [BlockTables(group, max_model_len, _INITIAL_ROWS) for group in groups]
         """By cache group."""
-        self.states = StatePositions(num_gpu_blocks, num_cpu_blocks)
-        """Of groups of states."""
+        self._of_states = [i for i, tables in enumerate(self.tables) if not tables.has_tokens]
+        self.states: StatePositions | None = None
+        """None without groups of states."""
+        if self._of_states:
+            self.states = StatePositions(num_gpu_blocks, num_cpu_blocks)
         self._group_of = np.full(num_gpu_blocks, _NO_GROUP, np.int8)
         """The group in whose tables each block was last put."""
         # One more than the model's length: the last position may still sample. Zeroed by the
@@ -264,7 +267,7 @@ class SequenceTable:
         return row_ids
 
     def _update_capacities(self, row_ids: Int64Array) -> None:
-        ends = [tables.capacity(tables.ends[row_ids]) for tables in self.tables]
+        ends = [tables.ends[row_ids] * tables.entry_tokens for tables in self.tables]
         limit = np.full(len(row_ids), self.max_model_len)
         self.capacity[row_ids] = np.min([limit, *ends], axis=0)
 
@@ -348,9 +351,10 @@ class SequenceTable:
         self.num_computed_tokens[row_ids] += num_tokens
         if len(forks):
             self.num_computed_tokens[forks] = self.num_computed_tokens[parents]
-        for tables in self.tables:
-            if not tables.group.has_tokens:
-                self.states.set(tables.blocks[row_ids], self.num_computed_tokens[row_ids])
+        if self.states is not None:
+            for group in self._of_states:
+                blocks = self.tables[group].blocks[row_ids]
+                self.states.set(blocks, self.num_computed_tokens[row_ids])
 
     def for_drafts(self, *, shift: int = 0) -> "SequenceTable":
         """The table as a draft model or head reads it: with the block tables of the first cache
@@ -407,7 +411,8 @@ class SequenceTable:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
         self._check_tokens(new.token_ids, f"{field}.token_ids")
         self._check_tables(new.tables, num_computed, f"{field}.tables")
-        self._check_states(new.tables, num_computed, field)
+        if self.states is not None:
+            self._check_states(self.states, new.tables, num_computed, field)
         computed = [ContextKind.SALT]
         if self._adapters is not None:
             self._adapters.adapter_of(new, field)
@@ -437,7 +442,7 @@ class SequenceTable:
         for table in new.tables:
             ends[table.group] = table.first_index + len(table.block_ids)
         limits = zip(self.tables, ends, strict=True)
-        held = (tables.capacity(end) for tables, end in limits)
+        held = (tables.entry_tokens * end for tables, end in limits)
         capacity = min([num_tokens, *held]) if self.tables else 0
         if new.num_computed_tokens > capacity:
             expected = f"expected at most {capacity}, as many as tokens and blocks hold"
@@ -467,18 +472,23 @@ class SequenceTable:
                 got = f"got {end} from index {table.first_index}"
                 raise InvalidPlan(f"{path}.block_ids", f"expected at most {limit} blocks, {got}")
 
-    def _check_states(self, tables: Sequence[BlockTable], num_computed: int, field: str) -> None:
+    def _check_states(
+        self,
+        states: StatePositions,
+        tables: Sequence[BlockTable],
+        num_computed: int,
+        field: str,
+    ) -> None:
         """A state has all its blocks from the beginning, and is the one after the tokens that are
         computed."""
         given = {table.group: table.block_ids for table in tables}
-        for index, kept in enumerate(self.tables):
-            if kept.group.has_tokens:
-                continue
+        for index in self._of_states:
+            num_blocks = self.tables[index].group.num_blocks
             blocks = given.get(index, np.empty(0, np.int32))
-            if len(blocks) != kept.group.num_blocks:
-                expected = f"expected {kept.group.num_blocks} blocks in group {index}"
+            if len(blocks) != num_blocks:
+                expected = f"expected {num_blocks} blocks in group {index}"
                 raise InvalidPlan(f"{field}.tables", f"{expected}, got {len(blocks)}")
-            self.states.check(blocks, num_computed, f"{field}.num_computed_tokens")
+            states.check(blocks, num_computed, f"{field}.num_computed_tokens")
 
     def _check_tokens(self, token_ids: npt.NDArray[np.integer], field: str) -> None:
         if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):
