@@ -1,6 +1,7 @@
 // Causal convolutions and selective state spaces; see states.h.
 #include "states.h"
 
+#include "dot.h"
 #include "state_rows.h"
 
 namespace pagewire {
@@ -107,7 +108,8 @@ void scan_channels(Mamba1Task& task) {
   });
 }
 
-constexpr int64_t kRegistersPerItem = 4;  // sums that are independent hide the latency of one another
+constexpr int64_t kRegistersPerItem = 4;
+constexpr int kSums = 4;  // of a register: sums that do not depend on each other hide their latency
 
 // kRegisters registers of one head's elements, all rows of a sequence. The state is in scratch, which
 // the first-level cache holds.
@@ -134,24 +136,31 @@ void scan_head(const Mamba2Task& task, const Rows& rows, int64_t head, int64_t a
     const Floats least = greater_of(broadcast(task.min_dt), softplus(broadcast(dt)));
     const Floats delta = less_of(broadcast(task.max_dt), least);
     const Floats decay = exp(multiply(delta, a));
-    Floats inputs[kRegisters], sums[kRegisters];
-    for (int j = 0; j < kRegisters; ++j) {
+    Floats inputs[kRegisters], sums[kRegisters][kSums];
+    PAGEWIRE_UNROLL for (int j = 0; j < kRegisters; ++j) {
       inputs[j] = multiply(delta, load_some(x + j * kLanes, left(j)));
-      sums[j] = zeros();
+      PAGEWIRE_UNROLL for (int k = 0; k < kSums; ++k) sums[j][k] = zeros();
     }
-    for (int64_t n = 0; n < size; ++n) {
+    const auto add_element = [&](int64_t n, int k) {
       const Floats key = broadcast(number(b + n)), query = broadcast(number(c + n));
-      for (int j = 0; j < kRegisters; ++j) {
+      PAGEWIRE_UNROLL for (int j = 0; j < kRegisters; ++j) {
         float* place = state + n * kStride + j * kLanes;
         const Floats after = multiply_add(inputs[j], key, multiply(load_floats(place), decay));
         store_floats(place, after);
-        sums[j] = multiply_add(after, query, sums[j]);
+        sums[j][k] = multiply_add(after, query, sums[j][k]);
       }
+    };
+    int64_t n = 0;
+    for (; n + kSums <= size; n += kSums) {
+      PAGEWIRE_UNROLL for (int k = 0; k < kSums; ++k) add_element(n + k, k);
     }
+    for (; n < size; ++n) add_element(n, 0);
     Number* y = static_cast<Number*>(task.y) + row * task.y_stride + head * task.y_head_stride + at;
     for (int j = 0; j < kRegisters; ++j) {
       const Floats skipped = load_some(x + j * kLanes, left(j));
-      Floats sum = multiply_add(d, skipped, sums[j]);
+      Floats sum = sums[j][0];
+      PAGEWIRE_UNROLL for (int k = 1; k < kSums; ++k) sum = add(sum, sums[j][k]);
+      sum = multiply_add(d, skipped, sum);
       if (task.gate != nullptr) {
         const int64_t place = head * task.gate_head_stride + at + j * kLanes;
         const Number* gate = operand<Number>(task.gate, task.gate_stride, row, place);
@@ -179,7 +188,11 @@ void scan_heads(Mamba2Task& task) {
     if (task.head_dim - first >= kSize) {
       return scan_head<kRegistersPerItem, Number>(task, rows, head, first, kSize, kept);
     }
-    for (int64_t at = first; at < task.head_dim; at += kLanes) {
+    int64_t at = first;
+    for (; task.head_dim - at >= 2 * kLanes; at += 2 * kLanes) {
+      scan_head<2, Number>(task, rows, head, at, 2 * kLanes, kept);
+    }
+    for (; at < task.head_dim; at += kLanes) {
       scan_head<1, Number>(task, rows, head, at, task.head_dim - at, kept);
     }
   });
