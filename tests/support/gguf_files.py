@@ -177,7 +177,7 @@ def make_gguf(
             result = _add_part_of_state(writer, names, tensor_name, values, kind, config)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
-        if ".shared_mlp." in tensor_name:
+        if ".shared_mlp." in tensor_name and name == "granitehybrid":
             result = _add_shared(writer, tensor_name, values, kind, config)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue

@@ -217,6 +217,7 @@ class ParallelWorker(InProcessWorker):
     def __init__(self, group: RankThreads, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         self._group = group
         self._num_blocks = num_gpu_blocks, num_cpu_blocks
+        self.adapters = None
         self.num_kept = 0
         """Drafts that were right."""
         group.join(num_gpu_blocks, num_cpu_blocks)

@@ -86,6 +86,13 @@ def test_types_of_layers_may_have_the_names_of_older_checkpoints() -> None:
     assert _settings(config | older) == _settings(config)
 
 
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2"])
+def test_models_without_positions_need_no_length(family: str) -> None:
+    config = _config(family)
+    del config["max_position_embeddings"]
+    assert _settings(config).max_model_len >= 1 << 20
+
+
 def test_infinite_limits_of_time_steps_are_read_as_transformers_writes_them() -> None:
     config = _config("bamba") | {"time_step_limit": [0.25, {"__float__": "Infinity"}]}
     mixer = _settings(config).layers[0].attention

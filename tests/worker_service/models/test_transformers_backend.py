@@ -48,9 +48,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"d_model": 64, "n_heads": 4, "n_layers": 2, "attn_config": {"clip_qkv": 8.0}},
         "ALiBi",
     ),
-    "MambaForCausalLM": ("MambaConfig", {"hidden_size": 64}, "state space"),
-    "JambaForCausalLM": ("JambaConfig", SHAPE, "state space"),
-    "Qwen3NextForCausalLM": ("Qwen3NextConfig", SHAPE, "linear attention"),
+    "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", SHAPE, "linear attention or a state"),
+    "RwkvForCausalLM": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, ""),
     "Llama4ForCausalLM": (
         "Llama4TextConfig",
         {**SHAPE, "hidden_act": "mish"},

@@ -167,14 +167,15 @@ def decoder_of(
     other values."""
     mixers = [layer.attention for layer in layers if layer.attention is not None]
     rotary = next((mixer.rotary for mixer in mixers if mixer.rotary), None)
-    length = config["max_position_embeddings"] if rotary is None else rotary.max_model_len()
+    if "max_model_len" not in others:  # some have no keys from which it follows
+        length = config["max_position_embeddings"] if rotary is None else rotary.max_model_len()
+        others["max_model_len"] = length
     fields = {
         "architecture": config["architectures"][0],
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
         "embedding_size": config["hidden_size"],
         "num_layers": len(layers),
-        "max_model_len": length,
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "layers": tuple(layers),
         "final_norm": norm,
