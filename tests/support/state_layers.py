@@ -1,5 +1,6 @@
 """Layers with a state over random rows, for tests of their kernels."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def in_wider_rows(rows: Tensor) -> Tensor:
     return wide[:, 8:-16].view(rows.shape)
 
 
-class Layer:
+class Layer(ABC):
     """The rows of three sequences, of 40 tokens each, and the operation of a layer over them."""
 
     num_seqs, length = 3, 40
@@ -57,6 +58,7 @@ class Layer:
         }
         return self.apply(kernels, states, states.metadata(ranges), rows)
 
+    @abstractmethod
     def apply(
         self,
         kernels: LayerKernels,
@@ -65,11 +67,10 @@ class Layer:
         rows: dict[str, Tensor],
     ) -> Tensor:
         """The operation."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected(self) -> Tensor:
         """Results of all rows in float32, of another implementation."""
-        raise NotImplementedError
 
     def sequences(self, name: str) -> Tensor:
         """Rows by sequence, [num_seqs, length, ...]."""
