@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.test_random_configurations import (
-    compare,
     configuration,
     model,
+    run_and_compare,
     with_drafts,
     worker_with_draft_model,
     worker_with_head,
@@ -124,13 +124,7 @@ def compare_runs(
     deployment = Deployment(
         drawn, model(drawn.model), prompts, worker_type, adapters_of(drawn.model)
     )
-    for index, (got, wanted) in enumerate(zip(deployment.run(), expected, strict=True)):
-        try:
-            compare(got, wanted)
-        except AssertionError as error:
-            job = f"job {index}: {drawn.jobs[index]}"
-            raise AssertionError(f"{drawn.describe()}\n{job}\n{error}") from None
-    return deployment.disturbance
+    return run_and_compare(drawn, deployment, expected)
 
 
 @cache

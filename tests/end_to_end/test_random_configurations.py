@@ -185,6 +185,19 @@ def compare(got: Received, wanted: Received) -> None:
         assert got.prompt_logprobs == wanted.prompt_logprobs
 
 
+def run_and_compare(
+    drawn: Configuration, deployment: Deployment, expected: list[Received]
+) -> Counter[str]:
+    """Run a deployment of a configuration and compare; how much it was disturbed."""
+    for index, (got, wanted) in enumerate(zip(deployment.run(), expected, strict=True)):
+        try:
+            compare(got, wanted)
+        except AssertionError as error:
+            job = f"job {index}: {drawn.jobs[index]}"
+            raise AssertionError(f"{drawn.describe()}\n{job}\n{error}") from None
+    return deployment.disturbance
+
+
 def compare_runs(
     number: int,
     worker_type: Callable[..., InProcessWorker] = InProcessWorker,
@@ -198,13 +211,7 @@ def compare_runs(
     expected = undisturbed(number, speculates, family)
     prompts = [list(received.request.prompt_token_ids) for received in expected]
     deployment = Deployment(drawn, model(drawn.model), prompts, worker_type)
-    for index, (got, wanted) in enumerate(zip(deployment.run(), expected, strict=True)):
-        try:
-            compare(got, wanted)
-        except AssertionError as error:
-            job = f"job {index}: {drawn.jobs[index]}"
-            raise AssertionError(f"{drawn.describe()}\n{job}\n{error}") from None
-    return deployment.disturbance
+    return run_and_compare(drawn, deployment, expected)
 
 
 @cache
