@@ -186,7 +186,10 @@ def compare(got: Received, wanted: Received) -> None:
 
 
 def run_and_compare(
-    drawn: Configuration, deployment: Deployment, expected: list[Received]
+    drawn: Configuration,
+    deployment: Deployment,
+    expected: list[Received],
+    compare: Callable[[Received, Received], None] = compare,
 ) -> Counter[str]:
     """Run a deployment of a configuration and compare; how much it was disturbed."""
     for index, (got, wanted) in enumerate(zip(deployment.run(), expected, strict=True)):
@@ -211,7 +214,7 @@ def compare_runs(
     expected = undisturbed(number, speculates, family)
     prompts = [list(received.request.prompt_token_ids) for received in expected]
     deployment = Deployment(drawn, model(drawn.model), prompts, worker_type)
-    return run_and_compare(drawn, deployment, expected)
+    return run_and_compare(drawn, deployment, expected, compare)
 
 
 @cache
