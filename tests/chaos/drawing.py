@@ -56,13 +56,20 @@ class Drawing:
         ends = {end for link in links for end in (link.one, link.other)} - {CLIENT}
         self._hosts = sorted(ends)
 
-    def next(self, disturbed: Collection[str], resting: Collection[str] = ()) -> Disturbance | None:
+    def next(
+        self,
+        disturbed: Collection[str],
+        resting: Collection[str] = (),
+        roles: Collection[str] = (),
+    ) -> Disturbance | None:
         """The next disturbance, of a host that is neither disturbed nor resting; None if no host
-        can be disturbed."""
+        can be disturbed. `roles`: only of hosts of these roles, if any are given."""
         victims = [
             host
             for host in self._hosts
-            if host not in resting and self._can_be_spared(host, disturbed)
+            if host not in resting
+            and self._can_be_spared(host, disturbed)
+            and (not roles or role_of(host) in roles)
         ]
         if not victims:
             return None

@@ -46,7 +46,13 @@ class Monkeys:
     @property
     def is_enough(self) -> bool:
         """Whether nothing more is to be done."""
-        return self.is_late or self.kills.total() >= self._num_kills
+        return self.is_late or (self.kills.total() >= self._num_kills and not self._spared_roles)
+
+    @property
+    def _spared_roles(self) -> set[str]:
+        """Roles of which no process was killed yet, if there are kills for all."""
+        roles = {member.role for member in self._cluster.members.values()}
+        return roles - self.kills.keys() if len(roles) <= self._num_kills else set()
 
     @property
     def is_late(self) -> bool:
@@ -67,7 +73,10 @@ class Monkeys:
             await asyncio.sleep(self._draw.expovariate(1 / self._mean_pause_s))
             if self.is_enough:
                 return
-            disturbance = self._drawing.next(self.running, self._resting())
+            roles = self._spared_roles
+            if self.kills.total() + len(roles) < self._num_kills:
+                roles = set()  # there are kills to spare for any role
+            disturbance = self._drawing.next(self.running, self._resting(), roles)
             if disturbance is not None:
                 await self._do(disturbance)
 
