@@ -28,6 +28,9 @@ class ChaosConfig:
         "--family",
         "Of tests/support/checkpoints.py: a tiny random model instead of the embedded one.",
     )
+    num_adapters: int = option(
+        0, "--adapters", "LoRA adapters of the model; all but one request in as many name one."
+    )
     dtype: str = option("float32", "--dtype", "float32 or bfloat16.")
     device: str = option("auto", "--device", "Of the workers, as their flag.")
     batch_invariant: bool = option(False, "--batch-invariant")

@@ -29,7 +29,7 @@ TELL_S = 3.0
 
 async def run_chaos(config: ChaosConfig, folder: Path, timeline: Timeline) -> Report:
     """Run it all; logs go to the folder."""
-    asks = draw_asks(config.seed, config.num_asks)
+    asks = draw_asks(config.seed, config.num_asks, config.num_adapters)
     texts = draw_texts(config.seed, config.num_texts) if config.num_embedders else []
     expected, vectors = await run_undisturbed(
         asks, model_flags(config), folder, texts, embedder_flags(config)

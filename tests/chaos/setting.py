@@ -14,9 +14,10 @@ from tests.chaos.config import ChaosConfig
 from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import Link, Network, star
 from tests.chaos.relays import RelayNetwork
-from tests.chaos.workload import EMBEDDER
+from tests.chaos.workload import EMBEDDER, adapter_names
 from tests.support.checkpoints import make_checkpoint
 from tests.support.eagle_heads import head_for
+from tests.support.lora import make_adapter
 from tools.launch import ROOT
 
 EMBEDDED_MODEL = ROOT / "worker_service/embedded_model"
@@ -55,7 +56,20 @@ def model_flags(config: ChaosConfig) -> list[str]:
     flags += ["--device", config.device]
     if config.family:
         flags += ["--model", str(_checkpoint(config.family)), "--served-model-name", "embedded"]
+    if config.num_adapters:
+        # One slot less than there are adapters, so that requests wait for slots too.
+        flags += ["--enable-lora", "--max-loras", str(max(1, config.num_adapters - 1))]
+    model = str(_checkpoint(config.family) if config.family else EMBEDDED_MODEL)
+    for number, name in enumerate(adapter_names(config.num_adapters)):
+        flags += ["--lora-modules", f"{name}={_adapter(model, number)}"]
     return [*flags, "--batch-invariant"] if config.batch_invariant else flags
+
+
+@cache
+def _adapter(model: str, number: int) -> Path:
+    path = Path(tempfile.mkdtemp(prefix="chaos-adapter-"))
+    make_adapter(Path(model), path, seed=number, r=4 + number % 3 * 4)
+    return path
 
 
 @cache

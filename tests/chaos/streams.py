@@ -133,9 +133,17 @@ class Streams:
         way = WAYS.get(number % NUM_TURNS)
         if way is Streams._embed and self._texts:
             return True
-        num_asks = BATCH_SIZE if way is Streams._read_batch else 1
-        asks = [self._asks[(number + place) % len(self._asks)] for place in range(num_asks)]
-        return any(kind in ("beam search", "best_of") for ask in asks for kind in ask.kinds)
+        at = number % len(self._asks)
+        numbers = self._batch(at) if way is Streams._read_batch else [at]
+        kinds = {kind for number in numbers for kind in self._asks[number].kinds}
+        return not kinds.isdisjoint(("beam search", "best_of"))
+
+    def _batch(self, at: int) -> list[int]:
+        """The requests of a batch that begins with one: those that follow with its adapter."""
+        adapter = self._asks[at].adapter
+        same = [number for number, ask in enumerate(self._asks) if ask.adapter == adapter]
+        first = same.index(at)
+        return [same[(first + place) % len(same)] for place in range(BATCH_SIZE)]
 
     async def _read_to_end(
         self, client: AsyncClient, name: str, at: int, progress: Progress
@@ -144,7 +152,9 @@ class Streams:
         ask = self._asks[at]
         outcome: RequestOutput | PagewireError
         try:
-            async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
+            async with aclosing(
+                client.stream(ask.prompt, ask.params, lora=ask.adapter, request_id=name)
+            ) as stream:
                 async for delta in stream:
                     progress.add(len(delta.token_ids), self.now_s(progress))
                 outcome = stream.output
@@ -158,7 +168,9 @@ class Streams:
         """One request whose client disconnects early."""
         ask, stays_for = self._asks[at], 10 + at % 50
         try:
-            async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
+            async with aclosing(
+                client.stream(ask.prompt, ask.params, lora=ask.adapter, request_id=name)
+            ) as stream:
                 async for delta in stream:
                     progress.add(len(delta.token_ids), self.now_s(progress))
                     if progress.num_tokens > stays_for:
@@ -180,10 +192,13 @@ class Streams:
         def on_progress(batch: BatchProgress) -> None:
             progress.add(0, self.now_s(progress))
 
-        numbers = [(at + place) % len(self._asks) for place in range(BATCH_SIZE)]
+        numbers = self._batch(at)
         asks = [self._asks[number] for number in numbers]
         outcomes = await client.try_generate_many(
-            [ask.prompt for ask in asks], [ask.params for ask in asks], on_progress=on_progress
+            [ask.prompt for ask in asks],
+            [ask.params for ask in asks],
+            lora=asks[0].adapter,
+            on_progress=on_progress,
         )
         for number, outcome in zip(numbers, outcomes, strict=True):
             if isinstance(outcome, RequestOutput):

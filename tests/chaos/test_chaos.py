@@ -95,6 +95,14 @@ def test_long_runs_find_nothing_either(dtype: str, seed: int, tmp_path: Path) ->
 
 
 @pytest.mark.long
+def test_long_runs_with_adapters_find_nothing_either(tmp_path: Path) -> None:
+    config = ChaosConfig(seed=6, num_kills=100, num_streams=300, num_asks=60, num_adapters=3)
+    report = run_to_end(config, tmp_path)
+    assert report.faults == []
+    assert "adapter" in report.kinds
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["lfm2_moe", "falcon_h1", "mamba2"])
 def test_long_runs_with_states_find_nothing_either(family: str, tmp_path: Path) -> None:
     config = ChaosConfig(seed=5, num_kills=30, num_streams=100, family=family)

@@ -53,6 +53,6 @@ async def answers_of(frontend: str, asks: Sequence[Ask]) -> list[Answer]:
 
         async def answer(ask: Ask) -> Answer:
             async with places:
-                return answer_of(await client.generate(ask.prompt, ask.params))
+                return answer_of(await client.generate(ask.prompt, ask.params, lora=ask.adapter))
 
         return list(await asyncio.gather(*map(answer, asks)))

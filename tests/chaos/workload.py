@@ -1,7 +1,7 @@
 """Requests of every kind whose answers no disturbance may change, drawn by number."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
@@ -34,15 +34,31 @@ class Ask:
     """What is asked for, for the report."""
     prompt: Prompt
     params: SamplingParams
+    adapter: str | None = None
 
     def __str__(self) -> str:
         given = {name: value for name, value in asdict(self.params).items() if value is not None}
         return f"request {self.number} ({', '.join(self.kinds)}) {given}"
 
 
-def draw_asks(seed: int, count: int) -> list[Ask]:
-    """`count` different requests; the same for the same seed."""
-    return [_draw_ask(Random(f"{seed} {number}"), number) for number in range(count)]
+def draw_asks(seed: int, count: int, num_adapters: int = 0) -> list[Ask]:
+    """`count` different requests; the same for the same seed, but for the adapters that they
+    name."""
+    asks = [_draw_ask(Random(f"{seed} {number}"), number) for number in range(count)]
+    return [_with_adapter(ask, num_adapters) for ask in asks]
+
+
+def adapter_names(num_adapters: int) -> list[str]:
+    """Names of the adapters that requests name."""
+    return [f"adapter-{number}" for number in range(num_adapters)]
+
+
+def _with_adapter(ask: Ask, num_adapters: int) -> Ask:
+    """A request that names one of the adapters, or none, by turns within its kind."""
+    turn = ask.number // len(CHOOSING) % (num_adapters + 1)
+    if turn == num_adapters:
+        return ask
+    return replace(ask, adapter=adapter_names(num_adapters)[turn], kinds=(*ask.kinds, "adapter"))
 
 
 def draw_texts(seed: int, count: int) -> list[str]:
