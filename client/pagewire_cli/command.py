@@ -13,7 +13,7 @@ EXIT_WRONG_OPTION = 2
 CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Settings of a command line on which `--max_model_len` is `--max-model-len`."""
 
-_LISTS = ("--served-model-name", "--api-key")
+_LISTS = ("--served-model-name", "--api-key", "--lora-modules")
 """Options that vLLM gives several values at once."""
 
 

@@ -142,6 +142,16 @@ def test_serve_reads_several_names_as_vllm_does(
     assert context.params["checkpoint"] == model
 
 
+def test_serve_reads_several_adapters_as_vllm_does() -> None:
+    args = ["m", "--enable-lora", "--lora-modules", "sql=/a", "support=/b"]
+    assert _repeat_lists(args, 1)[2:] == [
+        "--lora-modules",
+        "sql=/a",
+        "--lora-modules",
+        "support=/b",
+    ]
+
+
 def test_llm_explains_all_unknown_arguments_together() -> None:
     with pytest.raises(TypeError) as raised:
         engine_args.check_names(
