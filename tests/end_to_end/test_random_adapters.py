@@ -8,26 +8,21 @@ and unloaded when none is left, while others run.
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache, partial
-from random import Random
-from typing import Any
+from functools import cache
 
 import pytest
 
 from tests.end_to_end.test_random_configurations import (
     configuration,
+    drafting_worker,
     model,
     run_and_compare,
     with_drafts,
-    worker_with_draft_model,
-    worker_with_head,
-    worker_with_history,
-    worker_with_ngrams,
 )
 from tests.support.deployment import Deployment, Received
-from tests.support.in_process import InProcessWorker, KnowingDrafter, SpeculatingWorker
+from tests.support.in_process import InProcessWorker
 from tests.support.lora import random_adapter
-from tests.support.random_configurations import MODELS, Configuration, with_adapters
+from tests.support.random_configurations import Configuration, with_adapters
 from worker_service.adapters.lora import LoraAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.models.adapters import AdapterSlots
@@ -37,11 +32,7 @@ from worker_service.models.native import NativeModel
 NUM_ADAPTERS = 8
 MAX_RANK = 8
 NUM_QUICK, NUM_LONG = 20, 64
-THROUGH_TRANSFORMERS = "llama4"
-NUMBERS = [
-    number for number in range(2 * NUM_LONG) if MODELS[number % len(MODELS)] != THROUGH_TRANSFORMERS
-]
-QUICK, LONG = NUMBERS[:NUM_QUICK], NUMBERS[NUM_QUICK:NUM_LONG]
+QUICK, LONG = range(NUM_QUICK), range(NUM_QUICK, NUM_LONG)
 DRAFTERS = ("draft", "suffix", "eagle", "ngram", "knowing")
 
 KINDS = (
@@ -151,23 +142,11 @@ def speculation(number: int) -> Counter[str]:
     the base: their drafts are worse for sequences with adapters, but their tokens the same."""
     drawn = drawn_configuration(number, speculates=True)
     drafter = DRAFTERS[number % len(DRAFTERS)]
-    outputs = [
-        [*received.request.prompt_token_ids, *choice.token_ids]
-        for received in undisturbed(number, True)
-        for choice in received.choices
-    ]
     if drafter in ("draft", "eagle"):
         target, _ = with_drafts(drawn.model, drafter)
         give_slots(target, drawn.model, drawn.max_loras)
-    makers: dict[str, Callable[..., InProcessWorker]] = {
-        "knowing": partial(SpeculatingWorker, make_drafter=lambda _: KnowingDrafter(outputs)),
-        "ngram": worker_with_ngrams,
-        "suffix": worker_with_history,
-        "draft": partial(worker_with_draft_model, drawn.model),
-        "eagle": partial(worker_with_head, drawn.model),
-    }
-    options: dict[str, Any] = {"num_drafts": Random(number).choice((1, 2, 4, 7))}
-    return compare_runs(number, partial(makers[drafter], **options), speculates=True)
+    worker_type = drafting_worker(drafter, drawn, undisturbed(number, True))
+    return compare_runs(number, worker_type, speculates=True)
 
 
 @pytest.mark.parametrize("number", QUICK)

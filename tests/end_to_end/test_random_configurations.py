@@ -261,12 +261,20 @@ def test_a_worker_that_launches_ahead_gives_the_same_tokens(number: int) -> None
 @cache
 def speculation(number: int) -> Counter[str]:
     """Run a configuration with drafts of which most are right; how much it was disturbed."""
+    drafter = DRAFTERS[number % len(DRAFTERS)]
+    worker_type = drafting_worker(drafter, configuration(number, True), undisturbed(number, True))
+    return compare_runs(number, worker_type, speculates=True)
+
+
+def drafting_worker(
+    drafter: str, drawn: Configuration, expected: list[Received]
+) -> Callable[..., InProcessWorker]:
+    """Workers with one of `DRAFTERS`; `expected`: what they will output, for those that know it."""
     outputs = [
         [*received.request.prompt_token_ids, *choice.token_ids]
-        for received in undisturbed(number, True)
+        for received in expected
         for choice in received.choices
     ]
-    draw, drawn = Random(number), configuration(number, True)
     makers: dict[str, Callable[..., InProcessWorker]] = {
         "knowing": partial(SpeculatingWorker, make_drafter=lambda _: KnowingDrafter(outputs)),
         "ngram": worker_with_ngrams,
@@ -274,10 +282,7 @@ def speculation(number: int) -> Counter[str]:
         "draft": partial(worker_with_draft_model, drawn.model),
         "eagle": partial(worker_with_head, drawn.model),
     }
-    worker_type = partial(
-        makers[DRAFTERS[number % len(DRAFTERS)]], num_drafts=draw.choice((1, 2, 4, 7))
-    )
-    return compare_runs(number, worker_type, speculates=True)
+    return partial(makers[drafter], num_drafts=Random(drawn.number).choice((1, 2, 4, 7)))
 
 
 def worker_with_history(model: Model, **options: Any) -> InProcessWorker:
