@@ -34,7 +34,10 @@ from scheduler_service.core.request import (
     RequestFinished,
 )
 from scheduler_service.core.step_plan import (
+    BlockFetch,
+    BlockLease,
     BlockTable,
+    FetchResult,
     NewSequence,
     RowCandidates,
     RowError,
@@ -52,6 +55,8 @@ INT32_BYTES = 4
 _PLAN = columns_of(plan_pb2.StepPlan.DESCRIPTOR)
 _NEW_SEQUENCE = columns_of(plan_pb2.NewSequence.DESCRIPTOR)
 _BLOCK_TABLE = columns_of(plan_pb2.BlockTable.DESCRIPTOR)
+_BLOCK_LEASE = columns_of(plan_pb2.BlockLease.DESCRIPTOR)
+_BLOCK_FETCH = columns_of(plan_pb2.BlockFetch.DESCRIPTOR)
 _OUTPUTS = columns_of(scheduler_service_pb2.SchedulerMessage.DESCRIPTOR)
 
 FINISH_REASONS: Mapping[str, inference_pb.FinishReason.ValueType] = {
@@ -131,8 +136,19 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
         step_id=plan.step_id,
         new_sequences=[_encode_new_sequence(sequence) for sequence in plan.new_sequences],
         max_results=plan.max_results if plan.max_results > 1 else 0,
+        leases=[_encode_lease(lease) for lease in plan.leases],
+        fetches=[_encode_fetch(fetch) for fetch in plan.fetches],
         **_PLAN.pack(plan),
     )
+
+
+def _encode_lease(lease: BlockLease) -> plan_pb2.BlockLease:
+    return _copied(plan_pb2.BlockLease, lease, **_BLOCK_LEASE.pack(lease))
+
+
+def _encode_fetch(fetch: BlockFetch) -> plan_pb2.BlockFetch:
+    columns = _BLOCK_FETCH.pack(fetch)
+    return _copied(plan_pb2.BlockFetch, fetch, addresses=fetch.addresses, **columns)
 
 
 def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
@@ -180,8 +196,19 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
         sample_us=timings.sample_us,
         busy_us=max(0, timings.finished_us - timings.started_us),
         held_us=max(0, sent_us - timings.finished_us),
+        fetches=[decode_fetch_result(fetch) for fetch in message.fetches],
         **from_columns(message),
     )
+
+
+def decode_fetch_result(message: plan_pb2.FetchResult) -> FetchResult:
+    """The end of a fetch on one rank."""
+    try:
+        name = plan_pb2.FetchFailure.Name(message.failure)
+    except ValueError:  # a newer worker's reason
+        name = f"FETCH_FAILURE_{message.failure}"
+    failure = name.removeprefix("FETCH_FAILURE_") if message.failure else ""
+    return _copied(FetchResult, message, failure=failure)
 
 
 def _decode_candidates(entry: plan_pb2.RowCandidates) -> RowCandidates:

@@ -283,6 +283,45 @@ class NewSequence:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockLease:
+    """Blocks that other workers may read, until the plan that ends the lease."""
+
+    lease_id: int
+    token: bytes
+    block_ids: Int32Array
+    """[n]: b for device block b, ~b for host block b."""
+
+    keys: bytes
+    """`KEY_BYTES` for each block."""
+
+    timeout_ms: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockFetch:
+    """Blocks to copy from another worker."""
+
+    fetch_id: int
+    addresses: tuple[str, ...]
+    """One for each rank."""
+
+    source_epoch: int
+    lease_id: int
+    token: bytes
+    blocks: Int32Array
+    """[n, 2]: block of the source, ~b for host block b; target device block."""
+
+    keys: bytes
+    """`KEY_BYTES` for each pair."""
+
+    timeout_ms: int
+
+
+KEY_BYTES = 16
+"""Size of the key of a block's contents, and of a lease's token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """The operations and rows of one step, including columns that the message omits."""
 
@@ -317,6 +356,9 @@ class StepPlan:
     appended_tokens: Int32Array
     """[n, 2]: sequence id, token."""
 
+    leases: tuple[BlockLease, ...] = ()
+    ended_lease_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    fetches: tuple[BlockFetch, ...] = ()
     received_us: int = 0
     """The worker's monotonic clock when the plan arrived."""
 
@@ -358,6 +400,32 @@ class StepTimings:
     sample_us: int
 
 
+class FetchFailure(Enum):
+    """Why a fetch failed."""
+
+    UNREACHABLE = auto()
+    DENIED = auto()
+    DIGEST_MISMATCH = auto()
+    TIMED_OUT = auto()
+    STALLED = auto()
+    MALFORMED = auto()
+    INTERNAL = auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchResult:
+    """The end of a fetch."""
+
+    fetch_id: int
+    failure: FetchFailure | None = None
+    """None: all blocks are in their targets."""
+
+    message: str = ""
+    num_bytes: int = 0
+    duration_us: int = 0
+    transport: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """The result of one step. Dictionaries are by row and in row order."""
@@ -382,6 +450,8 @@ class StepResult:
     vectors: dict[int, Float32Array] = field(default_factory=dict)
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
     timings: StepTimings
+    fetches: tuple[FetchResult, ...] = ()
+    """Fetches that have ended since the last result."""
 
 
 def monotonic_us() -> int:

@@ -57,6 +57,37 @@ class NewSequence:
 
 
 @dataclass(slots=True, kw_only=True)
+class BlockLease:
+    """Blocks that workers of other groups may read, until a plan ends the lease."""
+
+    lease_id: int
+    token: bytes
+    """16 bytes that a reader presents."""
+    block_ids: list[int]
+    """~b for host block b."""
+    keys: bytes
+    """16 bytes for each block: the identity of its contents."""
+    timeout_ms: int
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockFetch:
+    """The copy of leased blocks of another worker group."""
+
+    fetch_id: int
+    addresses: list[str]
+    """Of the source group's workers, by rank."""
+    source_epoch: int
+    lease_id: int
+    token: bytes
+    blocks: list[int]
+    """Flat pairs of a block of the source, ~b for host block b, and a target device block."""
+    keys: bytes
+    """16 bytes for each pair."""
+    timeout_ms: int
+
+
+@dataclass(slots=True, kw_only=True)
 class StepPlan:
     """The work of one worker group in one step.
 
@@ -82,6 +113,9 @@ class StepPlan:
     appended_tokens: list[int] = field(default_factory=list)
     max_results: int = 1
     """Maximum number of steps, including this one, whose results may be sent together."""
+    leases: list[BlockLease] = field(default_factory=list)
+    ended_lease_ids: list[int] = field(default_factory=list)
+    fetches: list[BlockFetch] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +168,19 @@ class RowError:
 
 
 @dataclass(slots=True, kw_only=True)
+class FetchResult:
+    """The end of a fetch on one rank."""
+
+    fetch_id: int
+    failure: str = ""
+    """Such as `TIMED_OUT`; empty: all blocks have arrived."""
+    message: str = ""
+    num_bytes: int = 0
+    duration_us: int = 0
+    transport: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
 class StepResult:
     """The result of one step."""
 
@@ -163,3 +210,5 @@ class StepResult:
     """Worker time from the step's start to its result."""
     held_us: int = 0
     """How long the worker held it back, to send it together with later ones."""
+    fetches: list[FetchResult] = field(default_factory=list)
+    """Fetches that have ended since the last result."""

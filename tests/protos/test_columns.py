@@ -19,6 +19,14 @@ OPAQUE = {
     "GetAdapterResponse.data",
     "PutAdapterRequest.data",
     "SetAdaptersResponse.missing",
+    "BlockLease.token",
+    "BlockLease.keys",
+    "BlockFetch.token",
+    "BlockFetch.keys",
+    "ReadBlocksRequest.token",
+    "ReadBlocksResponse.data",
+    "ReadBlocksResponse.digests",
+    "ProcessMemory.probe",
 }
 """Fields of bytes that hold no numbers."""
 

@@ -25,7 +25,10 @@ from scheduler_service.core.request import (
     RequestTimings,
 )
 from scheduler_service.core.step_plan import (
+    BlockFetch,
+    BlockLease,
     BlockTable,
+    FetchResult,
     NewSequence,
     RowCandidates,
     RowError,
@@ -75,6 +78,24 @@ POOLED = NEW_SEQUENCE | {
     "sampling": st.none(),
     "pooling": st.builds(pooling_pb2.PoolingParams, type=st.integers(1, 3), dimensions=count),
 }
+key = st.binary(min_size=16, max_size=16)
+LEASE = {
+    "lease_id": count,
+    "token": key,
+    "block_ids": st.lists(int32, max_size=9),
+    "keys": st.binary(),
+    "timeout_ms": count,
+}
+FETCH = {
+    "fetch_id": count,
+    "addresses": st.lists(st.text(), max_size=2),
+    "source_epoch": st.integers(1, 2**63),
+    "lease_id": count,
+    "token": key,
+    "blocks": st.lists(st.tuples(int32, count), max_size=9).map(flat),
+    "keys": st.binary(),
+    "timeout_ms": count,
+}
 PLAN = {
     "step_id": st.integers(1, 2**63),
     "forget_seq_ids": ids,
@@ -91,6 +112,9 @@ PLAN = {
     "lookahead": st.none() | st.lists(st.integers(0, 255), max_size=20),
     "appended_tokens": pairs,
     "max_results": st.integers(1, 64),
+    "leases": st.lists(st.builds(BlockLease, **LEASE), max_size=3),
+    "ended_lease_ids": ids,
+    "fetches": st.lists(st.builds(BlockFetch, **FETCH), max_size=3),
 }
 
 
@@ -113,6 +137,8 @@ def all_fields(message: Message) -> set[str]:
 def test_the_strategies_fill_every_field() -> None:
     assert NEW_SEQUENCE.keys() == names_of(NewSequence)
     assert PLAN.keys() == names_of(StepPlan)
+    assert LEASE.keys() == names_of(BlockLease)
+    assert FETCH.keys() == names_of(BlockFetch)
 
 
 @given(st.lists(int32))
@@ -132,6 +158,13 @@ def test_a_plan_keeps_every_field(plan: StepPlan, epoch: int) -> None:
     assert (message.epoch, message.step_id) == (epoch, plan.step_id)
     assert max(1, message.max_results) == plan.max_results
     assert_same_columns(message, plan)
+    for sent, moved in (
+        *zip(message.leases, plan.leases, strict=True),
+        *zip(message.fetches, plan.fetches, strict=True),
+    ):
+        assert_same_columns(sent, moved)
+        for name in names_of(type(moved)) - columns_of(sent.DESCRIPTOR).keys():
+            assert getattr(sent, name) == getattr(moved, name)
     for sent, new in zip(message.new_sequences, plan.new_sequences, strict=True):
         assert_same_columns(sent, new)
         for name in names_of(NewSequence) - columns_of(sent.DESCRIPTOR).keys():
@@ -203,6 +236,17 @@ def test_a_result_keeps_every_field() -> None:
             forward_us=50,
             sample_us=9,
         ),
+        fetches=[
+            plan_pb2.FetchResult(
+                fetch_id=7,
+                failure=plan_pb2.FETCH_FAILURE_STALLED,
+                message="no bytes",
+                num_bytes=8,
+                duration_us=9,
+                transport="grpc",
+            ),
+            plan_pb2.FetchResult(fetch_id=8),
+        ],
     )
     assert set_fields(message) == all_fields(message)
     result = wire.decode_result(message, sent_us=99)
@@ -218,6 +262,17 @@ def test_a_result_keeps_every_field() -> None:
         0: RowPromptLogprobs(start=1, width=2, token_ids=b"tttt", logprobs=b"llll", ranks=b"rrrr")
     }
     assert result.errors == {1: RowError(reason="NON_FINITE_LOGITS", message="NaN")}
+    assert result.fetches == [
+        FetchResult(
+            fetch_id=7,
+            failure="STALLED",
+            message="no bytes",
+            num_bytes=8,
+            duration_us=9,
+            transport="grpc",
+        ),
+        FetchResult(fetch_id=8),
+    ]
     assert (result.cache_ops_us, result.forward_us, result.sample_us, result.busy_us) == (
         1,
         50,

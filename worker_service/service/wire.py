@@ -18,12 +18,16 @@ from worker_service.array_types import Float32Array, Int32Array
 from worker_service.engine.executor import ModelFacts
 from worker_service.errors import InvalidPlan
 from worker_service.plan import (
+    KEY_BYTES,
     ROW_ERROR_MESSAGES,
+    BlockFetch,
+    BlockLease,
     BlockTable,
     Constraint,
     ConstraintKind,
     ContextKind,
     ContextPart,
+    FetchResult,
     NewSequence,
     PoolingHead,
     PoolingParams,
@@ -72,6 +76,13 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
             _decode_new_sequence(new, f"new_sequences[{index}].")
             for index, new in enumerate(message.new_sequences)
         ),
+        leases=tuple(
+            _decode_lease(lease, f"leases[{index}].") for index, lease in enumerate(message.leases)
+        ),
+        fetches=tuple(
+            _decode_fetch(fetch, f"fetches[{index}].")
+            for index, fetch in enumerate(message.fetches)
+        ),
         received_us=received_us,
         max_results=message.max_results,
         **columns,
@@ -118,7 +129,14 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
             for row, reason in result.errors.items()
         ],
         timings=plan_pb2.StepTimings(**{name: getattr(timings, name) for name in _TIMINGS}),
+        fetches=[_encode_fetch_result(fetch) for fetch in result.fetches],
     )
+
+
+def _encode_fetch_result(result: FetchResult) -> plan_pb2.FetchResult:
+    name = "UNSPECIFIED" if result.failure is None else result.failure.name
+    values = asdict(result) | {"failure": f"FETCH_FAILURE_{name}"}
+    return plan_pb2.FetchResult(**values)
 
 
 def encode_model_info(
@@ -158,6 +176,60 @@ def _encode_pooling(facts: PoolingFacts) -> pooling_pb2.PoolingInfo:
             ],
         }
     )
+
+
+def _decode_lease(message: plan_pb2.BlockLease, path: str) -> BlockLease:
+    columns = _decode_columns(message, path)
+    _check_positive(message, path, "lease_id", "timeout_ms")
+    _check_key(message.token, f"{path}token", 1)
+    _check_key(message.keys, f"{path}keys", len(columns["block_ids"]))
+    _check_distinct(columns["block_ids"], f"{path}block_ids")
+    return BlockLease(
+        lease_id=message.lease_id,
+        token=message.token,
+        keys=message.keys,
+        timeout_ms=message.timeout_ms,
+        **columns,
+    )
+
+
+def _decode_fetch(message: plan_pb2.BlockFetch, path: str) -> BlockFetch:
+    columns = _decode_columns(message, path)
+    _check_positive(message, path, "fetch_id", "lease_id", "source_epoch", "timeout_ms")
+    if not message.addresses:
+        raise InvalidPlan(f"{path}addresses", "expected one for each rank")
+    _check_key(message.token, f"{path}token", 1)
+    _check_key(message.keys, f"{path}keys", len(columns["blocks"]))
+    for column in columns["blocks"].T:
+        _check_distinct(column, f"{path}blocks")
+    return BlockFetch(
+        fetch_id=message.fetch_id,
+        addresses=tuple(message.addresses),
+        source_epoch=message.source_epoch,
+        lease_id=message.lease_id,
+        token=message.token,
+        keys=message.keys,
+        timeout_ms=message.timeout_ms,
+        **columns,
+    )
+
+
+def _check_positive(message: Message, path: str, *names: str) -> None:
+    for name in names:
+        if getattr(message, name) == 0:
+            raise InvalidPlan(f"{path}{name}", "expected a positive number, got 0")
+
+
+def _check_key(data: bytes, path: str, count: int) -> None:
+    if len(data) != count * KEY_BYTES:
+        raise InvalidPlan(path, f"expected {count * KEY_BYTES} bytes, got {len(data)}")
+
+
+def _check_distinct(blocks: Int32Array, path: str) -> None:
+    if len(blocks) == 0:
+        raise InvalidPlan(path, "expected at least one block")
+    if len(np.unique(blocks)) < len(blocks):
+        raise InvalidPlan(path, "expected no block twice")
 
 
 def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequence:

@@ -27,6 +27,50 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _FetchFailure:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FetchFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FetchFailure.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FETCH_FAILURE_UNSPECIFIED: _FetchFailure.ValueType  # 0
+    """It did not fail."""
+    FETCH_FAILURE_UNREACHABLE: _FetchFailure.ValueType  # 1
+    """The source could not be reached, or the connection was lost."""
+    FETCH_FAILURE_DENIED: _FetchFailure.ValueType  # 2
+    """The source refused: the lease is foreign, over or of another epoch."""
+    FETCH_FAILURE_DIGEST_MISMATCH: _FetchFailure.ValueType  # 3
+    """A block did not have the digest that the source computed with the block's key."""
+    FETCH_FAILURE_TIMED_OUT: _FetchFailure.ValueType  # 4
+    """It took longer than timeout_ms."""
+    FETCH_FAILURE_STALLED: _FetchFailure.ValueType  # 5
+    """The source sent nothing for too long."""
+    FETCH_FAILURE_MALFORMED: _FetchFailure.ValueType  # 6
+    """The source's answer was not what the protocol prescribes, such as too few bytes."""
+    FETCH_FAILURE_INTERNAL: _FetchFailure.ValueType  # 7
+    """This worker could not write the blocks."""
+
+class FetchFailure(_FetchFailure, metaclass=_FetchFailureEnumTypeWrapper):
+    """Why a fetch failed."""
+
+FETCH_FAILURE_UNSPECIFIED: FetchFailure.ValueType  # 0
+"""It did not fail."""
+FETCH_FAILURE_UNREACHABLE: FetchFailure.ValueType  # 1
+"""The source could not be reached, or the connection was lost."""
+FETCH_FAILURE_DENIED: FetchFailure.ValueType  # 2
+"""The source refused: the lease is foreign, over or of another epoch."""
+FETCH_FAILURE_DIGEST_MISMATCH: FetchFailure.ValueType  # 3
+"""A block did not have the digest that the source computed with the block's key."""
+FETCH_FAILURE_TIMED_OUT: FetchFailure.ValueType  # 4
+"""It took longer than timeout_ms."""
+FETCH_FAILURE_STALLED: FetchFailure.ValueType  # 5
+"""The source sent nothing for too long."""
+FETCH_FAILURE_MALFORMED: FetchFailure.ValueType  # 6
+"""The source's answer was not what the protocol prescribes, such as too few bytes."""
+FETCH_FAILURE_INTERNAL: FetchFailure.ValueType  # 7
+"""This worker could not write the blocks."""
+Global___FetchFailure: _TypeAlias = FetchFailure  # noqa: Y015
+
 class _RowErrorReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -61,9 +105,9 @@ Global___RowErrorReason: _TypeAlias = RowErrorReason  # noqa: Y015
 
 @_typing.final
 class StepPlan(_message.Message):
-    """What the worker does in one step. Order: forget sequences, swap out, swap in, copy,
-    take in new sequences, append tokens, apply block updates, run the forward pass over
-    the batch, sample. A block freed by a swap-out may therefore be a target of the same
+    """What the worker does in one step. Order: end leases, forget sequences, swap out, swap in,
+    copy, begin leases, begin fetches, take in new sequences, append tokens, apply block updates,
+    run the forward pass over the batch, sample. A block freed by a swap-out may therefore be a target of the same
     step. Each of the three cache operations reads all its sources before it writes, and
     none writes a block twice.
 
@@ -92,6 +136,9 @@ class StepPlan(_message.Message):
     APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_RESULTS_FIELD_NUMBER: _builtins.int
     LOOKAHEAD_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    ENDED_LEASE_IDS_FIELD_NUMBER: _builtins.int
+    FETCHES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The stream's fencing number, the same in all its plans. A worker that has seen a
     greater epoch ends the stream with ABORTED.
@@ -157,11 +204,25 @@ class StepPlan(_message.Message):
     blocks for all drafts allowed; what refused ones leave there is never read. A worker
     may always add fewer drafts, or none.
     """
+    ended_lease_ids: _builtins.bytes
+    """Leases that the worker serves no longer, those that have expired too: each is ended once.
+    int32 column. Unknown ids are an error.
+    """
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that the worker does not know (or has been instructed to forget), in
         batch order; a fork comes after its parent.
         """
+
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockLease]:
+        """Blocks that other workers may read from now on; sent only to workers with
+        GetInfoResponse.moves_blocks. Results of the plans that wrote to them have been received.
+        """
+
+    @_builtins.property
+    def fetches(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockFetch]:
+        """Blocks to copy from another worker, beside the forward passes of this and later plans."""
 
     def __init__(
         self,
@@ -180,14 +241,116 @@ class StepPlan(_message.Message):
         appended_tokens: _builtins.bytes = ...,
         max_results: _builtins.int = ...,
         lookahead: _builtins.bytes = ...,
+        leases: _abc.Iterable[Global___BlockLease] | None = ...,
+        ended_lease_ids: _builtins.bytes = ...,
+        fetches: _abc.Iterable[Global___BlockFetch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "output", b"output", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "ended_lease_ids", b"ended_lease_ids", "epoch", b"epoch", "fetches", b"fetches", "forget_seq_ids", b"forget_seq_ids", "leases", b"leases", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "output", b"output", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class BlockLease(_message.Message):
+    """Permission to read some blocks of a worker. From the plan that begins it to the one that ends it
+    nothing writes to the blocks: no row, cache operation or fetch.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.int
+    """The core's number for the lease, positive, unique on the stream until the lease is ended."""
+    token: _builtins.bytes
+    """16 bytes, which a reader presents."""
+    block_ids: _builtins.bytes
+    """The blocks: b for device block b, ~b for host block b. int32 column, no block twice."""
+    keys: _builtins.bytes
+    """16 bytes per block, the identity of its contents: part of the block's digest."""
+    timeout_ms: _builtins.int
+    """How long the worker serves the lease, from the plan's arrival, in milliseconds; at least 1."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
+        keys: _builtins.bytes = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "keys", b"keys", "lease_id", b"lease_id", "timeout_ms", b"timeout_ms", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockLease: _TypeAlias = BlockLease  # noqa: Y015
+
+@_typing.final
+class BlockFetch(_message.Message):
+    """The copy of some blocks of another worker group of the same model, whose blocks have the same
+    size and layout. Of a group of ranks, each reads from the rank of its own number.
+
+    Nothing reads, writes or leases the target blocks until a result has reported the fetch's end;
+    from then on the worker writes to them no longer. After a failure their contents are undefined.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FETCH_ID_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    SOURCE_EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    fetch_id: _builtins.int
+    """The core's number for the fetch, positive, unique on the stream until its end is reported."""
+    source_epoch: _builtins.int
+    """The epoch of the source's stream."""
+    lease_id: _builtins.int
+    """BlockLease.lease_id at the source."""
+    token: _builtins.bytes
+    """BlockLease.token."""
+    blocks: _builtins.bytes
+    """Pairs (block of the source as in BlockLease, device block of this worker), int32 column, no
+    block twice.
+    """
+    keys: _builtins.bytes
+    """16 bytes per pair: the keys of the source's lease."""
+    timeout_ms: _builtins.int
+    """After which time the fetch fails, from the plan's arrival, in milliseconds; at least 1."""
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where the source group's workers listen, one address per rank."""
+
+    def __init__(
+        self,
+        *,
+        fetch_id: _builtins.int = ...,
+        addresses: _abc.Iterable[_builtins.str] | None = ...,
+        source_epoch: _builtins.int = ...,
+        lease_id: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+        blocks: _builtins.bytes = ...,
+        keys: _builtins.bytes = ...,
+        timeout_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "blocks", b"blocks", "fetch_id", b"fetch_id", "keys", b"keys", "lease_id", b"lease_id", "source_epoch", b"source_epoch", "timeout_ms", b"timeout_ms", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockFetch: _TypeAlias = BlockFetch  # noqa: Y015
 
 @_typing.final
 class NewSequence(_message.Message):
@@ -345,6 +508,7 @@ class StepResult(_message.Message):
     NUM_SAMPLED_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     VECTORS_FIELD_NUMBER: _builtins.int
+    FETCHES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """As in the plan."""
     step_id: _builtins.int
@@ -393,6 +557,13 @@ class StepResult(_message.Message):
     def vectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowVector]:
         """The vectors of rows with the output 3, in row order, unless they are in `errors`."""
 
+    @_builtins.property
+    def fetches(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchResult]:
+        """Fetches of this and earlier plans that have ended since the last result, in the order of their
+        ends. Each rank of a group reports its own. The result of a plan without rows may wait for
+        the end of a fetch for at most 100 ms, and no longer than until another plan arrives.
+        """
+
     def __init__(
         self,
         *,
@@ -407,14 +578,57 @@ class StepResult(_message.Message):
         num_sampled: _builtins.bytes = ...,
         num_drafts: _builtins.bytes = ...,
         vectors: _abc.Iterable[Global___RowVector] | None = ...,
+        fetches: _abc.Iterable[Global___FetchResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "num_drafts", b"num_drafts", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids", "vectors", b"vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "fetches", b"fetches", "logprobs", b"logprobs", "num_drafts", b"num_drafts", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids", "vectors", b"vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class FetchResult(_message.Message):
+    """The end of a fetch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FETCH_ID_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    DURATION_US_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    fetch_id: _builtins.int
+    """As in the plan."""
+    failure: Global___FetchFailure.ValueType
+    """Why it failed; unspecified: all blocks are in their targets, with the digests of the source."""
+    message: _builtins.str
+    """Human-readable; empty if it did not fail."""
+    num_bytes: _builtins.int
+    """Bytes of blocks that were received."""
+    duration_us: _builtins.int
+    """From its beginning to its end, in microseconds."""
+    transport: _builtins.str
+    """How the blocks were transported, such as `grpc` or `process_memory`; empty if none was."""
+    def __init__(
+        self,
+        *,
+        fetch_id: _builtins.int = ...,
+        failure: Global___FetchFailure.ValueType = ...,
+        message: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        duration_us: _builtins.int = ...,
+        transport: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_us", b"duration_us", "failure", b"failure", "fetch_id", b"fetch_id", "message", b"message", "num_bytes", b"num_bytes", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchResult: _TypeAlias = FetchResult  # noqa: Y015
 
 @_typing.final
 class RowVector(_message.Message):

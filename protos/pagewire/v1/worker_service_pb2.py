@@ -23,61 +23,72 @@ _sym_db = _symbol_database.Default()
 
 
 from pagewire.v1 import adapter_pb2 as pagewire_dot_v1_dot_adapter__pb2
+from pagewire.v1 import columns_pb2 as pagewire_dot_v1_dot_columns__pb2
 from pagewire.v1 import model_pb2 as pagewire_dot_v1_dot_model__pb2
 from pagewire.v1 import plan_pb2 as pagewire_dot_v1_dot_plan__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pagewire/v1/worker_service.proto\x12\x0bpagewire.v1\x1a\x19pagewire/v1/adapter.proto\x1a\x17pagewire/v1/model.proto\x1a\x16pagewire/v1/plan.proto\"\x10\n\x0eGetInfoRequest\"\xe8\x01\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x05model\x18\x02 \x01(\x0b\x32\x16.pagewire.v1.ModelInfo\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x18\n\x10num_weight_loads\x18\x06 \x01(\r\x12\x12\n\nlast_epoch\x18\x07 \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\x08 \x01(\x04\x12\x1e\n\x16num_speculative_tokens\x18\n \x01(\rJ\x04\x08\t\x10\n\"$\n\"WorkerServiceGetModelAssetsRequest\"R\n#WorkerServiceGetModelAssetsResponse\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.pagewire.v1.ModelAssetChunk\"L\n\x14ProfileBlocksRequest\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\"G\n\x15ProfileBlocksResponse\x12\x16\n\x0enum_gpu_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x02 \x01(\r\"W\n\x16InitializeCacheRequest\x12\x16\n\x0enum_gpu_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x19\n\x17InitializeCacheResponse\";\n\x13\x45xecuteStepsRequest\x12$\n\x05plans\x18\x01 \x03(\x0b\x32\x15.pagewire.v1.StepPlan\"@\n\x14\x45xecuteStepsResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.pagewire.v1.StepResult\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"/\n\x1fWorkerServiceLoadAdapterRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"M\n WorkerServiceLoadAdapterResponse\x12)\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x18.pagewire.v1.AdapterInfo\"#\n\x11GetAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\"\n\x12GetAdapterResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"!\n\x11PutAdapterRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"?\n\x12PutAdapterResponse\x12)\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x18.pagewire.v1.AdapterInfo\"?\n\x12SetAdaptersRequest\x12)\n\x08\x61\x64\x61pters\x18\x01 \x01(\x0b\x32\x17.pagewire.v1.AdapterSet\"&\n\x13SetAdaptersResponse\x12\x0f\n\x07missing\x18\x01 \x03(\x0c\x32\xe2\x07\n\rWorkerService\x12\x44\n\x07GetInfo\x12\x1b.pagewire.v1.GetInfoRequest\x1a\x1c.pagewire.v1.GetInfoResponse\x12u\n\x0eGetModelAssets\x12/.pagewire.v1.WorkerServiceGetModelAssetsRequest\x1a\x30.pagewire.v1.WorkerServiceGetModelAssetsResponse0\x01\x12V\n\rProfileBlocks\x12!.pagewire.v1.ProfileBlocksRequest\x1a\".pagewire.v1.ProfileBlocksResponse\x12\\\n\x0fInitializeCache\x12#.pagewire.v1.InitializeCacheRequest\x1a$.pagewire.v1.InitializeCacheResponse\x12W\n\x0c\x45xecuteSteps\x12 .pagewire.v1.ExecuteStepsRequest\x1a!.pagewire.v1.ExecuteStepsResponse(\x01\x30\x01\x12j\n\x0bLoadAdapter\x12,.pagewire.v1.WorkerServiceLoadAdapterRequest\x1a-.pagewire.v1.WorkerServiceLoadAdapterResponse\x12O\n\nGetAdapter\x12\x1e.pagewire.v1.GetAdapterRequest\x1a\x1f.pagewire.v1.GetAdapterResponse0\x01\x12O\n\nPutAdapter\x12\x1e.pagewire.v1.PutAdapterRequest\x1a\x1f.pagewire.v1.PutAdapterResponse(\x01\x12P\n\x0bSetAdapters\x12\x1f.pagewire.v1.SetAdaptersRequest\x1a .pagewire.v1.SetAdaptersResponse\x12S\n\x0cStartProfile\x12 .pagewire.v1.StartProfileRequest\x1a!.pagewire.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.pagewire.v1.StopProfileRequest\x1a .pagewire.v1.StopProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pagewire/v1/worker_service.proto\x12\x0bpagewire.v1\x1a\x19pagewire/v1/adapter.proto\x1a\x19pagewire/v1/columns.proto\x1a\x17pagewire/v1/model.proto\x1a\x16pagewire/v1/plan.proto\"\x10\n\x0eGetInfoRequest\"\xfe\x01\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x05model\x18\x02 \x01(\x0b\x32\x16.pagewire.v1.ModelInfo\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x18\n\x10num_weight_loads\x18\x06 \x01(\r\x12\x12\n\nlast_epoch\x18\x07 \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\x08 \x01(\x04\x12\x1e\n\x16num_speculative_tokens\x18\n \x01(\r\x12\x14\n\x0cmoves_blocks\x18\x0b \x01(\x08J\x04\x08\t\x10\n\"$\n\"WorkerServiceGetModelAssetsRequest\"R\n#WorkerServiceGetModelAssetsResponse\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.pagewire.v1.ModelAssetChunk\"L\n\x14ProfileBlocksRequest\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\"G\n\x15ProfileBlocksResponse\x12\x16\n\x0enum_gpu_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x02 \x01(\r\"W\n\x16InitializeCacheRequest\x12\x16\n\x0enum_gpu_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x19\n\x17InitializeCacheResponse\";\n\x13\x45xecuteStepsRequest\x12$\n\x05plans\x18\x01 \x03(\x0b\x32\x15.pagewire.v1.StepPlan\"@\n\x14\x45xecuteStepsResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.pagewire.v1.StepResult\"\xa8\x01\n\x11ReadBlocksRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08lease_id\x18\x02 \x01(\r\x12\r\n\x05token\x18\x03 \x01(\x0c\x12\x19\n\tblock_ids\x18\x04 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12/\n\x06reader\x18\x06 \x01(\x0b\x32\x1a.pagewire.v1.ReaderProcessH\x00\x88\x01\x01\x42\t\n\x07_reader\"-\n\rReaderProcess\x12\x0f\n\x07machine\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\"o\n\x12ReadBlocksResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12/\n\x06memory\x18\x03 \x01(\x0b\x32\x1a.pagewire.v1.ProcessMemoryH\x00\x88\x01\x01\x42\t\n\x07_memory\"\x85\x01\n\rProcessMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x15\n\rprobe_address\x18\x02 \x01(\x04\x12\r\n\x05probe\x18\x03 \x01(\x0c\x12\x16\n\x0e\x64\x65vice_address\x18\x04 \x01(\x04\x12\x14\n\x0chost_address\x18\x05 \x01(\x04\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"/\n\x1fWorkerServiceLoadAdapterRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\"M\n WorkerServiceLoadAdapterResponse\x12)\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x18.pagewire.v1.AdapterInfo\"#\n\x11GetAdapterRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\"\"\n\x12GetAdapterResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"!\n\x11PutAdapterRequest\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"?\n\x12PutAdapterResponse\x12)\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x18.pagewire.v1.AdapterInfo\"?\n\x12SetAdaptersRequest\x12)\n\x08\x61\x64\x61pters\x18\x01 \x01(\x0b\x32\x17.pagewire.v1.AdapterSet\"&\n\x13SetAdaptersResponse\x12\x0f\n\x07missing\x18\x01 \x03(\x0c\x32\xb3\x08\n\rWorkerService\x12\x44\n\x07GetInfo\x12\x1b.pagewire.v1.GetInfoRequest\x1a\x1c.pagewire.v1.GetInfoResponse\x12u\n\x0eGetModelAssets\x12/.pagewire.v1.WorkerServiceGetModelAssetsRequest\x1a\x30.pagewire.v1.WorkerServiceGetModelAssetsResponse0\x01\x12V\n\rProfileBlocks\x12!.pagewire.v1.ProfileBlocksRequest\x1a\".pagewire.v1.ProfileBlocksResponse\x12\\\n\x0fInitializeCache\x12#.pagewire.v1.InitializeCacheRequest\x1a$.pagewire.v1.InitializeCacheResponse\x12W\n\x0c\x45xecuteSteps\x12 .pagewire.v1.ExecuteStepsRequest\x1a!.pagewire.v1.ExecuteStepsResponse(\x01\x30\x01\x12O\n\nReadBlocks\x12\x1e.pagewire.v1.ReadBlocksRequest\x1a\x1f.pagewire.v1.ReadBlocksResponse0\x01\x12j\n\x0bLoadAdapter\x12,.pagewire.v1.WorkerServiceLoadAdapterRequest\x1a-.pagewire.v1.WorkerServiceLoadAdapterResponse\x12O\n\nGetAdapter\x12\x1e.pagewire.v1.GetAdapterRequest\x1a\x1f.pagewire.v1.GetAdapterResponse0\x01\x12O\n\nPutAdapter\x12\x1e.pagewire.v1.PutAdapterRequest\x1a\x1f.pagewire.v1.PutAdapterResponse(\x01\x12P\n\x0bSetAdapters\x12\x1f.pagewire.v1.SetAdaptersRequest\x1a .pagewire.v1.SetAdaptersResponse\x12S\n\x0cStartProfile\x12 .pagewire.v1.StartProfileRequest\x1a!.pagewire.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.pagewire.v1.StopProfileRequest\x1a .pagewire.v1.StopProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.worker_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETINFOREQUEST']._serialized_start=125
-  _globals['_GETINFOREQUEST']._serialized_end=141
-  _globals['_GETINFORESPONSE']._serialized_start=144
-  _globals['_GETINFORESPONSE']._serialized_end=376
-  _globals['_WORKERSERVICEGETMODELASSETSREQUEST']._serialized_start=378
-  _globals['_WORKERSERVICEGETMODELASSETSREQUEST']._serialized_end=414
-  _globals['_WORKERSERVICEGETMODELASSETSRESPONSE']._serialized_start=416
-  _globals['_WORKERSERVICEGETMODELASSETSRESPONSE']._serialized_end=498
-  _globals['_PROFILEBLOCKSREQUEST']._serialized_start=500
-  _globals['_PROFILEBLOCKSREQUEST']._serialized_end=576
-  _globals['_PROFILEBLOCKSRESPONSE']._serialized_start=578
-  _globals['_PROFILEBLOCKSRESPONSE']._serialized_end=649
-  _globals['_INITIALIZECACHEREQUEST']._serialized_start=651
-  _globals['_INITIALIZECACHEREQUEST']._serialized_end=738
-  _globals['_INITIALIZECACHERESPONSE']._serialized_start=740
-  _globals['_INITIALIZECACHERESPONSE']._serialized_end=765
-  _globals['_EXECUTESTEPSREQUEST']._serialized_start=767
-  _globals['_EXECUTESTEPSREQUEST']._serialized_end=826
-  _globals['_EXECUTESTEPSRESPONSE']._serialized_start=828
-  _globals['_EXECUTESTEPSRESPONSE']._serialized_end=892
-  _globals['_STARTPROFILEREQUEST']._serialized_start=894
-  _globals['_STARTPROFILEREQUEST']._serialized_end=915
-  _globals['_STARTPROFILERESPONSE']._serialized_start=917
-  _globals['_STARTPROFILERESPONSE']._serialized_end=939
-  _globals['_STOPPROFILEREQUEST']._serialized_start=941
-  _globals['_STOPPROFILEREQUEST']._serialized_end=961
-  _globals['_STOPPROFILERESPONSE']._serialized_start=963
-  _globals['_STOPPROFILERESPONSE']._serialized_end=998
-  _globals['_WORKERSERVICELOADADAPTERREQUEST']._serialized_start=1000
-  _globals['_WORKERSERVICELOADADAPTERREQUEST']._serialized_end=1047
-  _globals['_WORKERSERVICELOADADAPTERRESPONSE']._serialized_start=1049
-  _globals['_WORKERSERVICELOADADAPTERRESPONSE']._serialized_end=1126
-  _globals['_GETADAPTERREQUEST']._serialized_start=1128
-  _globals['_GETADAPTERREQUEST']._serialized_end=1163
-  _globals['_GETADAPTERRESPONSE']._serialized_start=1165
-  _globals['_GETADAPTERRESPONSE']._serialized_end=1199
-  _globals['_PUTADAPTERREQUEST']._serialized_start=1201
-  _globals['_PUTADAPTERREQUEST']._serialized_end=1234
-  _globals['_PUTADAPTERRESPONSE']._serialized_start=1236
-  _globals['_PUTADAPTERRESPONSE']._serialized_end=1299
-  _globals['_SETADAPTERSREQUEST']._serialized_start=1301
-  _globals['_SETADAPTERSREQUEST']._serialized_end=1364
-  _globals['_SETADAPTERSRESPONSE']._serialized_start=1366
-  _globals['_SETADAPTERSRESPONSE']._serialized_end=1404
-  _globals['_WORKERSERVICE']._serialized_start=1407
-  _globals['_WORKERSERVICE']._serialized_end=2401
+  _globals['_READBLOCKSREQUEST'].fields_by_name['block_ids']._loaded_options = None
+  _globals['_READBLOCKSREQUEST'].fields_by_name['block_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_GETINFOREQUEST']._serialized_start=152
+  _globals['_GETINFOREQUEST']._serialized_end=168
+  _globals['_GETINFORESPONSE']._serialized_start=171
+  _globals['_GETINFORESPONSE']._serialized_end=425
+  _globals['_WORKERSERVICEGETMODELASSETSREQUEST']._serialized_start=427
+  _globals['_WORKERSERVICEGETMODELASSETSREQUEST']._serialized_end=463
+  _globals['_WORKERSERVICEGETMODELASSETSRESPONSE']._serialized_start=465
+  _globals['_WORKERSERVICEGETMODELASSETSRESPONSE']._serialized_end=547
+  _globals['_PROFILEBLOCKSREQUEST']._serialized_start=549
+  _globals['_PROFILEBLOCKSREQUEST']._serialized_end=625
+  _globals['_PROFILEBLOCKSRESPONSE']._serialized_start=627
+  _globals['_PROFILEBLOCKSRESPONSE']._serialized_end=698
+  _globals['_INITIALIZECACHEREQUEST']._serialized_start=700
+  _globals['_INITIALIZECACHEREQUEST']._serialized_end=787
+  _globals['_INITIALIZECACHERESPONSE']._serialized_start=789
+  _globals['_INITIALIZECACHERESPONSE']._serialized_end=814
+  _globals['_EXECUTESTEPSREQUEST']._serialized_start=816
+  _globals['_EXECUTESTEPSREQUEST']._serialized_end=875
+  _globals['_EXECUTESTEPSRESPONSE']._serialized_start=877
+  _globals['_EXECUTESTEPSRESPONSE']._serialized_end=941
+  _globals['_READBLOCKSREQUEST']._serialized_start=944
+  _globals['_READBLOCKSREQUEST']._serialized_end=1112
+  _globals['_READERPROCESS']._serialized_start=1114
+  _globals['_READERPROCESS']._serialized_end=1159
+  _globals['_READBLOCKSRESPONSE']._serialized_start=1161
+  _globals['_READBLOCKSRESPONSE']._serialized_end=1272
+  _globals['_PROCESSMEMORY']._serialized_start=1275
+  _globals['_PROCESSMEMORY']._serialized_end=1408
+  _globals['_STARTPROFILEREQUEST']._serialized_start=1410
+  _globals['_STARTPROFILEREQUEST']._serialized_end=1431
+  _globals['_STARTPROFILERESPONSE']._serialized_start=1433
+  _globals['_STARTPROFILERESPONSE']._serialized_end=1455
+  _globals['_STOPPROFILEREQUEST']._serialized_start=1457
+  _globals['_STOPPROFILEREQUEST']._serialized_end=1477
+  _globals['_STOPPROFILERESPONSE']._serialized_start=1479
+  _globals['_STOPPROFILERESPONSE']._serialized_end=1514
+  _globals['_WORKERSERVICELOADADAPTERREQUEST']._serialized_start=1516
+  _globals['_WORKERSERVICELOADADAPTERREQUEST']._serialized_end=1563
+  _globals['_WORKERSERVICELOADADAPTERRESPONSE']._serialized_start=1565
+  _globals['_WORKERSERVICELOADADAPTERRESPONSE']._serialized_end=1642
+  _globals['_GETADAPTERREQUEST']._serialized_start=1644
+  _globals['_GETADAPTERREQUEST']._serialized_end=1679
+  _globals['_GETADAPTERRESPONSE']._serialized_start=1681
+  _globals['_GETADAPTERRESPONSE']._serialized_end=1715
+  _globals['_PUTADAPTERREQUEST']._serialized_start=1717
+  _globals['_PUTADAPTERREQUEST']._serialized_end=1750
+  _globals['_PUTADAPTERRESPONSE']._serialized_start=1752
+  _globals['_PUTADAPTERRESPONSE']._serialized_end=1815
+  _globals['_SETADAPTERSREQUEST']._serialized_start=1817
+  _globals['_SETADAPTERSREQUEST']._serialized_end=1880
+  _globals['_SETADAPTERSRESPONSE']._serialized_start=1882
+  _globals['_SETADAPTERSRESPONSE']._serialized_end=1920
+  _globals['_WORKERSERVICE']._serialized_start=1923
+  _globals['_WORKERSERVICE']._serialized_end=2998
 # @@protoc_insertion_point(module_scope)

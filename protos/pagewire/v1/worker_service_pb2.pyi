@@ -53,6 +53,7 @@ class GetInfoResponse(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    MOVES_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process."""
     device: _builtins.str
@@ -73,6 +74,8 @@ class GetInfoResponse(_message.Message):
     """The most drafts that the worker adds to a row (StepPlan.lookahead), at most 255; 0 if
     it does not speculate. The core plans no more than the least of the group's ranks.
     """
+    moves_blocks: _builtins.bool
+    """Whether the worker executes StepPlan.leases and StepPlan.fetches."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo:
         """The loaded model."""
@@ -89,10 +92,11 @@ class GetInfoResponse(_message.Message):
         last_epoch: _builtins.int = ...,
         busy_us: _builtins.int = ...,
         num_speculative_tokens: _builtins.int = ...,
+        moves_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "moves_blocks", b"moves_blocks", "num_speculative_tokens", b"num_speculative_tokens", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,6 +295,161 @@ class ExecuteStepsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExecuteStepsResponse: _TypeAlias = ExecuteStepsResponse  # noqa: Y015
+
+@_typing.final
+class ReadBlocksRequest(_message.Message):
+    """Selects leased blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch of the lease."""
+    lease_id: _builtins.int
+    """BlockLease.lease_id."""
+    token: _builtins.bytes
+    """BlockLease.token."""
+    block_ids: _builtins.bytes
+    """Blocks of the lease, as in BlockLease, in the order in which they are sent. int32 column."""
+    rank: _builtins.int
+    """The reader's rank in its group, which is the source's in its own."""
+    @_builtins.property
+    def reader(self) -> Global___ReaderProcess:
+        """Set by a reader that can read the memory of another process: a source of the same machine
+        may then answer with `memory` instead of `data`.
+        """
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        lease_id: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+        block_ids: _builtins.bytes = ...,
+        rank: _builtins.int = ...,
+        reader: Global___ReaderProcess | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reader", b"_reader", "reader", b"reader"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reader", b"_reader", "block_ids", b"block_ids", "epoch", b"epoch", "lease_id", b"lease_id", "rank", b"rank", "reader", b"reader", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reader: _TypeAlias = _typing.Literal["reader"]  # noqa: Y015
+    _WhichOneofArgType__reader: _TypeAlias = _typing.Literal["_reader", b"_reader"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reader) -> _WhichOneofReturnType__reader | None: ...
+
+Global___ReadBlocksRequest: _TypeAlias = ReadBlocksRequest  # noqa: Y015
+
+@_typing.final
+class ReaderProcess(_message.Message):
+    """A process that reads the memory of another one of its machine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MACHINE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    machine: _builtins.str
+    """Equal for processes of one machine and process id namespace, and no others."""
+    pid: _builtins.int
+    """Process id."""
+    def __init__(
+        self,
+        *,
+        machine: _builtins.str = ...,
+        pid: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["machine", b"machine", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReaderProcess: _TypeAlias = ReaderProcess  # noqa: Y015
+
+@_typing.final
+class ReadBlocksResponse(_message.Message):
+    """The next part of the blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next bytes of the blocks, which follow each other without gaps; at most 4 MiB."""
+    digests: _builtins.bytes
+    """16 bytes for each of the next blocks that `data` has completed, or with `memory` for any
+    number of the next blocks: XXH3-128 (big-endian) of the block's key followed by the block's
+    bytes, with the first 8 bytes of the key, little-endian, as the seed.
+    """
+    @_builtins.property
+    def memory(self) -> Global___ProcessMemory:
+        """Where the blocks are; only in the first message, and then no message has `data`. The reader
+        keeps the call open until it has read them, and checks the digests after that.
+        """
+
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        digests: _builtins.bytes = ...,
+        memory: Global___ProcessMemory | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory", b"_memory", "memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory", b"_memory", "data", b"data", "digests", b"digests", "memory", b"memory"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__memory: _TypeAlias = _typing.Literal["memory"]  # noqa: Y015
+    _WhichOneofArgType__memory: _TypeAlias = _typing.Literal["_memory", b"_memory"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory) -> _WhichOneofReturnType__memory | None: ...
+
+Global___ReadBlocksResponse: _TypeAlias = ReadBlocksResponse  # noqa: Y015
+
+@_typing.final
+class ProcessMemory(_message.Message):
+    """The caches of a source in its memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    PROBE_ADDRESS_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
+    DEVICE_ADDRESS_FIELD_NUMBER: _builtins.int
+    HOST_ADDRESS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """The source's process id."""
+    probe_address: _builtins.int
+    """Address of 16 random bytes."""
+    probe: _builtins.bytes
+    """These bytes: a reader that finds others there reads another process."""
+    device_address: _builtins.int
+    """Address of device block 0; 0 if it is not in the process's memory."""
+    host_address: _builtins.int
+    """Address of host block 0; 0 if there are none."""
+    block_bytes: _builtins.int
+    """Bytes from a block to the next."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        probe_address: _builtins.int = ...,
+        probe: _builtins.bytes = ...,
+        device_address: _builtins.int = ...,
+        host_address: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "device_address", b"device_address", "host_address", b"host_address", "pid", b"pid", "probe", b"probe", "probe_address", b"probe_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessMemory: _TypeAlias = ProcessMemory  # noqa: Y015
 
 @_typing.final
 class StartProfileRequest(_message.Message):

@@ -63,6 +63,11 @@ class WorkerServiceStub(object):
                 request_serializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsResponse.FromString,
                 _registered_method=True)
+        self.ReadBlocks = channel.unary_stream(
+                '/pagewire.v1.WorkerService/ReadBlocks',
+                request_serializer=pagewire_dot_v1_dot_worker__service__pb2.ReadBlocksRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.ReadBlocksResponse.FromString,
+                _registered_method=True)
         self.LoadAdapter = channel.unary_unary(
                 '/pagewire.v1.WorkerService/LoadAdapter',
                 request_serializer=pagewire_dot_v1_dot_worker__service__pb2.WorkerServiceLoadAdapterRequest.SerializeToString,
@@ -153,6 +158,18 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadBlocks(self, request, context):
+        """Returns blocks that the core has leased (StepPlan.leases). Workers call it to execute
+        StepPlan.fetches. Refused with FAILED_PRECONDITION if the epoch is not that of the worker's
+        stream or the rank not the worker's, with PERMISSION_DENIED unless the token is that of a
+        lease that has not ended or expired and names all blocks, and with UNIMPLEMENTED by a worker
+        without GetInfoResponse.moves_blocks. A lease that ends meanwhile ends the call with
+        PERMISSION_DENIED; nothing read after the end is sent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def LoadAdapter(self, request, context):
         """Reads an adapter from the worker's disk and keeps its content, under no name, also if it
         has it already. Refused with NOT_FOUND if nothing is at the path, with FAILED_PRECONDITION
@@ -227,6 +244,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.ExecuteSteps,
                     request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsResponse.SerializeToString,
+            ),
+            'ReadBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadBlocks,
+                    request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.ReadBlocksRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_worker__service__pb2.ReadBlocksResponse.SerializeToString,
             ),
             'LoadAdapter': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadAdapter,
@@ -398,6 +420,33 @@ class WorkerService(object):
             '/pagewire.v1.WorkerService/ExecuteSteps',
             pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsRequest.SerializeToString,
             pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagewire.v1.WorkerService/ReadBlocks',
+            pagewire_dot_v1_dot_worker__service__pb2.ReadBlocksRequest.SerializeToString,
+            pagewire_dot_v1_dot_worker__service__pb2.ReadBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,6 +66,14 @@ class WorkerServiceStub:
     half-closes the stream, it ends with OK after the last result. However a stream
     ends, its sequences are forgotten and the worker is ready for a greater epoch.
     """
+    ReadBlocks: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.ReadBlocksRequest, _worker_service_pb2.ReadBlocksResponse]
+    """Returns blocks that the core has leased (StepPlan.leases). Workers call it to execute
+    StepPlan.fetches. Refused with FAILED_PRECONDITION if the epoch is not that of the worker's
+    stream or the rank not the worker's, with PERMISSION_DENIED unless the token is that of a
+    lease that has not ended or expired and names all blocks, and with UNIMPLEMENTED by a worker
+    without GetInfoResponse.moves_blocks. A lease that ends meanwhile ends the call with
+    PERMISSION_DENIED; nothing read after the end is sent.
+    """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.WorkerServiceLoadAdapterRequest, _worker_service_pb2.WorkerServiceLoadAdapterResponse]
     """Reads an adapter from the worker's disk and keeps its content, under no name, also if it
     has it already. Refused with NOT_FOUND if nothing is at the path, with FAILED_PRECONDITION
@@ -123,6 +131,14 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     field and a colon. Results of the plans before it are sent first. When the core
     half-closes the stream, it ends with OK after the last result. However a stream
     ends, its sequences are forgotten and the worker is ready for a greater epoch.
+    """
+    ReadBlocks: _aio.UnaryStreamMultiCallable[_worker_service_pb2.ReadBlocksRequest, _worker_service_pb2.ReadBlocksResponse]  # type: ignore[assignment]
+    """Returns blocks that the core has leased (StepPlan.leases). Workers call it to execute
+    StepPlan.fetches. Refused with FAILED_PRECONDITION if the epoch is not that of the worker's
+    stream or the rank not the worker's, with PERMISSION_DENIED unless the token is that of a
+    lease that has not ended or expired and names all blocks, and with UNIMPLEMENTED by a worker
+    without GetInfoResponse.moves_blocks. A lease that ends meanwhile ends the call with
+    PERMISSION_DENIED; nothing read after the end is sent.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.WorkerServiceLoadAdapterRequest, _worker_service_pb2.WorkerServiceLoadAdapterResponse]  # type: ignore[assignment]
     """Reads an adapter from the worker's disk and keeps its content, under no name, also if it
@@ -208,6 +224,20 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         field and a colon. Results of the plans before it are sent first. When the core
         half-closes the stream, it ends with OK after the last result. However a stream
         ends, its sequences are forgotten and the worker is ready for a greater epoch.
+        """
+
+    @_abc_1.abstractmethod
+    def ReadBlocks(
+        self,
+        request: _worker_service_pb2.ReadBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.ReadBlocksResponse], _abc.AsyncIterator[_worker_service_pb2.ReadBlocksResponse]]:
+        """Returns blocks that the core has leased (StepPlan.leases). Workers call it to execute
+        StepPlan.fetches. Refused with FAILED_PRECONDITION if the epoch is not that of the worker's
+        stream or the rank not the worker's, with PERMISSION_DENIED unless the token is that of a
+        lease that has not ended or expired and names all blocks, and with UNIMPLEMENTED by a worker
+        without GetInfoResponse.moves_blocks. A lease that ends meanwhile ends the call with
+        PERMISSION_DENIED; nothing read after the end is sent.
         """
 
     @_abc_1.abstractmethod

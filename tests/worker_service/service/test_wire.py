@@ -1,5 +1,6 @@
 """Plans arrive and results leave with every field, whatever fields the messages get."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,6 +17,8 @@ from worker_service.plan import (
     Candidates,
     ConstraintKind,
     ContextKind,
+    FetchFailure,
+    FetchResult,
     PoolingHead,
     PoolingType,
     PromptLogprobs,
@@ -34,6 +37,9 @@ VALUES: dict[int, Any] = {
 }
 """Of fields by their type; numbers of integers are the fields' own."""
 
+BYTES = {"digest": 32}
+"""Sizes of fields of bytes other than 16."""
+
 
 def fill(message: Message) -> Message:
     """Set every field, columns to one entry, lists to one element; of a oneof, the first field."""
@@ -51,7 +57,8 @@ def fill(message: Message) -> Message:
             fill(value.add() if field.is_repeated else value)
         else:
             is_bytes = field.type == FieldDescriptor.TYPE_BYTES
-            scalar = bytes(range(32)) if is_bytes else VALUES.get(field.cpp_type, field.number)
+            size = BYTES.get(field.name, 16)
+            scalar = bytes(range(size)) if is_bytes else VALUES.get(field.cpp_type, field.number)
             if field.is_repeated:
                 getattr(message, field.name).append(scalar)
             else:
@@ -68,6 +75,11 @@ def assert_kept(values: object, message: Message, *, other: set[str]) -> None:
             assert getattr(values, field.name).ravel().tolist() == sent, field.name
         elif field.name not in other:
             sent = getattr(message, field.name)
+            sent = (
+                tuple(sent)
+                if isinstance(sent, Sequence) and not isinstance(sent, str | bytes)
+                else sent
+            )
             assert getattr(values, field.name) == sent != field.default, field.name
 
 
@@ -91,7 +103,9 @@ def filled_plan() -> plan_pb2.StepPlan:
 def test_a_plan_keeps_every_field() -> None:
     message = filled_plan()
     plan = wire.decode_plan(plan_pb2.StepPlan.FromString(message.SerializeToString()), 77)
-    assert_kept(plan, message, other={"new_sequences", "received_us"})
+    assert_kept(plan, message, other={"new_sequences", "leases", "fetches", "received_us"})
+    assert_kept(plan.leases[0], message.leases[0], other=set())
+    assert_kept(plan.fetches[0], message.fetches[0], other=set())
     assert plan.received_us == 77
     (fork, pooled), (sent_fork, sent_pooled) = plan.new_sequences, message.new_sequences
     assert_kept(fork, sent_fork, other={"sampling", "pooling", "tables", "context"})
@@ -149,9 +163,57 @@ def test_absent_columns_of_rows_have_their_declared_value_in_every_row() -> None
 SAMPLING = sampler_params()
 
 
+LEASE = {
+    "lease_id": 1,
+    "token": bytes(16),
+    "block_ids": pack([0]),
+    "keys": bytes(16),
+    "timeout_ms": 1,
+}
+FETCH = {
+    "fetch_id": 1,
+    "addresses": ["a:1"],
+    "source_epoch": 1,
+    "lease_id": 1,
+    "token": bytes(16),
+    "blocks": pack([-1, 2, 0, 3]),
+    "keys": bytes(32),
+    "timeout_ms": 1,
+}
+
+
+def wrong_moves() -> list[tuple[plan_pb2.StepPlan, str]]:
+    """Plans with a wrong lease or fetch, and the field that is wrong."""
+    leases = {
+        "lease_id": {"lease_id": 0},
+        "token": {"token": bytes(15)},
+        "block_ids": {"block_ids": b"", "keys": b""},
+        "keys": {"keys": bytes(17)},
+        "timeout_ms": {"timeout_ms": 0},
+    }
+    fetches: dict[str, dict[str, Any]] = {
+        "fetch_id": {"fetch_id": 0},
+        "addresses": {"addresses": []},
+        "source_epoch": {"source_epoch": 0},
+        "lease_id": {"lease_id": 0},
+        "token": {"token": bytes(17)},
+        "keys": {"keys": bytes(16)},
+        "timeout_ms": {"timeout_ms": 0},
+        "blocks": {"blocks": pack([-1, 2, 0, 2])},
+    }
+    return [
+        (plan_pb2.StepPlan(leases=[LEASE | change]), f"leases[0].{field}")  # type: ignore[list-item]
+        for field, change in leases.items()
+    ] + [
+        (plan_pb2.StepPlan(fetches=[FETCH | change]), f"fetches[0].{field}")  # type: ignore[list-item]
+        for field, change in fetches.items()
+    ]
+
+
 @pytest.mark.parametrize(
     ("plan", "field"),
     [
+        *wrong_moves(),
         (plan_with(SAMPLING, token_ids=b"1"), "new_sequences[0].token_ids"),
         (plan_with(SAMPLING, tables=[{"block_ids": b"1"}]), "new_sequences[0].tables[0].block_ids"),
         *(
@@ -207,6 +269,17 @@ def test_a_result_leaves_with_every_field() -> None:
         vectors={6: float32(0.5, 0.25)},
         errors=dict(enumerate(RowErrorReason, start=3)),
         timings=StepTimings(**times),
+        fetches=(
+            FetchResult(
+                fetch_id=1,
+                failure=FetchFailure.TIMED_OUT,
+                message="late",
+                num_bytes=2,
+                duration_us=3,
+                transport="grpc",
+            ),
+            FetchResult(fetch_id=2),
+        ),
     )
     message = wire.encode_result(result)
     assert {field.name for field, _ in message.ListFields()} == {
@@ -216,8 +289,12 @@ def test_a_result_leaves_with_every_field() -> None:
         result,
         message,
         other={"logprobs", "kept_logprobs", "prompt_logprobs", "candidates", "vectors", "errors"}
-        | {"timings"},
+        | {"timings", "fetches"},
     )
+    late, arrived = message.fetches
+    assert_kept(result.fetches[0], late, other={"failure"})
+    assert late.failure == plan_pb2.FETCH_FAILURE_TIMED_OUT
+    assert arrived == plan_pb2.FetchResult(fetch_id=2)
     for entry, row, ours in zip(message.logprobs, (0, 0), (first, second), strict=True):
         assert_kept(ours, entry, other={"rank"})
         assert (entry.row, entry.sampled_rank) == (row, ours.rank)
