@@ -204,6 +204,7 @@ bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.online $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.recovery --model embedded
 	$(BIN)/python -m benchmarks.recovery --model simulated
+	$(BIN)/python -m benchmarks.moving
 	$(BIN)/python -m benchmarks.report
 
 ## bench-gpu: on a machine with a GPU, with the Python that has torch and Triton; without the

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import frontend, recovery, scheduler_overhead, speculation
+from benchmarks import frontend, moving, recovery, scheduler_overhead, speculation
 from benchmarks.processes import processor_seconds, resident_bytes, tree
 from pagewire_client import SamplingParams
 
@@ -19,6 +19,7 @@ DRAFTS = ["--dtype", "float32", "--streams", "1", "--turns", "1", "--tokens", "2
 
 SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[Any]]] = {
     "frontend": (frontend.main, STREAMS, "way", "cpu_us_per_token", ["grpc", "http"]),
+    "moving": (moving.main, ["--scale", "64"], "case", "tokens", list(moving.CASES)),
     "recovery_simulated": (
         recovery.main,
         ["--kills", "1", "--model", "simulated"],
@@ -42,7 +43,7 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[
     ),
 }
 """By result: the script, its flags, a column with the value of each row, and a measured column."""
-SLOW = {"frontend", "speculation_embedded_float32_ngram"}
+SLOW = {"frontend", "moving", "speculation_embedded_float32_ngram"}
 """Those that `make test-long` runs."""
 
 

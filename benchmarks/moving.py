@@ -1,0 +1,241 @@
+"""What is computed again, and how long streams pause, when requests change their worker or core.
+
+    python -m benchmarks.moving
+
+Each case starts a core, a frontend and a worker with random weights, and makes streams. *drain*:
+another worker joins, and the first one is drained. *core killed*: the core is killed and started
+again at once. *prefix elsewhere*: prompts begin with tokens that one worker has computed, which has
+no place left, and go to another; their time to the first token is compared with that of prompts
+that nobody has computed.
+
+*Computed again*: tokens that prefills computed after the event, or besides the prompts' new ones. A
+pause is the longest time between two tokens of a stream after the event.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from benchmarks.checkpoints import checkpoint
+from benchmarks.machine import ForeignLoad
+from benchmarks.model_shapes import SHAPES
+from benchmarks.processes import exit_on_sigterm
+from benchmarks.tables import publish, script_parser
+from pagewire_client import AsyncClient, SamplingParams
+from tests.support.cluster import Cluster
+
+SHAPE = replace(SHAPES["llama-160m"], name="llama-160m-8k", max_position_embeddings=8192)
+DTYPE = "bfloat16"
+BEFORE_EVENT = 8
+"""Tokens of every stream before something happens."""
+MAX_TOKENS = 300
+"""More than are generated while a process starts."""
+PLACES = 64
+"""Of each worker."""
+
+QUIET = ("--log-level", "warning")
+CORE = ("--max-num-seqs", str(PLACES), *QUIET)
+WORKER = ("--dtype", DTYPE, "--threads", "1", "--kv-cache-memory", "6GiB", *QUIET)
+
+
+@dataclass
+class Stream:
+    """One request, and when its tokens arrived."""
+
+    prompt: list[int]
+    max_tokens: int
+    arrivals: list[float] = field(default_factory=list)
+    """By the monotonic clock."""
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, client: AsyncClient) -> None:
+        """Read it to its end."""
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=0, ignore_eos=True)
+        async with client.stream(self.prompt, params) as stream:
+            async for delta in stream:
+                self.arrivals += [time.monotonic()] * len(delta.token_ids)
+                if len(self.arrivals) >= min(BEFORE_EVENT, self.max_tokens):
+                    self.has_begun.set()
+
+    def pause_s(self, since: float) -> float:
+        """The longest time between two tokens of which the second came after `since`."""
+        return max(end - start for start, end in pairwise(self.arrivals) if end > since)
+
+    def usual_s(self, until: float) -> float:
+        """The median time between two tokens before `until`."""
+        return median(end - start for start, end in pairwise(self.arrivals) if end <= until)
+
+
+class Deployment:
+    """A core, a frontend and workers, and a client."""
+
+    def __init__(self, cluster: Cluster, client: AsyncClient) -> None:
+        self.cluster, self.client = cluster, client
+        self._draw = Random(0)
+
+    def prompt(self, num_tokens: int, beginning: Sequence[int] = ()) -> list[int]:
+        """A prompt of this length that continues `beginning` at random."""
+        count = num_tokens - len(beginning)
+        return [*beginning, *(self._draw.randrange(10, SHAPE.vocab_size) for _ in range(count))]
+
+    async def add_worker(self) -> None:
+        """Start a worker, and wait until it is ready."""
+        self.cluster.start_worker()
+        await asyncio.to_thread(self.cluster.wait_num_ready, len(self.cluster.workers))
+
+    async def num_prefilled(self) -> int:
+        """Tokens that prefills have computed since the core's start."""
+        return (await self.client.get_status()).num_prefill_tokens
+
+    async def interrupted(
+        self, num_streams: int, num_tokens: int, interrupt: Callable[[], Awaitable[int]]
+    ) -> dict[str, object]:
+        """A line of the table: streams of prompts of this length run, and something interrupts
+        them, which returns how many tokens prefills had computed before."""
+        streams = [Stream(self.prompt(num_tokens), MAX_TOKENS) for _ in range(num_streams)]
+        async with asyncio.TaskGroup() as tasks:
+            for stream in streams:
+                tasks.create_task(stream.run(self.client))
+            for stream in streams:
+                await stream.has_begun.wait()
+            num_before = await interrupt()
+            interrupted_at = time.monotonic()
+        pauses = [stream.pause_s(interrupted_at) for stream in streams]
+        usual = median(stream.usual_s(interrupted_at) for stream in streams)
+        return {
+            "streams": num_streams,
+            "tokens": num_tokens,
+            "computed_again": await self.num_prefilled() - num_before,
+            "pause_p50_ms": round(1000 * median(pauses)),
+            "pause_max_ms": round(1000 * max(pauses)),
+            "usual_ms": round(1000 * usual),
+        }
+
+    async def drain(self, num_streams: int, num_tokens: int) -> dict[str, object]:
+        """All streams run on one worker, which is drained when another one has joined."""
+
+        async def end_first_worker() -> int:
+            await self.add_worker()
+            num_before = await self.num_prefilled()
+            self.cluster.workers[0].process.terminate()
+            return num_before
+
+        return await self.interrupted(num_streams, num_tokens, end_first_worker)
+
+    async def kill_core(self, num_streams: int, num_tokens: int) -> dict[str, object]:
+        """The core is killed, and started again at once."""
+
+        async def restart() -> int:
+            assert self.cluster.core is not None
+            self.cluster.core.kill()
+            self.cluster.start_core()
+            return 0
+
+        return await self.interrupted(num_streams, num_tokens, restart)
+
+    async def reuse(self, num_streams: int, num_tokens: int) -> dict[str, object]:
+        """Prompts, one after the other, begin with what a worker has computed that has no place
+        left, and go to another one; every second prompt with what nobody has computed."""
+        known = [self.prompt(num_tokens) for _ in range(num_streams)]
+        for prompt in known:
+            await Stream(prompt, 1).run(self.client)
+        length = num_tokens + 32
+        async with asyncio.TaskGroup() as tasks:
+            others = [Stream(self.prompt(16), 4_000) for _ in range(PLACES)]
+            readers = [tasks.create_task(other.run(self.client)) for other in others]
+            for other in others:
+                await other.has_begun.wait()
+            await self.add_worker()
+            num_before = await self.num_prefilled()
+            found: list[float] = []
+            computed: list[float] = []
+            for prompt in known:
+                found.append(await self._first_token_s(self.prompt(length, prompt)))
+                computed.append(await self._first_token_s(self.prompt(length)))
+            num_again = await self.num_prefilled() - num_before - num_streams * (length + 32)
+            for reader in readers:
+                reader.cancel()
+        return {
+            "streams": num_streams,
+            "tokens": num_tokens,
+            "computed_again": num_again,
+            "first_token_ms": round(1000 * median(found)),
+            "ratio": round(median(found) / median(computed), 2),
+        }
+
+    async def _first_token_s(self, prompt: list[int]) -> float:
+        begun_at = time.monotonic()
+        await Stream(prompt, 1).run(self.client)
+        return time.monotonic() - begun_at
+
+
+Case = Callable[[Deployment, int, int], Awaitable[dict[str, object]]]
+CASES: dict[str, tuple[Case, int, int]] = {
+    "drain": (Deployment.drain, 64, 2_000),
+    "drain of one": (Deployment.drain, 1, 5_000),
+    "core killed": (Deployment.kill_core, 64, 2_000),
+    "prefix elsewhere": (Deployment.reuse, 3, 4_000),
+}
+"""With the numbers of streams and of tokens of their prompts."""
+
+
+async def measure(case: Case, num_streams: int, num_tokens: int, path: Path) -> dict[str, object]:
+    """A line of the table, from a deployment with one worker."""
+    with (
+        TemporaryDirectory(prefix="pagewire-") as folder,
+        Cluster(
+            Path(folder),
+            model=str(path),
+            worker_flags=WORKER,
+            core_flags=CORE,
+            frontend_flags=QUIET,
+        ) as cluster,
+    ):
+        cluster.start()
+        async with AsyncClient(cluster.frontend_address()) as client:
+            return await case(Deployment(cluster, client), num_streams, num_tokens)
+
+
+COLUMNS = {
+    "case": "case",
+    "streams": "streams",
+    "tokens": "tokens of each",
+    "computed_again": "computed again",
+    "pause_p50_ms": "pause p50, ms",
+    "pause_max_ms": "longest, ms",
+    "usual_ms": "between tokens before, ms",
+    "first_token_ms": "first token, ms",
+    "ratio": "÷ computed",
+}
+"""Titles by the names in a row."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run, print, and write the results."""
+    parser = script_parser(__doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/pagewire-checkpoints"))
+    parser.add_argument("--scale", type=int, default=1, help="divides streams and tokens")
+    args = parser.parse_args(arguments)
+    exit_on_sigterm()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = checkpoint(SHAPE, DTYPE, args.folder)
+    rows: list[dict[str, object]] = []
+    load = ForeignLoad()
+    for name in args.cases:
+        case, num_streams, num_tokens = CASES[name]
+        sizes = -(-num_streams // args.scale), num_tokens // args.scale
+        rows.append({"case": name} | asyncio.run(measure(case, *sizes, path)))
+        print(rows[-1], flush=True)
+    facts = f"{SHAPE.name} in {DTYPE}, a thread for each worker."
+    publish("moving", facts, COLUMNS, rows, load.cores, args.results)
+
+
+if __name__ == "__main__":
+    main()
