@@ -34,8 +34,7 @@ SHAPE = replace(SHAPES["llama-160m"], name="llama-160m-8k", max_position_embeddi
 DTYPE = "bfloat16"
 BEFORE_EVENT = 8
 """Tokens of every stream before something happens."""
-MAX_TOKENS = 300
-"""More than are generated while a process starts."""
+AFTER_EVENT = 32
 PLACES = 64
 """Of each worker."""
 
@@ -53,23 +52,37 @@ class Stream:
     arrivals: list[float] = field(default_factory=list)
     """By the monotonic clock."""
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
+    interrupted_at: float | None = None
+    """It is read up to a number of tokens after this."""
 
     async def run(self, client: AsyncClient) -> None:
-        """Read it to its end."""
+        """Read its tokens."""
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0, ignore_eos=True)
         async with client.stream(self.prompt, params) as stream:
             async for delta in stream:
                 self.arrivals += [time.monotonic()] * len(delta.token_ids)
                 if len(self.arrivals) >= min(BEFORE_EVENT, self.max_tokens):
                     self.has_begun.set()
+                if self._num_after_interruption() >= AFTER_EVENT:
+                    break
 
-    def pause_s(self, since: float) -> float:
-        """The longest time between two tokens of which the second came after `since`."""
-        return max(end - start for start, end in pairwise(self.arrivals) if end > since)
+    def _num_after_interruption(self) -> int:
+        since = self.interrupted_at
+        return 0 if since is None else sum(at > since for at in self.arrivals[-AFTER_EVENT:])
 
-    def usual_s(self, until: float) -> float:
-        """The median time between two tokens before `until`."""
-        return median(end - start for start, end in pairwise(self.arrivals) if end <= until)
+    @property
+    def pause_s(self) -> float:
+        """The longest time between two tokens after the interruption."""
+        assert self.interrupted_at is not None
+        pairs = pairwise(self.arrivals)
+        return max(end - start for start, end in pairs if end > self.interrupted_at)
+
+    @property
+    def usual_s(self) -> float:
+        """The median time between two tokens before the interruption."""
+        assert self.interrupted_at is not None
+        pairs = pairwise(self.arrivals)
+        return median(end - start for start, end in pairs if end <= self.interrupted_at)
 
 
 class Deployment:
@@ -98,16 +111,18 @@ class Deployment:
     ) -> dict[str, object]:
         """A line of the table: streams of prompts of this length run, and something interrupts
         them, which returns how many tokens prefills had computed before."""
-        streams = [Stream(self.prompt(num_tokens), MAX_TOKENS) for _ in range(num_streams)]
+        most = SHAPE.max_position_embeddings - num_tokens
+        streams = [Stream(self.prompt(num_tokens), most) for _ in range(num_streams)]
         async with asyncio.TaskGroup() as tasks:
             for stream in streams:
                 tasks.create_task(stream.run(self.client))
             for stream in streams:
                 await stream.has_begun.wait()
             num_before = await interrupt()
-            interrupted_at = time.monotonic()
-        pauses = [stream.pause_s(interrupted_at) for stream in streams]
-        usual = median(stream.usual_s(interrupted_at) for stream in streams)
+            for stream in streams:
+                stream.interrupted_at = time.monotonic()
+        pauses = [stream.pause_s for stream in streams]
+        usual = median(stream.usual_s for stream in streams)
         return {
             "streams": num_streams,
             "tokens": num_tokens,
