@@ -32,6 +32,7 @@ MEMBER_NAME = "pagewire-cluster"
 MIN_TOKEN_CHARS = 16
 
 Stub = TypeVar("Stub")
+AnyChannel = TypeVar("AnyChannel", grpc.Channel, grpc.aio.Channel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +126,14 @@ class Cluster:
         named = [*options, ("grpc.ssl_target_name_override", MEMBER_NAME)]
         return grpc.aio.secure_channel(address, credentials, options=named)
 
+    def blocking_channel(self, address: str) -> grpc.Channel:
+        """As `channel`, for calls that block their thread."""
+        credentials = self.channel_credentials()
+        if credentials is None:
+            return grpc.insecure_channel(address, options=channel_options())
+        named = [*channel_options(), ("grpc.ssl_target_name_override", MEMBER_NAME)]
+        return grpc.secure_channel(address, credentials, options=named)
+
     @asynccontextmanager
     async def dial(
         self, make: Callable[[grpc.aio.Channel], Stub], address: str
@@ -133,7 +142,7 @@ class Cluster:
         async with self.channel(address, channel_options()) as channel:
             yield self.stub(make, channel)
 
-    def stub(self, make: Callable[[grpc.aio.Channel], Stub], channel: grpc.aio.Channel) -> Stub:
+    def stub(self, make: Callable[[AnyChannel], Stub], channel: AnyChannel) -> Stub:
         """A stub whose calls all contain the token."""
         made = make(channel)
         if self._tokens is not None:

@@ -15,6 +15,7 @@ these and the packages listed above it:
 | `models/` | decoder-only models over a KV cache; `models/transformers_backend/`: all others |
 | `structured/` | bitmasks of the tokens that a constraint allows |
 | `sampling/` | from logits to one token per row, on the host |
+| `block_transfer/` | leases and fetches: blocks that move between workers |
 | `engine/` | epochs, step streams and the model thread, over the `Executor` protocol |
 | `kv_cache/` | the KV cache on the device and the host, and how many blocks fit |
 | `loader/` | from a model's name to weights on the device |
@@ -29,6 +30,7 @@ One plan, from message to result:
 | --- | --- |
 | its message arrives and is decoded | `service/servicer.py`, `service/wire.py` |
 | epoch and step number are checked, the plan is queued | `engine/step_stream.py` |
+| leases and fetches of blocks begin and end | `block_transfer/transfers.py` |
 | sequences are forgotten, blocks swapped and copied | `kv_cache/cache_engine.py` |
 | new sequences and blocks are added | `runner/state/sequence_table.py` |
 | rows are checked, inputs flattened | `runner/batch/step_rows.py`, `runner/batch/inputs.py` |

@@ -14,6 +14,7 @@
     ├── AdapterNotFound    no adapter at a path or with a digest
     ├── BadAdapter         an adapter's files are damaged, unsupported or do not fit the model
     ├── AdaptersFull       no room for another adapter
+    ├── LeaseDenied        a reader has no lease in force for blocks
     ├── StaleTable         a newer table of adapters was set
     ├── WorkerRejected     the core instructed this worker to stop
     ├── StaleEpoch         a newer epoch has taken over
@@ -81,6 +82,10 @@ class BadAdapter(WorkerError):
 
 class AdaptersFull(WorkerError):
     """As many adapters are held as are allowed."""
+
+
+class LeaseDenied(WorkerError):
+    """A reader of blocks has no lease in force that names them."""
 
 
 class StaleTable(WorkerError):

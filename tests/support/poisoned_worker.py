@@ -26,6 +26,7 @@ class PoisonedRunner:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self.block_memory = runner.block_memory
 
     def launch(self, plan: StepPlan) -> Step:
         """Compute the plan, unless it is the last."""

@@ -10,12 +10,16 @@ from collections.abc import Iterable, Iterator, Set
 from typing import NoReturn
 
 from worker_service.adapters.store import AdapterInfo
+from worker_service.block_transfer.leases import LeasedBlocks
+from worker_service.block_transfer.transfers import Peers, Transfers
+from worker_service.block_transfer.transport import ReadRequest
 from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, ModelThread, Runner
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
 from worker_service.engine.tracing import MakeTraces
 from worker_service.errors import (
     InvalidPlan,
+    LeaseDenied,
     NotReady,
     OutOfOrder,
     ProfilingFailed,
@@ -36,7 +40,9 @@ STOP_WAIT_S = 2.0
 class Engine:
     """An executor of plans and at most one stream of plans."""
 
-    def __init__(self, executor: Executor, make_traces: MakeTraces | None = None) -> None:
+    def __init__(
+        self, executor: Executor, peers: Peers, make_traces: MakeTraces | None = None
+    ) -> None:
         self.last_epoch = 0
         """The greatest epoch seen."""
         self.num_weight_loads = 0
@@ -44,6 +50,7 @@ class Engine:
         """Counters of the steps of all streams."""
         self._executor = executor
         """Used on the model thread only, except for its assets and `interrupt`."""
+        self._peers = peers
         self._make_traces = make_traces
         self._thread = ModelThread()
         self._facts: ModelFacts | None = None
@@ -191,11 +198,24 @@ class Engine:
         self._fence(epoch)
         self._stream_epoch = epoch
         traces = self._make_traces(epoch, self.meter) if self._make_traces else None
-        self._stream = StepStream(epoch, self._runner, self._thread, self.meter, traces)
+        transfers = Transfers(self._runner.block_memory, self._peers)
+        self._stream = StepStream(epoch, self._runner, transfers, self._thread, self.meter, traces)
         self._idle.clear()
         self._busy.set()
         logger.info("step stream opened epoch=%d", epoch)
         return self._stream
+
+    def leased_blocks(self, request: ReadRequest) -> LeasedBlocks:
+        """The blocks that a reader requests. Raises LeaseDenied, and OutOfOrder for another epoch
+        or rank."""
+        if self._stream is None or request.epoch != self._stream.epoch:
+            epoch = 0 if self._stream is None else self._stream.epoch
+            raise OutOfOrder(f"epoch {request.epoch} is not that of the step stream, {epoch}")
+        if request.rank != self._peers.rank:
+            raise OutOfOrder(f"expected rank {self._peers.rank}, got {request.rank}")
+        if (leases := self._stream.transfers.leases) is None:
+            raise LeaseDenied("the model has no blocks")
+        return leases.open(request.lease_id, request.token, request.block_ids)
 
     def close_stream(self, stream: StepStream) -> None:
         """Discard the rest of a stream; called when its RPC ends, for whatever reason."""

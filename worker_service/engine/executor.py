@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from worker_service.adapters.store import AdapterInfo
+from worker_service.block_transfer.memory import BlockMemory
 from worker_service.cache_groups import CacheGroup
 from worker_service.plan import StepPlan, StepResult
 from worker_service.pooling_facts import PoolingFacts
@@ -115,6 +116,11 @@ class Runner(Protocol):
     A step is launched, then collected. A GPU may be given the next step before this one is
     collected, so that it never waits for the host to read a token; on a CPU launching computes.
     """
+
+    @property
+    def block_memory(self) -> BlockMemory | None:
+        """The caches' blocks; None for a model without any."""
+        ...
 
     def launch(self, plan: StepPlan) -> Step:
         """Start a plan's step. Raises InvalidPlan, after which the runner must be reset."""

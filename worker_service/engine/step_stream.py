@@ -8,8 +8,11 @@ launched as soon as the last one was, so that the device can start it right afte
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from worker_service.block_transfer.transfers import Transfers
 from worker_service.engine.executor import ModelThread, Runner, Step
 from worker_service.engine.step_stats import StepLog, StepMeter
 from worker_service.engine.tracing import StreamTraces
@@ -40,11 +43,14 @@ class StepStream:
         self,
         epoch: int,
         runner: Runner,
+        transfers: Transfers,
         thread: ModelThread,
         meter: StepMeter,
         traces: StreamTraces | None = None,
     ) -> None:
+        """transfers: of the runner's blocks, for this stream alone."""
         self.epoch = epoch
+        self.transfers = transfers
         self.is_closed = False
         self._has_failed = False
         """Whether nothing more is collected. Used by the follow-up thread."""
@@ -67,6 +73,7 @@ class StepStream:
         if plan.step_id != self._next_step_id:
             raise OutOfOrder(f"step {self._next_step_id} is next, got step {plan.step_id}")
         self._next_step_id += 1
+        self.transfers.notify()
         await self._capacity.acquire()
         self._thread.post(lambda: self._launch(plan))
 
@@ -78,7 +85,8 @@ class StepStream:
         """End the stream now: drop plans that were not launched, forget all sequences."""
         if not self.is_closed:
             self.is_closed = True
-            self._thread.post(self._runner.reset)
+            self.transfers.close()
+            self._thread.post(self._reset)
         if self._traces is not None:
             traces = self._traces
             # After the steps that were collected: a client may end this process before the
@@ -104,6 +112,9 @@ class StepStream:
         if self.is_closed:
             return
         try:
+            self.transfers.begin(plan)
+            if not _moves_targets(plan):
+                self._begin_fetches(plan)
             step = self._runner.launch(plan)
         except WorkerError as error:
             self._end(error)
@@ -111,6 +122,14 @@ class StepStream:
             self._end(_failure(plan, error))
         else:
             self._thread.follow_up(lambda: self._collect(plan, step))
+            if _moves_targets(plan):
+                self._begin_fetches(plan)
+
+    def _begin_fetches(self, plan: StepPlan) -> None:
+        """Begin a plan's fetches once the device is done with the steps launched so far, which may
+        write to blocks that the core has freed since."""
+        if plan.fetches:
+            self._thread.follow_up(lambda: self.transfers.begin_fetches(plan))
 
     def _collect(self, plan: StepPlan, step: Step) -> None:
         """Runs on the follow-up thread."""
@@ -123,6 +142,10 @@ class StepStream:
             failure = error if isinstance(error, WorkerError) else _failure(plan, error)
             self._thread.post(lambda: self._end(failure))
         else:
+            if _has_no_work(plan):
+                self.transfers.wait_for_end(lambda: self._is_needed(plan))
+            if ended := self.transfers.collect():
+                result = replace(result, fetches=ended)
             self._held.append(result)
             if not self._may_wait(plan):
                 self._put_held()
@@ -130,6 +153,10 @@ class StepStream:
             if self._traces is not None:
                 self._traces.record(plan, result)
             self._meter.count(plan, result)
+
+    def _is_needed(self, plan: StepPlan) -> bool:
+        """Whether the result of a plan without work is needed at once."""
+        return self.is_closed or self._next_step_id - 1 > plan.step_id
 
     def _may_wait(self, plan: StepPlan) -> bool:
         """Whether a plan's result, and those held before it, may wait for one more: only if the
@@ -141,8 +168,14 @@ class StepStream:
         """Runs on the model thread: nothing more is launched."""
         if not self.is_closed:
             self.is_closed = True
-            self._runner.reset()
+            self.transfers.close()
+            self._reset()
             self._thread.follow_up(lambda: self._put_end(error))
+
+    def _reset(self) -> None:
+        """Runs on the model thread, so that no later epoch's step or fetch comes before it."""
+        self.transfers.wait_closed()
+        self._runner.reset()
 
     def _put_end(self, error: WorkerError | None) -> None:
         """Runs on the follow-up thread."""
@@ -160,6 +193,20 @@ class StepStream:
             self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
         except RuntimeError:  # the loop is closed: nothing awaits the item
             logger.debug("the event loop is closed")
+
+
+def _moves_targets(plan: StepPlan) -> bool:
+    """Whether a cache operation of a plan touches the targets of its fetches."""
+    if not plan.fetches or not (len(plan.swap_out) or len(plan.copy)):
+        return False
+    moved = np.concatenate([plan.swap_out[:, 0], plan.copy.ravel()])
+    return any(bool(np.isin(fetch.blocks[:, 1], moved).any()) for fetch in plan.fetches)
+
+
+def _has_no_work(plan: StepPlan) -> bool:
+    """Whether nothing depends on a plan's result but the ends of fetches."""
+    columns = plan.seq_ids, plan.swap_out, plan.swap_in, plan.copy, plan.ended_lease_ids
+    return not plan.leases and not any(map(len, columns))
 
 
 def _failure(plan: StepPlan, error: Exception) -> StepFailed:

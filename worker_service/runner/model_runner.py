@@ -21,6 +21,7 @@ from worker_service.adapters.store import AdapterStore
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.engine.executor import FinishedStep, Step
+from worker_service.kv_cache.block_memory import CacheMemory
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan, monotonic_us
@@ -64,6 +65,7 @@ class ModelRunner:
         tokens. adapters: those that sequences may have; None: none."""
         self._model = model
         self._cache = cache
+        self.block_memory = CacheMemory(cache) if len(cache.device_cache) else None
         self._groups = model.kv_cache_spec.groups(block_size)
         self._grammars = grammars
         self._ranks = RankOutcomes(communicator or Communicator(Layout()))

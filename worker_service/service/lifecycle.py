@@ -16,6 +16,7 @@ from service_common.prometheus import make_registry
 from service_common.tracing import Tracing, make_tracing
 from service_common.version import VERSION
 from worker_service.address import Address, advertised, parse
+from worker_service.block_transfer.transfers import Peers
 from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import Executor
@@ -23,6 +24,7 @@ from worker_service.engine.tracing import traces_of_streams
 from worker_service.errors import DeviceLost, WorkerError, WorkerRejected
 from worker_service.load_progress import LoadProgress
 from worker_service.service.adapters import AdapterTable
+from worker_service.service.block_connection import BlockConnections
 from worker_service.service.metrics import WorkerCollector, WorkerFacts
 from worker_service.service.registration import Membership, Registrar
 from worker_service.service.servicer import WorkerServicer, model_info
@@ -53,8 +55,13 @@ def make_worker(
         if (address := getattr(network, option)) is not None:
             parse(address, option)
     tracing = make_tracing("worker", VERSION, network.otlp_endpoint, network.worker_id)
-    engine = Engine(executor, traces_of_streams(tracing, config) if tracing else None)
     cluster = Cluster(network.cluster)
+    peers = Peers(
+        connect=BlockConnections(cluster).connect,
+        rank=config.group.layout.rank,
+        world_size=config.group.layout.world_size,
+    )
+    engine = Engine(executor, peers, traces_of_streams(tracing, config) if tracing else None)
     server = GrpcServer(
         listen=network.listen,
         service_names=[SERVICE_NAME],

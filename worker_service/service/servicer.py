@@ -23,6 +23,7 @@ from worker_service.errors import InvalidPlan, StepFailed, WorkerError
 from worker_service.plan import monotonic_us
 from worker_service.service import wire
 from worker_service.service.adapters import AdapterTable
+from worker_service.service.block_connection import read_parts
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ STATUS_CODES: dict[type[PagewireError], grpc.StatusCode] = {
     errors.AdapterNotFound: grpc.StatusCode.NOT_FOUND,
     errors.BadAdapter: grpc.StatusCode.FAILED_PRECONDITION,
     errors.AdaptersFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.LeaseDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.StaleTable: grpc.StatusCode.ABORTED,
     errors.WorkerRejected: grpc.StatusCode.UNAVAILABLE,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
@@ -119,6 +121,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             last_epoch=self._engine.last_epoch,
             busy_us=round(self._engine.busy_s * 1e6),
             num_speculative_tokens=facts.num_speculative_tokens,
+            moves_blocks=bool(facts.cache_groups),
         )
 
     # The streaming rpcs write to the context instead of yielding, so that they are coroutines
@@ -170,6 +173,20 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._engine.close_stream(stream)
+
+    @_translates_errors
+    async def ReadBlocks(  # type: ignore[override]
+        self, request: pb.ReadBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        wanted = wire.decode_read_request(request)
+        parts = read_parts(self._engine.leased_blocks(wanted), wanted.reader)
+        following = asyncio.create_task(asyncio.to_thread(next, parts, None))
+        try:
+            while (part := await following) is not None:
+                following = asyncio.create_task(asyncio.to_thread(next, parts, None))
+                await context.write(part)
+        finally:
+            following.cancel()
 
     @_translates_errors
     async def LoadAdapter(

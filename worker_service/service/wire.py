@@ -12,9 +12,17 @@ import numpy as np
 from google.protobuf.message import Message
 
 from pagewire.columns import Column, columns_of, pack
-from pagewire.v1 import context_pb2, model_pb2, plan_pb2, pooling_pb2, sampling_pb2
+from pagewire.v1 import (
+    context_pb2,
+    model_pb2,
+    plan_pb2,
+    pooling_pb2,
+    sampling_pb2,
+    worker_service_pb2,
+)
 from pagewire.validation import find_violation
 from worker_service.array_types import Float32Array, Int32Array
+from worker_service.block_transfer.transport import Part, Reader, ReadRequest, SourceMemory
 from worker_service.engine.executor import ModelFacts
 from worker_service.errors import InvalidPlan
 from worker_service.plan import (
@@ -175,6 +183,43 @@ def _encode_pooling(facts: PoolingFacts) -> pooling_pb2.PoolingInfo:
                 pooling_pb2.NamedPrompt(name=name, text=text) for name, text in facts.prompts
             ],
         }
+    )
+
+
+def decode_read_request(message: worker_service_pb2.ReadBlocksRequest) -> ReadRequest:
+    """A reader's request. Raises InvalidPlan naming the field."""
+    reader = message.reader
+    return ReadRequest(
+        epoch=message.epoch,
+        lease_id=message.lease_id,
+        token=message.token,
+        block_ids=_decode_columns(message)["block_ids"].tolist(),
+        rank=message.rank,
+        reader=Reader(reader.machine, reader.pid) if message.HasField("reader") else None,
+    )
+
+
+def encode_read_request(request: ReadRequest) -> worker_service_pb2.ReadBlocksRequest:
+    """The message for a request to another worker."""
+    reader = request.reader
+    return worker_service_pb2.ReadBlocksRequest(
+        epoch=request.epoch,
+        lease_id=request.lease_id,
+        token=request.token,
+        block_ids=pack(request.block_ids),
+        rank=request.rank,
+        reader=None if reader is None else worker_service_pb2.ReaderProcess(**reader._asdict()),
+    )
+
+
+def decode_part(message: worker_service_pb2.ReadBlocksResponse) -> Part:
+    """A part of another worker's answer."""
+    memory = message.memory
+    values = {name: getattr(memory, name) for name in SourceMemory._fields}
+    return Part(
+        data=message.data,
+        digests=message.digests,
+        memory=SourceMemory(**values) if message.HasField("memory") else None,
     )
 
 

@@ -9,6 +9,7 @@ shares no code with `runner/` and `sampling/`, as it judges them.
 | --- | --- |
 | `executor.py` | the engine's executor; a step: move blocks, add sequences, check, sample, wait |
 | `memory_model.py` | what is in which KV slot, and what may be done with which block |
+| `block_memory.py` | the content of a block as bytes, for other simulated workers |
 | `sequences.py` | sequences and the rows of a step, checked against the rules of `plan.proto` |
 | `model.py` | the simulated model: histories, next tokens, log probabilities; its sampler |
 | `adapters.py` | adapters: the files of a folder, which are not interpreted |

@@ -29,6 +29,7 @@ from worker_service.plan import (
 )
 from worker_service.pooling_facts import PoolingFacts
 from worker_service.simulated.adapters import SimulatedAdapter, SimulatedAdapters
+from worker_service.simulated.block_memory import SimulatedMemory
 from worker_service.simulated.memory_model import MemoryModel
 from worker_service.simulated.model import (
     VECTOR_SIZE,
@@ -102,6 +103,11 @@ class SimulatedRunner:
             num_cpu_blocks=self._num_cpu_blocks,
             groups=self._groups,
         )
+        self.block_memory = (
+            SimulatedMemory(self._memory, self._num_gpu_blocks, self._num_cpu_blocks)
+            if self._num_gpu_blocks
+            else None
+        )
         self._table = SimulatedSequenceTable(
             self._memory,
             vocab_size=self._config.vocab_size,
@@ -163,10 +169,17 @@ class SimulatedRunner:
         )
 
     def _move_blocks(self, plan: StepPlan) -> None:
+        for lease_id in plan.ended_lease_ids.tolist():
+            self._memory.end_lease(lease_id)
         self._table.forget(plan.forget_seq_ids)
         self._memory.swap_out(plan.swap_out.tolist())
         self._memory.swap_in(plan.swap_in.tolist())
         self._memory.copy(plan.copy.tolist())
+        for index, lease in enumerate(plan.leases):
+            field = f"leases[{index}].block_ids"
+            self._memory.begin_lease(lease.lease_id, lease.block_ids.tolist(), field)
+        for index, fetch in enumerate(plan.fetches):
+            self._memory.check_fetch(fetch.blocks.tolist(), f"fetches[{index}].blocks")
 
     def _admit(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):

@@ -20,11 +20,15 @@ The rules, each of which ends in `InvalidPlan`:
 - A block that is swapped in is not used by a row or a copy of the same step, because the swap runs
   concurrently with them.
 - A block is in tables of one group only.
+- A block that is leased was written before, and is not written as long as it is leased.
+- A block that a fetch writes is held by no sequence and not leased; until the fetch has ended it
+  contains nothing.
 
 Together they ensure that a context that was checked once stays correct as long as it is held.
 Plain integers only: neither numpy nor protobuf.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -63,6 +67,10 @@ class MemoryModel:
         """Held blocks that this step swaps out, and their holders."""
         self._arriving: frozenset[int] = _NO_IDS
         """Blocks that this step swaps in."""
+        self._leases: dict[int, tuple[int, ...]] = {}
+        """The blocks of each lease, ~b for host block b."""
+        self._leased: Counter[int] = Counter()
+        """The number of leases of each block."""
 
     def check_block(self, block: int, field: str) -> None:
         """Raises InvalidPlan unless this is a block of the device cache."""
@@ -119,6 +127,41 @@ class MemoryModel:
         for block in self._arriving.intersection(block for pair in pairs for block in pair):
             raise InvalidPlan("copy", f"device block {block} is a target of swap_in, too")
         self._move("copy", pairs, self._device, self._device)
+
+    def begin_lease(self, lease_id: int, blocks: Iterable[int], field: str) -> None:
+        """Keep blocks from being written. Raises InvalidPlan if one was never written."""
+        self._leases[lease_id] = tuple(blocks)
+        self._leased.update(self._leases[lease_id])
+        for block in self._leases[lease_id]:
+            contents = self._device if block >= 0 else self._host
+            if contents[block if block >= 0 else ~block] is None:
+                raise InvalidPlan(field, f"block {block} was never written")
+
+    def end_lease(self, lease_id: int) -> None:
+        """Let blocks be written again, unless another lease has them."""
+        for block in self._leases.pop(lease_id):
+            self._leased[block] -= 1
+            if self._leased[block] == 0:
+                del self._leased[block]
+
+    def check_fetch(self, pairs: Pairs, field: str) -> None:
+        """Raises InvalidPlan unless a fetch may write its targets."""
+        self._check_unheld(field, pairs)
+        for _, target in pairs:
+            self._check_not_leased(target, field)
+
+    def _check_not_leased(self, block: int, field: str) -> None:
+        if block in self._leased:
+            name = f"device block {block}" if block >= 0 else f"host block {~block}"
+            raise InvalidPlan(field, f"{name} is leased and must not be written")
+
+    def content(self, block: int) -> Content | None:
+        """What a block contains, ~b for host block b."""
+        return self._device[block] if block >= 0 else self._host[~block]
+
+    def replace(self, block: int, content: Content | None) -> None:
+        """Change the content of a device block."""
+        self._device[block] = content
 
     def check_use(self, sequence: SimulatedSequence, row: int) -> None:
         """Raises InvalidPlan if a sequence with a row holds a block that this step swaps in."""
@@ -255,6 +298,8 @@ class MemoryModel:
     ) -> list[History | None]:
         """The slots of a block that a row of a sequence may write to."""
         self._check_exclusive(block, seq_id, row, forks)
+        if self._leased:
+            self._check_not_leased(block, "seq_ids")
         self._check_stays(block, seq_id, row)
         content = self._device[block]
         if content is None or content.group != group:
@@ -309,6 +354,7 @@ class MemoryModel:
                 raise InvalidPlan(field, _expected(len(targets), "target", target))
             if target in contents:
                 raise InvalidPlan(field, f"target block {target} is named twice")
+            self._check_not_leased(~target if targets is self._host else target, field)
             content = sources[source]
             if content is None:
                 raise InvalidPlan(field, f"source block {source} was never written")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.counting_model import loaded_counting_model
+from tests.support.peers import NO_PEERS
 from worker_service.config import CacheConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import BlockCounts
@@ -43,7 +44,7 @@ class CountingExecutor(TorchExecutor):
 
 async def test_memory_is_measured_once_for_each_size_of_batch() -> None:
     executor = CountingExecutor()
-    engine = Engine(executor)
+    engine = Engine(executor, NO_PEERS)
     await engine.load()
     try:
         counts = [(await engine.profile_blocks(n, 64)).num_gpu_blocks for n in (3, 3, 4, 3)]
@@ -55,7 +56,7 @@ async def test_memory_is_measured_once_for_each_size_of_batch() -> None:
 
 async def test_a_batch_that_cannot_be_computed_is_an_error_that_says_why() -> None:
     executor = CountingExecutor()
-    engine = Engine(executor)
+    engine = Engine(executor, NO_PEERS)
     await engine.load()
     executor.failure = TypeError("failed to specialize an argument\nand more")
     says = "^the largest batch cannot be computed: TypeError: failed to specialize an argument$"
@@ -72,7 +73,7 @@ async def test_a_batch_that_cannot_be_computed_is_an_error_that_says_why() -> No
 async def test_nothing_is_made_for_an_epoch_that_another_has_taken_over_meanwhile() -> None:
     """A rank would wait for others that are at the newer one already."""
     executor = CountingExecutor()
-    engine = Engine(executor)
+    engine = Engine(executor, NO_PEERS)
     await engine.load()
     may_go_on = threading.Event()
 

@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from tests.support.peers import no_transfers
 from tests.support.plans import step_plan
 from worker_service.engine.executor import ModelThread
 from worker_service.engine.step_stats import StepMeter
@@ -43,6 +44,8 @@ class Launched:
 
 class Launcher:
     """A runner that records its calls. Refuses step `bad_step`."""
+
+    block_memory = None
 
     def __init__(self, bad_step: int | None = None) -> None:
         self.bad_step = bad_step
@@ -97,7 +100,7 @@ async def collected_together(stream: StepStream) -> tuple[list[list[int]], Worke
 
 async def test_steps_are_launched_while_an_earlier_one_is_under_way(thread: ModelThread) -> None:
     runner, meter = Launcher(), StepMeter()
-    stream = StepStream(1, runner, thread, meter)
+    stream = StepStream(1, runner, no_transfers(), thread, meter)
     await submit(stream, thread, 3)
     assert len(runner.steps) == 3
     for step in reversed(runner.steps):
@@ -112,7 +115,7 @@ async def test_a_plan_that_is_refused_ends_the_stream_after_the_results_before_i
     thread: ModelThread,
 ) -> None:
     runner = Launcher(bad_step=3)
-    stream = StepStream(1, runner, thread, StepMeter())
+    stream = StepStream(1, runner, no_transfers(), thread, StepMeter())
     await submit(stream, thread, 4)
     for step in runner.steps:
         step.is_done.set()
@@ -125,7 +128,7 @@ async def test_a_failure_of_the_device_ends_the_stream_and_later_results_do_not_
     thread: ModelThread,
 ) -> None:
     runner = Launcher()
-    stream = StepStream(1, runner, thread, StepMeter())
+    stream = StepStream(1, runner, no_transfers(), thread, StepMeter())
     await submit(stream, thread, 3)
     runner.steps[1].breaks = True
     for step in runner.steps:
@@ -153,7 +156,7 @@ class StepsAtClose:
 async def test_spans_of_a_stream_that_is_closed_include_the_steps_being_collected() -> None:
     thread, runner, meter = ModelThread(), Launcher(), StepMeter()
     traces = StepsAtClose(meter)
-    stream = StepStream(1, runner, thread, meter, traces)  # type: ignore[arg-type]
+    stream = StepStream(1, runner, no_transfers(), thread, meter, traces)  # type: ignore[arg-type]
     await submit(stream, thread, 2)
     stream.close()
     for step in runner.steps:
@@ -166,7 +169,7 @@ async def test_spans_of_a_stream_that_is_closed_include_the_steps_being_collecte
 async def test_a_stream_ends_with_what_it_is_told(
     thread: ModelThread, end: Callable[[StepStream, WorkerError], None]
 ) -> None:
-    stream = StepStream(1, Launcher(), thread, StepMeter())
+    stream = StepStream(1, Launcher(), no_transfers(), thread, StepMeter())
     error = StepFailed("made up")
     end(stream, error)
     assert await collected(stream) == ([], error)
@@ -185,7 +188,7 @@ async def test_results_wait_as_allowed_while_another_step_is_at_hand(
 ) -> None:
     """Once a single step is left, the core is to plan what comes after it."""
     runner = Launcher()
-    stream = StepStream(1, runner, thread, StepMeter())
+    stream = StepStream(1, runner, no_transfers(), thread, StepMeter())
     await submit(stream, thread, 5, allowed)
     for step in runner.steps:
         step.is_done.set()

@@ -21,6 +21,8 @@ TOLERANCE = 1e-5
 class Ranks:
     """A group as a runner."""
 
+    block_memory = None
+
     def __init__(self, group: RankThreads) -> None:
         self.group = group
         group.join(NUM_BLOCKS)

@@ -1,0 +1,238 @@
+"""Workers read each other's blocks: the tokens of a sequence do not depend on where its prefix was
+computed."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+
+from pagewire.columns import pack
+from pagewire.v1 import plan_pb2
+from pagewire.v1 import worker_service_pb2 as pb
+from tests.support.counting_model import next_token
+from tests.support.peers import TOKEN, fetch, keys_of, lease
+from tests.support.running_worker import RunningWorker, Steps, running_worker
+from tests.support.worker_driver import PlanBuilder, Row, block_table, values
+from worker_service.block_transfer import transfers
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+EPOCH = 3
+"""Of the source; the target's is 8."""
+
+
+class End:
+    """One worker with its stream of plans."""
+
+    def __init__(self, worker: RunningWorker, epoch: int) -> None:
+        self.worker = worker
+        self.plans = PlanBuilder(epoch=epoch)
+        self.steps = Steps(worker.stub)
+
+    @property
+    def address(self) -> str:
+        return str(self.worker.worker.address)
+
+    async def step(self, rows: list[Row] | None = None, **fields: Any) -> plan_pb2.StepResult:
+        """The result of a plan, which is sent at once."""
+        await self.steps.send(self.plans.plan(rows or [], **fields))
+        return await self.steps.result()
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[tuple[End, End]]:
+    """A source, which has computed the prompt in blocks 0 to 2, and a target."""
+    async with AsyncExitStack() as stack:
+        source, target = [await stack.enter_async_context(running_worker()) for _ in range(2)]
+        await source.initialize(EPOCH)
+        await target.initialize(8)
+        first = End(source, EPOCH)
+        first.plans.add(1, PROMPT)
+        await first.step([Row(1, len(PROMPT))])
+        second = End(target, 8)
+        yield first, second
+        first.steps.cancel()
+        second.steps.cancel()
+
+
+async def fetched(target: End, fetch: plan_pb2.BlockFetch) -> plan_pb2.FetchResult:
+    """The end of a fetch, with plans that do nothing else."""
+    result = await target.step(fetches=[fetch])
+    while not result.fetches:
+        result = await target.step()
+    (ended,) = result.fetches
+    return ended
+
+
+async def continued(target: End) -> int:
+    """The token after the prompt, of which the target computes the last token."""
+    target.plans.next_block = 9
+    target.plans.add(1, PROMPT, num_computed_tokens=8, tables=block_table([5, 6]))
+    target.plans.tables[1], target.plans.lengths[1] = [5, 6], 8
+    result = await target.step([Row(1, 1)])
+    (token,) = values(result.token_ids)
+    return token
+
+
+@contextmanager
+def silent_address() -> Iterator[str]:
+    """Where connections are accepted by the system and by nobody else."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "machine_name", str)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "process_memory"])
+async def test_a_sequence_continues_on_fetched_blocks(
+    ends: tuple[End, End], transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if transport == "grpc":
+        without_memory(monkeypatch)
+    source, target = ends
+    await source.step(leases=[lease([0, 1])])
+    end = await fetched(target, fetch(source.address, [(0, 5), (1, 6)], source_epoch=EPOCH))
+    assert (end.failure, end.message, end.transport) == (0, "", transport)
+    assert end.num_bytes == 256
+    assert await continued(target) == next_token(PROMPT)
+
+
+async def test_blocks_of_the_host_are_fetched(ends: tuple[End, End]) -> None:
+    source, target = ends
+    await source.step(swap_out=pack([0, 3, 1, 2]))
+    await source.step(leases=[lease([~3, ~2])])
+    end = await fetched(target, fetch(source.address, [(~3, 5), (~2, 6)], source_epoch=EPOCH))
+    assert end.failure == 0
+    assert await continued(target) == next_token(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "failure"),
+    [
+        ({"lease_id": 2}, "DENIED"),
+        ({"token": bytes(16)}, "DENIED"),
+        ({"source_epoch": EPOCH - 1}, "DENIED"),
+        ({"source_epoch": EPOCH + 1}, "DENIED"),
+        ({"blocks": pack([0, 5, 2, 6])}, "DENIED"),
+        ({"keys": keys_of(2, first=2)}, "DIGEST_MISMATCH"),
+        ({"blocks": pack([1, 5, 0, 6])}, "DIGEST_MISMATCH"),
+        ({"addresses": ["127.0.0.1:1"]}, "UNREACHABLE"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["grpc", "process_memory"])
+async def test_a_fetch_of_anything_else_than_what_is_leased_fails(
+    ends: tuple[End, End],
+    changes: dict[str, Any],
+    failure: str,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if transport == "grpc":
+        without_memory(monkeypatch)
+    source, target = ends
+    await source.step(leases=[lease([0, 1])])
+    wrong = fetch(source.address, [(0, 5), (1, 6)], **{"source_epoch": EPOCH} | changes)
+    end = await fetched(target, wrong)
+    assert plan_pb2.FetchFailure.Name(end.failure) == f"FETCH_FAILURE_{failure}"
+    assert end.message
+
+
+async def read(source: End, **changes: Any) -> grpc.StatusCode:
+    """The status of a call that reads block 0."""
+    fields = {"epoch": EPOCH, "lease_id": 1, "token": TOKEN, "block_ids": pack([0])} | changes
+    call = source.worker.stub.ReadBlocks(pb.ReadBlocksRequest(**fields))
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_a_lease_is_served_from_its_plan_to_its_end(ends: tuple[End, End]) -> None:
+    source, _ = ends
+    assert await read(source) is grpc.StatusCode.PERMISSION_DENIED
+    await source.step(leases=[lease([0, 1])])
+    assert await read(source) is grpc.StatusCode.OK
+    assert await read(source, rank=1) is grpc.StatusCode.FAILED_PRECONDITION
+    await source.step(ended_lease_ids=pack([1]))
+    assert await read(source) is grpc.StatusCode.PERMISSION_DENIED
+    await source.step(leases=[lease([0], timeout_ms=1)])
+    await asyncio.sleep(0.002)
+    assert await read(source) is grpc.StatusCode.PERMISSION_DENIED
+    await source.step(ended_lease_ids=pack([1]))
+
+
+async def test_the_end_of_the_stream_ends_its_leases(ends: tuple[End, End]) -> None:
+    source, _ = ends
+    await source.step(leases=[lease([0, 1])])
+    assert await source.steps.finish() is grpc.StatusCode.OK
+    assert await read(source) is grpc.StatusCode.FAILED_PRECONDITION
+    await source.worker.initialize(EPOCH + 1)
+    assert await read(source) is grpc.StatusCode.FAILED_PRECONDITION
+    steps, plans = Steps(source.worker.stub), PlanBuilder(epoch=EPOCH + 1)
+    await steps.send(plans.plan([]))
+    await steps.result()
+    assert await read(source, epoch=EPOCH + 1) is grpc.StatusCode.PERMISSION_DENIED
+    steps.cancel()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"leases": [lease([64])]}, "leases[0].block_ids"),
+        ({"leases": [lease([~4])]}, "leases[0].block_ids"),
+        ({"leases": [lease([0]), lease([1])]}, "leases[1].lease_id"),
+        ({"ended_lease_ids": pack([1])}, "ended_lease_ids"),
+        ({"fetches": [fetch("a:1", [(0, 64)])]}, "fetches[0].blocks"),
+        ({"fetches": [fetch("a:1", [(0, 5)])] * 2}, "fetches[1].fetch_id"),
+        ({"fetches": [fetch("a:1", [(0, 5)], addresses=["a:1", "a:2"])]}, "fetches[0].addresses"),
+    ],
+)
+async def test_what_contradicts_the_leases_and_fetches_ends_the_stream(
+    ends: tuple[End, End], fields: dict[str, Any], field: str
+) -> None:
+    source, _ = ends
+    await source.steps.send(source.plans.plan([], **fields))
+    error = await source.steps.error()
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert str(error.details()).startswith(f"{field}: ")
+
+
+async def test_no_plan_may_touch_the_targets_of_an_open_fetch(ends: tuple[End, End]) -> None:
+    _, target = ends
+    with silent_address() as address:
+        await target.step(fetches=[fetch(address, [(0, 5)])])
+        await target.steps.send(target.plans.plan([], copy=pack([1, 5])))
+        error = await target.steps.error()
+    assert str(error.details()) == "copy: device block 5 is the target of a fetch"
+
+
+async def test_a_source_that_says_nothing_stalls_or_times_out(ends: tuple[End, End]) -> None:
+    _, target = ends
+    engine = target.worker.worker._engine
+    engine._peers = replace(engine._peers, stall_s=0.4)
+    with silent_address() as address:
+        stalled = await fetched(target, fetch(address, [(0, 5)]))
+        late = await fetched(target, fetch(address, [(0, 5)], timeout_ms=200))
+    assert stalled.failure == plan_pb2.FETCH_FAILURE_STALLED
+    assert late.failure == plan_pb2.FETCH_FAILURE_TIMED_OUT
+
+
+async def test_a_result_without_rows_waits_until_another_plan_arrives(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "MAX_RESULT_DELAY_S", 60.0)
+    _, target = ends
+    with silent_address() as address:
+        plans = target.plans
+        await target.steps.send(plans.plan([], fetches=[fetch(address, [(0, 5)])]))
+        await target.steps.send(plans.plan([]))
+        assert (await target.steps.result()).step_id == 1
+        target.steps.cancel()
