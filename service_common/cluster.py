@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from service_common.errors import Unauthenticated
-from service_common.grpc_options import Options, channel_options
+from service_common.grpc_options import MAX_FRAME_BYTES, Options, channel_options
 from service_common.metadata import AUTHORIZATION, authorization
 from service_common.tls import TlsFiles, channel_credentials, server_credentials
 from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
@@ -127,11 +127,12 @@ class Cluster:
         return grpc.aio.secure_channel(address, credentials, options=named)
 
     def blocking_channel(self, address: str) -> grpc.Channel:
-        """As `channel`, for calls that block their thread."""
+        """As `channel`, for calls that block their thread and receive much data."""
         credentials = self.channel_credentials()
+        options = [*channel_options(), ("grpc.http2.max_frame_size", MAX_FRAME_BYTES)]
         if credentials is None:
-            return grpc.insecure_channel(address, options=channel_options())
-        named = [*channel_options(), ("grpc.ssl_target_name_override", MEMBER_NAME)]
+            return grpc.insecure_channel(address, options=options)
+        named = [*options, ("grpc.ssl_target_name_override", MEMBER_NAME)]
         return grpc.secure_channel(address, credentials, options=named)
 
     @asynccontextmanager

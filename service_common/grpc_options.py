@@ -5,6 +5,9 @@ from typing import Any
 MAX_MESSAGE_BYTES = 256 << 20
 """Largest message between the services: a plan that adds thousands of long prompts."""
 
+MAX_FRAME_BYTES = 2**24 - 1
+"""Largest frame of a connection for much data, instead of 16 KiB: a third more bytes per second."""
+
 MAX_METADATA_BYTES = 16 << 10
 """Maximum size of a call's metadata, in bytes."""
 

@@ -3,9 +3,9 @@
 import hmac
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from worker_service.block_transfer.memory import BlockMemory, block_digest, has_block
+from worker_service.block_transfer.memory import BlockMemory, block_digest, has_block, new_digest
 from worker_service.errors import InvalidPlan, LeaseDenied
 from worker_service.plan import KEY_BYTES, BlockLease, monotonic_us
 
@@ -22,7 +22,6 @@ class _Lease:
                 lease.block_ids.tolist(), range(0, len(keys), KEY_BYTES), strict=True
             )
         }
-        self.digests: dict[int, bytes] = {}
         self.expires_us = received_us + lease.timeout_ms * 1000
         self.is_over = False
 
@@ -32,13 +31,12 @@ class _Lease:
             raise LeaseDenied("the lease has ended or expired")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Leased:
-    """A block as it was while it was leased."""
+class Piece(NamedTuple):
+    """A part of a block as it was while it was leased."""
 
-    data: memoryview
-    """Empty if only the digest was requested."""
+    data: bytes
     digest: bytes
+    """The block's, with its last piece; else empty."""
 
 
 class LeasedBlocks:
@@ -49,31 +47,27 @@ class LeasedBlocks:
         self.blocks = blocks
         self._lease = lease
 
-    def copies(self) -> Iterator[Leased]:
-        """The blocks, in order. Raises LeaseDenied once the lease is over, for a block that may
+    def pieces(self, max_bytes: int) -> Iterator[Piece]:
+        """The blocks, in order. Raises LeaseDenied once the lease is over, for a piece that may
         have been written to meanwhile, too."""
         for block in self.blocks:
             self._lease.check()
-            data = memoryview(bytes(self.memory.source(block)))
-            self._lease.check()
-            yield Leased(data=data, digest=self._digest(block, data))
+            view = self.memory.source(block)
+            digest = new_digest(self._lease.keys[block])
+            for start in range(0, len(view), max_bytes):
+                data = bytes(view[start : start + max_bytes])
+                self._lease.check()
+                digest.update(data)
+                is_last = start + max_bytes >= len(view)
+                yield Piece(data, digest.digest() if is_last else b"")
 
-    def digests(self) -> Iterator[Leased]:
-        """The blocks' digests alone, in order. Raises LeaseDenied as `copies` does."""
+    def digests(self) -> Iterator[bytes]:
+        """The blocks' digests alone, in order. Raises LeaseDenied as `pieces` does."""
         for block in self.blocks:
             self._lease.check()
-            digest = self._lease.digests.get(block)
-            if digest is None:
-                digest = block_digest(self._lease.keys[block], self.memory.source(block))
-                self._lease.check()
-                self._lease.digests[block] = digest
-            yield Leased(data=memoryview(b""), digest=digest)
-
-    def _digest(self, block: int, data: memoryview) -> bytes:
-        digests = self._lease.digests
-        if block not in digests:
-            digests[block] = block_digest(self._lease.keys[block], data)
-        return digests[block]
+            digest = block_digest(self._lease.keys[block], self.memory.source(block))
+            self._lease.check()
+            yield digest
 
 
 class LeaseTable:

@@ -49,9 +49,14 @@ def has_block(memory: BlockMemory, block: int) -> bool:
     return ~block < memory.num_host_blocks
 
 
+def new_digest(key: bytes) -> xxhash.xxh3_128:
+    """The digest of a block, before its bytes."""
+    return xxhash.xxh3_128(key, seed=int.from_bytes(key[:8], "little"))
+
+
 def block_digest(key: bytes, data: memoryview | bytes) -> bytes:
     """XXH3-128 of a block's key and bytes. The same bytes under another key, and the bytes of
     another block, have another digest."""
-    digest = xxhash.xxh3_128(key, seed=int.from_bytes(key[:8], "little"))
+    digest = new_digest(key)
     digest.update(data)
     return digest.digest()

@@ -162,7 +162,7 @@ class Fetch:
             for part in parts:
                 self._progress_s = time.monotonic()
                 if part.memory is not None:
-                    blocks.copy_from(part.memory)
+                    blocks.read_from(part.memory)
                     self._transport = "process_memory"
                 elif part.data:
                     blocks.write(part.data)

@@ -14,9 +14,6 @@ from worker_service.block_transfer.process_memory import (
 )
 from worker_service.plan import KEY_BYTES, BlockFetch, FetchFailure
 
-COPIED_AT_ONCE = 8 * 2**20
-"""Bytes that are copied from another process's memory before a fetch can be stopped."""
-
 
 class FetchFailed(Exception):
     """Why a fetch cannot continue."""
@@ -121,6 +118,8 @@ class ArrivingBlocks:
         self._keys = fetch.keys
         self._views: dict[int, memoryview] = {}
         """Where the blocks that are not committed are written, by index in the fetch."""
+        self._source: SourceMemory | None = None
+        """Where the bytes are, if they do not come in messages."""
         self._num_checked = 0
 
     @property
@@ -141,8 +140,10 @@ class ArrivingBlocks:
             self.num_bytes += len(some)
             rest = rest[len(some) :]
 
-    def copy_from(self, memory: SourceMemory) -> None:
-        """Copy all blocks from another process's memory. Raises MemoryUnreadable."""
+    def read_from(self, memory: SourceMemory) -> None:
+        """Copy blocks from another process's memory, those of a few digests at a time as these
+        arrive: the processors' caches still have what the source has just read. Raises
+        MemoryUnreadable, as `check` does then."""
         probe = memoryview(bytearray(len(memory.probe)))
         read_memory(memory.pid, [Piece(memory.probe_address, probe)])
         if bytes(probe) != memory.probe:
@@ -150,37 +151,37 @@ class ArrivingBlocks:
         if memory.block_bytes != self._block_bytes:
             expected = f"expected blocks of {self._block_bytes} bytes, got {memory.block_bytes}"
             raise FetchFailed(FetchFailure.MALFORMED, expected)
-        count = max(1, COPIED_AT_ONCE // self._block_bytes)
-        for start in range(0, len(self.sources), count):
-            indices = range(start, min(start + count, len(self.sources)))
-            with self._guard:
-                pieces = [
-                    Piece(_address(memory, self.sources[index]), self._view(index))
-                    for index in indices
-                ]
-                read_memory(memory.pid, pieces)
-            self.num_bytes += len(indices) * self._block_bytes
+        self._source = memory
+
+    def _copy(self, memory: SourceMemory, indices: range) -> None:
+        with self._guard:
+            views = [self._view(index) for index in indices]
+            addresses = [_address(memory, self.sources[index]) for index in indices]
+            read_memory(memory.pid, list(map(Piece, addresses, views)))
+        self.num_bytes += len(indices) * self._block_bytes
 
     def check(self, digests: bytes) -> None:
         """Compare the next blocks with their digests, and commit them. Raises FetchFailed for a
         block that has another."""
         if len(digests) % DIGEST_BYTES:
             raise FetchFailed(FetchFailure.MALFORMED, "the source sent a part of a digest")
-        if self._num_checked + len(digests) // DIGEST_BYTES > self.num_complete:
+        end = self._num_checked + len(digests) // DIGEST_BYTES
+        if self._source is not None and end <= len(self.sources):
+            self._copy(self._source, range(self._num_checked, end))
+        if end > self.num_complete:
             raise FetchFailed(FetchFailure.MALFORMED, "the source sent a digest before its block")
         for start in range(0, len(digests), DIGEST_BYTES):
             self._check_next(digests[start : start + DIGEST_BYTES])
 
     def _check_next(self, digest: bytes) -> None:
         index = self._num_checked
+        view = self._views.pop(index)
+        key = self._keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+        if block_digest(key, view) != digest:
+            problem = f"block {self.sources[index]} of the source arrived with another digest"
+            raise FetchFailed(FetchFailure.DIGEST_MISMATCH, problem)
         with self._guard:
-            view = self._view(index)
-            key = self._keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            if block_digest(key, view) != digest:
-                problem = f"block {self.sources[index]} of the source arrived with another digest"
-                raise FetchFailed(FetchFailure.DIGEST_MISMATCH, problem)
             self._memory.commit(self._targets[index], view)
-            del self._views[index]
         self._num_checked += 1
 
     def finish(self) -> None:

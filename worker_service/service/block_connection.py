@@ -15,11 +15,12 @@ from worker_service.block_transfer.transport import FetchFailed, Part, Reader, R
 from worker_service.plan import FetchFailure
 from worker_service.service import wire
 
-CHUNK_BYTES = 1 << 20
-"""Maximum number of bytes in a message."""
+CHUNK_BYTES = 1 << 19
+"""Maximum number of bytes in a message: the fastest size, as larger ones are mapped and unmapped
+for every message."""
 
-DIGESTS_AT_ONCE = 64
-"""Digests in a message without bytes."""
+DIGESTED_BYTES = 8 << 20
+"""Bytes of the blocks whose digests a message without bytes has, at least one block."""
 
 _PROBE = bytearray(secrets.token_bytes(16))
 """Random bytes by which a reader recognizes this process."""
@@ -67,31 +68,26 @@ def _memory_parts(
 ) -> Iterator[pb.ReadBlocksResponse]:
     yield pb.ReadBlocksResponse(memory=memory)
     digests = bytearray()
-    for leased in blocks.digests():
-        digests += leased.digest
-        if len(digests) >= DIGESTS_AT_ONCE * len(leased.digest):
+    count = max(1, DIGESTED_BYTES // memory.block_bytes)
+    for number, digest in enumerate(blocks.digests(), start=1):
+        digests += digest
+        if number % count == 0 or number == len(blocks.blocks):
             yield pb.ReadBlocksResponse(digests=bytes(digests))
             digests.clear()
-    if digests:
-        yield pb.ReadBlocksResponse(digests=bytes(digests))
 
 
 def _data_parts(blocks: LeasedBlocks) -> Iterator[pb.ReadBlocksResponse]:
     """Messages of some small blocks, or of a part of a large one."""
-    data, digests = bytearray(), bytearray()
-    for leased in blocks.copies():
-        if len(data) + len(leased.data) > CHUNK_BYTES and data:
-            yield pb.ReadBlocksResponse(data=bytes(data), digests=bytes(digests))
-            data.clear()
-            digests.clear()
-        start = 0
-        while len(leased.data) - start > CHUNK_BYTES:
-            chunk = leased.data[start : start + CHUNK_BYTES]
-            yield pb.ReadBlocksResponse(data=bytes(chunk))
-            start += CHUNK_BYTES
-        data += leased.data[start:]
-        digests += leased.digest
-    yield pb.ReadBlocksResponse(data=bytes(data), digests=bytes(digests))
+    data: list[bytes] = []
+    digests, size = b"", 0
+    for piece in blocks.pieces(CHUNK_BYTES):
+        if size + len(piece.data) > CHUNK_BYTES:
+            yield pb.ReadBlocksResponse(data=b"".join(data), digests=digests)
+            data, digests, size = [], b"", 0
+        data.append(piece.data)
+        digests += piece.digest
+        size += len(piece.data)
+    yield pb.ReadBlocksResponse(data=b"".join(data), digests=digests)
 
 
 class BlockConnections:
