@@ -75,6 +75,7 @@ class Worker:
     ) -> None:
         """`timeout_s`: of each call and step stream. `on_wait`: called if no worker responds yet.
         Raises Failed, naming the call, without an answer."""
+        self.address = address
         self.timeout_s = timeout_s
         self.registration_server = registration_server
         """The core's side of its registration, if it registered with the kit."""

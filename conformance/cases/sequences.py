@@ -42,7 +42,7 @@ def forgetting_an_unknown_sequence_is_refused(worker: Worker, stream: StepStream
     stream.send_changed(forget_seq_ids=[stream.prefilled(worker.prompt(1)).seq_id + 7])
 
 
-@stream_case("plan", "Order: forget sequences, swap out, swap in, copy, take in new sequences")
+@stream_case("plan", "forget sequences, swap out, swap in, copy, begin leases")
 def an_id_may_be_forgotten_and_reused_in_one_plan(worker: Worker, stream: StepStream) -> Alone:
     first = stream.prefilled(worker.prompt(1))
     second = stream.generate(stream.new(worker.prompt(2), seq_id=first.seq_id), 3, forget=[first])

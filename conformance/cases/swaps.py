@@ -57,7 +57,7 @@ def a_block_swapped_out_may_be_written_in_the_same_step(
     return {"the sequence swapped in": found, "the sequence swapped out": other}
 
 
-@stream_case("plan", "Order: forget sequences, swap out, swap in, copy, take in new sequences")
+@stream_case("plan", "forget sequences, swap out, swap in, copy, begin leases")
 def a_block_may_be_swapped_out_before_a_copy_overwrites_it(
     worker: Worker, stream: StepStream
 ) -> Alone:

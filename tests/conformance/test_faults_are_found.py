@@ -530,7 +530,7 @@ BROAD = {
 def test_every_case_can_fail(healthy: str) -> None:
     elsewhere = (
         *("registration", "structured output", "constrained rows", "groups", "contexts"),
-        "adapters",
+        *("adapters", "moves"),
     )
     of_others = named([name for _, expected in ENCODER_FAULTS.values() for name in expected])
     left = {

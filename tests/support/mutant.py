@@ -22,6 +22,9 @@ class Fault:
 
     plan: Callable[[plan_pb2.StepPlan], None] = lambda plan: None
     result: Callable[[plan_pb2.StepResult], None] = lambda result: None
+    part: Callable[[pb.ReadBlocksResponse], None] = lambda part: None
+    """Of what a reader of blocks is sent."""
+
     info: Callable[[pb.GetInfoResponse], None] = lambda info: None
     num_gpu_blocks: int | None = None
     """Blocks that fit, instead of the worker's own answer."""
@@ -105,6 +108,16 @@ class Proxy(pb_grpc.WorkerServiceServicer):
             yield from kept
             self._end(error, context, fault)
         yield from kept
+
+    def ReadBlocks(self, request: Any, context: Any) -> Iterator[Any]:
+        fault = self.make_fault()
+        request.ClearField("reader")  # else the proxy has nothing to change
+        try:
+            for part in self.upstream.ReadBlocks(request):
+                fault.part(part)
+                yield part
+        except grpc.RpcError as error:
+            self._end(error, context, fault)
 
     def StartProfile(self, request: Any, context: Any) -> Any:
         if self.make_fault().profile_path is None:

@@ -107,9 +107,9 @@ Global___RowErrorReason: _TypeAlias = RowErrorReason  # noqa: Y015
 class StepPlan(_message.Message):
     """What the worker does in one step. Order: end leases, forget sequences, swap out, swap in,
     copy, begin leases, begin fetches, take in new sequences, append tokens, apply block updates,
-    run the forward pass over the batch, sample. A block freed by a swap-out may therefore be a target of the same
-    step. Each of the three cache operations reads all its sources before it writes, and
-    none writes a block twice.
+    run the forward pass over the batch, sample. A block freed by a swap-out may therefore be a
+    target of the same step. Each of the three cache operations reads all its sources before it
+    writes, and none writes a block twice.
 
     Blocks that are swapped in may be used from the next step on: no row of this one
     reads or writes those blocks, and `copy` does not contain them. A worker may
