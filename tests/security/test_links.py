@@ -147,6 +147,7 @@ def internal_calls(core: grpc.aio.Channel, worker: grpc.aio.Channel, **options: 
         "StopProfile": worker_pb.StopProfileRequest(),
         "LoadAdapter": worker_pb.WorkerServiceLoadAdapterRequest(),
         "GetAdapter": worker_pb.GetAdapterRequest(),
+        "ReadBlocks": worker_pb.ReadBlocksRequest(),
         "SetAdapters": worker_pb.SetAdaptersRequest(),
     }
     streams = {"Attach", "RegisterWorker", "ExecuteSteps", "PutAdapter"}

@@ -11,6 +11,8 @@ import grpc
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
+from service_common.cluster import NO_CLUSTER, Cluster, ClusterConfig
+from service_common.grpc_options import channel_options
 from tests.support.counting_model import CountingModel, loaded_counting_model
 from worker_service.config import CacheConfig, ModelConfig, NetworkConfig, WorkerConfig
 from worker_service.errors import WorkerError
@@ -99,12 +101,15 @@ async def running_worker(
     profile_dir: Path = Path(),
     executor: type[TorchExecutor] = TorchExecutor,
     progress: LoadProgress | None = None,
+    cluster: ClusterConfig = NO_CLUSTER,
 ) -> AsyncIterator[RunningWorker]:
     """A worker that serves, or, with `load`, is about to load."""
     config = WorkerConfig(
         model=ModelConfig(model="counting"),
         cache=CacheConfig(block_size=BLOCK_SIZE),
-        network=NetworkConfig(listen=listen, advertise=advertise, core=core, group_id="group"),
+        network=NetworkConfig(
+            listen=listen, advertise=advertise, core=core, group_id="group", cluster=cluster
+        ),
         grace_period_s=grace_period_s,
         profile_dir=str(profile_dir),
     )
@@ -118,8 +123,9 @@ async def running_worker(
     if not waiting.done():
         waiting.cancel()
         await task
-    async with grpc.aio.insecure_channel(str(worker.address)) as channel:
-        yield RunningWorker(worker, WorkerServiceStub(channel), channel, task)
+    member = Cluster(cluster)
+    async with member.channel(str(worker.address), channel_options()) as channel:
+        yield RunningWorker(worker, member.stub(WorkerServiceStub, channel), channel, task)
     if not task.done():
         worker.end_at_once()
         with suppress(WorkerError):

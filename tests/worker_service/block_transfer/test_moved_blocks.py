@@ -3,9 +3,11 @@ computed."""
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,11 +16,14 @@ import pytest
 from pagewire.columns import pack
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
+from service_common.cluster import NO_CLUSTER, ClusterConfig
+from tests.support.certificates import Authority
 from tests.support.counting_model import next_token
 from tests.support.peers import TOKEN, fetch, keys_of, lease
 from tests.support.running_worker import RunningWorker, Steps, running_worker
 from tests.support.worker_driver import PlanBuilder, Row, block_table, values
 from worker_service.block_transfer import transfers
+from worker_service.block_transfer.transport import Parts, ReadRequest
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 EPOCH = 3
@@ -45,9 +50,18 @@ class End:
 
 @pytest.fixture
 async def ends() -> AsyncIterator[tuple[End, End]]:
+    """A source and a target without credentials."""
+    async with running_ends(NO_CLUSTER, NO_CLUSTER) as both:
+        yield both
+
+
+@asynccontextmanager
+async def running_ends(*members: ClusterConfig) -> AsyncIterator[tuple[End, End]]:
     """A source, which has computed the prompt in blocks 0 to 2, and a target."""
     async with AsyncExitStack() as stack:
-        source, target = [await stack.enter_async_context(running_worker()) for _ in range(2)]
+        source, target = [
+            await stack.enter_async_context(running_worker(cluster=member)) for member in members
+        ]
         await source.initialize(EPOCH)
         await target.initialize(8)
         first = End(source, EPOCH)
@@ -141,6 +155,58 @@ async def test_a_fetch_of_anything_else_than_what_is_leased_fails(
     end = await fetched(target, wrong)
     assert plan_pb2.FetchFailure.Name(end.failure) == f"FETCH_FAILURE_{failure}"
     assert end.message
+
+
+async def test_only_members_of_the_cluster_fetch(tmp_path: Path) -> None:
+    token, other = tmp_path / "token", tmp_path / "other"
+    token.write_text("a-token-of-the-cluster")
+    other.write_text("a-token-of-another-one")
+    authority = Authority(tmp_path, "authority")
+    issued = authority.issue("member")
+    tls = {"ca": authority.cert, "cert": issued.cert, "key": issued.key}
+    member = ClusterConfig(token_file=token, **tls)
+    for stranger, failure in {
+        member: "UNSPECIFIED",
+        ClusterConfig(token_file=other, **tls): "DENIED",
+        ClusterConfig(token_file=token): "UNREACHABLE",
+    }.items():
+        async with running_ends(member, stranger) as (source, target):
+            await source.step(leases=[lease([0, 1])])
+            wanted = fetch(source.address, [(0, 5), (1, 6)], source_epoch=EPOCH)
+            end = await fetched(target, wanted)
+            assert plan_pb2.FetchFailure.Name(end.failure) == f"FETCH_FAILURE_{failure}"
+
+
+async def test_a_new_epoch_ends_fetches_before_its_plans_run(ends: tuple[End, End]) -> None:
+    """The source's bytes, which come after that, are not written."""
+    source, target = ends
+    await source.step(leases=[lease([0, 1])])
+    engine = target.worker.worker._engine
+    released = threading.Event()
+    connect = engine._peers.connect
+
+    def late(address: str, request: ReadRequest, timeout_s: float) -> Parts:
+        released.wait(60)
+        return connect(address, request, timeout_s)
+
+    engine._peers = replace(engine._peers, connect=late)
+    wanted = fetch(source.address, [(0, 5), (1, 6)], source_epoch=EPOCH)
+    await target.steps.send(target.plans.plan([], fetches=[wanted]))
+    await target.steps.result()
+    stream = engine._stream
+    assert stream is not None
+    (under_way,) = stream.transfers._fetches.values()
+    await target.worker.initialize(9)
+    again = End(target.worker, 9)
+    again.plans.next_block = 5
+    again.plans.add(1, [7] * 8)
+    await again.step([Row(1, 8)])
+    released.set()
+    assert await asyncio.to_thread(under_way._ended.wait, 60)
+    tokens = [7] * 8
+    tokens.append(next_token(tokens))
+    assert values((await again.step([Row(1)])).token_ids) == [next_token(tokens)]
+    again.steps.cancel()
 
 
 async def read(source: End, **changes: Any) -> grpc.StatusCode:
