@@ -332,6 +332,13 @@ class WorkerGroupCapacity:
     """Whether a prompt must be computed in one row, and no cached prefix can be reused."""
     max_loras: int = 0
     """Maximum number of adapters that the sequences of its workers may have together; 0: none."""
+    kv_layout: str = ""
+    """Identity of the contents of blocks: groups can copy each other's if theirs are equal, and
+    their arithmetic is. Empty if the workers copy none."""
+    addresses: tuple[str, ...] = ()
+    """Where its workers listen for each other, by rank."""
+    epoch: int = 0
+    """Of its step stream."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""

@@ -19,6 +19,7 @@ from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import RequestEvent, to_us
 from scheduler_service.core.routing import moves, poison
 from scheduler_service.core.routing.fleet import Fleet, ServedModel
+from scheduler_service.core.routing.transfers import Transfers
 from scheduler_service.core.scheduler_stats import CoreSnapshot
 from scheduler_service.core.scheduling import results
 from scheduler_service.core.scheduling.scheduler import Scheduler
@@ -53,6 +54,7 @@ class SchedulerCore:
         self._fleet = Fleet(config, self._tenants)
         self._admission = AdmissionControl(config, self._registry, self._fleet)
         self._deadlines = DeadlineTimers()
+        self._transfers = Transfers(config)
         self._inspector = Inspector(self._fleet.schedulers)
         self._num_finished = 0
         self._traced: list[SequenceGroup] = []
@@ -78,6 +80,7 @@ class SchedulerCore:
         scheduler = self._fleet.remove(worker_group_id, to_us(now))
         if scheduler is None:
             return
+        self._leave_transfers(scheduler)
         seq_groups, computing = scheduler.lose(to_us(now))
         # A group without requests was most likely drained: no request is affected.
         level = logging.WARNING if seq_groups else logging.INFO
@@ -101,6 +104,7 @@ class SchedulerCore:
         scheduler = self._fleet.remove(worker_group_id, to_us(now))
         if scheduler is None:
             return
+        self._leave_transfers(scheduler)
         model = self._fleet.model_of(scheduler)
         error = GenerationFailed(
             f"the scheduler failed with {reason} while it worked on this request; it may be tried "
@@ -130,13 +134,16 @@ class SchedulerCore:
 
     def is_drained(self, worker_group_id: str) -> bool:
         """True if the worker group is gone, or is draining, holds no requests, and no started
-        request needs it, as the only group that can continue it."""
+        request needs it, as the only group that can continue it, or for what it has computed."""
         scheduler = self._fleet.schedulers.get(worker_group_id)
         if scheduler is None:
             return True
         if scheduler.seq_groups or not scheduler.is_draining:
             return False
-        return not moves.is_needed(self._fleet.model_of(scheduler), scheduler)
+        model = self._fleet.model_of(scheduler)
+        return not (
+            moves.is_needed(model, scheduler) or self._transfers.is_source(model, scheduler)
+        )
 
     # Adapters.
 
@@ -252,13 +259,17 @@ class SchedulerCore:
         while plan is None and may_retry:  # requests that ended may have made room for others
             # Routing may end requests in other groups, which have all the tokens possible there.
             changed = model.schedulers if model.waiting else [scheduler]
-            late = model.route(lambda seq_group: self._late_error(seq_group, now), to_us(now))
+            late, placed = model.route(
+                lambda seq_group: self._late_error(seq_group, now), to_us(now)
+            )
             for seq_group, error in late:
                 self._end(seq_group, ABORTED, error, now)
+            self._transfers.consider(model, placed, to_us(now))
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             may_retry = moves.settle_exceeding(model, scheduler, to_us(now))
             may_retry |= self._close_ended(changed, now)
             self._fail_unroutable(model, now)
+        self._transfers.settle(scheduler, is_idle=plan is None and scheduler.is_idle)
         return plan
 
     def newest_work(self, worker_group_id: str) -> StepWork:
@@ -281,7 +292,13 @@ class SchedulerCore:
         scheduler = self._fleet.schedulers[worker_group_id]
         scheduler.update(result, to_us(now))
         self._close_ended([scheduler], now)
-        self._fleet.model_of(scheduler).requeue(scheduler.pop_moved())
+        model = self._fleet.model_of(scheduler)
+        model.woken |= self._transfers.receive(
+            scheduler, result.step_id, result.fetches, to_us(now)
+        )
+        if scheduler.is_draining and not len(scheduler.pipeline):
+            moves.migrate_from_draining(model, to_us(now))
+        model.requeue(scheduler.pop_moved())
 
     # Outputs.
 
@@ -325,10 +342,15 @@ class SchedulerCore:
         for seq_group in seq_groups:
             seq_group.check()
         self._fleet.check(seq_groups)
+        self._transfers.check()
         self._deadlines.check(set(seq_groups))
         self._check_tenants(seq_groups)
 
     # Inside.
+
+    def _leave_transfers(self, scheduler: Scheduler) -> None:
+        """End the transfers of a worker group that is gone."""
+        self._fleet.model_of(scheduler).woken |= self._transfers.remove(scheduler)
 
     def _check_tenants(self, seq_groups: list[SequenceGroup]) -> None:
         self._tenants.check()

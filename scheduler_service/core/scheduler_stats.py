@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from math import ceil, log2
 
 from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.sequence import Sequence
-from scheduler_service.core.step_plan import StepPlan
+from scheduler_service.core.step_plan import FetchResult, StepPlan
 
 FIRST_BOUND_US = 100
 BUCKETS_PER_DOUBLING = 4
@@ -59,6 +60,14 @@ class ModelTotals:
     """Requests that lost their worker group and were queued again."""
     num_inexact_recoveries: int = 0
     """Requests with output that were resumed on a worker group of another arithmetic."""
+    num_fetches: int = 0
+    """Times that blocks of another worker group arrived."""
+    num_fetched_blocks: int = 0
+    num_fetched_bytes: int = 0
+    fetch_us: int = 0
+    """Time from the beginning of these fetches to their ends."""
+    num_failed_fetches: Counter[str] = field(default_factory=Counter)
+    """By reason: times that such blocks did not arrive, and were computed."""
     num_draft_rows: int = 0
     """Rows that computed drafts."""
     num_drafts: int = 0
@@ -90,6 +99,13 @@ class ModelTotals:
         self.num_swapped_out_blocks += len(plan.swap_out) // 2
         self.num_swapped_in_blocks += len(plan.swap_in) // 2
         self.num_copied_blocks += len(plan.copy) // 2
+
+    def add_fetch(self, num_blocks: int, reports: SequenceOf[FetchResult]) -> None:
+        """Count blocks of another worker group that have arrived; `reports`: of all ranks."""
+        self.num_fetches += 1
+        self.num_fetched_blocks += num_blocks
+        self.num_fetched_bytes += sum(report.num_bytes for report in reports)
+        self.fetch_us += max(report.duration_us for report in reports)
 
     def add_drafts(self, num_drafts: int, num_accepted: list[int]) -> None:
         """Count the drafts of a step's rows. num_accepted: of each row that computed any."""

@@ -140,7 +140,10 @@ class StepRates:
         """The lowest of these averages ever measured."""
         self.us_per_move: float | None = None
         """Cost of one move between device and host, in either direction."""
+        self.us_per_fetched_block: float | None = None
+        """Time to copy a block of another worker group."""
         self.prefill_cost = PrefillCost()
+        self._fetched_block = MovingAverage()
         self._decode_step = MovingRatio()
         self._prefill_token = MovingAverage()
         self._prefill = MovingRatio()
@@ -169,6 +172,10 @@ class StepRates:
             self._decode_step.add(compute_us, 1)
             self.us_per_decode_step = self._decode_step.mean
             self.min_us_per_decode_step = self._decode_step.min
+
+    def observe_fetch(self, num_blocks: int, duration_us: int) -> None:
+        """Take in how long it took to copy blocks of another worker group."""
+        self.us_per_fetched_block = self._fetched_block.add(duration_us / num_blocks)
 
 
 MIN_DELAY_S, MAX_DELAY_S = 0.1, 60.0

@@ -38,7 +38,7 @@ class HostCache:
     may be a target twice.
 
     Invariant: a block's reference count is the number of tables that contain it, plus one for each
-    time the plan under construction reads or writes it.
+    time the plan under construction reads or writes it, and for each lease.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -152,11 +152,12 @@ class HostCache:
         kept, self._kept = self._kept, {}
         return [block for host, device in kept.items() for block in (device, host)]
 
-    def check(self) -> None:
-        """Assert the invariant, between plans."""
+    def check(self, leased: Counter[int]) -> None:
+        """Assert the invariant, between plans; `leased`: further references by block."""
         assert not self._pinned
         assert not self._kept
         counts = Counter(block for table in self.tables.values() for block in table.blocks())
+        counts += leased
         self.pool.check(dict(counts))
 
 

@@ -10,6 +10,7 @@ from math import lcm
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.block_exchange import BlockExchange, CachedEntry
 from scheduler_service.core.kv_cache.block_pool import BlockMap, Contents, map_blocks
 from scheduler_service.core.kv_cache.block_table import BlockUpdate, Moves, SequenceTables, Table
 from scheduler_service.core.kv_cache.device_tables import DeviceTables
@@ -47,7 +48,8 @@ class KVCacheManager(DeviceTables):
     ahead.
 
     Invariant: a block's reference count is the number of tables that contain it, each at most once,
-    plus one while the plan under construction copies it to a sequence that has found a part of it.
+    plus one while the plan under construction copies it to a sequence that has found a part of it,
+    plus those of `exchange`.
     A sequence has tables on the device or on the host, or none.
     """
 
@@ -69,6 +71,7 @@ class KVCacheManager(DeviceTables):
         self._states = SavedStates(groups, self.device, prefixes)
         self._saves_at_boundaries = config.enable_chunked_prefill and self._states.enabled
         self._released = ReleasedBlocks(groups, self.device, prefixes)
+        self.exchange = BlockExchange(groups, self.device, self.host.pool)
         self._has_spans = any(group.span for group in groups)
         self._copies: list[int] = []
         """What the plan under construction copies between states."""
@@ -146,6 +149,17 @@ class KVCacheManager(DeviceTables):
         if held.saved:
             self._states.confirm(seq, held)
 
+    def offer_all(self, seq: CacheableSequence) -> None:
+        """Let others find all that a sequence has computed, also after its last whole unit: its
+        memory is about to be released, so nothing is written after it. States are found anyway."""
+        end = seq.num_confirmed
+        self.offer(seq, end)
+        held = self._tables[seq.seq_id]
+        is_plain = self._prefixes.is_enabled and not self._state_groups and not held.is_withdrawn
+        if end % self.tokens_per_unit and is_plain and seq.length == seq.num_known:
+            for block, contents in self._prefixes.last_blocks(seq, held, end):
+                self.device.cached.add(block, contents)
+
     def _offer_source(self, seq: CacheableSequence, held: SequenceTables) -> None:
         for number, keys in self._prefixes.source_keys(seq).items():
             for block, key in zip(held.tables[number].blocks, keys, strict=True):
@@ -166,6 +180,26 @@ class KVCacheManager(DeviceTables):
         for pool in (self.device, self.host.pool):
             for block in pool.cached.blocks_with(keys):
                 pool.forget(block)
+
+    # Other worker groups.
+
+    def find_entries(self, seq: CacheableSequence) -> tuple[int, list[CachedEntry]]:
+        """What others may read of a waiting sequence's longest usable prefix, on device and host,
+        and its number of tokens."""
+        hit = self._prefixes.find(seq, on_host=self.host.pool.num_blocks > 0)
+        entries = self.exchange.entries(hit)
+        if len(entries) < sum(len(group.blocks) for group in hit.groups) and len(self.groups) == 1:
+            return len(entries) * self.groups[0].block_tokens, entries
+        return hit.num_tokens if entries else 0, entries
+
+    def can_lease(self, entries: Iterable[CachedEntry]) -> bool:
+        """Whether these entries can be kept, with what is reserved for sequences."""
+        blocks = [block for entry in entries for block in entry.blocks if block >= 0]
+        return sum(not self.device.is_used(block) for block in blocks) <= self._num_available
+
+    def can_receive(self, num_blocks: int) -> bool:
+        """Whether others' blocks can be copied here; nothing is preempted for them."""
+        return self._can_provide(num_blocks) is AllocStatus.OK
 
     # Admission.
 
@@ -540,10 +574,11 @@ class KVCacheManager(DeviceTables):
         """Assert the invariants, between plans; `running`: the sequences with memory on the
         device."""
         assert self._tables.keys() == set(_ids(running)), "one table for each"
-        self.host.check()
+        self.host.check(self.exchange.references(on_host=True))
         assert not self._pinned
         assert not self._tables.keys() & self.host.tables.keys(), "a table is in both places"
         counts = Counter(block for held in self._tables.values() for block in held.blocks())
+        counts += self.exchange.references(on_host=False)
         self.device.check(dict(counts))
         for seq_id, held in self._tables.items():
             blocks = held.blocks()

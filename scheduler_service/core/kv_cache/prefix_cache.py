@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.context import num_source_tokens
 from scheduler_service.core.kv_cache.block_pool import BlockKey, CachedBlocks, Contents, Tail
+from scheduler_service.core.kv_cache.block_table import SequenceTables
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import (
     CacheableSequence,
@@ -185,8 +186,10 @@ class PrefixCache:
         if self._states:
             hit = self._find_state(seq, limit, keys, pools, multiple)
         else:
+            every = self._find_all(seq, limit, keys, pools) if multiple == 1 else None
             matches = self._matches(keys, pools)
-            hit = self._hit(matches, _common_end(matches, len(keys) * self.unit, multiple))
+            end = _common_end(matches, len(keys) * self.unit, multiple) if every is None else 0
+            hit = every or self._hit(matches, end)
         return self._with_source(seq, hit, pools) if self._sources else hit
 
     def _with_source(
@@ -225,6 +228,24 @@ class PrefixCache:
         for number, blocks in (states or {}).items():
             hits[number] = GroupHit(0, blocks, num_copied=len(blocks))
         return PrefixHit(end, hits)
+
+    def _find_all(
+        self,
+        seq: CacheableSequence,
+        limit: int,
+        keys: Sequence[BlockKey],
+        pools: Sequence[CachedBlocks],
+    ) -> PrefixHit | None:
+        """The first `limit` tokens of a sequence with output, if they do not end with a unit and
+        can be used nevertheless."""
+        if not limit % self.unit or limit < seq.num_prompt_tokens:
+            return None
+        key = self.key(seq, limit)
+        number = next(number for number, group in enumerate(self._groups) if group.has_tokens)
+        if all(cached.find(key, number) is None for cached in pools):
+            return None
+        matches = self._matches([*keys, key], pools)
+        return self._hit(matches, limit) if _common_end(matches, limit) == limit else None
 
     def _find_state(
         self,
@@ -281,6 +302,23 @@ class PrefixCache:
         start = number * self.unit
         tokens = seq.known_tokens(start, num_tokens)
         return tail_key(parent, tokens, self._seed, context=seq.context, start=start)
+
+    def last_blocks(
+        self, seq: CacheableSequence, held: SequenceTables, end: int
+    ) -> list[tuple[int, Contents]]:
+        """The blocks with the last of a sequence's first `end` tokens, and what is in them up to
+        these."""
+        blocks = []
+        for number, group in enumerate(self._groups):
+            if group.has_tokens:
+                tokens = group.block_tokens
+                index = (end - 1) // tokens
+                block = held.tables[number].blocks[index - held.tables[number].first]
+                ends = [*range(index * tokens + self.unit, end, self.unit), end]
+                keys = tuple(self.key(seq, position) for position in ends)
+                is_full = end == (index + 1) * tokens
+                blocks.append((block, Contents(number, keys, is_full=is_full)))
+        return blocks
 
     def tail(self, seq: CacheableSequence, num_tokens: int) -> Tail | None:
         """The last of a sequence's first tokens, which are fewer than a unit, if any."""

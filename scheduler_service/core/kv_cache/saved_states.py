@@ -34,7 +34,6 @@ class SavedStates:
         self._prefixes = prefixes
         self._unit = prefixes.unit
         self._groups = {n: group.num_blocks for n, group in enumerate(groups) if group.is_state}
-        self._others = {n: group.block_tokens for n, group in enumerate(groups) if group.has_tokens}
         num_blocks = sum(self._groups.values())
         self._most = device.num_blocks // MAX_SHARE // num_blocks if num_blocks else 0
         self.enabled = prefixes.is_enabled and self._most > 0
@@ -143,26 +142,15 @@ class SavedStates:
             blocks.append((entry[0], self._device.cached.hold(entry[0], contents, entry), contents))
             self._saved[number][entry[0]] = None
             self._saved[number].move_to_end(entry[0])
-        blocks += self._last_blocks(seq, held, position)
+        blocks += [
+            (block, self._device.cached.hold(block, contents), contents)
+            for block, contents in self._prefixes.last_blocks(seq, held, position)
+        ]
         is_computed = seq.length == seq.num_known
         self._ended.append((0 if is_computed else plan, seq.seq_id, blocks))
         if is_computed:
             self._confirm_ended(blocks)
             self._ended.pop()
-
-    def _last_blocks(
-        self, seq: CacheableSequence, held: SequenceTables, position: int
-    ) -> list[tuple[int, Contents, Contents]]:
-        """The blocks with the token before a position, what they hold, and what they will."""
-        blocks = []
-        for number, tokens in self._others.items():
-            index = (position - 1) // tokens
-            block = held.tables[number].blocks[index - held.tables[number].first]
-            ends = [*range(index * tokens + self._unit, position, self._unit), position]
-            keys = tuple(self._prefixes.key(seq, end) for end in ends)
-            contents = Contents(number, keys, is_full=position == (index + 1) * tokens)
-            blocks.append((block, self._device.cached.hold(block, contents), contents))
-        return blocks
 
     def _confirm_ended(self, blocks: Iterable[tuple[int, Contents, Contents]]) -> None:
         for block, held, contents in blocks:

@@ -132,13 +132,13 @@ class ServedModel:
 
     def route(
         self, late_error: Callable[[SequenceGroup], PagewireError | None], now_us: int
-    ) -> list[TooLate]:
+    ) -> tuple[list[TooLate], Mapping[SequenceGroup, Scheduler]]:
         """Hand waiting requests, in order, to worker groups that have room. Returns those for which
-        `late_error` has an error when their turn comes; they are in no queue any more, and must be
-        ended."""
+        `late_error` has an error when their turn comes, which are in no queue any more, and must be
+        ended; and those that were handed over, with their worker groups."""
         if not self.waiting:
             self.throughput.interrupt()
-            return []
+            return [], {}
         round_ = RoutingRound(
             self.waiting,
             self.schedulers,
@@ -160,7 +160,7 @@ class ServedModel:
             num_tokens=sum(seq_group.num_prompt_tokens for seq_group in round_.routed),
             is_empty=not self.waiting,
         )
-        return too_late
+        return too_late, round_.routed
 
     def wake(self) -> None:
         """Wake every worker group whose pipeline has room. Whichever plans first places all waiting

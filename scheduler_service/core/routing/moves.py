@@ -20,8 +20,8 @@ def migrate_from_draining(model: ServedModel, now_us: int) -> None:
     model.sort_queue()
     others = [other.capacity for other in model.schedulers if not other.is_draining]
     for here in model.schedulers:
-        if not here.is_draining:
-            continue
+        if not here.is_draining or (here.capacity.kv_layout and len(here.pipeline)):
+            continue  # later, when all that its requests have computed is known
         may_leave = partial(
             _fits_any, here=here.capacity, others=others, length=SequenceGroup.reach
         )

@@ -80,11 +80,13 @@ class Departures:
 
     def begin_move(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Take a group, started here or elsewhere, out of the batch and the queues. Its memory is
-        freed: its tokens are computed again where it goes."""
+        freed; what it has computed can be found here, and may be copied to where it goes."""
         self._placed.discard(seq_group)
         running = self._running
         for seq in seq_group.running():
             if seq.status is SequenceStatus.RUNNING:  # a fork leaves with its parent
+                if running.cache.holds(seq) and not seq_group.strategy.is_lockstep:
+                    running.cache.offer_all(seq)
                 running.vacate(seq, now_us)
         for seq in seq_group.swapped():
             running.release_swapped(seq)

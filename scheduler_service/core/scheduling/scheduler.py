@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.kv_cache.block_exchange import CachedEntry
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase
@@ -23,8 +24,9 @@ from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.sampling import Sampling, SamplingScheduler
 from scheduler_service.core.scheduling.step_planner import StepPlanner
 from scheduler_service.core.scheduling.strategies import StrategySchedulers
+from scheduler_service.core.scheduling.transfer_port import TransferPort
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.step_plan import StepPlan, StepResult
+from scheduler_service.core.step_plan import BlockFetch, StepPlan, StepResult
 from scheduler_service.errors import GenerationFailed
 
 _QUESTIONS = ("is_full", "prefilling_seq_groups", "check")
@@ -70,6 +72,7 @@ class Scheduler:
     departures: Departures
     strategies: StrategySchedulers
     results: ResultProcessor
+    port: TransferPort
     is_draining: bool = False
     num_steps: int = 0
     num_changes: int = 0
@@ -89,7 +92,14 @@ class Scheduler:
         not routed yet wait for room."""
         if self.placed.suspect is not None:
             return len(self.pipeline) > 0  # it must be clear in whose step a worker dies
+        if self.is_draining and self.capacity.kv_layout:
+            return len(self.pipeline) > 0  # then all that its requests have computed can move
         return self.pipeline.is_full(self._max_results(is_awaited))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs, no step is in flight and no block is on its way here."""
+        return not (self.running.num_places or len(self.pipeline) or self.port.open_fetches)
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -118,6 +128,7 @@ class Scheduler:
         migrating = self.placed.migrating
         moving = [g for g in self.seq_groups if g not in migrating and may_move(g)]
         for seq_group in moving:
+            seq_group.placement.left = self.capacity.worker_group_id
             self.departures.begin_move(seq_group, now_us)
         return len(moving)
 
@@ -177,6 +188,36 @@ class Scheduler:
             details={"num_tokens": seq_group.max_known_tokens, "num_cache_tokens": tokens},
         )
         self.departures.fail_seq_group(seq_group, error, now_us)
+
+    # Blocks that move between worker groups.
+
+    def lease(self, entries: list[CachedEntry], token: bytes, timeout_ms: int) -> int:
+        """Let other worker groups read entries; returns the number of the lease."""
+        return self.port.lease(entries, token, timeout_ms).lease_id
+
+    def end_lease(self, lease_id: int) -> None:
+        """Let them no longer read these."""
+        self.port.end_lease(lease_id)
+
+    def allocate_copies(self, entries: list[CachedEntry]) -> list[CachedEntry]:
+        """Allocate blocks for copies of another worker group's entries."""
+        exchange = self.running.cache.exchange
+        return [
+            CachedEntry(tuple(exchange.allocate(len(entry.blocks))), entry.contents)
+            for entry in entries
+        ]
+
+    def fetch(self, fetch: BlockFetch) -> None:
+        """Copy blocks of another worker group to allocated ones."""
+        self.port.fetch(fetch)
+
+    def add_copies(self, copies: list[CachedEntry]) -> None:
+        """Let what has arrived be found."""
+        self.running.cache.exchange.add(copies)
+
+    def release_copies(self, copies: list[CachedEntry]) -> None:
+        """Give up the blocks of copies. Nothing may write to them any more."""
+        self.running.cache.exchange.release(copies)
 
     # One step.
 
@@ -250,6 +291,7 @@ def make_scheduler(
             Pooled: PoolingScheduler(running, rates, preemption, departures, config, capacity),
         }
     )
+    port = TransferPort(running.cache, max(1, len(capacity.addresses)))
     probe = CapacityProbe(config, capacity, placed, running, rates, policy)
     return Scheduler(
         config,
@@ -271,8 +313,10 @@ def make_scheduler(
             strategies,
             PrefillScheduler(placed, running, strategies),
             totals,
+            port,
         ),
         departures=departures,
         strategies=strategies,
         results=ResultProcessor(running.cache, pipeline, departures, strategies, policy, totals),
+        port=port,
     )

@@ -14,6 +14,7 @@ from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.prefill import PrefillScheduler
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.strategies import StrategySchedulers
+from scheduler_service.core.scheduling.transfer_port import TransferPort
 from scheduler_service.core.sequence import Sequence, SequenceGroup, extend_all
 from scheduler_service.core.step_plan import StepPlan
 
@@ -36,6 +37,7 @@ class StepPlanner:
     strategies: StrategySchedulers
     prefill: PrefillScheduler
     totals: ModelTotals
+    port: TransferPort
 
     def plan(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
         """The next step's plan, None if there is nothing to do, and the groups that exceed
@@ -56,6 +58,7 @@ class StepPlanner:
 
     def _plan_step(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
         batch = Batch(self.config, self.pipeline.next_step_id, now_us)
+        self.port.begin_plan()
         self.preemption.resume_swapped_in(batch)
         self._preempt_for_first(batch)
         self._add_decodes(batch)
@@ -148,14 +151,20 @@ class StepPlanner:
         """Reserve memory for a sequence's last token, as its strategy does."""
         return self.strategies.of(seq.seq_group).reserve(seq, batch)
 
+    @property
+    def _awaits_fetches(self) -> bool:
+        """Whether a plan without rows is needed, whose result will report the end of a fetch."""
+        return bool(self.port.open_fetches) and not len(self.pipeline)
+
     def _to_plan(self, batch: Batch) -> StepPlan | None:
         moves = self.running.cache.end_plan(batch.step_id, has_rows=bool(batch.rows))
         batch.swap_out += moves.swap_out
         batch.copy += moves.copy
-        if batch.is_empty:
+        if batch.is_empty and not self.port.has_news and not self._awaits_fetches:
             return None
         forget_seq_ids = self.running.end_plan()
         plan, step = batch.to_plan(forget_seq_ids)
+        self.port.end_plan(plan)
         self.pipeline.push(step)
         self.totals.add_plan(plan, batch.num_prefill_tokens)
         if logger.isEnabledFor(logging.DEBUG):

@@ -1,0 +1,338 @@
+"""Blocks of KV that move between worker groups, so that they are not computed again.
+
+A request that a worker group has taken in may find more of its tokens in the prefix cache of
+another one: of a prompt with a known beginning, or of all its tokens, because it ran there. If
+reading them is faster than computing them, a *transfer* copies the missing blocks into the group's
+own prefix cache, where the request finds them like all others. It waits meanwhile.
+
+1. The source *leases* the blocks in its next plan: they keep their contents until the lease ends.
+2. Once that plan's result is in, the target allocates blocks, and its next plan *fetches* the
+   source's into them, beside the steps of other requests.
+3. Once all ranks have reported the end of the fetch, the blocks are found, and stay until the
+   request is admitted or gone. The lease ends with the source's next plan.
+
+A transfer that fails is no error: the request computes. Nothing depends on the source after the
+lease was granted: a fetch from a source that is lost fails by itself. Blocks move only between
+groups whose workers compute the same bits and store them in the same way, which is what equal
+`WorkerGroupCapacity.kv_layout` and `arithmetic` mean.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.kv_cache.block_exchange import CachedEntry
+from scheduler_service.core.routing.fleet import ServedModel
+from scheduler_service.core.routing.router import us_per_token
+from scheduler_service.core.scheduling.scheduler import Scheduler
+from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.step_plan import BlockFetch, FetchResult
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_MS = 30_000
+"""Of a fetch, and of the lease that it reads."""
+
+US_PER_BLOCK_UNMEASURED = 1_000.0
+ROUND_TRIP_US = 5_000.0
+"""Time of a transfer's messages, besides the steps that they wait for."""
+
+MIN_TOKENS_UNMEASURED = 64
+"""Tokens that are worth a transfer while the time to compute them is not measured."""
+
+_TOKEN_BYTES = 16
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Blocks on their way from one worker group to another."""
+
+    source: Scheduler
+    target: Scheduler
+    entries: list[CachedEntry]
+    """At the source."""
+    token: bytes
+    since_us: int
+    lease_id: int = 0
+    waiting: dict[SequenceGroup, None] = field(default_factory=dict)
+    """The requests that wait for it."""
+    copies: list[CachedEntry] = field(default_factory=list)
+    """At the target, once they are allocated."""
+    fetch_id: int | None = None
+    """Set while the target's workers may write to the blocks."""
+    has_lease: bool = True
+    """Whether the source is there, and keeps the blocks."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks to copy."""
+        return sum(len(entry.blocks) for entry in self.entries)
+
+
+class Transfers:
+    """All transfers of a core."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._open: dict[Transfer, None] = {}
+        self._arrived: dict[Transfer, None] = {}
+        """Those whose blocks are kept for requests that are not admitted yet."""
+
+    # Beginning.
+
+    def consider(
+        self, model: ServedModel, placed: Mapping[SequenceGroup, Scheduler], now_us: int
+    ) -> None:
+        """Begin transfers for requests that were handed over to worker groups, where they pay; the
+        sources are woken."""
+        if len(model.schedulers) < 2:
+            return
+        for seq_group, target in placed.items():
+            if seq_group in target.seq_groups and not seq_group.is_suspect:
+                self._consider(model, seq_group, target, now_us)
+        model.woken.update(
+            transfer.source.capacity.worker_group_id
+            for transfer in self._open
+            if transfer.source.port.has_news
+        )
+
+    def _consider(
+        self, model: ServedModel, seq_group: SequenceGroup, target: Scheduler, now_us: int
+    ) -> None:
+        sources = [s for s in model.schedulers if s is not target and _can_move(s, target)]
+        found = [self._find(seq_group, source, target) for source in sources]
+        (num_tokens, entries), source = max(
+            zip(found, sources, strict=True),
+            key=lambda candidate: candidate[0][0],
+            default=((0, []), target),
+        )
+        arriving = {
+            (entry.contents.group, entry.contents.key): transfer
+            for transfer in self._open
+            if transfer.target is target
+            for entry in transfer.entries
+        }
+        missing = []
+        for entry in entries:
+            transfer = arriving.get((entry.contents.group, entry.contents.key))
+            if transfer is None:
+                missing.append(entry)
+            else:
+                self._wait_for(transfer, seq_group)
+        if missing and _pays(num_tokens, missing, source, target):
+            self._begin(seq_group, missing, source, target, now_us)
+
+    def _find(
+        self, seq_group: SequenceGroup, source: Scheduler, target: Scheduler
+    ) -> tuple[int, list[CachedEntry]]:
+        """What a source has more of a request than the target: tokens, and the missing entries."""
+        num_tokens, entries = 0, []
+        fresh = [seq for seq in seq_group.waiting() if not seq.output_token_ids][:1]
+        continued = [seq for seq in seq_group.waiting() if seq.output_token_ids]
+        known: set[tuple[int, bytes]] = set()
+        for seq in fresh + continued:
+            num_found, of_seq = source.cache.find_entries(seq)
+            here = target.cache.match_prefix(seq, is_fetched=lambda num_moves, more: True)
+            if num_found <= here.num_tokens:
+                continue
+            num_tokens += num_found - here.num_tokens
+            for entry in target.cache.exchange.without_found(of_seq):
+                key = (entry.contents.group, entry.contents.key)
+                if key not in known:
+                    known.add(key)
+                    entries.append(entry)
+        return num_tokens, entries
+
+    def _begin(
+        self,
+        seq_group: SequenceGroup,
+        entries: list[CachedEntry],
+        source: Scheduler,
+        target: Scheduler,
+        now_us: int,
+    ) -> None:
+        transfer = Transfer(source, target, entries, b"", now_us)
+        if not source.cache.can_lease(entries) or not target.cache.can_receive(transfer.num_blocks):
+            return
+        transfer.token = self._token(source)
+        transfer.lease_id = source.lease(entries, transfer.token, TIMEOUT_MS)
+        self._open[transfer] = None
+        self._wait_for(transfer, seq_group)
+
+    def _token(self, source: Scheduler) -> bytes:
+        """What a reader of the next lease presents: unguessable without the core's key."""
+        capacity = source.capacity
+        key = self._config.key_seed.to_bytes(8, "little")
+        name = f"{capacity.worker_group_id} {capacity.epoch} {source.port.num_leases + 1}"
+        return blake2b(name.encode(), key=key, digest_size=_TOKEN_BYTES).digest()
+
+    def _wait_for(self, transfer: Transfer, seq_group: SequenceGroup) -> None:
+        transfer.waiting[seq_group] = None
+        transfer.target.placed.awaiting_blocks[seq_group] = None
+
+    # What results say.
+
+    def receive(
+        self, scheduler: Scheduler, step_id: int, results: Iterable[FetchResult], now_us: int
+    ) -> set[str]:
+        """Continue transfers after a result of a worker group; returns the ids of those that have
+        something to plan now."""
+        woken: set[str] = set()
+        for lease_id in scheduler.port.granted(step_id):
+            for transfer in [t for t in self._of(scheduler) if t.lease_id == lease_id]:
+                woken |= self._fetch(transfer)
+        for fetch_id, reports in scheduler.port.ended([*results]):
+            for transfer in [*self._open]:
+                if transfer.target is scheduler and transfer.fetch_id == fetch_id:
+                    woken |= self._end(transfer, reports, now_us)
+        return woken
+
+    def _of(self, source: Scheduler) -> Iterator[Transfer]:
+        return (transfer for transfer in self._open if transfer.source is source)
+
+    def _fetch(self, transfer: Transfer) -> set[str]:
+        """Copy the blocks of a lease that was granted, if they are still wanted."""
+        source, target = transfer.source, transfer.target
+        self._drop_gone(transfer)
+        if not transfer.waiting or not target.cache.can_receive(transfer.num_blocks):
+            return self._close(transfer)
+        transfer.copies = target.allocate_copies(transfer.entries)
+        pairs = zip(transfer.entries, transfer.copies, strict=True)
+        fetch = BlockFetch(
+            fetch_id=target.port.num_fetches + 1,
+            addresses=[*source.capacity.addresses],
+            source_epoch=source.capacity.epoch,
+            lease_id=transfer.lease_id,
+            token=transfer.token,
+            blocks=[
+                block
+                for entry, copy in pairs
+                for pair in zip(entry.blocks, copy.blocks, strict=True)
+                for block in pair
+            ],
+            keys=b"".join(entry.keys for entry in transfer.entries),
+            timeout_ms=TIMEOUT_MS,
+        )
+        transfer.fetch_id = fetch.fetch_id
+        target.fetch(fetch)
+        return {target.capacity.worker_group_id}
+
+    def _end(self, transfer: Transfer, reports: list[FetchResult], now_us: int) -> set[str]:
+        """Let the copies be found if all have arrived on all ranks."""
+        source, target = transfer.source, transfer.target
+        failed = [report for report in reports if report.failure]
+        transfer.fetch_id = None
+        if failed:
+            target.release_copies(transfer.copies)
+            transfer.copies = []
+            target.totals.num_failed_fetches[failed[0].failure] += 1
+            logger.warning(
+                "blocks did not arrive, and are computed again group_id=%s source=%s reason=%s "
+                "num_blocks=%d message=%s",
+                target.capacity.worker_group_id,
+                source.capacity.worker_group_id,
+                failed[0].failure,
+                transfer.num_blocks,
+                failed[0].message,
+            )
+        else:
+            target.add_copies(transfer.copies)
+            target.totals.add_fetch(transfer.num_blocks, reports)
+            duration_us = max(report.duration_us for report in reports)
+            target.rates.observe_fetch(transfer.num_blocks, duration_us)
+            self._arrived[transfer] = None
+            logger.debug(
+                "blocks have arrived group_id=%s source=%s num_blocks=%d duration_us=%d "
+                "since_us=%d",
+                target.capacity.worker_group_id,
+                source.capacity.worker_group_id,
+                transfer.num_blocks,
+                duration_us,
+                now_us - transfer.since_us,
+            )
+        return self._close(transfer)
+
+    def _close(self, transfer: Transfer) -> set[str]:
+        """End a transfer's lease, and let its requests be admitted; copies are kept for them."""
+        source, target = transfer.source, transfer.target
+        del self._open[transfer]
+        woken = {target.capacity.worker_group_id}
+        if transfer.has_lease:
+            source.end_lease(transfer.lease_id)
+            woken.add(source.capacity.worker_group_id)
+        others = {g for t in self._open if t.target is target for g in t.waiting}
+        for seq_group in transfer.waiting.keys() - others:
+            target.placed.awaiting_blocks.pop(seq_group, None)
+        return woken
+
+    # Ends.
+
+    def _drop_gone(self, transfer: Transfer) -> None:
+        """Forget the requests that have ended, run, or left the worker group."""
+        here = transfer.target.seq_groups
+        transfer.waiting = {g: None for g in transfer.waiting if g in here and g.waiting()}
+
+    def settle(self, scheduler: Scheduler, *, is_idle: bool) -> None:
+        """Give up what is kept for requests that have been admitted or are gone; `is_idle`: for
+        all, because nothing runs and nothing was admitted."""
+        for transfer in [t for t in self._arrived if t.target is scheduler]:
+            self._drop_gone(transfer)
+            if not transfer.waiting or is_idle:
+                scheduler.release_copies(transfer.copies)
+                del self._arrived[transfer]
+
+    def remove(self, scheduler: Scheduler) -> set[str]:
+        """End the transfers of a worker group that is gone; returns the ids of others that have
+        something to plan now. Fetches from it that are open will fail."""
+        woken: set[str] = set()
+        self._arrived = {t: None for t in self._arrived if t.target is not scheduler}
+        for transfer in [*self._open]:
+            transfer.has_lease &= transfer.source is not scheduler
+            if transfer.target is scheduler or (
+                not transfer.has_lease and transfer.fetch_id is None
+            ):
+                woken |= self._close(transfer)
+        return woken - {scheduler.capacity.worker_group_id}
+
+    def is_source(self, model: ServedModel, scheduler: Scheduler) -> bool:
+        """Whether others read from a worker group, or will: requests that have left it wait, and it
+        has what they have computed."""
+        group_id = scheduler.capacity.worker_group_id
+        return scheduler.port.is_in_use or any(
+            seq_group.placement.left == group_id for seq_group in model.waiting
+        )
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        for transfer in self._open:
+            target = transfer.target
+            assert (transfer.fetch_id is None) == (not transfer.copies)
+            assert transfer.fetch_id is None or transfer.fetch_id in target.port.open_fetches
+            for seq_group in transfer.waiting:
+                if seq_group in target.seq_groups:
+                    assert seq_group in target.placed.awaiting_blocks
+
+
+def _can_move(source: Scheduler, target: Scheduler) -> bool:
+    ours, theirs = source.capacity, target.capacity
+    return (
+        bool(ours.kv_layout)
+        and ours.kv_layout == theirs.kv_layout
+        and ours.arithmetic == theirs.arithmetic
+        and ours.cache_groups == theirs.cache_groups
+    )
+
+
+def _pays(
+    num_tokens: int, entries: list[CachedEntry], source: Scheduler, target: Scheduler
+) -> bool:
+    """Whether it is faster to copy entries than to compute tokens."""
+    token_us = us_per_token(target)
+    if token_us is None:
+        return num_tokens >= MIN_TOKENS_UNMEASURED
+    steps_us = sum(s.rates.us_per_decode_step or 0.0 for s in (source, target) if len(s.pipeline))
+    num_blocks = sum(len(entry.blocks) for entry in entries)
+    block_us = target.rates.us_per_fetched_block or US_PER_BLOCK_UNMEASURED
+    return ROUND_TRIP_US + steps_us + num_blocks * block_us < num_tokens * token_us
