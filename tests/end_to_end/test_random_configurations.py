@@ -93,6 +93,7 @@ KINDS = (
     "lost cores",
     "drained workers",
     "outgrown workers",
+    "fetches",
 )
 """What makes up a disturbed run. Each must have happened, or the test shows less than it says."""
 

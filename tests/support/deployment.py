@@ -294,6 +294,9 @@ class Deployment:
             link.plans.append(link.worker.send(message.SerializeToString()))
         if link.plans:
             result = link.plans.popleft()()
+            failed = [fetch for fetch in result.fetches if fetch.failure]
+            self.disturbance["fetches"] += len(result.fetches) - len(failed)
+            self.disturbance["failed fetches"] += len(failed)
             self.disturbance["kept drafts"] += sum(result.num_sampled or ()) - len(
                 result.num_sampled or ()
             )
@@ -308,6 +311,7 @@ class Deployment:
         new = plan.new_sequences
         self._note_adapters(plan, link)
         self.disturbance["steps"] += 1
+        self.disturbance["leased blocks"] += sum(len(lease.block_ids) for lease in plan.leases)
         self.disturbance["plans sent ahead"] += bool(link.plans)
         self.disturbance["plans sent together"] += plan.max_results > 1
         self.disturbance["rows with drafts"] += sum(map(bool, plan.lookahead or ()))

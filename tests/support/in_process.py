@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ from scheduler_service.core.config import (
 )
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Generation, Request
-from scheduler_service.core.step_plan import StepResult
+from scheduler_service.core.step_plan import FetchResult, StepResult
 from tests.support.runners import (
     AllDrafts,
     MakeDrafter,
@@ -52,6 +54,13 @@ FRONTEND = "frontend"
 CPU = torch.device("cpu")
 MAX_ADAPTERS = 64
 """Adapters that a worker holds."""
+PEERS: "WeakValueDictionary[str, InProcessWorker]" = WeakValueDictionary()
+"""Workers by address."""
+ADDRESSES = count()
+FETCH_STEPS = (0, 1, 2)
+"""Plans, by turns, whose results come before the end of a fetch."""
+FAILS_EVERY = 4
+"""Fetches of which one fails, with something else in its blocks."""
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
@@ -115,6 +124,12 @@ class InProcessWorker:
             make_runner = partial(make_runner, adapters=self.adapters)
         self._runner = make_runner(model, self._cache, block_size)
         self._block_size = block_size
+        self._number = next(ADDRESSES)
+        self.address = f"worker {self._number}"
+        PEERS[self.address] = self
+        self._leases: dict[int, plan_pb2.BlockLease] = {}
+        self._fetches: list[tuple[int, plan_pb2.BlockFetch]] = []
+        """With the plan whose result reports the end."""
 
     def capacity(self, group_id: str) -> WorkerGroupCapacity:
         """The registration that a core receives."""
@@ -128,6 +143,9 @@ class InProcessWorker:
             vocab_size=self._model.vocab_size,
             num_speculative_tokens=self._num_speculative_tokens,
             max_loras=self._max_loras,
+            kv_layout="in process",
+            addresses=(self.address,),
+            epoch=1,
         )
 
     def execute(self, plan: bytes) -> StepResult:
@@ -136,7 +154,44 @@ class InProcessWorker:
 
     def send(self, plan: bytes) -> Callable[[], StepResult]:
         """Launch a serialized plan; to be called, in order, for its result."""
-        return launch(self._runner, plan)
+        message = plan_pb2.StepPlan.FromString(plan)
+        for lease_id in np.frombuffer(message.ended_lease_ids, "<i4").tolist():
+            del self._leases[lease_id]
+        self._leases |= {lease.lease_id: lease for lease in message.leases}
+        for fetch in message.fetches:
+            delay = FETCH_STEPS[fetch.fetch_id % len(FETCH_STEPS)]
+            self._fetches.append((message.step_id + delay, fetch))
+        result = launch(self._runner, plan)
+        return partial(self._with_fetches, message, result)
+
+    def _with_fetches(
+        self, plan: plan_pb2.StepPlan, make_result: Callable[[], StepResult]
+    ) -> StepResult:
+        """The result of a plan, with the ends of fetches; of one without rows, with all."""
+        result = make_result()
+        ended = [f for at, f in self._fetches if at <= plan.step_id or not plan.seq_ids]
+        self._fetches = [(at, fetch) for at, fetch in self._fetches if fetch not in ended]
+        result.fetches = [self._fetch(fetch) for fetch in ended]
+        return result
+
+    def _fetch(self, fetch: plan_pb2.BlockFetch) -> FetchResult:
+        source, pairs = PEERS.get(fetch.addresses[0]), np.frombuffer(fetch.blocks, "<i4")
+        end = FetchResult(fetch_id=fetch.fetch_id)
+        if source is None:
+            return replace(end, failure="UNREACHABLE")
+        lease = source._leases.get(fetch.lease_id)
+        if lease is None or lease.token != fetch.token:
+            return replace(end, failure="DENIED")
+        leased = np.frombuffer(lease.block_ids, "<i4").tolist()
+        pool, host_pool = source._cache.device_cache, source._cache.host_cache
+        for block, target in pairs.reshape(-1, 2).tolist():
+            assert block in leased
+            found = host_pool[~block] if block < 0 else pool[block]
+            self._cache.device_cache[target] = found
+        if (fetch.fetch_id + self._number) % FAILS_EVERY == 0:
+            self._cache.device_cache[pairs[1::2].tolist()] = 0xFF
+            return replace(end, failure="DIGEST_MISMATCH")
+        return replace(end, num_bytes=len(pairs) // 2 * pool[0].numel(), duration_us=100)
 
 
 class AheadWorker(InProcessWorker):

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import MoveBlocks, SchedulerConfig
 from scheduler_service.core.kv_cache.block_exchange import CachedEntry
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import us_per_token
@@ -87,7 +87,7 @@ class Transfers:
     ) -> None:
         """Begin transfers for requests that were handed over to worker groups, where they pay; the
         sources are woken."""
-        if len(model.schedulers) < 2:
+        if len(model.schedulers) < 2 or self._config.move_blocks is MoveBlocks.NEVER:
             return
         for seq_group, target in placed.items():
             if seq_group in target.seq_groups and not seq_group.is_suspect:
@@ -121,7 +121,8 @@ class Transfers:
                 missing.append(entry)
             else:
                 self._wait_for(transfer, seq_group)
-        if missing and _pays(num_tokens, missing, source, target):
+        always = self._config.move_blocks is MoveBlocks.ALWAYS
+        if missing and (always or _pays(num_tokens, missing, source, target)):
             self._begin(seq_group, missing, source, target, now_us)
 
     def _find(

@@ -29,6 +29,8 @@ class StatePositions:
         ):
             if len(pairs):
                 target[pairs[:, 1]] = source[pairs[:, 0]]
+        for fetch in plan.fetches:
+            self._device[fetch.blocks[:, 1]] = _UNKNOWN
 
     def set(self, blocks: Int32Array, positions: Int64Array) -> None:
         """Record the states of some sequences, whose rows are computed next. blocks: [num_seqs,

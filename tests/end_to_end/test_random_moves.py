@@ -1,0 +1,70 @@
+"""Requests that move between workers with their KV, at any token, have the tokens of an undisturbed
+run, and its log probabilities bit for bit.
+
+The configurations are those of `test_random_configurations.py`, on three workers of one size that
+are drained in turn, again and again. Some fetches fail, and leave something else in their blocks;
+workers and the core are lost meanwhile.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tests.end_to_end.test_random_configurations import (
+    configuration,
+    model,
+    run_and_compare,
+    undisturbed,
+)
+from tests.support.deployment import Deployment
+from tests.support.random_configurations import Configuration, Drain, Loss
+
+NUM_WORKERS = 3
+FAMILIES = ("embedded", "gemma2", "llama4", "lfm2", "embedded-kv", "qwen3_5")
+"""With full attention, windows, chunks and states; with keys and values in int8."""
+
+NUM_QUICK, NUM_LONG = 18, 120
+QUICK, LONG = range(NUM_QUICK), range(NUM_QUICK, NUM_LONG)
+KINDS = ("drained workers", "fetches", "failed fetches", "lost workers", "lost cores")
+
+
+def moving(number: int) -> Configuration:
+    """A configuration whose requests move."""
+    drawn, draw = configuration(number, family=FAMILIES[number % len(FAMILIES)]), Random(number)
+    largest = max(drawn.workers, key=lambda worker: worker.num_gpu_blocks)
+    ticks = range(3, 120, 4)
+    return replace(
+        drawn,
+        workers=(replace(largest, num_gpu_blocks=2 * largest.num_gpu_blocks),) * NUM_WORKERS,
+        drains=tuple(
+            Drain(at=tick, worker=turn % NUM_WORKERS, absence=0) for turn, tick in enumerate(ticks)
+        ),
+        losses=tuple(
+            Loss(at=draw.randint(5, 60), worker=draw.choice((None, 0, 1, 2)), absence=2)
+            for _ in range(draw.choice((0, 1, 3)))
+        ),
+        scheduler=replace(
+            drawn.scheduler, enable_prefix_caching=True, enable_chunked_prefill=True
+        ),
+    )
+
+
+def run(number: int) -> Counter[str]:
+    drawn = moving(number)
+    expected = undisturbed(number, family=FAMILIES[number % len(FAMILIES)])
+    prompts = [list(received.request.prompt_token_ids) for received in expected]
+    return run_and_compare(drawn, Deployment(drawn, model(drawn.model), prompts), expected)
+
+
+def test_requests_that_move_are_those_of_an_undisturbed_run() -> None:
+    total = sum((run(number) for number in QUICK), Counter[str]())
+    assert [kind for kind in KINDS if total[kind] == 0] == []
+    assert total["fetches"] > 40
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", LONG)
+def test_many_more_requests_that_move(number: int) -> None:
+    assert run(number)["steps"] > 0
