@@ -11,6 +11,7 @@ import grpc
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service import wire
+from scheduler_service.core.step_plan import FetchResult
 from scheduler_service.core_service.counters import StepCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.errors import SessionFailed, StepOverdue
@@ -53,6 +54,8 @@ class StepStream:
         self._num_sent = 0
         self._num_in_flight = 0
         self._draining = False
+        self._ended_fetches: list[FetchResult] = []
+        """Of ranks that do not sample."""
         self._watch = StepWatch(self.times, len(self.calls))
         self._min_limit_s = self.times.min_limit_s
         self._sent = asyncio.Event()
@@ -147,6 +150,8 @@ class StepStream:
         started_at = self.driver.clock()
         result = wire.decode_result(message, sent_us)
         with self.driver.contained(self.group_id):
+            result.fetches += self._ended_fetches
+            self._ended_fetches = []
             self.driver.core.update(self.group_id, result, self.driver.clock())
         self._answered(self.sampler, started_at - result.held_us / 1e6)
         self._record_planning(started_at)
@@ -160,6 +165,7 @@ class StepStream:
                     continue
                 num_results += 1
                 self._check_follower(rank, num_results, result)
+                self._ended_fetches += map(wire.decode_fetch_result, result.fetches)
                 self._answered(rank, self.driver.clock())
         raise SessionFailed(f"rank {rank} ended the stream")
 

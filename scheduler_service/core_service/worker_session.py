@@ -196,7 +196,7 @@ class WorkerSession:
             await run_all(
                 *(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S) for stub in stubs)
             )
-        return self._capacity(blocks, min(info.num_speculative_tokens for info in infos))
+        return self._capacity(blocks, infos)
 
     def _draw_epoch(self, last_epoch: int) -> None:
         """An epoch above all that the workers have seen.
@@ -244,9 +244,12 @@ class WorkerSession:
         return blocks
 
     def _capacity(
-        self, blocks: worker_pb.ProfileBlocksResponse, num_speculative_tokens: int
+        self,
+        blocks: worker_pb.ProfileBlocksResponse,
+        infos: Sequence[worker_pb.GetInfoResponse],
     ) -> WorkerGroupCapacity:
         model = self.ranks[0].model
+        moves_blocks = all(info.moves_blocks for info in infos)
         try:
             return WorkerGroupCapacity(
                 worker_group_id=self._group_id,
@@ -256,15 +259,25 @@ class WorkerSession:
                 cache_groups=tuple(map(decode_cache_group, model.cache_groups)),
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
-                num_speculative_tokens=num_speculative_tokens,
+                num_speculative_tokens=min(info.num_speculative_tokens for info in infos),
                 arithmetic=model.arithmetic,
                 work_kinds=frozenset(map(_work_kind, model.work_kinds)) or GENERATION_ONLY,
                 whole_prompt=model.whole_prompt,
                 max_loras=model.max_loras,
+                kv_layout=self._kv_layout() if moves_blocks else "",
+                addresses=tuple(rank.address for rank in self.ranks),
+                epoch=self.epoch,
                 **decode_pooling_info(model.pooling),
             )
         except ValueError as error:
             raise CannotServe(str(error)) from error
+
+    def _kv_layout(self) -> str:
+        """What must be equal, besides the arithmetic, where a block has the same bytes for the same
+        tokens: the model, how its weights are stored, and what is where in a block."""
+        model = self.ranks[0].model
+        stored = f"{model.fingerprint} {model.dtype} {model.weights} {model.cache_layout}"
+        return " ".join([stored, *(str(rank.model.block_bytes) for rank in self.ranks)])
 
     async def _execute_steps(self, stubs: Stubs, capacity: WorkerGroupCapacity) -> None:
         """Step until drained; at the end, in any case, remove the group from the core."""
