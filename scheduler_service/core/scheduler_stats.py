@@ -80,6 +80,11 @@ class ModelTotals:
     """Between two consecutive tokens of a sequence."""
 
     @property
+    def fetch_s(self) -> float:
+        """Time from the beginnings of fetches to their ends."""
+        return self.fetch_us / 1e6
+
+    @property
     def num_accepted_drafts(self) -> int:
         """Drafts that became output."""
         return sum(accepted * rows for accepted, rows in self.num_rows_by_accepted.items())

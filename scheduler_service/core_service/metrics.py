@@ -68,6 +68,18 @@ OF_MODEL = {
     "totals.num_swapped_in_blocks": counter(
         "pagewire_swapped_in_blocks_total", "KV blocks moved from host memory to devices.", MODEL
     ),
+    "totals.num_fetches": counter(
+        "pagewire_fetches_total", "Times that blocks of another worker group arrived.", MODEL
+    ),
+    "totals.num_fetched_blocks": counter(
+        "pagewire_fetched_blocks_total", "KV blocks copied from other worker groups.", MODEL
+    ),
+    "totals.num_fetched_bytes": counter(
+        "pagewire_fetched_bytes_total", "Bytes of these blocks, of all ranks.", MODEL
+    ),
+    "totals.fetch_s": counter(
+        "pagewire_fetch_seconds_total", "Time from the beginnings of fetches to their ends.", MODEL
+    ),
     "totals.num_copied_blocks": counter(
         "pagewire_copied_blocks_total",
         "KV blocks copied because a sequence wrote to a block that it shared.",
@@ -209,6 +221,11 @@ WORKER_LOSSES = counter(
 TENANT_REQUESTS = gauge(
     "pagewire_tenant_requests", "Live requests, running or waiting.", ("tenant",)
 )
+FAILED_FETCHES = counter(
+    "pagewire_failed_fetches_total",
+    "Times that blocks of another worker group did not arrive, and were computed.",
+    (*MODEL, "reason"),
+)
 LORA_REQUESTS = gauge(
     "pagewire_lora_requests",
     "Live requests with an adapter that is loaded or retained, running or waiting.",
@@ -216,6 +233,7 @@ LORA_REQUESTS = gauge(
 )
 
 ALL = (
+    FAILED_FETCHES,
     LORA_REQUESTS,
     UPTIME,
     FRONTENDS,
@@ -277,6 +295,13 @@ class CoreMetrics:
                 (model.name, str(position)): count
                 for model in snapshot.models
                 for position, count in enumerate(model.totals.num_accepted_by_position())
+            }
+        )
+        yield FAILED_FETCHES.family(
+            {
+                (model.name, reason): count
+                for model in snapshot.models
+                for reason, count in model.totals.num_failed_fetches.items()
             }
         )
         yield self._tenants(snapshot.num_by_tenant)

@@ -45,9 +45,7 @@ def moving(number: int) -> Configuration:
             Loss(at=draw.randint(5, 60), worker=draw.choice((None, 0, 1, 2)), absence=2)
             for _ in range(draw.choice((0, 1, 3)))
         ),
-        scheduler=replace(
-            drawn.scheduler, enable_prefix_caching=True, enable_chunked_prefill=True
-        ),
+        scheduler=replace(drawn.scheduler, enable_prefix_caching=True, enable_chunked_prefill=True),
     )
 
 

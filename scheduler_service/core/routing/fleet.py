@@ -5,7 +5,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, check_capacity
+from scheduler_service.core.config import (
+    MoveBlocks,
+    SchedulerConfig,
+    WorkerGroupCapacity,
+    check_capacity,
+)
 from scheduler_service.core.context import adapter_of
 from scheduler_service.core.policies import POLICIES, Policy
 from scheduler_service.core.request import Request
@@ -221,6 +226,8 @@ class Fleet:
             raise ValueError(f"worker group {capacity.worker_group_id} already exists")
         check_capacity(self._config, capacity)
         capacity = replace(capacity, max_chunk_tokens=self._config.max_num_batched_tokens)
+        if self._config.move_blocks is MoveBlocks.NEVER or not self._config.enable_prefix_caching:
+            capacity = replace(capacity, kv_layout="")
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())
         scheduler = make_scheduler(self._config, capacity, totals, model.policy, now_us)

@@ -87,7 +87,7 @@ class Transfers:
     ) -> None:
         """Begin transfers for requests that were handed over to worker groups, where they pay; the
         sources are woken."""
-        if len(model.schedulers) < 2 or self._config.move_blocks is MoveBlocks.NEVER:
+        if len(model.schedulers) < 2:
             return
         for seq_group, target in placed.items():
             if seq_group in target.seq_groups and not seq_group.is_suspect:

@@ -128,7 +128,8 @@ class Scheduler:
         migrating = self.placed.migrating
         moving = [g for g in self.seq_groups if g not in migrating and may_move(g)]
         for seq_group in moving:
-            seq_group.placement.left = self.capacity.worker_group_id
+            if self.capacity.kv_layout:
+                seq_group.placement.left = self.capacity.worker_group_id
             self.departures.begin_move(seq_group, now_us)
         return len(moving)
 

@@ -252,8 +252,9 @@ def test_a_request_that_is_too_late_is_returned_for_its_caller_to_end() -> None:
     deployment = Deployment(make_scheduler("g0"))
     late, other = deployment.submit(prompt(1, 8)), deployment.submit(prompt(2, 8))
     error = DeadlineExceeded("too late")
-    returned = deployment.model.route(lambda group: error if group is late else None, 0)
-    assert returned == [(late, error)]
+    too_late, placed = deployment.model.route(lambda group: error if group is late else None, 0)
+    assert too_late == [(late, error)]
+    assert list(placed) == [other]
     assert late not in deployment.model.waiting
     assert late.num_unfinished == 1, "a question changes nothing"
     assert deployment.where(late) is None
