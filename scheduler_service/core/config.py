@@ -79,7 +79,7 @@ class PoolingHead(StrEnum):
     """The logits of the model's labels."""
 
 
-class MoveBlocks(StrEnum):
+class MoveKV(StrEnum):
     """When blocks of KV are copied from one worker group to another."""
 
     AUTO = "auto"
@@ -126,7 +126,7 @@ class SchedulerConfig:
     """What happens to a request's KV blocks when memory runs out: swap moves them to host memory,
     recompute drops them, auto chooses the cheaper."""
 
-    move_blocks: MoveBlocks = MoveBlocks.AUTO
+    move_kv: MoveKV = MoveKV.AUTO
     """When what another worker group has computed of a request is copied from it: auto if that is
     faster than to compute it, as far as measured; always or never."""
 
@@ -200,9 +200,9 @@ class SchedulerConfig:
                 raise ValueError(f"{name} must be at least {minimum}, is {getattr(self, name)}")
         max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         object.__setattr__(self, "max_num_seqs", max_num_seqs)
-        if self.move_blocks not in tuple(MoveBlocks):
-            expected = ", ".join(MoveBlocks)
-            raise ValueError(f"move_blocks must be one of {expected}, is {self.move_blocks}")
+        if self.move_kv not in tuple(MoveKV):
+            expected = ", ".join(MoveKV)
+            raise ValueError(f"move_kv must be one of {expected}, is {self.move_kv}")
         if self.preemption_mode not in tuple(PreemptionMode):
             expected = ", ".join(PreemptionMode)
             raise ValueError(

@@ -23,9 +23,8 @@ class Placement:
     """Tokens of the largest KV cache that it did not fit: only larger ones can hold it."""
     arithmetic: str = ""
     """Arithmetic of its latest worker group; empty if unknown."""
-    left: str = ""
-    """Id of the worker group that it has left with its tokens, and that may have what it
-    computed."""
+    previous_id: str = ""
+    """Id of the worker group that it was moved from, which may have what it computed."""
     awaits: str | None = None
     """Id of the worker group whose capacity is reserved for it."""
     until_us: int | None = None

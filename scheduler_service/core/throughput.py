@@ -140,10 +140,10 @@ class StepRates:
         """The lowest of these averages ever measured."""
         self.us_per_move: float | None = None
         """Cost of one move between device and host, in either direction."""
-        self.us_per_fetched_block: float | None = None
-        """Time to copy a block of another worker group."""
+        self.us_per_fetched_entry: float | None = None
+        """Time to copy an entry of another worker group's cache."""
         self.prefill_cost = PrefillCost()
-        self._fetched_block = MovingAverage()
+        self._fetched_entry = MovingAverage()
         self._decode_step = MovingRatio()
         self._prefill_token = MovingAverage()
         self._prefill = MovingRatio()
@@ -173,9 +173,9 @@ class StepRates:
             self.us_per_decode_step = self._decode_step.mean
             self.min_us_per_decode_step = self._decode_step.min
 
-    def observe_fetch(self, num_blocks: int, duration_us: int) -> None:
-        """Take in how long it took to copy blocks of another worker group."""
-        self.us_per_fetched_block = self._fetched_block.add(duration_us / num_blocks)
+    def observe_fetch(self, num_entries: int, duration_us: int) -> None:
+        """Take in how long it took to copy entries of another worker group's cache."""
+        self.us_per_fetched_entry = self._fetched_entry.add(duration_us / num_entries)
 
 
 MIN_DELAY_S, MAX_DELAY_S = 0.1, 60.0

@@ -11,7 +11,7 @@ from random import Random
 from pagewire.columns import pack
 from pagewire.v1 import sampling_pb2
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.config import MoveBlocks, PolicyName, PreemptionMode, SchedulerConfig
+from scheduler_service.core.config import MoveKV, PolicyName, PreemptionMode, SchedulerConfig
 from tests.support import vocabularies
 
 MODELS = (
@@ -233,7 +233,7 @@ def _draw_scheduler(draw: Random, max_model_len: int) -> SchedulerConfig:
         policy=draw.choice(tuple(PolicyName)),
         isolate_tenants=draw.random() < 0.2,
         preemption_mode=draw.choice((*PreemptionMode, PreemptionMode.SWAP)),
-        move_blocks=MoveBlocks.ALWAYS,
+        move_kv=MoveKV.ALWAYS,
     )
 
 

@@ -110,7 +110,7 @@ FLAGS = (
     Flag("enable_chunked_prefill", bool, "scheduler", "Compute long prompts in chunks.", True),
     Flag("enable_prefix_caching", bool, "scheduler", "Reuse blocks of shared prefixes.", True),
     Flag("preemption_mode", str, "scheduler", "auto, swap or recompute."),
-    Flag("move_blocks", str, "scheduler", "Copy KV between workers: auto, always or never."),
+    Flag("move_kv", str, "scheduler", "Copy KV between workers: auto, always or never."),
     Flag("watermark", float, "scheduler", "Share of blocks kept free when admitting."),
     Flag("pipeline_depth", int, "scheduler", "Steps planned ahead."),
     Flag("max_results", int, "scheduler", "Most steps that travel in one message."),

@@ -10,10 +10,10 @@ from math import lcm
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.block_exchange import BlockExchange, CachedEntry
 from scheduler_service.core.kv_cache.block_pool import BlockMap, Contents, map_blocks
 from scheduler_service.core.kv_cache.block_table import BlockUpdate, Moves, SequenceTables, Table
 from scheduler_service.core.kv_cache.device_tables import DeviceTables
+from scheduler_service.core.kv_cache.exchange import CachedEntry, CacheExchange
 from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, JointStart, PrefixHit, S, no_hit
@@ -71,7 +71,7 @@ class KVCacheManager(DeviceTables):
         self._states = SavedStates(groups, self.device, prefixes)
         self._saves_at_boundaries = config.enable_chunked_prefill and self._states.enabled
         self._released = ReleasedBlocks(groups, self.device, prefixes)
-        self.exchange = BlockExchange(groups, self.device, self.host.pool)
+        self.exchange = CacheExchange(groups, self.device, self.host.pool)
         self._has_spans = any(group.span for group in groups)
         self._copies: list[int] = []
         """What the plan under construction copies between states."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from scheduler_service.core.config import (
-    MoveBlocks,
+    MoveKV,
     SchedulerConfig,
     WorkerGroupCapacity,
     check_capacity,
@@ -226,7 +226,7 @@ class Fleet:
             raise ValueError(f"worker group {capacity.worker_group_id} already exists")
         check_capacity(self._config, capacity)
         capacity = replace(capacity, max_chunk_tokens=self._config.max_num_batched_tokens)
-        if self._config.move_blocks is MoveBlocks.NEVER or not self._config.enable_prefix_caching:
+        if self._config.move_kv is MoveKV.NEVER or not self._config.enable_prefix_caching:
             capacity = replace(capacity, kv_layout="")
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())

@@ -1,18 +1,18 @@
-"""Blocks of KV that move between worker groups, so that they are not computed again.
+"""KV that moves between worker groups, so that it is not computed again.
 
 A request that a worker group has taken in may find more of its tokens in the prefix cache of
 another one: of a prompt with a known beginning, or of all its tokens, because it ran there. If
-reading them is faster than computing them, a *transfer* copies the missing blocks into the group's
+reading them is faster than computing them, a *transfer* copies the missing entries into the group's
 own prefix cache, where the request finds them like all others. It waits meanwhile.
 
-1. The source *leases* the blocks in its next plan: they keep their contents until the lease ends.
-2. Once that plan's result is in, the target allocates blocks, and its next plan *fetches* the
-   source's into them, beside the steps of other requests.
-3. Once all ranks have reported the end of the fetch, the blocks are found, and stay until the
+1. The source *leases* the entries in its next plan: they keep their contents until the lease ends.
+2. Once that plan's result is in, the target allocates memory, and its next plan *fetches* the
+   entries into it, beside the steps of other requests.
+3. Once all ranks have reported the end of the fetch, the copies are found, and stay until the
    request is admitted or gone. The lease ends with the source's next plan.
 
 A transfer that fails is no error: the request computes. Nothing depends on the source after the
-lease was granted: a fetch from a source that is lost fails by itself. Blocks move only between
+lease was granted: a fetch from a source that is lost fails by itself. KV moves only between
 groups whose workers compute the same bits and store them in the same way, which is what equal
 `WorkerGroupCapacity.kv_layout` and `arithmetic` mean.
 """
@@ -22,20 +22,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from scheduler_service.core.config import MoveBlocks, SchedulerConfig
-from scheduler_service.core.kv_cache.block_exchange import CachedEntry
+from scheduler_service.core.config import MoveKV, SchedulerConfig
+from scheduler_service.core.kv_cache.exchange import CachedEntry
+from scheduler_service.core.kv_cache.transfer_port import Lease
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import us_per_token
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.step_plan import BlockFetch, FetchResult
+from scheduler_service.core.step_plan import FetchResult
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_MS = 30_000
 """Of a fetch, and of the lease that it reads."""
 
-US_PER_BLOCK_UNMEASURED = 1_000.0
+US_PER_ENTRY_UNMEASURED = 1_000.0
 ROUND_TRIP_US = 5_000.0
 """Time of a transfer's messages, besides the steps that they wait for."""
 
@@ -47,28 +48,27 @@ _TOKEN_BYTES = 16
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Blocks on their way from one worker group to another."""
+    """Entries of a prefix cache on their way from one worker group to another."""
 
     source: Scheduler
     target: Scheduler
     entries: list[CachedEntry]
     """At the source."""
-    token: bytes
+    lease: Lease
     since_us: int
-    lease_id: int = 0
     waiting: dict[SequenceGroup, None] = field(default_factory=dict)
     """The requests that wait for it."""
     copies: list[CachedEntry] = field(default_factory=list)
-    """At the target, once they are allocated."""
+    """At the target, once there is memory for them."""
     fetch_id: int | None = None
-    """Set while the target's workers may write to the blocks."""
+    """Set while the target's workers may write to the copies."""
     has_lease: bool = True
-    """Whether the source is there, and keeps the blocks."""
+    """Whether the source is there, and keeps the entries."""
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks to copy."""
-        return sum(len(entry.blocks) for entry in self.entries)
+    def size(self) -> int:
+        """Memory that the copies take."""
+        return sum(entry.size for entry in self.entries)
 
 
 class Transfers:
@@ -78,7 +78,7 @@ class Transfers:
         self._config = config
         self._open: dict[Transfer, None] = {}
         self._arrived: dict[Transfer, None] = {}
-        """Those whose blocks are kept for requests that are not admitted yet."""
+        """Those whose copies are kept for requests that are not admitted yet."""
 
     # Beginning.
 
@@ -121,7 +121,7 @@ class Transfers:
                 missing.append(entry)
             else:
                 self._wait_for(transfer, seq_group)
-        always = self._config.move_blocks is MoveBlocks.ALWAYS
+        always = self._config.move_kv is MoveKV.ALWAYS
         if missing and (always or _pays(num_tokens, missing, source, target)):
             self._begin(seq_group, missing, source, target, now_us)
 
@@ -132,7 +132,7 @@ class Transfers:
         num_tokens, entries = 0, []
         fresh = [seq for seq in seq_group.waiting() if not seq.output_token_ids][:1]
         continued = [seq for seq in seq_group.waiting() if seq.output_token_ids]
-        known: set[tuple[int, bytes]] = set()
+        listed: set[tuple[int, bytes]] = set()
         for seq in fresh + continued:
             num_found, of_seq = source.cache.find_entries(seq)
             here = target.cache.match_prefix(seq, is_fetched=lambda num_moves, more: True)
@@ -141,8 +141,8 @@ class Transfers:
             num_tokens += num_found - here.num_tokens
             for entry in target.cache.exchange.without_found(of_seq):
                 key = (entry.contents.group, entry.contents.key)
-                if key not in known:
-                    known.add(key)
+                if key not in listed:
+                    listed.add(key)
                     entries.append(entry)
         return num_tokens, entries
 
@@ -154,11 +154,11 @@ class Transfers:
         target: Scheduler,
         now_us: int,
     ) -> None:
-        transfer = Transfer(source, target, entries, b"", now_us)
-        if not source.cache.can_lease(entries) or not target.cache.can_receive(transfer.num_blocks):
+        size = sum(entry.size for entry in entries)
+        if not source.cache.can_lease(entries) or not target.cache.can_receive(size):
             return
-        transfer.token = self._token(source)
-        transfer.lease_id = source.lease(entries, transfer.token, TIMEOUT_MS)
+        lease = source.lease(entries, self._token(source), TIMEOUT_MS)
+        transfer = Transfer(source, target, entries, lease, now_us)
         self._open[transfer] = None
         self._wait_for(transfer, seq_group)
 
@@ -171,7 +171,7 @@ class Transfers:
 
     def _wait_for(self, transfer: Transfer, seq_group: SequenceGroup) -> None:
         transfer.waiting[seq_group] = None
-        transfer.target.placed.awaiting_blocks[seq_group] = None
+        transfer.target.placed.awaiting_kv[seq_group] = None
 
     # What results say.
 
@@ -182,7 +182,7 @@ class Transfers:
         something to plan now."""
         woken: set[str] = set()
         for lease_id in scheduler.port.granted(step_id):
-            for transfer in [t for t in self._of(scheduler) if t.lease_id == lease_id]:
+            for transfer in [t for t in self._of(scheduler) if t.lease.lease_id == lease_id]:
                 woken |= self._fetch(transfer)
         for fetch_id, reports in scheduler.port.ended([*results]):
             for transfer in [*self._open]:
@@ -194,30 +194,14 @@ class Transfers:
         return (transfer for transfer in self._open if transfer.source is source)
 
     def _fetch(self, transfer: Transfer) -> set[str]:
-        """Copy the blocks of a lease that was granted, if they are still wanted."""
+        """Copy what was leased, if it is still wanted."""
         source, target = transfer.source, transfer.target
         self._drop_gone(transfer)
-        if not transfer.waiting or not target.cache.can_receive(transfer.num_blocks):
+        if not transfer.waiting or not target.cache.can_receive(transfer.size):
             return self._close(transfer)
-        transfer.copies = target.allocate_copies(transfer.entries)
-        pairs = zip(transfer.entries, transfer.copies, strict=True)
-        fetch = BlockFetch(
-            fetch_id=target.port.num_fetches + 1,
-            addresses=[*source.capacity.addresses],
-            source_epoch=source.capacity.epoch,
-            lease_id=transfer.lease_id,
-            token=transfer.token,
-            blocks=[
-                block
-                for entry, copy in pairs
-                for pair in zip(entry.blocks, copy.blocks, strict=True)
-                for block in pair
-            ],
-            keys=b"".join(entry.keys for entry in transfer.entries),
-            timeout_ms=TIMEOUT_MS,
+        transfer.fetch_id, transfer.copies = target.fetch(
+            source.capacity, transfer.lease, transfer.entries
         )
-        transfer.fetch_id = fetch.fetch_id
-        target.fetch(fetch)
         return {target.capacity.worker_group_id}
 
     def _end(self, transfer: Transfer, reports: list[FetchResult], now_us: int) -> set[str]:
@@ -230,26 +214,25 @@ class Transfers:
             transfer.copies = []
             target.totals.num_failed_fetches[failed[0].failure] += 1
             logger.warning(
-                "blocks did not arrive, and are computed again group_id=%s source=%s reason=%s "
-                "num_blocks=%d message=%s",
+                "KV did not arrive, and is computed again group_id=%s source=%s reason=%s "
+                "num_entries=%d message=%s",
                 target.capacity.worker_group_id,
                 source.capacity.worker_group_id,
                 failed[0].failure,
-                transfer.num_blocks,
+                len(transfer.entries),
                 failed[0].message,
             )
         else:
             target.add_copies(transfer.copies)
-            target.totals.add_fetch(transfer.num_blocks, reports)
+            target.totals.add_fetch(transfer.size, reports)
             duration_us = max(report.duration_us for report in reports)
-            target.rates.observe_fetch(transfer.num_blocks, duration_us)
+            target.rates.observe_fetch(len(transfer.entries), duration_us)
             self._arrived[transfer] = None
             logger.debug(
-                "blocks have arrived group_id=%s source=%s num_blocks=%d duration_us=%d "
-                "since_us=%d",
+                "KV has arrived group_id=%s source=%s num_entries=%d duration_us=%d since_us=%d",
                 target.capacity.worker_group_id,
                 source.capacity.worker_group_id,
-                transfer.num_blocks,
+                len(transfer.entries),
                 duration_us,
                 now_us - transfer.since_us,
             )
@@ -261,11 +244,11 @@ class Transfers:
         del self._open[transfer]
         woken = {target.capacity.worker_group_id}
         if transfer.has_lease:
-            source.end_lease(transfer.lease_id)
+            source.end_lease(transfer.lease.lease_id)
             woken.add(source.capacity.worker_group_id)
         others = {g for t in self._open if t.target is target for g in t.waiting}
         for seq_group in transfer.waiting.keys() - others:
-            target.placed.awaiting_blocks.pop(seq_group, None)
+            target.placed.awaiting_kv.pop(seq_group, None)
         return woken
 
     # Ends.
@@ -302,7 +285,7 @@ class Transfers:
         has what they have computed."""
         group_id = scheduler.capacity.worker_group_id
         return scheduler.port.is_in_use or any(
-            seq_group.placement.left == group_id for seq_group in model.waiting
+            seq_group.placement.previous_id == group_id for seq_group in model.waiting
         )
 
     def check(self) -> None:
@@ -313,7 +296,7 @@ class Transfers:
             assert transfer.fetch_id is None or transfer.fetch_id in target.port.open_fetches
             for seq_group in transfer.waiting:
                 if seq_group in target.seq_groups:
-                    assert seq_group in target.placed.awaiting_blocks
+                    assert seq_group in target.placed.awaiting_kv
 
 
 def _can_move(source: Scheduler, target: Scheduler) -> bool:
@@ -334,6 +317,5 @@ def _pays(
     if token_us is None:
         return num_tokens >= MIN_TOKENS_UNMEASURED
     steps_us = sum(s.rates.us_per_decode_step or 0.0 for s in (source, target) if len(s.pipeline))
-    num_blocks = sum(len(entry.blocks) for entry in entries)
-    block_us = target.rates.us_per_fetched_block or US_PER_BLOCK_UNMEASURED
-    return ROUND_TRIP_US + steps_us + num_blocks * block_us < num_tokens * token_us
+    entry_us = target.rates.us_per_fetched_entry or US_PER_ENTRY_UNMEASURED
+    return ROUND_TRIP_US + steps_us + len(entries) * entry_us < num_tokens * token_us

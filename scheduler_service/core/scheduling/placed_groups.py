@@ -24,8 +24,8 @@ class PlacedGroups:
         """The waiting group, if any, that preempts others here; it has not run here yet."""
         self.migrating: dict[SequenceGroup, None] = {}
         """Groups that are to move elsewhere and still have rows in flight."""
-        self.awaiting_blocks: dict[SequenceGroup, None] = {}
-        """Groups that wait for blocks of another worker group; see `routing/transfers.py`."""
+        self.awaiting_kv: dict[SequenceGroup, None] = {}
+        """Groups that wait for the KV of another worker group; see `routing/transfers.py`."""
         self._suspect: SequenceGroup | None = None
         self._is_trial = False
 
@@ -43,7 +43,7 @@ class PlacedGroups:
     def remove(self, seq_group: SequenceGroup) -> None:
         """Remove a group that has ended, or goes elsewhere."""
         self.discard(seq_group)
-        self.awaiting_blocks.pop(seq_group, None)
+        self.awaiting_kv.pop(seq_group, None)
         del self.seq_groups[seq_group]
         if seq_group.adapter is not None:
             self.adapters.remove(seq_group.adapter)
@@ -110,7 +110,7 @@ class PlacedGroups:
 
     def has_turn(self, seq_group: SequenceGroup) -> bool:
         """Whether a group may have rows in the step that is being planned."""
-        if seq_group in self.awaiting_blocks:
+        if seq_group in self.awaiting_kv:
             return False
         suspect = self.suspect
         return suspect is None or (seq_group is suspect) == self._is_trial
@@ -118,7 +118,7 @@ class PlacedGroups:
     def check(self) -> None:
         """Assert that each group with waiting sequences is queued once, and no other is."""
         self.adapters.check(Counter(g.adapter for g in self.seq_groups if g.adapter is not None))
-        assert self.awaiting_blocks.keys() <= self.seq_groups.keys()
+        assert self.awaiting_kv.keys() <= self.seq_groups.keys()
         queues = (self.waiting, self.preempting, self.migrating)
         for seq_group in self.seq_groups:
             is_queued = sum(seq_group in queue for queue in queues)

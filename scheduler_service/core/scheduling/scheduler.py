@@ -6,8 +6,9 @@ from functools import wraps
 from typing import Any
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
-from scheduler_service.core.kv_cache.block_exchange import CachedEntry
+from scheduler_service.core.kv_cache.exchange import CachedEntry
 from scheduler_service.core.kv_cache.manager import KVCacheManager
+from scheduler_service.core.kv_cache.transfer_port import Lease, TransferPort
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase
 from scheduler_service.core.scheduler_stats import ModelTotals
@@ -24,9 +25,8 @@ from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.sampling import Sampling, SamplingScheduler
 from scheduler_service.core.scheduling.step_planner import StepPlanner
 from scheduler_service.core.scheduling.strategies import StrategySchedulers
-from scheduler_service.core.scheduling.transfer_port import TransferPort
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.step_plan import BlockFetch, StepPlan, StepResult
+from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.errors import GenerationFailed
 
 _QUESTIONS = ("is_full", "prefilling_seq_groups", "check")
@@ -98,7 +98,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs, no step is in flight and no block is on its way here."""
+        """Whether nothing runs, no step is in flight and no KV is on its way here."""
         return not (self.running.num_places or len(self.pipeline) or self.port.open_fetches)
 
     @property
@@ -129,7 +129,7 @@ class Scheduler:
         moving = [g for g in self.seq_groups if g not in migrating and may_move(g)]
         for seq_group in moving:
             if self.capacity.kv_layout:
-                seq_group.placement.left = self.capacity.worker_group_id
+                seq_group.placement.previous_id = self.capacity.worker_group_id
             self.departures.begin_move(seq_group, now_us)
         return len(moving)
 
@@ -190,34 +190,30 @@ class Scheduler:
         )
         self.departures.fail_seq_group(seq_group, error, now_us)
 
-    # Blocks that move between worker groups.
+    # KV that moves between worker groups.
 
-    def lease(self, entries: list[CachedEntry], token: bytes, timeout_ms: int) -> int:
-        """Let other worker groups read entries; returns the number of the lease."""
-        return self.port.lease(entries, token, timeout_ms).lease_id
+    def lease(self, entries: list[CachedEntry], token: bytes, timeout_ms: int) -> Lease:
+        """Let other worker groups read entries."""
+        return self.port.lease(entries, token, timeout_ms)
 
     def end_lease(self, lease_id: int) -> None:
         """Let them no longer read these."""
         self.port.end_lease(lease_id)
 
-    def allocate_copies(self, entries: list[CachedEntry]) -> list[CachedEntry]:
-        """Allocate blocks for copies of another worker group's entries."""
-        exchange = self.running.cache.exchange
-        return [
-            CachedEntry(tuple(exchange.allocate(len(entry.blocks))), entry.contents)
-            for entry in entries
-        ]
-
-    def fetch(self, fetch: BlockFetch) -> None:
-        """Copy blocks of another worker group to allocated ones."""
-        self.port.fetch(fetch)
+    def fetch(
+        self, source: WorkerGroupCapacity, lease: Lease, entries: list[CachedEntry]
+    ) -> tuple[int, list[CachedEntry]]:
+        """Copy the leased entries of another worker group; returns the number of the fetch, and the
+        copies, for which there must be room."""
+        copies = self.running.cache.exchange.allocate(entries)
+        return self.port.fetch(lease, source, copies), copies
 
     def add_copies(self, copies: list[CachedEntry]) -> None:
         """Let what has arrived be found."""
         self.running.cache.exchange.add(copies)
 
     def release_copies(self, copies: list[CachedEntry]) -> None:
-        """Give up the blocks of copies. Nothing may write to them any more."""
+        """Give up the memory of copies, to which nothing writes any more."""
         self.running.cache.exchange.release(copies)
 
     # One step.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.kv_cache.transfer_port import TransferPort
 from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
@@ -14,7 +15,6 @@ from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.prefill import PrefillScheduler
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.strategies import StrategySchedulers
-from scheduler_service.core.scheduling.transfer_port import TransferPort
 from scheduler_service.core.sequence import Sequence, SequenceGroup, extend_all
 from scheduler_service.core.step_plan import StepPlan
 

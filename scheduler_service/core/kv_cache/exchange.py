@@ -24,6 +24,11 @@ class CachedEntry:
     contents: Contents
 
     @property
+    def size(self) -> int:
+        """Number of its blocks."""
+        return len(self.blocks)
+
+    @property
     def keys(self) -> bytes:
         """The identity of each block's contents."""
         number = len(self.blocks)
@@ -38,7 +43,7 @@ def _part_key(key: bytes, index: int) -> bytes:
     return part.to_bytes(KEY_BYTES, "little")
 
 
-class BlockExchange:
+class CacheExchange:
     """Leased blocks, and blocks to which others are copied, of one worker group.
 
     Invariant: each of them has a reference for each lease or copy.
@@ -94,11 +99,14 @@ class BlockExchange:
             entry for entry in entries if found(entry.contents.key, entry.contents.group) is None
         ]
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Allocate device blocks to which others are copied; as many must be free."""
-        blocks = self._device.allocate(num_blocks)
-        self._held[False].update(blocks)
-        return blocks
+    def allocate(self, entries: Iterable[CachedEntry]) -> list[CachedEntry]:
+        """Allocate device blocks for copies of others' entries; as many must be free."""
+        copies = []
+        for entry in entries:
+            blocks = self._device.allocate(entry.size)
+            self._held[False].update(blocks)
+            copies.append(CachedEntry(tuple(blocks), entry.contents))
+        return copies
 
     def add(self, entries: Iterable[CachedEntry]) -> None:
         """Let what has arrived in allocated blocks be found."""

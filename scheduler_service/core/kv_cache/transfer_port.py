@@ -2,10 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from scheduler_service.core.kv_cache.block_exchange import CachedEntry
+from scheduler_service.core.config import WorkerGroupCapacity
+from scheduler_service.core.kv_cache.exchange import CachedEntry
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.step_plan import BlockFetch, BlockLease, FetchResult, StepPlan
+
+Lease: TypeAlias = BlockLease
+"""What a worker group lets others read, as its plan names it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +59,27 @@ class TransferPort:
         else:
             self._ended.append(lease_id)
 
-    def fetch(self, fetch: BlockFetch) -> None:
-        """Copy blocks of another worker group from the next plan on."""
-        self.num_fetches = fetch.fetch_id
-        self.open_fetches[fetch.fetch_id] = []
+    def fetch(
+        self, lease: BlockLease, source: WorkerGroupCapacity, copies: Sequence[CachedEntry]
+    ) -> int:
+        """Copy what another worker group has leased to allocated blocks, from the next plan on;
+        returns the number of the fetch. It fails when the lease would time out."""
+        self.num_fetches += 1
+        self.open_fetches[self.num_fetches] = []
+        targets = [block for copy in copies for block in copy.blocks]
+        pairs = zip(lease.block_ids, targets, strict=True)
+        fetch = BlockFetch(
+            fetch_id=self.num_fetches,
+            addresses=[*source.addresses],
+            source_epoch=source.epoch,
+            lease_id=lease.lease_id,
+            token=lease.token,
+            blocks=[block for pair in pairs for block in pair],
+            keys=lease.keys,
+            timeout_ms=lease.timeout_ms,
+        )
         self._new_fetches.append(fetch)
+        return fetch.fetch_id
 
     @property
     def is_in_use(self) -> bool:
