@@ -103,6 +103,7 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
         "--preemption-mode": config.preemption_mode or draw.choice(("auto", "swap", "recompute")),
         "--pipeline-depth": draw.choice((1, 2, 2, 3)),
         "--first-step-timeout": 60,
+        "--move-kv": "always",
     }
     worker = {
         "--threads": 1,
