@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any, Self
 
-from tests.chaos.network import CLIENT, Link, Network, Quality
+from tests.chaos.network import CLIENT, Link, Network, Quality, role_of
 from tools.launch import ROOT
 
 PORT = 7600
@@ -52,7 +52,7 @@ class NamespaceNetwork(Network):
     """
 
     def __init__(self, links: list[Link], bad_links: bool = False) -> None:
-        """`bad_links`: whether all are `BAD`, but those between ranks and the harness's own."""
+        """`bad_links`: whether all are `BAD`, but those between ranks and the harness's."""
         super().__init__(links)
         self._num_degraded: Counter[Link] = Counter(
             link
@@ -111,6 +111,10 @@ class NamespaceNetwork(Network):
             _run(_IP, "-n", self._namespace(host), "link", "set", "lo", "up")
         self._wires = self._start_wires()
         for link in self.links:
+            if link.is_between_groups:
+                self._route(link, link.one)
+                self._route(link, link.other)
+        for link in self.links:
             self._update_both_ways(link)
         return self
 
@@ -145,6 +149,17 @@ class NamespaceNetwork(Network):
         self._address("add", link, host)
         _run(*self._on(host), "link", "set", interface, "up")
         return device
+
+    def _route(self, link: Link, host: str) -> None:
+        """Let a worker reach another one at the address at which the core does."""
+        peer = link.end_opposite(host)
+        first = _ADDRESSES_PER_LINK * self.links.index(self._core_link(peer))
+        interface = self._interface(link, host)
+        _run(*self._on(host), "route", "add", f"{self._prefix}.{first}/29", "dev", interface)
+
+    def _core_link(self, worker: str) -> Link:
+        links = (link for link in self.links if worker in link)
+        return next(link for link in links if role_of(link.end_opposite(worker)) == "core")
 
     def _address(self, action: str, link: Link, host: str) -> None:
         """Give an interface its address, or take it away."""

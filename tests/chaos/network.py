@@ -47,6 +47,15 @@ class Link:
     @property
     def is_between_ranks(self) -> bool:
         """Whether two hosts of one worker group use it in every layer."""
+        return self._is_between_workers and group_of(self.one) == group_of(self.other)
+
+    @property
+    def is_between_groups(self) -> bool:
+        """Whether workers of two groups read each other's KV over it."""
+        return self._is_between_workers and not self.is_between_ranks
+
+    @property
+    def _is_between_workers(self) -> bool:
         return role_of(self.one) == role_of(self.other) == "worker"
 
 
@@ -111,6 +120,11 @@ class Network(ABC):
 def role_of(host: str) -> str:
     """What runs on a host: core, frontend or worker."""
     return host.partition("-")[0]
+
+
+def group_of(host: str) -> str:
+    """What the hosts of a worker group have in common: worker-1 of worker-1-0, or worker-1."""
+    return "-".join(host.split("-")[:2])
 
 
 def star(core: str, frontends: Sequence[str], workers: Sequence[str]) -> list[Link]:

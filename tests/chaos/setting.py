@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from functools import cache
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from random import Random
 
@@ -39,7 +39,7 @@ def make_network(config: ChaosConfig) -> Network:
         [host for group in groups for host in group]
         + [f"embedder-{index}" for index in range(config.num_embedders)],
     )
-    links += [Link(*ends) for group in groups for ends in combinations(group, 2)]
+    links += [Link(*ends) for ends in combinations(chain.from_iterable(groups), 2)]
     kind = config.network
     if kind == "auto":
         kind = "namespaces" if namespaces_permitted() else "relays"
