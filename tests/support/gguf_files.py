@@ -67,6 +67,7 @@ _ARCHITECTURES = {
     "MiniMaxM2ForCausalLM": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
     "Olmo2ForCausalLM": ("olmo2", gguf.MODEL_ARCH.OLMO2),
     "Olmo3ForCausalLM": ("olmo2", gguf.MODEL_ARCH.OLMO2),
+    "PhimoeForCausalLM": ("phimoe", gguf.MODEL_ARCH.PHIMOE),
     "SeedOssForCausalLM": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
     "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
 }
@@ -120,6 +121,17 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": _LONG,
         "original_max_position_embeddings": 16,
         "sliding_window": None,
+    },
+    "phimoe": {"router_jitter_noise": 0.01},  # files do not have it
+    "phimoe_long": {
+        "rope_parameters": {
+            **_LONG,
+            "long_factor": _LONG["short_factor"],  # of which transformers use no other
+            "short_mscale": 2**0.5,
+            "long_mscale": 2**0.5,
+        },
+        "original_max_position_embeddings": 16,
+        "router_jitter_noise": 0.01,
     },
     "phi3_partial": {
         "rope_parameters": {
@@ -403,7 +415,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type == "phi3":
+    if config.model_type in ("phi3", "phimoe"):
         writer.add_sliding_window(window or 0)
         _add_phi3_rope(writer, config)
     _add_experts(writer, config)
@@ -522,7 +534,7 @@ def _add_phi3_rope(writer: gguf.GGUFWriter, config: Any) -> None:
     """As `convert_hf_to_gguf.py` of llama.cpp does."""
     rope = config.rope_parameters
     head_dim = config.hidden_size // config.num_attention_heads
-    writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if rope["rope_type"] != "longrope":
         return
     original = rope["original_max_position_embeddings"]

@@ -35,6 +35,7 @@ _CLASSES = {
     "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
+    "phimoe": ("PhimoeForCausalLM", "phimoe"),
     "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
     "bert": ("BertModel", "bert"),
@@ -55,7 +56,7 @@ _LATENT = ("deepseek_v2", "deepseek_v3", "youtu")
 _WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
     *("glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3"),
-    *("lfm2_moe", "granitemoehybrid"),
+    *("lfm2_moe", "granitemoehybrid", "phimoe"),
 )
 _SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe")
 """Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
@@ -110,7 +111,7 @@ _WINDOW_PERIODS = {
 """The last layer of each period, or the first of ModernBERT's, has full attention, unless the file
 says otherwise."""
 
-_WITH_WINDOWS = (*_WINDOW_PERIODS, "phi3")
+_WITH_WINDOWS = (*_WINDOW_PERIODS, "phi3", "phimoe")
 """Architectures that may have a window."""
 
 _ROTATED_IN_PART = ("phi3", "glm4", "glm4moe", "minimax-m2")
@@ -240,6 +241,9 @@ class _Config:
             return self._lfm2(config)
         if kind == "phi3":
             return self._phi3(rope, rotary_dim // 2)
+        if kind == "phimoe":
+            has_bias = "output.bias" in tensors
+            return {**self._phi3(rope, rotary_dim // 2), "lm_head_bias": has_bias}
         if kind == "gpt_oss":
             return {"rope_parameters": {**rope, "truncate": False}}
         if kind == "olmo3":
@@ -510,7 +514,7 @@ class _Config:
         }
 
     def _phi3(self, rope: dict[str, Any], num_factors: int) -> dict[str, Any]:
-        """The fields that only Phi-3 has: RoPE factors for positions beyond the trained length."""
+        """The fields of Phi-3 and Phi-MoE: RoPE factors beyond the trained length."""
         if not any(name in self._gguf.tensors for name in LONG_ROPE.values()):
             self._require("rope.scaling.type", "none", "none without tensors rope_factors_*")
             return {"rope_parameters": rope}
@@ -540,7 +544,9 @@ class _Config:
             function, meaning = _SIGMOID, "2, which is sigmoid"
         self._require("expert_gating_func", function, meaning)
         default = intermediate_size
-        if kind not in ("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "granitemoehybrid"):
+        if kind not in (
+            *("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "granitemoehybrid", "phimoe"),
+        ):
             default = max(1, intermediate_size // num_used)
         size = self._int("expert_feed_forward_length", default)
         if kind not in ("glm4_moe", *_LATENT):
@@ -548,7 +554,7 @@ class _Config:
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
         if kind in ("gpt_oss", "granitemoe"):
             config["has_expert_modules"] = True
-        if kind in ("mixtral", "granitemoe", "granitemoehybrid"):
+        if kind in ("mixtral", "granitemoe", "granitemoehybrid", "phimoe"):
             return {**config, "num_local_experts": num_experts}
         if kind in ("gpt_oss", "minimax_m2"):
             return {**config, "num_local_experts": num_experts, "intermediate_size": size}
@@ -622,7 +628,7 @@ class _Config:
         theta = self._float("rope.freq_base", 10000.0)
         factor = self._get("rope.scaling.factor", self._get("rope.scale_linear", 0.0))
         kind = self._get("rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
-        if kind == "longrope" and self._architecture == "phi3":
+        if kind == "longrope" and self._architecture in ("phi3", "phimoe"):
             kind = "none"  # its factors are read from tensors
         if kind not in ("none", "linear", "yarn"):
             raise self._fault("rope.scaling.type", "none, linear or yarn", kind, UnsupportedModel)

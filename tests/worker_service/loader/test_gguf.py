@@ -40,7 +40,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
     "family",
     [
         *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
-        *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial"),
+        *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial", "phimoe", "phimoe_long"),
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v2_expanded"),
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
