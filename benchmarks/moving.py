@@ -6,7 +6,9 @@ Each case starts a core, a frontend and a worker with random weights, and makes 
 another worker joins, and the first one is drained. *core killed*: the core is killed and started
 again at once. *prefix elsewhere*: prompts begin with tokens that one worker has computed, which has
 no place left, and go to another; their time to the first token is compared with that of prompts
-that nobody has computed.
+that nobody has computed. *two for both* and *one for each*: long prompts arrive, one after the
+other, while streams generate on two workers, which either compute prompts and generate, or do one
+each.
 
 *Computed again*: tokens that prefills computed after the event, or besides the prompts' new ones. A
 pause is the longest time between two tokens of a stream after the event.
@@ -22,6 +24,8 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from benchmarks.checkpoints import checkpoint
 from benchmarks.machine import ForeignLoad
 from benchmarks.model_shapes import SHAPES
@@ -35,6 +39,7 @@ DTYPE = "bfloat16"
 BEFORE_EVENT = 8
 """Tokens of every stream before something happens."""
 AFTER_EVENT = 32
+NUM_LONG_PROMPTS = 8
 PLACES = 64
 """Of each worker."""
 
@@ -70,6 +75,10 @@ class Stream:
         since = self.interrupted_at
         return 0 if since is None else sum(at > since for at in self.arrivals[-AFTER_EVENT:])
 
+    def gaps(self, since: float) -> list[float]:
+        """The times between two tokens of which the first came after `since`."""
+        return [end - start for start, end in pairwise(self.arrivals) if start > since]
+
     @property
     def pause_s(self) -> float:
         """The longest time between two tokens after the interruption."""
@@ -88,8 +97,10 @@ class Stream:
 class Deployment:
     """A core, a frontend and workers, and a client."""
 
-    def __init__(self, cluster: Cluster, client: AsyncClient) -> None:
-        self.cluster, self.client = cluster, client
+    def __init__(
+        self, cluster: Cluster, client: AsyncClient, roles: tuple[str, str] = ("both", "both")
+    ) -> None:
+        self.cluster, self.client, self.roles = cluster, client, roles
         self._draw = Random(0)
 
     def prompt(self, num_tokens: int, beginning: Sequence[int] = ()) -> list[int]:
@@ -97,9 +108,9 @@ class Deployment:
         count = num_tokens - len(beginning)
         return [*beginning, *(self._draw.randrange(10, SHAPE.vocab_size) for _ in range(count))]
 
-    async def add_worker(self) -> None:
+    async def add_worker(self, *flags: str) -> None:
         """Start a worker, and wait until it is ready."""
-        self.cluster.start_worker()
+        self.cluster.start_worker(*flags)
         await asyncio.to_thread(self.cluster.wait_num_ready, len(self.cluster.workers))
 
     async def num_prefilled(self) -> int:
@@ -184,6 +195,33 @@ class Deployment:
             "ratio": round(median(found) / median(computed), 2),
         }
 
+    async def mix(self, num_streams: int, num_tokens: int) -> dict[str, object]:
+        """Streams generate while prompts of this length arrive one after the other."""
+        await self.add_worker("--role", self.roles[1])
+        streams = [Stream(self.prompt(32), 4_000) for _ in range(num_streams)]
+        async with asyncio.TaskGroup() as tasks:
+            for stream in streams:
+                tasks.create_task(stream.run(self.client))
+            for stream in streams:
+                await stream.has_begun.wait()
+            begun_at = time.monotonic()
+            num_tokens_before = sum(len(stream.arrivals) for stream in streams)
+            for _ in range(NUM_LONG_PROMPTS):
+                await Stream(self.prompt(num_tokens), 16).run(self.client)
+            elapsed_s = time.monotonic() - begun_at
+            num_generated = sum(len(stream.arrivals) for stream in streams) - num_tokens_before
+            for stream in streams:
+                stream.interrupted_at = begun_at
+        gaps = [gap for stream in streams for gap in stream.gaps(begun_at)]
+        return {
+            "streams": num_streams,
+            "tokens": num_tokens,
+            "gap_p99_ms": round(1000 * float(np.percentile(gaps, 99))),
+            "tokens_per_s": round(
+                (num_generated + NUM_LONG_PROMPTS * (num_tokens + 16)) / elapsed_s, 1
+            ),
+        }
+
     async def _first_token_s(self, prompt: list[int]) -> float:
         begun_at = time.monotonic()
         await Stream(prompt, 1).run(self.client)
@@ -196,25 +234,31 @@ CASES: dict[str, tuple[Case, int, int]] = {
     "drain of one": (Deployment.drain, 1, 5_000),
     "core killed": (Deployment.kill_core, 64, 2_000),
     "prefix elsewhere": (Deployment.reuse, 3, 4_000),
+    "two for both": (Deployment.mix, 8, 2_000),
+    "one for each": (Deployment.mix, 8, 2_000),
 }
 """With the numbers of streams and of tokens of their prompts."""
 
 
-async def measure(case: Case, num_streams: int, num_tokens: int, path: Path) -> dict[str, object]:
+ROLES = {"one for each": ("prefill", "decode")}
+
+
+async def measure(name: str, num_streams: int, num_tokens: int, path: Path) -> dict[str, object]:
     """A line of the table, from a deployment with one worker."""
+    case, roles = CASES[name][0], ROLES.get(name, ("both", "both"))
     with (
         TemporaryDirectory(prefix="pagewire-") as folder,
         Cluster(
             Path(folder),
             model=str(path),
-            worker_flags=WORKER,
+            worker_flags=[*WORKER, "--role", roles[0]],
             core_flags=CORE,
             frontend_flags=QUIET,
         ) as cluster,
     ):
         cluster.start()
         async with AsyncClient(cluster.frontend_address()) as client:
-            return await case(Deployment(cluster, client), num_streams, num_tokens)
+            return await case(Deployment(cluster, client, roles), num_streams, num_tokens)
 
 
 COLUMNS = {
@@ -227,6 +271,8 @@ COLUMNS = {
     "usual_ms": "between tokens before, ms",
     "first_token_ms": "first token, ms",
     "ratio": "÷ computed",
+    "gap_p99_ms": "between tokens p99, ms",
+    "tokens_per_s": "tokens/s",
 }
 """Titles by the names in a row."""
 
@@ -244,9 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, object]] = []
     load = ForeignLoad()
     for name in args.cases:
-        case, num_streams, num_tokens = CASES[name]
+        _, num_streams, num_tokens = CASES[name]
         sizes = -(-num_streams // args.scale), num_tokens // args.scale
-        rows.append({"case": name} | asyncio.run(measure(case, *sizes, path)))
+        rows.append({"case": name} | asyncio.run(measure(name, *sizes, path)))
         print(rows[-1], flush=True)
     facts = f"{SHAPE.name} in {DTYPE}, a thread for each worker."
     publish("moving", facts, COLUMNS, rows, load.cores, args.results)

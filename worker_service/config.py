@@ -470,6 +470,9 @@ class AdapterConfig:
         return [AdapterModule.parse(text) for text in self.lora_modules]
 
 
+ROLES = ("both", "prefill", "decode")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkConfig:
     """The worker's addresses, and the core with which it registers."""
@@ -496,11 +499,18 @@ class NetworkConfig:
     """Address to which spans of requests are exported (OTLP over gRPC), such as
     http://127.0.0.1:4317; by default taken from OpenTelemetry's environment variables."""
 
+    role: str = "both"
+    """What the worker is for: prefill (requests go to others with their KV once their prompts are
+    computed), decode (what follows), or both."""
+
     group_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """The worker group this worker belongs to."""
 
     worker_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique per process."""
+
+    def __post_init__(self) -> None:
+        _expect(self.role in ROLES, "role", ", ".join(ROLES), self.role)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,6 +79,16 @@ class PoolingHead(StrEnum):
     """The logits of the model's labels."""
 
 
+class Role(StrEnum):
+    """What a worker group is for, where others of its model are for the rest."""
+
+    PREFILL = "prefill"
+    """New requests; those whose prompts are computed go to others."""
+    DECODE = "decode"
+    """Requests that go on."""
+    BOTH = "both"
+
+
 class MoveKV(StrEnum):
     """When blocks of KV are copied from one worker group to another."""
 
@@ -354,6 +364,7 @@ class WorkerGroupCapacity:
     """Where its workers listen for each other, by rank."""
     epoch: int = 0
     """Of its step stream."""
+    role: Role = Role.BOTH
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""

@@ -298,6 +298,8 @@ class SchedulerCore:
         )
         if scheduler.is_draining and not len(scheduler.pipeline):
             moves.migrate_from_draining(model, to_us(now))
+        elif scheduler.hands_over and not len(scheduler.pipeline):
+            moves.hand_over(model, scheduler, to_us(now))
         model.requeue(scheduler.pop_moved())
 
     # Outputs.

@@ -156,6 +156,8 @@ class WorkerGroup:
                 f"{self.world_size}"
             )
         for other in others:
+            if other.registration.role != registration.role:
+                return f"rank {rank}: expected the role of the group's other ranks"
             for fact in _COMMON_FACTS:
                 ours = getattr(other.registration.model, fact)
                 theirs = getattr(registration.model, fact)

@@ -27,7 +27,12 @@ from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
+from scheduler_service.core.config import (
+    Role,
+    SchedulerConfig,
+    WorkerGroupCapacity,
+    WorkKind,
+)
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
@@ -70,6 +75,7 @@ Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]
 Joined: TypeAlias = Callable[[Sequence[pb.WorkerRegistration]], AbstractAsyncContextManager[None]]
 
 
+_ROLES = {pb.WORKER_ROLE_PREFILL: Role.PREFILL, pb.WORKER_ROLE_DECODE: Role.DECODE}
 GENERATION_ONLY = frozenset({WorkKind.GENERATION})
 _PREFIX = "WORK_KIND_"
 
@@ -267,6 +273,7 @@ class WorkerSession:
                 kv_layout=self._kv_layout() if moves_blocks else "",
                 addresses=tuple(rank.address for rank in self.ranks),
                 epoch=self.epoch,
+                role=_ROLES.get(self.ranks[0].role, Role.BOTH),
                 **decode_pooling_info(model.pooling),
             )
         except ValueError as error:

@@ -7,11 +7,13 @@ workers and the core are lost meanwhile.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
 import pytest
 
+from scheduler_service.core.config import Role
 from tests.end_to_end.test_random_configurations import (
     configuration,
     model,
@@ -49,8 +51,20 @@ def moving(number: int) -> Configuration:
     )
 
 
-def run(number: int) -> Counter[str]:
+def handing_over(number: int) -> Configuration:
+    """A configuration whose prompts are computed by one worker, and continued by two others."""
     drawn = moving(number)
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    workers = zip(drawn.workers, roles, strict=True)
+    return replace(
+        drawn,
+        workers=tuple(replace(worker, role=role) for worker, role in workers),
+        drains=drawn.drains[:2],
+    )
+
+
+def run(number: int, make_configuration: Callable[[int], Configuration] = moving) -> Counter[str]:
+    drawn = make_configuration(number)
     expected = undisturbed(number, family=FAMILIES[number % len(FAMILIES)])
     prompts = [list(received.request.prompt_token_ids) for received in expected]
     return run_and_compare(drawn, Deployment(drawn, model(drawn.model), prompts), expected)
@@ -62,7 +76,13 @@ def test_requests_that_move_are_those_of_an_undisturbed_run() -> None:
     assert total["fetches"] > 40
 
 
+def test_requests_that_are_handed_over_are_those_of_an_undisturbed_run() -> None:
+    total = sum((run(number, handing_over) for number in QUICK), Counter[str]())
+    assert total["fetches"] > 60
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", LONG)
 def test_many_more_requests_that_move(number: int) -> None:
     assert run(number)["steps"] > 0
+    assert run(number, handing_over)["steps"] > 0

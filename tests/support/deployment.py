@@ -6,7 +6,7 @@ after the core has planned ahead as far as it may. What crosses between them is 
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from scheduler_service import wire
@@ -250,7 +250,7 @@ class Deployment:
         )
         self._load_on(worker)
         self._links[index] = Link(worker)
-        self._core.add_worker_group(worker.capacity(str(index)), now=0.0)
+        self._core.add_worker_group(replace(worker.capacity(str(index)), role=memory.role), now=0.0)
 
     def _lose(self, loss: Loss) -> None:
         if loss.worker is None:

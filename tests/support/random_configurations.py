@@ -11,7 +11,7 @@ from random import Random
 from pagewire.columns import pack
 from pagewire.v1 import sampling_pb2
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.config import MoveKV, PolicyName, PreemptionMode, SchedulerConfig
+from scheduler_service.core.config import MoveKV, PolicyName, PreemptionMode, Role, SchedulerConfig
 from tests.support import vocabularies
 
 MODELS = (
@@ -84,10 +84,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A worker group's memory."""
+    """A worker group's memory, and what it is for."""
 
     num_gpu_blocks: int
     num_cpu_blocks: int
+    role: Role = Role.BOTH
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,12 @@ from worker_service.service.metrics import WorkerCollector, WorkerFacts
 from worker_service.service.registration import Membership, Registrar
 from worker_service.service.servicer import WorkerServicer, model_info
 
+_ROLES = {
+    "both": scheduler_service_pb2.WORKER_ROLE_UNSPECIFIED,
+    "prefill": scheduler_service_pb2.WORKER_ROLE_PREFILL,
+    "decode": scheduler_service_pb2.WORKER_ROLE_DECODE,
+}
+
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME: str = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -306,6 +312,7 @@ class Worker:
             last_epoch=self._engine.last_epoch,
             version=VERSION,
             adapters=self._adapters.current,
+            role=_ROLES[network.role],
         )
 
     def _reached_at(self) -> str:

@@ -91,6 +91,7 @@ FLAGS = (
     Flag("max_cpu_loras", int, "worker", "Adapters held on the host."),
     Flag("max_lora_rank", int, "worker", "Maximum rank of an adapter."),
     Flag("lora_modules", list[str], "worker", "Adapter to load, NAME=PATH or JSON; repeatable."),
+    Flag("role", str, "worker", "prefill, decode or both."),
     Flag("threads", int, "worker", "CPU threads of one worker."),
     Flag("cpu_affinity", str, "worker", "CPUs to pin one worker's threads to, as 0,2-5."),
     Flag("trust_remote_code", bool, "worker", "Run code that comes with the model."),

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pagewire.v1 import adapter_pb2 as _adapter_pb2
 from pagewire.v1 import context_pb2 as _context_pb2
 from pagewire.v1 import inference_service_pb2 as _inference_service_pb2
@@ -24,6 +25,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WorkerRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_ROLE_UNSPECIFIED: _WorkerRole.ValueType  # 0
+    """Everything."""
+    WORKER_ROLE_PREFILL: _WorkerRole.ValueType  # 1
+    """New requests: those whose prompts are computed go to others."""
+    WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 2
+    """Requests that go on, from others."""
+
+class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
+    """What a worker group is for."""
+
+WORKER_ROLE_UNSPECIFIED: WorkerRole.ValueType  # 0
+"""Everything."""
+WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 1
+"""New requests: those whose prompts are computed go to others."""
+WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
+"""Requests that go on, from others."""
+Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
@@ -849,6 +874,7 @@ class WorkerRegistration(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process."""
     group_id: _builtins.str
@@ -867,6 +893,8 @@ class WorkerRegistration(_message.Message):
     """In a group of several ranks: whether the results of this rank carry the sampled
     tokens. The results of the other ranks have none. Exactly one rank sets it.
     """
+    role: Global___WorkerRole.ValueType
+    """What the worker's group is for, where other groups of its model are for the rest."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo:
         """The loaded model."""
@@ -888,10 +916,11 @@ class WorkerRegistration(_message.Message):
         version: _builtins.str = ...,
         samples: _builtins.bool = ...,
         adapters: _adapter_pb2.AdapterSet | None = ...,
+        role: Global___WorkerRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "group_id", b"group_id", "last_epoch", b"last_epoch", "model", b"model", "rank", b"rank", "samples", b"samples", "version", b"version", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "group_id", b"group_id", "last_epoch", b"last_epoch", "model", b"model", "rank", b"rank", "role", b"role", "samples", b"samples", "version", b"version", "worker_id", b"worker_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

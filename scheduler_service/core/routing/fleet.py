@@ -7,6 +7,7 @@ from math import inf
 
 from scheduler_service.core.config import (
     MoveKV,
+    Role,
     SchedulerConfig,
     WorkerGroupCapacity,
     check_capacity,
@@ -187,8 +188,13 @@ class ServedModel:
             equivalent: dict[object, list[Scheduler]] = {}
             for scheduler in self.schedulers:
                 capacity = scheduler.capacity
-                key = capacity.size, capacity.arithmetic, scheduler.is_draining
+                key = capacity.size, capacity.arithmetic, capacity.role, scheduler.is_draining
                 equivalent.setdefault(key, []).append(scheduler)
+            for scheduler in self.schedulers:
+                scheduler.hands_over = scheduler.capacity.role is Role.PREFILL and any(
+                    other.capacity.role is not Role.PREFILL and not other.is_draining
+                    for other in self.schedulers
+                )
             self.equivalent = [tuple(schedulers) for schedulers in equivalent.values()]
             self.waiting.reorder()
             for seq_group in self.waiting:

@@ -1,11 +1,12 @@
-"""How requests move between the worker groups of a model: one drains, or they exceed its cache."""
+"""How requests move between the worker groups of a model: one drains, or is for prefills alone, or
+they exceed its cache."""
 
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 
-from scheduler_service.core.config import WorkerGroupCapacity
+from scheduler_service.core.config import Role, WorkerGroupCapacity
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import eligible
 from scheduler_service.core.scheduling.scheduler import Scheduler
@@ -33,6 +34,32 @@ def migrate_from_draining(model: ServedModel, now_us: int) -> None:
                 num_leaving,
             )
         model.requeue(here.pop_moved())
+
+
+def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
+    """Send requests whose prompts are computed to worker groups for what follows, if any of these
+    has room. The rest stay until one has."""
+    others = [
+        other
+        for other in model.schedulers
+        if other.capacity.role is not Role.PREFILL and not other.is_draining
+    ]
+    prefilling = here.prefilling_seq_groups()
+
+    def may_leave(seq_group: SequenceGroup) -> bool:
+        is_ready = seq_group.has_output and seq_group not in prefilling
+        return (
+            is_ready
+            and bool(seq_group.running())
+            and not (seq_group.waiting() or seq_group.is_suspect or seq_group.strategy.is_lockstep)
+            and _fits_any(
+                seq_group, here.capacity, [o.capacity for o in others], SequenceGroup.reach
+            )
+            and any(other.probe.has_room_for(seq_group) for other in others)
+        )
+
+    here.start_moving(may_leave, now_us)
+    model.requeue(here.pop_moved())
 
 
 def settle_exceeding(model: ServedModel, here: Scheduler, now_us: int) -> bool:

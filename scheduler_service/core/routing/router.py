@@ -47,6 +47,7 @@ from itertools import chain
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from scheduler_service.core.config import Role
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import ModelQueue
 from scheduler_service.core.scheduling.scheduler import Scheduler
@@ -224,7 +225,8 @@ def eligible(
     These are the groups in which it can get the most of the tokens that it requests, so that its
     answer does not depend on where it goes; for a started request the cache size counts, too.
     Draining groups take only started requests that no other group can hold. A request with output
-    goes to groups of the arithmetic that computed it, if there are any.
+    goes to groups of the arithmetic that computed it, if there are any. Groups for prefills, or for
+    what follows, take the rest where there are no others.
     """
     fitting = [groups for groups in equivalent if seq_group.fits(groups[0].capacity)]
     suitable = [groups for groups in fitting if not groups[0].is_draining]
@@ -238,6 +240,8 @@ def eligible(
         ]
         suitable = exact or suitable
         reach = SequenceGroup.reach
+    other = Role.PREFILL if seq_group.has_output else Role.DECODE
+    suitable = [groups for groups in suitable if groups[0].capacity.role is not other] or suitable
     farthest = max((reach(seq_group, groups[0].capacity) for groups in suitable), default=0)
     return tuple(
         [candidate for candidate in suitable if reach(seq_group, candidate[0].capacity) == farthest]

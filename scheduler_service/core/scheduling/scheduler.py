@@ -74,6 +74,8 @@ class Scheduler:
     results: ResultProcessor
     port: TransferPort
     is_draining: bool = False
+    hands_over: bool = False
+    """Whether requests go elsewhere once their prompts are computed."""
     num_steps: int = 0
     num_changes: int = 0
     """Increases with every call that may change anything, so that there may be more capacity."""
@@ -92,7 +94,7 @@ class Scheduler:
         not routed yet wait for room."""
         if self.placed.suspect is not None:
             return len(self.pipeline) > 0  # it must be clear in whose step a worker dies
-        if self.is_draining and self.capacity.kv_layout:
+        if self.hands_over or (self.is_draining and self.capacity.kv_layout):
             return len(self.pipeline) > 0  # then all that its requests have computed can move
         return self.pipeline.is_full(self._max_results(is_awaited))
 
