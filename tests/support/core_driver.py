@@ -138,10 +138,19 @@ class CoreDriver:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=capacity.max_model_len,
             max_loras=capacity.max_loras,
+            epoch=capacity.epoch,
+            peers=self._worker_at,
         )
         self.links[capacity.worker_group_id] = WorkerLink(capacity, worker)
         self.promises.max_model_len = capacity.max_model_len
         self.promises.workers.append(capacity)
+
+    def _worker_at(self, address: str) -> SymbolicWorker | None:
+        """The worker that has this address, unless it is lost."""
+        for link in self.links.values():
+            if address in link.capacity.addresses:
+                return link.worker
+        return None
 
     def lose_worker_group(self, group_id: str) -> None:
         """A worker dies, and with it the results that are on the wire."""

@@ -20,20 +20,28 @@ def check_inspection(core: SchedulerCore) -> Inspection:
         requests = [
             request for request in seen.requests if request.worker_group_id == group.worker_group_id
         ]
+        exchange = core._fleet.schedulers[group.worker_group_id].cache.exchange
         tables = {request.number: request.block_tables for request in requests}
-        _check_map(device, group.num_free_gpu_blocks, tables)
+        moving = exchange.references(on_host=False)
+        _check_map(device, group.num_free_gpu_blocks, tables, moving)
         tables = {request.number: request.host_block_tables for request in requests}
-        _check_map(host, group.num_free_cpu_blocks, tables)
+        moving = exchange.references(on_host=True)
+        _check_map(host, group.num_free_cpu_blocks, tables, moving)
     for request in seen.requests + seen.ended_requests:
         times = [at_us for _, at_us, _ in request.events]
         assert times == sorted(times)
     return seen
 
 
-def _check_map(blocks: BlockMap, num_free: int, tables: dict[int, list[list[int]]]) -> None:
+def _check_map(
+    blocks: BlockMap, num_free: int, tables: dict[int, list[list[int]]], moving: Counter[int]
+) -> None:
+    """moving: references of leases and of copies on their way, by block."""
     counts = Counter(b for own in tables.values() for table in own for b in table)
-    assert list(blocks.num_references) == [counts[block] for block in range(len(blocks.owners))]
-    assert sum(owner <= 0 for owner in blocks.owners) == num_free
+    num_references = counts + moving
+    assert list(blocks.num_references) == [num_references[b] for b in range(len(blocks.owners))]
+    num_unowned = sum(owner <= 0 for owner in blocks.owners)
+    assert num_unowned == num_free + len(moving.keys() - counts.keys())
     for block, owner in enumerate(blocks.owners):
         owners = {number for number, own in tables.items() if any(block in t for t in own)}
         assert owner in owners if owners else owner <= 0

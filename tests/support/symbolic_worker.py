@@ -37,7 +37,7 @@ from scheduler_service.core import (
 from scheduler_service.core.beam_search import BeamParams, BeamSearch
 from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.context import ContextKind, adapter_of, num_source_tokens
-from scheduler_service.core.step_plan import RowOutput
+from scheduler_service.core.step_plan import BlockFetch, BlockLease, FetchResult, RowOutput
 
 History = bytes
 """Digest of all tokens up to and including one position."""
@@ -238,6 +238,13 @@ class SymbolicWorker:
     """Blocks that this step swaps in: the worker may do so beside its rows."""
     leaving: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that this step swaps out, and who had them."""
+    peers: Callable[[str], "SymbolicWorker | None"] = lambda address: None
+    """The workers that are there, by address."""
+    epoch: int = 0
+    leases: dict[int, BlockLease] = field(default_factory=dict)
+    """By number; those that were begun and not ended."""
+    fetches: dict[int, tuple[BlockFetch, int]] = field(default_factory=dict)
+    """By number; those whose end was not reported, and the step whose result reports it."""
     step_us: Callable[[int, int], int] = _linear_us
     """Duration of a step with this many prompt tokens, and pairs of one and one that it sees."""
     num_steps: int = 0
@@ -248,10 +255,14 @@ class SymbolicWorker:
         """Run one step."""
         require(plan.step_id == self.num_steps + 1, f"step {plan.step_id} is out of order")
         self.num_steps += 1
-        require(bool(plan.seq_ids or plan.swap_out or plan.swap_in), "nothing to do")
+        moves = plan.leases or plan.ended_lease_ids or plan.fetches or self.fetches
+        require(bool(plan.seq_ids or plan.swap_out or plan.swap_in or moves), "nothing to do")
+        self._end_leases(plan)
         self._forget(plan.forget_seq_ids)
         self._swap(plan)
         self._copy(plan)
+        self._begin_leases(plan)
+        self._begin_fetches(plan)
         self._replace(plan)
         forks = {new.seq_id for new in plan.new_sequences if new.parent_seq_id is not None}
         for new in plan.new_sequences:
@@ -263,7 +274,87 @@ class SymbolicWorker:
         starts = self._write(rows, plan, forks)
         self._read(rows, starts)
         lookahead = self._write_drafts(plan, rows)
-        return self._result(plan, rows, starts, lookahead)
+        result = self._result(plan, rows, starts, lookahead)
+        result.fetches = self._end_fetches(plan)
+        return result
+
+    def _end_leases(self, plan: StepPlan) -> None:
+        for lease_id in plan.ended_lease_ids:
+            require(lease_id in self.leases, f"lease {lease_id} is unknown")
+            del self.leases[lease_id]
+
+    def _begin_leases(self, plan: StepPlan) -> None:
+        for lease in plan.leases:
+            require(lease.lease_id not in self.leases, f"lease {lease.lease_id} begins again")
+            require(len(lease.keys) == 16 * len(lease.block_ids), "a lease lacks keys")
+            require(len(set(lease.block_ids)) == len(lease.block_ids), "a block is leased twice")
+            for block in lease.block_ids:
+                slots = self._slots(block)
+                require(bool(slots), f"block {block} is leased, which nobody has written")
+                last = max(step for _, step in slots.values())
+                is_late = last <= self.num_results_taken
+                require(is_late, f"block {block} is leased before the result of step {last}")
+                require(block not in self._targets, f"block {block} is leased before it arrived")
+            self.leases[lease.lease_id] = lease
+
+    def _begin_fetches(self, plan: StepPlan) -> None:
+        for fetch in plan.fetches:
+            require(fetch.fetch_id not in self.fetches, f"fetch {fetch.fetch_id} begins again")
+            targets = fetch.blocks[1::2]
+            require(len(set(targets)) == len(targets), "a fetch writes a block twice")
+            for block in targets:
+                self._check_block(block)
+                require(not self._owners(block), f"a fetch into block {block} in use")
+                self._check_may_write(block)
+                self._poison(block)
+            self.fetches[fetch.fetch_id] = fetch, self.num_steps + fetch.token[0] % 4
+
+    @property
+    def _targets(self) -> set[int]:
+        """Blocks to which a fetch may write."""
+        return {block for fetch, _ in self.fetches.values() for block in fetch.blocks[1::2]}
+
+    def _check_may_write(self, block: int) -> None:
+        """A row, a cache operation or another fetch writes to a block, ~b for host block b."""
+        leased = any(block in lease.block_ids for lease in self.leases.values())
+        require(not leased, f"block {block} is written while it is leased")
+        require(block not in self._targets, f"block {block} is written beside a fetch")
+
+    def _slots(self, block: int) -> dict[int, Content]:
+        """What a block holds, ~b for host block b, by offset."""
+        contents, index = (self.cache, block) if block >= 0 else (self.host, ~block)
+        slots = {offset: contents.get((index, offset)) for offset in self._offsets}
+        return {offset: content for offset, content in slots.items() if content is not None}
+
+    def _end_fetches(self, plan: StepPlan) -> list[FetchResult]:
+        """Those that end with this step: all, if it has nothing else to do. Some fail."""
+        is_idle = not plan.seq_ids
+        ended = [fetch for fetch, end in self.fetches.values() if is_idle or end <= self.num_steps]
+        results = []
+        for fetch in ended:
+            del self.fetches[fetch.fetch_id]
+            failure = self._copy_from_source(fetch)
+            results.append(FetchResult(fetch_id=fetch.fetch_id, failure=failure))
+        return results
+
+    def _copy_from_source(self, fetch: BlockFetch) -> str:
+        """Why it fails; empty if it does not. What fails has written some blocks."""
+        source = self.peers(fetch.addresses[0])
+        if source is None or source.epoch != fetch.source_epoch:
+            return "UNREACHABLE"
+        lease = source.leases.get(fetch.lease_id)
+        if lease is None:
+            return "DENIED"
+        require(lease.token == fetch.token, f"fetch {fetch.fetch_id} has another's token")
+        keys = dict(zip(lease.block_ids, grouped([*lease.keys], 16), strict=True))
+        wanted = zip(grouped(fetch.blocks, 2), grouped([*fetch.keys], 16), strict=True)
+        for (block, target), key in wanted:
+            require(keys.get(block) == key, f"block {block} is not leased with this key")
+            for offset, (history, _) in source._slots(block).items():
+                self.cache[target, offset] = history, self.num_steps
+            if fetch.token[1] % 4 == 0:
+                return "TIMED_OUT"
+        return ""
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
@@ -302,6 +393,7 @@ class SymbolicWorker:
         for source, target in pairs:
             is_written = any(contents[target, offset] for offset in self._offsets)
             require(is_written, f"{what} from block {source}, which nobody has written")
+            self._check_may_write(~target if targets is self.host else target)
         for slot, content in contents.items():
             targets.pop(slot, None)
             if content is not None:
@@ -394,6 +486,7 @@ class SymbolicWorker:
             first = -(-seq.num_computed // max(1, group.block_tokens))
             for block in (block for index, block in table.items() if index >= first):
                 unused = not self._owners(block)
+                self._check_may_write(block)
                 require(unused, f"block {block} is given to {seq.seq_id} while in use")
                 self._poison(block)
 
@@ -459,6 +552,7 @@ class SymbolicWorker:
             require(index >= 0 and follows, f"entry {index} of {seq_id} leaves a gap")
             owners = [owner for owner in self._owners(block) if parents.get(owner) != seq_id]
             require(not owners, f"block {block} is given to {seq_id} while in use")
+            self._check_may_write(block)
             table[index] = block
             if block not in plan.copy[1::2]:
                 self._poison(block)
@@ -560,6 +654,7 @@ class SymbolicWorker:
         require(block not in self.arriving, f"{seq.seq_id} writes to {block} too early")
         had = seq.seq_id in self.leaving.get(block, ())
         require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
+        self._check_may_write(block)
         self.cache[slot] = content, self.num_steps
 
     def _write_states(self, seq: WorkerSequence, end: int, sharers: set[int]) -> None:

@@ -294,9 +294,7 @@ class Transfers:
             target = transfer.target
             assert (transfer.fetch_id is None) == (not transfer.copies)
             assert transfer.fetch_id is None or transfer.fetch_id in target.port.open_fetches
-            for seq_group in transfer.waiting:
-                if seq_group in target.seq_groups:
-                    assert seq_group in target.placed.awaiting_kv
+            # A request that has left the target and come back may be in `waiting`, and not wait.
 
 
 def _can_move(source: Scheduler, target: Scheduler) -> bool:

@@ -27,6 +27,7 @@ from scheduler_service.core import (
 from scheduler_service.core.config import (
     CacheGroup,
     CacheLifetime,
+    MoveKV,
     PoolingHead,
     PoolingType,
     PreemptionMode,
@@ -156,6 +157,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_speculative_seqs=st.sampled_from([1, 3, 8]),
         cache=st.sampled_from(["all", *CACHE_GROUPS]),
         max_loras=st.sampled_from([1, 2, len(ADAPTERS)]),
+        move_kv=st.sampled_from([*MoveKV, MoveKV.ALWAYS]),
     )
     def start(
         self,
@@ -203,6 +205,9 @@ class CoreMachine(RuleBasedStateMachine):
             whole_prompt=not self.cache_groups,
             max_loras=self.max_loras,
             work_kinds=frozenset(WorkKind if self.cache_groups else {WorkKind.POOLING}),
+            kv_layout="symbolic" if self.cache_groups else "",
+            addresses=(f"w{self.num_groups}",),
+            epoch=self.num_groups + 1,
         )
         self.num_groups += 1
         self.driver.add_worker_group(capacity)
@@ -394,7 +399,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.driver.set_adapters(chosen | {d: ADAPTERS[d] for d in used if d is not None})
 
     def drain(self, group_id: str, *, waits: bool) -> None:
-        """When its steps have ended, nothing is left that others can hold as well."""
+        """When its steps have ended, nothing is left that others can hold as well, except for
+        blocks that they want to copy."""
         driver = self.driver
         driver.core.drain_worker_group(group_id, driver.now)
         if waits:
@@ -408,7 +414,9 @@ class CoreMachine(RuleBasedStateMachine):
             num_blocks = groups[group_id].num_gpu_blocks
             others = [group for group in groups.values() if not group.draining]
             if any(group.num_gpu_blocks >= num_blocks for group in others):
-                assert driver.core.is_drained(group_id)
+                assert groups[group_id].num_running_sequences == 0
+                is_source = driver.config.move_kv is not MoveKV.NEVER
+                assert driver.core.is_drained(group_id) or is_source
 
     def end(self, event: str, record: RequestRecord, pick: int) -> None:
         if event == "cancel":
@@ -558,6 +566,48 @@ class UnlikeMachine(CoreMachine):
         super().submit(tenant="", fails_at=None, **fixed, **values)
 
 
+class MovingMachine(CoreMachine):
+    """Equal groups that lose their requests to each other: their blocks move with them."""
+
+    @initialize(
+        pipeline_depth=st.integers(1, 3),
+        max_num_seqs=st.integers(2, 6),
+        extra_tokens=st.sampled_from([3, 12, 24]),
+        preemption_mode=st.sampled_from(PreemptionMode),
+        host_blocks=st.sampled_from([0, 12, 100]),
+        policy=st.sampled_from(PolicyName),
+        num_speculative_tokens=st.sampled_from([0, 2, 5]),
+        cache=st.sampled_from(["all", *CACHE_GROUPS]),
+    )
+    def start(self, **values: Any) -> None:
+        caching = {"enable_prefix_caching": True, "move_kv": MoveKV.ALWAYS}
+        super().start(blocks=LARGE, **caching, **CHUNKED, **values)
+        self.add_worker_group(LARGE)
+        self.add_worker_group(LARGE)
+
+    @rule(
+        count=st.integers(1, 4),
+        length=st.integers(16, 40),
+        num_shared=st.sampled_from([16, 21, 40]),
+        seed=st.integers(0, 1000),
+        max_tokens=st.integers(4, 40),
+        n=st.sampled_from([1, 1, 2, 3]),
+        tenant=st.sampled_from(["", "heavy"]),
+        context=st.lists(st.sampled_from(PARTS), max_size=2, unique=True).map(tuple),
+        adapter=SOME_ADAPTER,
+        timeout=st.sampled_from([None, None, 5.0]),
+        max_hold_us=st.sampled_from([0, 3_000, 100_000]),
+    )
+    def submit(self, **values: Any) -> None:
+        fixed = {"num_stop_tokens": 0, "frontend_id": "f0", "logprobs": False, "priority": 0}
+        super().submit(fails_at=None, **fixed, **values)
+
+    @rule(pick=st.integers(0, 1000), event=st.sampled_from(["drain", "part", "lose", "join"]))
+    def move(self, pick: int, event: str) -> None:
+        """Groups come and go more often than in other lives."""
+        self.disturb(event, pick)
+
+
 def machine_settings(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
@@ -580,6 +630,10 @@ class TestUnlikeGroups(UnlikeMachine.TestCase):  # type: ignore[name-defined,mis
     settings = machine_settings(60)
 
 
+class TestMovingBlocks(MovingMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = machine_settings(60)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
@@ -596,3 +650,9 @@ class TestCrowdedCoreAtLength(CrowdedMachine.TestCase):  # type: ignore[name-def
 @pytest.mark.timeout(3600)
 class TestUnlikeGroupsAtLength(UnlikeMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = machine_settings(1500)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+class TestMovingBlocksAtLength(MovingMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = machine_settings(2000)
