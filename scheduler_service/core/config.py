@@ -414,6 +414,16 @@ class WorkerGroupCapacity:
             found = ", ".join(group.lifetime for group in self.cache_groups)
             raise ValueError(f"cache_groups must include one of {needed}, are {found}")
 
+    def stores_like(self, other: "WorkerGroupCapacity") -> bool:
+        """Whether a block of it has the bits that one of another group has for the same tokens, so
+        that either can read the other's."""
+        return (
+            bool(self.kv_layout)
+            and self.kv_layout == other.kv_layout
+            and self.arithmetic == other.arithmetic
+            and self.cache_groups == other.cache_groups
+        )
+
     @property
     def is_on_cpu(self) -> bool:
         """Whether the workers compute on a CPU, as their arithmetic says."""

@@ -38,11 +38,13 @@ def migrate_from_draining(model: ServedModel, now_us: int) -> None:
 
 def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
     """Send requests whose prompts are computed to worker groups for what follows, if any of these
-    has room. The rest stay until one has."""
+    has room and can read what is computed here. The rest stay until one has."""
     others = [
         other
         for other in model.schedulers
-        if other.capacity.role is not Role.PREFILL and not other.is_draining
+        if other.capacity.role is not Role.PREFILL
+        and not other.is_draining
+        and other.capacity.stores_like(here.capacity)
     ]
     prefilling = here.prefilling_seq_groups()
 

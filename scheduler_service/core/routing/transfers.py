@@ -13,8 +13,8 @@ own prefix cache, where the request finds them like all others. It waits meanwhi
 
 A transfer that fails is no error: the request computes. Nothing depends on the source after the
 lease was granted: a fetch from a source that is lost fails by itself. KV moves only between
-groups whose workers compute the same bits and store them in the same way, which is what equal
-`WorkerGroupCapacity.kv_layout` and `arithmetic` mean.
+groups whose workers compute the same bits and store them in the same way
+(`WorkerGroupCapacity.stores_like`).
 """
 
 import logging
@@ -101,7 +101,11 @@ class Transfers:
     def _consider(
         self, model: ServedModel, seq_group: SequenceGroup, target: Scheduler, now_us: int
     ) -> None:
-        sources = [s for s in model.schedulers if s is not target and _can_move(s, target)]
+        sources = [
+            other
+            for other in model.schedulers
+            if other is not target and other.capacity.stores_like(target.capacity)
+        ]
         found = [self._find(seq_group, source, target) for source in sources]
         (num_tokens, entries), source = max(
             zip(found, sources, strict=True),
@@ -295,16 +299,6 @@ class Transfers:
             assert (transfer.fetch_id is None) == (not transfer.copies)
             assert transfer.fetch_id is None or transfer.fetch_id in target.port.open_fetches
             # A request that has left the target and come back may be in `waiting`, and not wait.
-
-
-def _can_move(source: Scheduler, target: Scheduler) -> bool:
-    ours, theirs = source.capacity, target.capacity
-    return (
-        bool(ours.kv_layout)
-        and ours.kv_layout == theirs.kv_layout
-        and ours.arithmetic == theirs.arithmetic
-        and ours.cache_groups == theirs.cache_groups
-    )
 
 
 def _pays(
