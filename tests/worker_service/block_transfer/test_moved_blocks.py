@@ -23,7 +23,8 @@ from tests.support.peers import TOKEN, fetch, keys_of, lease
 from tests.support.running_worker import RunningWorker, Steps, running_worker
 from tests.support.worker_driver import PlanBuilder, Row, block_table, values
 from worker_service.block_transfer import transfers
-from worker_service.block_transfer.transport import Parts, ReadRequest
+from worker_service.block_transfer.transport import FetchFailed, Parts, ReadRequest
+from worker_service.plan import FetchFailure
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 EPOCH = 3
@@ -207,6 +208,21 @@ async def test_a_new_epoch_ends_fetches_before_its_plans_run(ends: tuple[End, En
     tokens.append(next_token(tokens))
     assert values((await again.step([Row(1)])).token_ids) == [next_token(tokens)]
     again.steps.cancel()
+
+
+async def test_a_rank_reads_from_the_rank_of_its_own_number(ends: tuple[End, End]) -> None:
+    _, target = ends
+    engine = target.worker.worker._engine
+    called: list[tuple[str, int]] = []
+
+    def connect(address: str, request: ReadRequest, timeout_s: float) -> Parts:
+        called.append((address, request.rank))
+        raise FetchFailed(FetchFailure.UNREACHABLE, "made up")
+
+    engine._peers = replace(engine._peers, connect=connect, rank=1, world_size=2)
+    wanted = fetch("", [(0, 5)], addresses=["first:1", "second:1"])
+    assert (await fetched(target, wanted)).failure == plan_pb2.FETCH_FAILURE_UNREACHABLE
+    assert called == [("second:1", 1)]
 
 
 async def read(source: End, **changes: Any) -> grpc.StatusCode:
