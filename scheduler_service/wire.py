@@ -37,6 +37,7 @@ from scheduler_service.core.step_plan import (
     BlockFetch,
     BlockLease,
     BlockTable,
+    CachedBlocks,
     FetchResult,
     NewSequence,
     RowCandidates,
@@ -55,6 +56,7 @@ INT32_BYTES = 4
 _PLAN = columns_of(plan_pb2.StepPlan.DESCRIPTOR)
 _NEW_SEQUENCE = columns_of(plan_pb2.NewSequence.DESCRIPTOR)
 _BLOCK_TABLE = columns_of(plan_pb2.BlockTable.DESCRIPTOR)
+_CACHED_BLOCKS = columns_of(plan_pb2.CachedBlocks.DESCRIPTOR)
 _BLOCK_LEASE = columns_of(plan_pb2.BlockLease.DESCRIPTOR)
 _BLOCK_FETCH = columns_of(plan_pb2.BlockFetch.DESCRIPTOR)
 _OUTPUTS = columns_of(scheduler_service_pb2.SchedulerMessage.DESCRIPTOR)
@@ -138,8 +140,14 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
         max_results=plan.max_results if plan.max_results > 1 else 0,
         leases=[_encode_lease(lease) for lease in plan.leases],
         fetches=[_encode_fetch(fetch) for fetch in plan.fetches],
+        cached_blocks=None if plan.cached_blocks is None else _encode_cached(plan.cached_blocks),
+        key_seed=plan.key_seed,
         **_PLAN.pack(plan),
     )
+
+
+def _encode_cached(cached: CachedBlocks) -> plan_pb2.CachedBlocks:
+    return _copied(plan_pb2.CachedBlocks, cached, **_CACHED_BLOCKS.pack(cached))
 
 
 def _encode_lease(lease: BlockLease) -> plan_pb2.BlockLease:

@@ -322,6 +322,19 @@ KEY_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CachedEntry:
+    """The core's record of what is in some blocks; `plan.proto` explains it."""
+
+    blocks: tuple[int, ...]
+    """~b for host block b."""
+
+    rows: bytes
+    """The blocks' part of the column."""
+
+    keys: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """The operations and rows of one step, including columns that the message omits."""
 
@@ -359,6 +372,11 @@ class StepPlan:
     leases: tuple[BlockLease, ...] = ()
     ended_lease_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     fetches: tuple[BlockFetch, ...] = ()
+    cached_blocks: tuple[CachedEntry, ...] = ()
+    uncached_blocks: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """~b for host block b."""
+
+    key_seed: int | None = None
     received_us: int = 0
     """The worker's monotonic clock when the plan arrived."""
 

@@ -321,6 +321,19 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptBlocks:
+    """What a group's workers have recorded of earlier caches, which they still hold."""
+
+    key_seed: int | None = None
+    """Of the keys; None if they have recorded nothing."""
+    blocks: list[int] = field(default_factory=list)
+    """As in `CachedBlocks`: what all ranks have."""
+    keys: bytes = b""
+    stale: list[int] = field(default_factory=list)
+    """First blocks of entries that some ranks have, or all have differently."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerGroupCapacity:
     """The model and the KV blocks of one worker group, as its worker reported them."""
 
@@ -365,6 +378,8 @@ class WorkerGroupCapacity:
     epoch: int = 0
     """Of its step stream."""
     role: Role = Role.BOTH
+    kept: KeptBlocks | None = None
+    """None if its workers record nothing. Dropped once the group has been added."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""

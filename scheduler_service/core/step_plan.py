@@ -88,6 +88,15 @@ class BlockFetch:
 
 
 @dataclass(slots=True, kw_only=True)
+class CachedBlocks:
+    """What is found in some blocks; `plan.proto` explains the columns."""
+
+    blocks: list[int]
+    """Flat quintuples: block, group, number of units, whether they fill it, tokens of a tail."""
+    keys: bytes
+
+
+@dataclass(slots=True, kw_only=True)
 class StepPlan:
     """The work of one worker group in one step.
 
@@ -116,6 +125,9 @@ class StepPlan:
     leases: list[BlockLease] = field(default_factory=list)
     ended_lease_ids: list[int] = field(default_factory=list)
     fetches: list[BlockFetch] = field(default_factory=list)
+    cached_blocks: CachedBlocks | None = None
+    uncached_blocks: list[int] = field(default_factory=list)
+    key_seed: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.config import (
+    KeptBlocks,
     Role,
     SchedulerConfig,
     WorkerGroupCapacity,
@@ -43,6 +44,7 @@ from scheduler_service.core_service.errors import (
     StepOverdue,
     WorkerTakenOver,
 )
+from scheduler_service.core_service.kept_blocks import read_kept_blocks
 from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.core_service.step_watchdog import HangCounter, StepTimeout, StepTimes
 from scheduler_service.errors import PagewireError
@@ -199,10 +201,13 @@ class WorkerSession:
         )
         # A worker whose graphs cannot be captured fails in the same way in every epoch.
         with _final(grpc.StatusCode.FAILED_PRECONDITION):
-            await run_all(
+            caches = await run_all(
                 *(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S) for stub in stubs)
             )
-        return self._capacity(blocks, infos)
+        kept = None
+        if all(cache.keeps_blocks for cache in caches):
+            kept = await read_kept_blocks(stubs, self.epoch, timeout_s=PROFILE_TIMEOUT_S)
+        return self._capacity(blocks, infos, kept)
 
     def _draw_epoch(self, last_epoch: int) -> None:
         """An epoch above all that the workers have seen.
@@ -253,6 +258,7 @@ class WorkerSession:
         self,
         blocks: worker_pb.ProfileBlocksResponse,
         infos: Sequence[worker_pb.GetInfoResponse],
+        kept: KeptBlocks | None,
     ) -> WorkerGroupCapacity:
         model = self.ranks[0].model
         moves_blocks = all(info.moves_blocks for info in infos)
@@ -274,6 +280,7 @@ class WorkerSession:
                 addresses=tuple(rank.address for rank in self.ranks),
                 epoch=self.epoch,
                 role=_ROLES.get(self.ranks[0].role, Role.BOTH),
+                kept=kept,
                 **decode_pooling_info(model.pooling),
             )
         except ValueError as error:

@@ -28,6 +28,7 @@ from scheduler_service.core.step_plan import (
     BlockFetch,
     BlockLease,
     BlockTable,
+    CachedBlocks,
     FetchResult,
     NewSequence,
     RowCandidates,
@@ -96,6 +97,10 @@ FETCH = {
     "keys": st.binary(),
     "timeout_ms": count,
 }
+CACHED = {
+    "blocks": st.lists(st.tuples(int32, count, count, count, count), max_size=9).map(flat),
+    "keys": st.binary(),
+}
 PLAN = {
     "step_id": st.integers(1, 2**63),
     "forget_seq_ids": ids,
@@ -115,6 +120,9 @@ PLAN = {
     "leases": st.lists(st.builds(BlockLease, **LEASE), max_size=3),
     "ended_lease_ids": ids,
     "fetches": st.lists(st.builds(BlockFetch, **FETCH), max_size=3),
+    "cached_blocks": st.none() | st.builds(CachedBlocks, **CACHED),
+    "uncached_blocks": st.lists(int32, max_size=9),
+    "key_seed": st.none() | st.integers(0, 2**64 - 1),
 }
 
 
@@ -139,6 +147,7 @@ def test_the_strategies_fill_every_field() -> None:
     assert PLAN.keys() == names_of(StepPlan)
     assert LEASE.keys() == names_of(BlockLease)
     assert FETCH.keys() == names_of(BlockFetch)
+    assert CACHED.keys() == names_of(CachedBlocks)
 
 
 @given(st.lists(int32))
@@ -158,6 +167,11 @@ def test_a_plan_keeps_every_field(plan: StepPlan, epoch: int) -> None:
     assert (message.epoch, message.step_id) == (epoch, plan.step_id)
     assert max(1, message.max_results) == plan.max_results
     assert_same_columns(message, plan)
+    assert (message.key_seed if message.HasField("key_seed") else None) == plan.key_seed
+    assert message.HasField("cached_blocks") == (plan.cached_blocks is not None)
+    if plan.cached_blocks is not None:
+        assert_same_columns(message.cached_blocks, plan.cached_blocks)
+        assert message.cached_blocks.keys == plan.cached_blocks.keys
     for sent, moved in (
         *zip(message.leases, plan.leases, strict=True),
         *zip(message.fetches, plan.fetches, strict=True),

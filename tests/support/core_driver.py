@@ -25,6 +25,7 @@ from scheduler_service.core.beam_search import BeamParams
 from scheduler_service.core.config import CacheGroup, PoolingHead, PoolingType, WorkKind
 from scheduler_service.core.request import Generation, Pooling
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
+from tests.support.block_records import BlockRecords
 from tests.support.promises import Promises, num_cache_tokens
 from tests.support.records import ChoiceRecord, RequestRecord, resumed
 from tests.support.symbolic_worker import (
@@ -45,6 +46,8 @@ class WorkerLink:
     capacity: WorkerGroupCapacity
     worker: SymbolicWorker
     results: deque[StepResult] = field(default_factory=deque)
+    records: BlockRecords | None = None
+    """What it records of its caches, if its capacity says that it does."""
 
 
 GENERATION_FIELDS = {field.name for field in fields(Generation)}
@@ -125,9 +128,17 @@ class CoreDriver:
 
     # Worker groups.
 
-    def add_worker_group(self, capacity: WorkerGroupCapacity) -> None:
-        """A worker joins."""
+    def add_worker_group(
+        self, capacity: WorkerGroupCapacity, former: WorkerLink | None = None
+    ) -> None:
+        """A worker joins. `former`: to the core that has died, with what is in its caches now."""
         self.collect()
+        records = None if former is None else former.records
+        if records is not None:
+            capacity = replace(capacity, kept=records.kept())
+        elif capacity.kept is not None:
+            records = BlockRecords(capacity.num_gpu_blocks, capacity.num_cpu_blocks)
+            records.records.key_seed = capacity.kept.key_seed
         self.core.add_worker_group(capacity, self.now)
         capacity = replace(capacity, max_chunk_tokens=self.config.max_num_batched_tokens)
         worker = SymbolicWorker(
@@ -141,7 +152,9 @@ class CoreDriver:
             epoch=capacity.epoch,
             peers=self._worker_at,
         )
-        self.links[capacity.worker_group_id] = WorkerLink(capacity, worker)
+        if former is not None and records is not None:
+            worker.inherit(former.worker)
+        self.links[capacity.worker_group_id] = WorkerLink(capacity, worker, records=records)
         self.promises.max_model_len = capacity.max_model_len
         self.promises.workers.append(capacity)
 
@@ -166,12 +179,12 @@ class CoreDriver:
     def lose_core(self) -> None:
         """The core dies: workers join a new one, frontends submit their open requests again."""
         self.collect()
+        self.config = replace(self.config, key_seed=self.config.key_seed + 1)
         self.core = self._make_core(self.config)
         self.set_adapters(self.adapters)
-        capacities = [link.capacity for link in self.links.values()]
-        self.links = {}
-        for capacity in capacities:
-            self.add_worker_group(capacity)
+        links, self.links = self.links, {}
+        for link in links.values():
+            self.add_worker_group(link.capacity, link)
         for record in self.records.values():
             if record.is_live:
                 self._submit_again(record)
@@ -358,6 +371,8 @@ class CoreDriver:
             link = self.links[group_id]
             self.has_failed = True
             link.results.append(link.worker.execute(plan))
+            if link.records is not None:
+                link.records.execute(plan)
             self.has_failed = False
             self.num_steps += 1
         return plan

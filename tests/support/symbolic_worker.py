@@ -356,6 +356,14 @@ class SymbolicWorker:
                 return "TIMED_OUT"
         return ""
 
+    def inherit(self, former: "SymbolicWorker") -> None:
+        """Begin with the contents of these caches, except for what was written by steps whose
+        results the core never got: they may have been written at any time, or not at all."""
+        for slots, others in ((self.cache, former.cache), (self.host, former.host)):
+            for slot, (history, step) in others.items():
+                if step <= former.num_results_taken:
+                    slots[slot] = (history, 0)
+
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
             require(seq_id in self.sequences, f"cannot forget unknown sequence {seq_id}")

@@ -13,6 +13,7 @@ from worker_service.adapters.store import AdapterInfo
 from worker_service.block_transfer.leases import LeasedBlocks
 from worker_service.block_transfer.transfers import Peers, Transfers
 from worker_service.block_transfer.transport import ReadRequest
+from worker_service.engine.cached_blocks import CachedBlocks
 from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, ModelThread, Runner
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
@@ -26,6 +27,7 @@ from worker_service.errors import (
     StaleEpoch,
     WorkerError,
 )
+from worker_service.plan import CachedEntry
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class Engine:
         tokens."""
         self._stream: StepStream | None = None
         self._stream_epoch = 0
+        self._cached_blocks = CachedBlocks()
+        """Replaced and changed on the model thread."""
         self._is_loading = False
         self.is_draining = False
         """Whether new epochs are refused."""
@@ -144,9 +148,7 @@ class Engine:
         if batch not in self._profiles:
             try:
                 self._profiles[batch] = await self._thread.run(
-                    lambda: self._executor.profile_blocks(
-                        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-                    )
+                    lambda: self._measure_blocks(max_num_seqs, max_num_batched_tokens)
                 )
             except WorkerError:
                 raise
@@ -155,6 +157,22 @@ class Engine:
                 what = f"{type(error).__name__}: {error}".splitlines()[0]
                 raise ProfilingFailed(f"the largest batch cannot be computed: {what}") from error
         return self._profiles[batch]
+
+    def _measure_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
+        self._cached_blocks.clear()  # the batch may use the caches
+        return self._executor.profile_blocks(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
+
+    async def cached_blocks(self, epoch: int) -> tuple[int, list[CachedEntry]]:
+        """The seed of the keys, and the records that older epochs have left. Raises OutOfOrder
+        unless the epoch has caches and has had no stream."""
+        self._check_loaded()
+        if epoch != self.last_epoch or epoch == self._stream_epoch or self._runner is None:
+            raise OutOfOrder(f"epoch {epoch} has no caches, or has had its stream")
+        records = self._cached_blocks
+        entries = await self._thread.run(lambda: list(records.entries()))
+        return records.key_seed or 0, entries
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
         """Allocate the caches of a new epoch."""
@@ -174,7 +192,10 @@ class Engine:
         def make_runner() -> Runner:
             # An epoch that was overtaken must not wait for other ranks: nothing interrupts it.
             self._check_newest(epoch)
-            return self._executor.make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
+            sizes = (num_gpu_blocks, num_cpu_blocks)
+            if self._cached_blocks.sizes != sizes:
+                self._cached_blocks = CachedBlocks(*sizes)
+            return self._executor.make_runner(*sizes, epoch)
 
         self._runner = await self._thread.run(make_runner)
         logger.info(
@@ -199,7 +220,9 @@ class Engine:
         self._stream_epoch = epoch
         traces = self._make_traces(epoch, self.meter) if self._make_traces else None
         transfers = Transfers(self._runner.block_memory, self._peers)
-        self._stream = StepStream(epoch, self._runner, transfers, self._thread, self.meter, traces)
+        self._stream = StepStream(
+            epoch, self._runner, transfers, self._thread, self.meter, traces, self._cached_blocks
+        )
         self._idle.clear()
         self._busy.set()
         logger.info("step stream opened epoch=%d", epoch)

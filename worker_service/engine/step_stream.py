@@ -9,10 +9,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from worker_service.block_transfer.transfers import Transfers
+from worker_service.engine.cached_blocks import CachedBlocks
 from worker_service.engine.executor import ModelThread, Runner, Step
 from worker_service.engine.step_stats import StepLog, StepMeter
 from worker_service.engine.tracing import StreamTraces
@@ -47,11 +49,14 @@ class StepStream:
         thread: ModelThread,
         meter: StepMeter,
         traces: StreamTraces | None = None,
+        cached_blocks: CachedBlocks | None = None,
     ) -> None:
-        """transfers: of the runner's blocks, for this stream alone."""
+        """transfers: of the runner's blocks, for this stream alone. cached_blocks: the worker's
+        records, which this stream's plans continue."""
         self.epoch = epoch
         self.transfers = transfers
         self.is_closed = False
+        self._cached_blocks = CachedBlocks() if cached_blocks is None else cached_blocks
         self._has_failed = False
         """Whether nothing more is collected. Used by the follow-up thread."""
         self._held: list[StepResult] = []
@@ -112,6 +117,7 @@ class StepStream:
         if self.is_closed:
             return
         try:
+            self._cached_blocks.begin(plan)
             self.transfers.begin(plan)
             if not _moves_targets(plan):
                 self._begin_fetches(plan)
@@ -119,8 +125,9 @@ class StepStream:
         except WorkerError as error:
             self._end(error)
         except Exception as error:
-            self._end(_failure(plan, error))
+            self._fail(_failure(plan, error))
         else:
+            self._cached_blocks.finish(plan)
             self._thread.follow_up(lambda: self._collect(plan, step))
             if _moves_targets(plan):
                 self._begin_fetches(plan)
@@ -139,8 +146,11 @@ class StepStream:
             result = step.collect()
         except Exception as error:
             self._has_failed = True
-            failure = error if isinstance(error, WorkerError) else _failure(plan, error)
-            self._thread.post(lambda: self._end(failure))
+            if isinstance(error, WorkerError):
+                ending = partial(self._end, error)
+            else:
+                ending = partial(self._fail, _failure(plan, error))
+            self._thread.post(ending)
         else:
             if _has_no_work(plan):
                 self.transfers.wait_for_end(lambda: self._is_needed(plan))
@@ -163,6 +173,11 @@ class StepStream:
         device has another step queued behind the next one."""
         num_after = self._next_step_id - 1 - plan.step_id
         return len(self._held) < plan.max_results and num_after >= 2
+
+    def _fail(self, error: StepFailed) -> None:
+        """End after an unexpected error, after which no record is trusted."""
+        self._cached_blocks.clear()
+        self._end(error)
 
     def _end(self, error: WorkerError | None) -> None:
         """Runs on the model thread: nothing more is launched."""

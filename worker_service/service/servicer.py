@@ -98,6 +98,10 @@ def model_info(config: WorkerConfig, engine: Engine) -> model_pb2.ModelInfo:
     return info
 
 
+CACHED_ENTRIES_PER_MESSAGE = 4096
+"""A message of these is far below the largest allowed one."""
+
+
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
     """The rpcs that the core calls."""
 
@@ -155,7 +159,17 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         await self._engine.initialize_cache(
             request.num_gpu_blocks, request.num_cpu_blocks, request.epoch
         )
-        return pb.InitializeCacheResponse()
+        return pb.InitializeCacheResponse(keeps_blocks=bool(self._engine.facts.cache_groups))
+
+    @_translates_errors
+    async def GetCachedBlocks(  # type: ignore[override]
+        self, request: pb.GetCachedBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        key_seed, entries = await self._engine.cached_blocks(request.epoch)
+        for start in range(0, len(entries), CACHED_ENTRIES_PER_MESSAGE):
+            chunk = entries[start : start + CACHED_ENTRIES_PER_MESSAGE]
+            blocks = wire.encode_cached_blocks(chunk)
+            await context.write(pb.GetCachedBlocksResponse(blocks=blocks, key_seed=key_seed))
 
     @_translates_errors
     async def ExecuteSteps(  # type: ignore[override]

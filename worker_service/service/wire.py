@@ -4,8 +4,9 @@ Columns are views of the message's bytes, never copied. Errors that the message 
 refused here as `InvalidPlan`; contradictions to the worker's state are refused where that state is.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from worker_service.plan import (
     BlockFetch,
     BlockLease,
     BlockTable,
+    CachedEntry,
     Constraint,
     ConstraintKind,
     ContextKind,
@@ -91,6 +93,8 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
             _decode_fetch(fetch, f"fetches[{index}].")
             for index, fetch in enumerate(message.fetches)
         ),
+        cached_blocks=tuple(_decode_cached_blocks(message.cached_blocks, "cached_blocks.")),
+        key_seed=message.key_seed if message.HasField("key_seed") else None,
         received_us=received_us,
         max_results=message.max_results,
         **columns,
@@ -256,6 +260,34 @@ def _decode_fetch(message: plan_pb2.BlockFetch, path: str) -> BlockFetch:
         keys=message.keys,
         timeout_ms=message.timeout_ms,
         **columns,
+    )
+
+
+def _decode_cached_blocks(message: plan_pb2.CachedBlocks, path: str) -> Iterator[CachedEntry]:
+    rows = _decode_columns(message, path)["blocks"]
+    if not len(rows):
+        return
+    if (rows[:, 2:] < 0).any() or rows[0, 2] == 0:
+        raise InvalidPlan(f"{path}blocks", "expected no negative numbers, and units in the first")
+    firsts = [*np.flatnonzero(rows[:, 2]).tolist(), len(rows)]
+    num_keys = rows[:, 2] + (rows[:, 4] > 0)
+    _check_key(message.keys, f"{path}keys", int(num_keys[rows[:, 2] > 0].sum()))
+    start = 0
+    for first, end in pairwise(firsts):
+        stop = start + int(num_keys[first]) * KEY_BYTES
+        yield CachedEntry(
+            blocks=tuple(rows[first:end, 0].tolist()),
+            rows=rows[first:end].tobytes(),
+            keys=message.keys[start:stop],
+        )
+        start = stop
+
+
+def encode_cached_blocks(entries: Sequence[CachedEntry]) -> plan_pb2.CachedBlocks:
+    """The core's records, as it has sent them."""
+    return plan_pb2.CachedBlocks(
+        blocks=b"".join(entry.rows for entry in entries),
+        keys=b"".join(entry.keys for entry in entries),
     )
 
 

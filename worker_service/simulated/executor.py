@@ -83,33 +83,30 @@ class SimulatedRunner:
         num_cpu_blocks: int,
         max_drafts: int = 0,
         adapters: AdapterStore[SimulatedAdapter] | None = None,
+        memory: MemoryModel | None = None,
     ) -> None:
         """max_drafts: most drafts of a row; 0 adds none. adapters: those that a sequence may have;
-        None: any."""
+        None: any. memory: caches of an older epoch with these sizes."""
         self._config = config
         self._max_drafts = max_drafts
         self._adapters = adapters
         self._groups = groups
-        self._num_gpu_blocks = num_gpu_blocks
-        self._num_cpu_blocks = num_cpu_blocks
+        self.sizes = (num_gpu_blocks, num_cpu_blocks)
+        self.memory = memory or MemoryModel(
+            num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks, groups=groups
+        )
+        self.block_memory = (
+            SimulatedMemory(self.memory, num_gpu_blocks, num_cpu_blocks) if num_gpu_blocks else None
+        )
         self.reset()
 
     def reset(self) -> None:
-        """Forget all sequences and the contents of the caches."""
+        """Forget all sequences; the contents of the caches stay."""
         if self._adapters is not None:
             self._adapters.release_all()
-        self._memory = MemoryModel(
-            num_gpu_blocks=self._num_gpu_blocks,
-            num_cpu_blocks=self._num_cpu_blocks,
-            groups=self._groups,
-        )
-        self.block_memory = (
-            SimulatedMemory(self._memory, self._num_gpu_blocks, self._num_cpu_blocks)
-            if self._num_gpu_blocks
-            else None
-        )
+        self.memory.forget_sequences()
         self._table = SimulatedSequenceTable(
-            self._memory,
+            self.memory,
             vocab_size=self._config.vocab_size,
             max_model_len=self._config.max_model_len,
             num_labels=self._config.num_labels,
@@ -144,7 +141,7 @@ class SimulatedRunner:
         forward_done_us = monotonic_us()
         self._sample(batch, drafts, outcome)
         for row in batch.rows:
-            self._memory.release_unseen(row.sequence)
+            self.memory.release_unseen(row.sequence)
         finished_us = monotonic_us()
         return StepResult(
             epoch=plan.epoch,
@@ -170,16 +167,16 @@ class SimulatedRunner:
 
     def _move_blocks(self, plan: StepPlan) -> None:
         for lease_id in plan.ended_lease_ids.tolist():
-            self._memory.end_lease(lease_id)
+            self.memory.end_lease(lease_id)
         self._table.forget(plan.forget_seq_ids)
-        self._memory.swap_out(plan.swap_out.tolist())
-        self._memory.swap_in(plan.swap_in.tolist())
-        self._memory.copy(plan.copy.tolist())
+        self.memory.swap_out(plan.swap_out.tolist())
+        self.memory.swap_in(plan.swap_in.tolist())
+        self.memory.copy(plan.copy.tolist())
         for index, lease in enumerate(plan.leases):
             field = f"leases[{index}].block_ids"
-            self._memory.begin_lease(lease.lease_id, lease.block_ids.tolist(), field)
+            self.memory.begin_lease(lease.lease_id, lease.block_ids.tolist(), field)
         for index, fetch in enumerate(plan.fetches):
-            self._memory.check_fetch(fetch.blocks.tolist(), f"fetches[{index}].blocks")
+            self.memory.check_fetch(fetch.blocks.tolist(), f"fetches[{index}].blocks")
 
     def _admit(self, plan: StepPlan) -> None:
         for index, new in enumerate(plan.new_sequences):
@@ -190,17 +187,17 @@ class SimulatedRunner:
     def _compute(self, batch: Batch) -> None:
         """Attend over what was computed before this step, and only then write this step's KV."""
         for row in batch.rows:
-            self._memory.check_use(row.sequence, row.index)
+            self.memory.check_use(row.sequence, row.index)
         computing = [row for row in batch.rows if row.is_computed]
         for row in computing:
-            self._memory.read(row.sequence, row.index)
+            self.memory.read(row.sequence, row.index)
         for row in computing:
             forks = batch.forks.get(row.sequence.seq_id, ())
-            self._memory.write(row.sequence, row.end, row.index, forks)
+            self.memory.write(row.sequence, row.end, row.index, forks)
         for row in batch.rows:
             if (parent := batch.parents.get(row.sequence.seq_id)) is not None:
                 row.sequence.num_computed = parent.sequence.num_computed
-                self._memory.read(row.sequence, row.index, states=False)
+                self.memory.read(row.sequence, row.index, states=False)
 
     def _report_prompts(self, batch: Batch, outcome: RowResults) -> None:
         """Log probabilities of the prompt tokens that the rows' positions predict."""
@@ -231,7 +228,7 @@ class SimulatedRunner:
             sequence = batch.rows[index].sequence
             computed = sequence.num_computed
             sequence.extend(tokens)
-            self._memory.write(sequence, computed + len(tokens), index, states=False)
+            self.memory.write(sequence, computed + len(tokens), index, states=False)
             sequence.truncate(computed)
 
     def _sample(self, batch: Batch, drafts: dict[int, list[int]], outcome: RowResults) -> None:
@@ -270,7 +267,7 @@ class SimulatedRunner:
                 return
             if place > 0:
                 sequence.num_computed = sequence.num_checked = len(sequence.tokens)
-                self._memory.accept(sequence, row.index)
+                self.memory.accept(sequence, row.index)
             if num_top is not None:
                 entry = token_logprobs(distribution, token, min(num_top, vocab_size))
                 if place == 0:
@@ -306,6 +303,7 @@ class SimulatedExecutor:
         self._adapters = SimulatedAdapters(adapters or AdapterConfig())
         self._groups = config.groups(block_size)
         self._max_drafts = max_drafts
+        self._last: SimulatedRunner | None = None
 
     def load(self) -> ModelFacts:
         """Facts of a model that is determined by the size of its vocabulary."""
@@ -346,15 +344,18 @@ class SimulatedExecutor:
         )
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> SimulatedRunner:
-        """A runner over empty caches."""
-        return SimulatedRunner(
+        """A runner over the present caches if they have these sizes, else over empty ones."""
+        last, sizes = self._last, (num_gpu_blocks, num_cpu_blocks)
+        self._last = SimulatedRunner(
             self._config,
             groups=self._groups,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
             max_drafts=self._max_drafts,
+            memory=last.memory if last is not None and last.sizes == sizes else None,
             adapters=self._adapters.store,
         )
+        return self._last
 
     def load_adapter(self, path: str) -> AdapterInfo:
         """Hold the content of all files of a folder."""

@@ -72,6 +72,12 @@ class MemoryModel:
         self._leased: Counter[int] = Counter()
         """The number of leases of each block."""
 
+    def forget_sequences(self) -> None:
+        """Remove all tables and leases; what was written stays."""
+        for state in (self._holders, self._group_of, self._leaving, self._leases, self._leased):
+            state.clear()
+        self._arriving = _NO_IDS
+
     def check_block(self, block: int, field: str) -> None:
         """Raises InvalidPlan unless this is a block of the device cache."""
         if not 0 <= block < len(self._device):

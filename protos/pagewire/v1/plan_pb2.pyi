@@ -139,6 +139,9 @@ class StepPlan(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     ENDED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     FETCHES_FIELD_NUMBER: _builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    UNCACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    KEY_SEED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The stream's fencing number, the same in all its plans. A worker that has seen a
     greater epoch ends the stream with ABORTED.
@@ -208,6 +211,12 @@ class StepPlan(_message.Message):
     """Leases that the worker serves no longer, those that have expired too: each is ended once.
     int32 column. Unknown ids are an error.
     """
+    uncached_blocks: _builtins.bytes
+    """First blocks of entries whose records the worker removes before it executes the plan and adds
+    `cached_blocks`; ~b for host block b. int32 column. Blocks without a record are ignored.
+    """
+    key_seed: _builtins.int
+    """Removes all records first. Keys of later ones are made with this seed, a secret."""
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that the worker does not know (or has been instructed to forget), in
@@ -223,6 +232,13 @@ class StepPlan(_message.Message):
     @_builtins.property
     def fetches(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockFetch]:
         """Blocks to copy from another worker, beside the forward passes of this and later plans."""
+
+    @_builtins.property
+    def cached_blocks(self) -> Global___CachedBlocks:
+        """Blocks that the worker records from this plan on, once it has executed it; sent only to
+        workers with InitializeCacheResponse.keeps_blocks. A block that is recorded already is
+        recorded again. Nothing writes to what the record names until it is removed.
+        """
 
     def __init__(
         self,
@@ -244,14 +260,50 @@ class StepPlan(_message.Message):
         leases: _abc.Iterable[Global___BlockLease] | None = ...,
         ended_lease_ids: _builtins.bytes = ...,
         fetches: _abc.Iterable[Global___BlockFetch] | None = ...,
+        cached_blocks: Global___CachedBlocks | None = ...,
+        uncached_blocks: _builtins.bytes = ...,
+        key_seed: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_key_seed", b"_key_seed", "cached_blocks", b"cached_blocks", "key_seed", b"key_seed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_key_seed", b"_key_seed", "appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "cached_blocks", b"cached_blocks", "copy", b"copy", "ended_lease_ids", b"ended_lease_ids", "epoch", b"epoch", "fetches", b"fetches", "forget_seq_ids", b"forget_seq_ids", "key_seed", b"key_seed", "leases", b"leases", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "output", b"output", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "uncached_blocks", b"uncached_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__key_seed: _TypeAlias = _typing.Literal["key_seed"]  # noqa: Y015
+    _WhichOneofArgType__key_seed: _TypeAlias = _typing.Literal["_key_seed", b"_key_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__key_seed) -> _WhichOneofReturnType__key_seed | None: ...
+
+Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class CachedBlocks(_message.Message):
+    """What the core finds in blocks that are not in use; a worker keeps it without reading it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.bytes
+    """Quintuples (block, ~b for host block b; cache group; number of units of keys; 1 if these
+    fill the block, else 0; tokens of the state's tail), int32 column. Without units it is a
+    further block of the entry before it.
+    """
+    keys: _builtins.bytes
+    """16 bytes for each unit, in order; those of an entry with a tail are followed by the key of
+    the unit before the tail.
+    """
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.bytes = ...,
+        keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "ended_lease_ids", b"ended_lease_ids", "epoch", b"epoch", "fetches", b"fetches", "forget_seq_ids", b"forget_seq_ids", "leases", b"leases", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "output", b"output", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "keys", b"keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+Global___CachedBlocks: _TypeAlias = CachedBlocks  # noqa: Y015
 
 @_typing.final
 class BlockLease(_message.Message):

@@ -233,16 +233,73 @@ class InitializeCacheResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    KEEPS_BLOCKS_FIELD_NUMBER: _builtins.int
+    keeps_blocks: _builtins.bool
+    """Whether the worker keeps the contents of its caches, and the records of
+    StepPlan.cached_blocks, for the next epoch with as many blocks.
+    """
     def __init__(
         self,
+        *,
+        keeps_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_blocks", b"keeps_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InitializeCacheResponse: _TypeAlias = InitializeCacheResponse  # noqa: Y015
+
+@_typing.final
+class GetCachedBlocksRequest(_message.Message):
+    """Requests the records that an older epoch has left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The epoch of the last InitializeCache."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCachedBlocksRequest: _TypeAlias = GetCachedBlocksRequest  # noqa: Y015
+
+@_typing.final
+class GetCachedBlocksResponse(_message.Message):
+    """A part of the records."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    KEY_SEED_FIELD_NUMBER: _builtins.int
+    key_seed: _builtins.int
+    """StepPlan.key_seed; the same in all messages."""
+    @_builtins.property
+    def blocks(self) -> _plan_pb2.CachedBlocks:
+        """The next entries, the first recorded first."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _plan_pb2.CachedBlocks | None = ...,
+        key_seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "key_seed", b"key_seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCachedBlocksResponse: _TypeAlias = GetCachedBlocksResponse  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsRequest(_message.Message):

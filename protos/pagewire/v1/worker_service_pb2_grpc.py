@@ -58,6 +58,11 @@ class WorkerServiceStub(object):
                 request_serializer=pagewire_dot_v1_dot_worker__service__pb2.InitializeCacheRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.InitializeCacheResponse.FromString,
                 _registered_method=True)
+        self.GetCachedBlocks = channel.unary_stream(
+                '/pagewire.v1.WorkerService/GetCachedBlocks',
+                request_serializer=pagewire_dot_v1_dot_worker__service__pb2.GetCachedBlocksRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_worker__service__pb2.GetCachedBlocksResponse.FromString,
+                _registered_method=True)
         self.ExecuteSteps = channel.stream_stream(
                 '/pagewire.v1.WorkerService/ExecuteSteps',
                 request_serializer=pagewire_dot_v1_dot_worker__service__pb2.ExecuteStepsRequest.SerializeToString,
@@ -131,11 +136,22 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def InitializeCache(self, request, context):
-        """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
+        """Creates the KV caches and forgets all sequences. Weights stay loaded. Contents of blocks stay,
+        too, where there are as many as before, in a worker that keeps_blocks. A step stream
         that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
         than any before, with INVALID_ARGUMENT if there are no device blocks for cache groups,
         or blocks without any, and with FAILED_PRECONDITION if the worker cannot serve with its
         present settings: then the core stops it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCachedBlocks(self, request, context):
+        """Returns the records of the caches' contents (StepPlan.cached_blocks) that the plans of older
+        epochs have left, in no messages if there are none: a core may continue with them. They are
+        secret. Refused with FAILED_PRECONDITION unless the epoch is that of the last InitializeCache
+        and has had no stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,6 +255,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.InitializeCache,
                     request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.InitializeCacheRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_worker__service__pb2.InitializeCacheResponse.SerializeToString,
+            ),
+            'GetCachedBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetCachedBlocks,
+                    request_deserializer=pagewire_dot_v1_dot_worker__service__pb2.GetCachedBlocksRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_worker__service__pb2.GetCachedBlocksResponse.SerializeToString,
             ),
             'ExecuteSteps': grpc.stream_stream_rpc_method_handler(
                     servicer.ExecuteSteps,
@@ -393,6 +414,33 @@ class WorkerService(object):
             '/pagewire.v1.WorkerService/InitializeCache',
             pagewire_dot_v1_dot_worker__service__pb2.InitializeCacheRequest.SerializeToString,
             pagewire_dot_v1_dot_worker__service__pb2.InitializeCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCachedBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pagewire.v1.WorkerService/GetCachedBlocks',
+            pagewire_dot_v1_dot_worker__service__pb2.GetCachedBlocksRequest.SerializeToString,
+            pagewire_dot_v1_dot_worker__service__pb2.GetCachedBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

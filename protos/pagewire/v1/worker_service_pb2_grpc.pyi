@@ -47,11 +47,18 @@ class WorkerServiceStub:
     max_num_batched_tokens.
     """
     InitializeCache: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.InitializeCacheRequest, _worker_service_pb2.InitializeCacheResponse]
-    """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
+    """Creates the KV caches and forgets all sequences. Weights stay loaded. Contents of blocks stay,
+    too, where there are as many as before, in a worker that keeps_blocks. A step stream
     that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
     than any before, with INVALID_ARGUMENT if there are no device blocks for cache groups,
     or blocks without any, and with FAILED_PRECONDITION if the worker cannot serve with its
     present settings: then the core stops it.
+    """
+    GetCachedBlocks: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.GetCachedBlocksRequest, _worker_service_pb2.GetCachedBlocksResponse]
+    """Returns the records of the caches' contents (StepPlan.cached_blocks) that the plans of older
+    epochs have left, in no messages if there are none: a core may continue with them. They are
+    secret. Refused with FAILED_PRECONDITION unless the epoch is that of the last InitializeCache
+    and has had no stream.
     """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]
     """Executes plans in order and answers each, whether or not the next has arrived. A
@@ -113,11 +120,18 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     max_num_batched_tokens.
     """
     InitializeCache: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.InitializeCacheRequest, _worker_service_pb2.InitializeCacheResponse]  # type: ignore[assignment]
-    """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
+    """Creates the KV caches and forgets all sequences. Weights stay loaded. Contents of blocks stay,
+    too, where there are as many as before, in a worker that keeps_blocks. A step stream
     that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
     than any before, with INVALID_ARGUMENT if there are no device blocks for cache groups,
     or blocks without any, and with FAILED_PRECONDITION if the worker cannot serve with its
     present settings: then the core stops it.
+    """
+    GetCachedBlocks: _aio.UnaryStreamMultiCallable[_worker_service_pb2.GetCachedBlocksRequest, _worker_service_pb2.GetCachedBlocksResponse]  # type: ignore[assignment]
+    """Returns the records of the caches' contents (StepPlan.cached_blocks) that the plans of older
+    epochs have left, in no messages if there are none: a core may continue with them. They are
+    secret. Refused with FAILED_PRECONDITION unless the epoch is that of the last InitializeCache
+    and has had no stream.
     """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
     """Executes plans in order and answers each, whether or not the next has arrived. A
@@ -200,11 +214,24 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.InitializeCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.InitializeCacheResponse, _abc.Awaitable[_worker_service_pb2.InitializeCacheResponse]]:
-        """Creates the KV caches and forgets all sequences. Weights stay loaded. A step stream
+        """Creates the KV caches and forgets all sequences. Weights stay loaded. Contents of blocks stay,
+        too, where there are as many as before, in a worker that keeps_blocks. A step stream
         that is open ends with ABORTED. Refused with ABORTED if the epoch is not greater
         than any before, with INVALID_ARGUMENT if there are no device blocks for cache groups,
         or blocks without any, and with FAILED_PRECONDITION if the worker cannot serve with its
         present settings: then the core stops it.
+        """
+
+    @_abc_1.abstractmethod
+    def GetCachedBlocks(
+        self,
+        request: _worker_service_pb2.GetCachedBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.GetCachedBlocksResponse], _abc.AsyncIterator[_worker_service_pb2.GetCachedBlocksResponse]]:
+        """Returns the records of the caches' contents (StepPlan.cached_blocks) that the plans of older
+        epochs have left, in no messages if there are none: a core may continue with them. They are
+        secret. Refused with FAILED_PRECONDITION unless the epoch is that of the last InitializeCache
+        and has had no stream.
         """
 
     @_abc_1.abstractmethod

@@ -72,6 +72,9 @@ class CachedBlocks:
         self._saved: OrderedDict[int, None] = OrderedDict()
         self._free: OrderedDict[int, None] = OrderedDict()
         """Other free blocks."""
+        self.changed: dict[int, None] | None = None
+        """First blocks of entries that have begun or ceased to be found since `pop_changed`; None
+        if nobody asks."""
 
     def __contains__(self, block: int) -> bool:
         return self._contents[block] is not None
@@ -126,6 +129,8 @@ class CachedBlocks:
             self._set(block, contents, entry)
             index[key] = block
             index.setdefault(contents.units[0], block)
+            if self.changed is not None:
+                self.changed[block] = None
             if contents.tail is not None:
                 self._tails[contents.group, contents.tail.parent][contents.tail.num_tokens] += 1
 
@@ -159,6 +164,8 @@ class CachedBlocks:
         if contents is None:
             return entry
         index, block = self._index[contents.group], entry[0]
+        if self.changed is not None:
+            self.changed[block] = None
         if contents.tail is not None and index.get(contents.key) == block:
             lengths = self._tails[contents.group, contents.tail.parent]
             lengths[contents.tail.num_tokens] -= 1
@@ -222,6 +229,19 @@ class CachedBlocks:
             del queue[block]
         self.discard(entry[0])
         return entry, contents
+
+    def pop_changed(self) -> list[tuple[tuple[int, ...], Contents | None]]:
+        """The blocks and contents of the entries that are found since the last call, and the first
+        blocks, without contents, of those that are found no more."""
+        changed, self.changed = self.changed or {}, {}
+        entries: list[tuple[tuple[int, ...], Contents | None]] = []
+        for block in changed:
+            is_found = self._contents[block] is not None and self.is_confirmed(block)
+            if is_found and (entry := self.entry(block))[0] == block:
+                entries.append((entry, self._contents[block]))
+            else:
+                entries.append(((block,), None))
+        return entries
 
     def blocks_with(self, units: Container[BlockKey]) -> list[int]:
         """All blocks with any of these units: the keys of a sequence, from its first token on."""
@@ -339,6 +359,22 @@ class BlockPool:
                 if not self.cached.free(block, is_expendable=is_expendable):
                     self._free.append(block)
         return num_freed
+
+    def adopt(self, entries: Iterable[tuple[Sequence[int], Contents]]) -> list[int]:
+        """Let blocks that nobody has used be found by their contents, the first to be evicted
+        first; returns the first blocks of entries that another one equals."""
+        adopted: set[int] = set()
+        refused = []
+        for blocks, contents in entries:
+            self.cached.add(blocks[0], contents, blocks)
+            if blocks[0] not in self.cached:
+                refused.append(blocks[0])
+                continue
+            for block in blocks:
+                self.cached.free(block)
+            adopted.update(blocks)
+        self._free = [block for block in self._free if block not in adopted]
+        return refused
 
     def forget(self, block: int) -> None:
         """Remove the contents of a block, and those of the rest of its entry, if it has any."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from math import lcm
 
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import KeptBlocks, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_pool import BlockMap, Contents, map_blocks
 from scheduler_service.core.kv_cache.block_table import BlockUpdate, Moves, SequenceTables, Table
@@ -18,8 +18,10 @@ from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, JointStart, PrefixHit, S, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_tokens
+from scheduler_service.core.kv_cache.records import CacheRecords
 from scheduler_service.core.kv_cache.released_blocks import ReleasedBlocks
 from scheduler_service.core.kv_cache.saved_states import SavedStates
+from scheduler_service.core.step_plan import StepPlan
 
 OFFERED_TOKENS = 64
 """Decoded tokens that are offered to the prefix cache together. The last ones are offered when
@@ -53,7 +55,13 @@ class KVCacheManager(DeviceTables):
     A sequence has tables on the device or on the host, or none.
     """
 
-    def __init__(self, config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        capacity: WorkerGroupCapacity,
+        kept: KeptBlocks | None = None,
+    ) -> None:
+        """`kept`: what the workers have recorded of earlier caches; None if they record nothing."""
         groups = capacity.cache_groups
         self.tokens_per_unit = key_tokens(g.block_tokens for g in groups if g.has_tokens)
         """Tokens that are found together."""
@@ -79,6 +87,22 @@ class KVCacheManager(DeviceTables):
         """The number of the last plan that was completed."""
         self._pinned: list[int] = []
         """References that end with the plan: blocks that it copies to those that found them."""
+        self._records = None if kept is None else self._adopt(kept, config)
+
+    def _adopt(self, kept: KeptBlocks, config: SchedulerConfig) -> CacheRecords:
+        records = CacheRecords(
+            kept,
+            self.groups,
+            self.device,
+            self.host.pool,
+            unit=self.tokens_per_unit,
+            key_seed=config.key_seed if config.enable_prefix_caching else None,
+        )
+        for block, contents in records.adopted:
+            if self.groups[contents.group].is_state:
+                self._states.adopt(block, contents.group)
+        records.adopted.clear()
+        return records
 
     # Capacity.
 
@@ -553,6 +577,11 @@ class KVCacheManager(DeviceTables):
         self._copy_ahead.end_plan(has_rows=has_rows)
         self.device.release(saved[1::2])
         return Moves(swap_out=self.host.end_plan(), copy=copies + saved)
+
+    def add_records(self, plan: StepPlan) -> None:
+        """Add to a complete plan what has changed in the prefix cache, for workers to record."""
+        if self._records is not None:
+            self._records.add_to(plan)
 
     @property
     def num_free_blocks(self) -> tuple[int, int]:

@@ -121,6 +121,10 @@ class SavedStates:
         key, tail = self._prefixes.key(seq, position), self._prefixes.tail(seq, position)
         return Contents(group, (key,), is_full=True, tail=tail)
 
+    def adopt(self, block: int, group: int) -> None:
+        """Count a state that an earlier core has saved."""
+        self._saved[group][block] = None
+
     # Ends.
 
     def end(self, seq: CacheableSequence, held: SequenceTables, plan: int) -> None:

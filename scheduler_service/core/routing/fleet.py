@@ -231,6 +231,10 @@ class Fleet:
         if capacity.worker_group_id in self.schedulers:
             raise ValueError(f"worker group {capacity.worker_group_id} already exists")
         check_capacity(self._config, capacity)
+        kept = capacity.kept
+        if not self.totals and kept is not None and kept.key_seed is not None:
+            # Nothing has been hashed yet. Workers of other groups have keys of this seed, too.
+            self._config = replace(self._config, key_seed=kept.key_seed)
         capacity = replace(capacity, max_chunk_tokens=self._config.max_num_batched_tokens)
         if self._config.move_kv is MoveKV.NEVER or not self._config.enable_prefix_caching:
             capacity = replace(capacity, kv_layout="")

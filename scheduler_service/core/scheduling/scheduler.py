@@ -275,11 +275,14 @@ def make_scheduler(
     now_us: int,
 ) -> Scheduler:
     """A scheduler for a worker group that is ready. `totals`: of its model."""
+    kept, capacity = capacity.kept, replace(capacity, kept=None)
     if capacity.whole_prompt:
         config = replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
     pipeline = Pipeline(config, capacity, now_us)
     placed = PlacedGroups(whole_prompts=capacity.whole_prompt, max_loras=capacity.max_loras)
-    running = RunningSet(KVCacheManager(config, capacity), pipeline.clock, config.max_num_seqs)
+    running = RunningSet(
+        KVCacheManager(config, capacity, kept), pipeline.clock, config.max_num_seqs
+    )
     rates = pipeline.rates
     preemption = Preemption(config.preemption_mode, placed, running, rates, totals)
     departures = Departures(placed, running)

@@ -165,6 +165,7 @@ class StepPlanner:
         forget_seq_ids = self.running.end_plan()
         plan, step = batch.to_plan(forget_seq_ids)
         self.port.end_plan(plan)
+        self.running.cache.add_records(plan)
         self.pipeline.push(step)
         self.totals.add_plan(plan, batch.num_prefill_tokens)
         if logger.isEnabledFor(logging.DEBUG):

@@ -27,6 +27,7 @@ from scheduler_service.core import (
 from scheduler_service.core.config import (
     CacheGroup,
     CacheLifetime,
+    KeptBlocks,
     MoveKV,
     PoolingHead,
     PoolingType,
@@ -158,6 +159,7 @@ class CoreMachine(RuleBasedStateMachine):
         cache=st.sampled_from(["all", *CACHE_GROUPS]),
         max_loras=st.sampled_from([1, 2, len(ADAPTERS)]),
         move_kv=st.sampled_from([*MoveKV, MoveKV.ALWAYS]),
+        has_records=st.booleans(),
     )
     def start(
         self,
@@ -169,10 +171,12 @@ class CoreMachine(RuleBasedStateMachine):
         num_speculative_tokens: int,
         cache: str,
         max_loras: int = 2,
+        has_records: bool = False,
         **config: Any,
     ) -> None:
         """`config`: other fields of SchedulerConfig."""
         self.max_loras = max_loras
+        self.has_records = has_records
         self.cache_groups = CACHE_GROUPS[cache]
         self.host_blocks = host_blocks
         self.num_groups = 0
@@ -204,6 +208,7 @@ class CoreMachine(RuleBasedStateMachine):
             num_speculative_tokens=self.num_speculative_tokens,
             whole_prompt=not self.cache_groups,
             max_loras=self.max_loras,
+            kept=KeptBlocks() if self.has_records else None,
             work_kinds=frozenset(WorkKind if self.cache_groups else {WorkKind.POOLING}),
             kv_layout="symbolic" if self.cache_groups else "",
             addresses=(f"w{self.num_groups}",),

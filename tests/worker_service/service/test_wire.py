@@ -91,6 +91,7 @@ def filled_plan() -> plan_pb2.StepPlan:
     """A fork that samples, and a sequence with a context whose hidden states are pooled."""
     message = plan_pb2.StepPlan()
     fill(message)
+    message.cached_blocks.keys = bytes(64)  # of three units and one before a tail
     fork, pooled = message.new_sequences[0], message.new_sequences.add()
     pooled.CopyFrom(fork)
     fork.ClearField("context")
@@ -100,10 +101,16 @@ def filled_plan() -> plan_pb2.StepPlan:
     return message
 
 
+MESSAGES = ("leases", "fetches", "cached_blocks")
+
+
 def test_a_plan_keeps_every_field() -> None:
     message = filled_plan()
     plan = wire.decode_plan(plan_pb2.StepPlan.FromString(message.SerializeToString()), 77)
-    assert_kept(plan, message, other={"new_sequences", "leases", "fetches", "received_us"})
+    assert_kept(plan, message, other={"new_sequences", *MESSAGES, "received_us"})
+    (entry,) = plan.cached_blocks
+    assert (entry.blocks, entry.keys) == ((1,), bytes(64))
+    assert wire.encode_cached_blocks([entry]) == message.cached_blocks
     assert_kept(plan.leases[0], message.leases[0], other=set())
     assert_kept(plan.fetches[0], message.fetches[0], other=set())
     assert plan.received_us == 77
