@@ -184,9 +184,13 @@ class SchedulerConfig:
     """Fail a request after this many workers, and half of those that it lost, died in steps that it
     had to itself. Losses in steps with other requests never fail it."""
 
+    lease_seed: int = 0
+    """Makes the tokens of leases unguessable, for workers, too; 64 bits."""
+
     key_seed: int = 0
     """Makes the prefix cache's keys different from those of other cores, so that nobody can find
-    out which tokens have equal keys; 64 bits."""
+    out which tokens have equal keys; 64 bits. Workers keep it: a core adopts that of the first
+    group that has kept blocks."""
 
     max_outgrown_wait_s: float | None = 120.0
     """Seconds that requests which outgrew all other worker groups, or which a former core accepted

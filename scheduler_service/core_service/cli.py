@@ -28,6 +28,7 @@ SCHEDULER = ConfigFlags(
     default_tenant=None,
     tenants=None,
     key_seed=None,
+    lease_seed=None,
 )
 STEP_TIMEOUT = ConfigFlags(
     StepTimeout,
@@ -67,5 +68,6 @@ def scheduler(flags: Flags) -> CoreServiceConfig:
             default_tenant=tenants.default,
             tenants=tenants.named,
             key_seed=randbits(64),
+            lease_seed=randbits(64),
         ),
     )

@@ -143,6 +143,7 @@ def internal_calls(core: grpc.aio.Channel, worker: grpc.aio.Channel, **options: 
         "GetModelAssets": worker_pb.WorkerServiceGetModelAssetsRequest(),
         "ProfileBlocks": worker_pb.ProfileBlocksRequest(),
         "InitializeCache": worker_pb.InitializeCacheRequest(),
+        "GetCachedBlocks": worker_pb.GetCachedBlocksRequest(),
         "StartProfile": worker_pb.StartProfileRequest(),
         "StopProfile": worker_pb.StopProfileRequest(),
         "LoadAdapter": worker_pb.WorkerServiceLoadAdapterRequest(),

@@ -169,7 +169,7 @@ class Transfers:
     def _token(self, source: Scheduler) -> bytes:
         """What a reader of the next lease presents: unguessable without the core's key."""
         capacity = source.capacity
-        key = self._config.key_seed.to_bytes(8, "little")
+        key = self._config.lease_seed.to_bytes(8, "little")
         name = f"{capacity.worker_group_id} {capacity.epoch} {source.port.num_leases + 1}"
         return blake2b(name.encode(), key=key, digest_size=_TOKEN_BYTES).digest()
 
