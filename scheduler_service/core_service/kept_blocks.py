@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 from pagewire.v1 import plan_pb2
@@ -73,7 +74,7 @@ def entries_of(message: plan_pb2.CachedBlocks) -> Iterator[tuple[int, tuple[list
     if rows and firsts[:1] != [0]:
         raise InvalidArgument("blocks", "expected units of keys in the first row")
     start = 0
-    for first, end in zip(firsts, [*firsts[1:], len(rows)], strict=True):
+    for first, end in pairwise([*firsts, len(rows)]):
         stop = start + KEY_BYTES * (rows[first][2] + (rows[first][4] > 0))
         yield rows[first][0], (blocks[first * WIDTH : end * WIDTH], message.keys[start:stop])
         start = stop
