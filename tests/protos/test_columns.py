@@ -27,6 +27,7 @@ OPAQUE = {
     "ReadBlocksResponse.data",
     "ReadBlocksResponse.digests",
     "ProcessMemory.probe",
+    "CachedBlocks.keys",
 }
 """Fields of bytes that hold no numbers."""
 
