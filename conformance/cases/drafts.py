@@ -44,8 +44,10 @@ def extend(stream: StepStream, sequence: Sequence, num_tokens: int, lookahead: i
 @stream_case("plan", SAME)
 def greedy_tokens_are_those_without_drafts(worker: Worker, stream: StepStream) -> Alone:
     alone = {}
+    max_half = (worker.info.model.max_model_len - NUM_TOKENS) // 2
     for lookahead in (1, 3, LOOKAHEAD):
-        sequence = stream.prefilled(worker.prompt(lookahead) * 2, sampling=params())
+        prompt = worker.prompt(lookahead)[:max_half] * 2
+        sequence = stream.prefilled(prompt, sampling=params())
         extend(stream, sequence, NUM_TOKENS, lookahead)
         alone[f"with {lookahead} drafts"] = sequence
     return alone
@@ -129,7 +131,9 @@ def rows_with_drafts_are_planned_ahead(worker: Worker, stream: StepStream) -> Al
 @stream_case("plan", "what refused ones leave there is never read")
 def accepted_tokens_are_computed_in_their_blocks(worker: Worker, stream: StepStream) -> Alone:
     num_tokens = 3 * worker.block_size + 2
-    sequence = stream.prefilled(worker.prompt(5), sampling=looping(worker, 2, temperature=1.0))
+    # Short, so that all tokens fit into a model of four large blocks.
+    prompt = worker.prompt(5, max(worker.block_size // 2, 1))
+    sequence = stream.prefilled(prompt, sampling=looping(worker, 2, temperature=1.0))
     extend(stream, sequence, num_tokens, LOOKAHEAD)
     again = stream.borrowed(list(sequence.tokens), sequence.blocks)
     again.num_prompt_tokens, again.sampling = sequence.num_prompt_tokens, sequence.sampling

@@ -206,7 +206,7 @@ def a_repetition_penalty_pushes_down_what_occurred(worker: Worker) -> None:
 def penalties_leave_tokens_that_did_not_occur_alone(worker: Worker) -> None:
     fields = {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 5.0}
     for number in range(8):
-        prompt = worker.prompt(number)
+        prompt = worker.prompt(number, 16)  # few, so that most tokens do not occur
         step = worker.alone(prompt, 1).steps[0]
         if set(step.top_ids) & set(prompt):
             continue

@@ -25,7 +25,6 @@ COMMANDS = {
     ),
     STATES: python_worker(
         *("--dtype", "float32", "--kv-cache-memory", "64MiB", "--swap-space", "16MiB"),
-        *("--block-size", "16"),
     ),
     "simulated": python_worker(
         "--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram"
