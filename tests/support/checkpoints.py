@@ -573,14 +573,63 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 8,
         },
     ),
+    "gemma4_shared": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "global_head_dim": 40,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 3,
+            "tie_word_embeddings": False,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "hidden_size_per_layer_input": 8,
+        },
+    ),
+    "gemma4_plain": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "head_dim": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 40,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "tie_word_embeddings": False,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "head_dim": 24,
+            "tie_word_embeddings": False,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "per_layer_config": {"1": {"head_dim": 40, "num_key_value_heads": 1}},
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "phi": ("PhiConfig", "PhiForCausalLM", {"partial_rotary_factor": 0.5}),
     "flex_olmo": ("FlexOlmoConfig", "FlexOlmoForCausalLM", {**_MOE, "intermediate_size": 96}),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.25, "use_qk_norm": True}),
 }
 
 FAMILIES = tuple(_FAMILIES)
-TRANSFORMERS_FAMILIES = FAMILIES[FAMILIES.index("gemma4") :]
-NATIVE_FAMILIES = FAMILIES[: FAMILIES.index("gemma4")]
+TRANSFORMERS_FAMILIES = FAMILIES[FAMILIES.index("gemma4_moe") :]
+NATIVE_FAMILIES = FAMILIES[: FAMILIES.index("gemma4_moe")]
 
 
 @cache

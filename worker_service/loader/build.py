@@ -1,7 +1,7 @@
 """Builds a model and fills it from its checkpoint: natively, or through `transformers`."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from worker_service.loader.weights import (
     load_weights,
 )
 from worker_service.models.decoder_families.common import STACKED_EXPERTS
-from worker_service.models.interface import Model, ModelContext
+from worker_service.models.interface import Model, ModelContext, WeightTarget
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import (
     NATIVE_MODELS,
@@ -79,7 +79,7 @@ class ModelBuilder:
         for key, value in ignored_settings(hf_config).items():
             logger.warning("config.json: %s is not used by %s: %s", key, model.architecture, value)
         whole = model if self.config.layout.world_size == 1 else self._outline(hf_config)
-        model.num_parameters = sum(weight.target.numel() for weight in whole.weight_targets())
+        model.num_parameters = _num_parameters(whole.weight_targets())
         self._fill(model, {weight.name for weight in whole.weight_targets()})
         model.finish_loading()
         for reason, num_bytes in model.dequantized.items():
@@ -168,6 +168,13 @@ class ModelBuilder:
             source=files[0] if len(files) == 1 else self.model_dir,
             reader=reader,
         )
+
+
+def _num_parameters(targets: Iterable[WeightTarget]) -> int:
+    """Parameters of a model. What fills several targets, such as keys that are values, too, counts
+    once."""
+    found = {(w.name, w.axis, w.shard, id(w.order)): w.target.numel() for w in targets}
+    return sum(found.values())
 
 
 def _with_own_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -56,7 +56,10 @@ _SAME_WEIGHTS = "consolidated"
 _TEXT_MODEL = "language_model."
 """The part of names that says that a tensor belongs to the text model of a multimodal one."""
 
-_TEXT_PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_TEXT_PARTS = (
+    *("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."),
+    *("model.embed_tokens_per_layer.", "model.per_layer_"),
+)
 
 _CODE_TYPES = ("I8", "F8_", "F6_", "F4")
 """Beginnings of types that only quantized tensors have; masks are U8, BOOL or whole numbers."""

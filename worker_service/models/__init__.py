@@ -8,6 +8,7 @@
     mamba.py               Mamba and Mamba-2, alone or beside attention
     convolution.py         causal convolutions, which keep their last inputs (LFM2)
     delta_net.py           gated delta nets, whose heads keep a matrix (Qwen3-Next, Kimi)
+    per_layer.py           embeddings that each layer has of its own (Gemma 4)
     experts.py             mixture of experts: router, experts, shared experts
     decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …
     encoder.py             text encoders of all families, composed from settings

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
+from worker_service.errors import InvalidOption
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV, LayerState
 from worker_service.models.layers import (
@@ -40,6 +41,12 @@ from worker_service.models.native import (
     NativeModel,
     part_targets,
 )
+from worker_service.models.per_layer import (
+    LayerScalar,
+    PerLayerEmbeddings,
+    PerLayerGate,
+    PerLayerSpec,
+)
 
 KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
 """Canonical names of the scales of keys and values in an fp8 cache, one number each."""
@@ -52,6 +59,9 @@ layers           h blocks
 norm             ln_f final_layer_norm norm_f final_layernorm
 project_in
 project_out
+embed_tokens_per_layer
+per_layer_model_projection
+per_layer_projection_norm
 """
 """Names of the modules of a model, which are the canonical ones after `model.`, and of the same
 modules in other families."""
@@ -158,6 +168,12 @@ class AttentionSpec:
     norm_follows_rotary: bool = False
     """Whether `head_norm` is that of rotated heads."""
 
+    norms_values: bool = False
+    """Whether values have the norm of heads, too, without a weight."""
+
+    source: int | None = None
+    """The layer whose keys and values are attended to; None: the layer has its own."""
+
     gates_output: bool = False
     """Whether the output is multiplied by the sigmoid of a product of the row, whose weight follows
     that of the queries, head by head. The storage is then separate."""
@@ -174,6 +190,8 @@ class AttentionSpec:
 
     def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerKV, ...]:
         """See `MixerSpec`."""
+        if self.source is not None:
+            return ()
         layout = context.communicator.layout
         window, chunk = (
             span if span is not None and span < max_model_len else None
@@ -312,6 +330,12 @@ class LayerSpec:
     residual_multiplier: float = 1.0
     """The factor of what is added to the residual stream."""
 
+    per_layer: PerLayerSpec | None = None
+    """The embedding that the layer has of its own, if it has one."""
+
+    has_scalar: bool = False
+    """Whether the residual stream is multiplied by a number behind the layer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSettings(ModelSettings):
@@ -340,13 +364,28 @@ class DecoderSettings(ModelSettings):
     is_transposed: bool = False
     """Whether the checkpoint stores the weights of layers as [in_features, out_features]."""
 
+    per_layer: PerLayerSpec | None = None
+    """The embeddings that layers have of their own, if they have some."""
+
     @property
     def activations(self) -> set[str]:
         parts = [layer.feed_forward for layer in self.layers if layer.feed_forward is not None]
         return {part.activation for part in parts if part.activation is not None}
 
+    @property
+    def sources(self) -> list[int | None]:
+        """Of each layer, the layer whose keys and values it attends to; None: its own, if any."""
+        mixers = (layer.attention for layer in self.layers)
+        return [part.source if isinstance(part, AttentionSpec) else None for part in mixers]
+
     def require_shards(self, layout: Layout) -> None:
         ModelSettings.require_shards(self, layout)
+        stages = layout.pipeline_parallel_size
+        if stages > 1 and (self.per_layer or set(self.sources) != {None}):
+            raise InvalidOption(
+                "pipeline_parallel_size: expected 1 for a model whose layers have embeddings of"
+                f" their own, or share keys and values, got {stages}"
+            )
         for layer in self.layers:
             for part in (layer.attention, layer.feed_forward):
                 if part is not None:
@@ -374,6 +413,8 @@ class Attention(nn.Module):
         outputs: list[Shard] = [attended, kv_rows, kv_rows]
         sources: list[int] | None = None
         orders: list[Tensor | None] = [_halves(s, heads), _halves(s, kv_heads), None]
+        if s.source is not None:
+            outputs, orders = outputs[:1], orders[:1]
         if s.storage is QKVStorage.CONSECUTIVE:
             outputs, sources = consecutive(outputs), [0] * 3
         elif s.storage is QKVStorage.BY_GROUP:
@@ -421,7 +462,18 @@ class Attention(nn.Module):
             alibi_slopes=_slopes(s, heads, context),
         )
         self._head_dim = s.head_dim
-        self._num_heads = [heads.size, num_gates, kv_heads.size, kv_heads.size]
+        num_written = 0 if s.source is not None else kv_heads.size
+        self._num_heads = [heads.size, num_gates, num_written, num_written]
+        self._writes = s.source is None
+        self._value_norm: RMSNorm | None = None
+        if s.norms_values and self._writes:
+            assert s.head_norm is not None, "it has the size of theirs"
+            assert rotary is not None, "its kernel rotates, too"
+            self._identity = rotary.identity
+            eps = s.head_norm.eps
+            self._value_norm = RMSNorm(s.head_dim, eps, context, kernels.layers, affine=False)
+        if not self._writes:
+            self.key_norm = None
         self._rotary, self._kernels = rotary, kernels.layers
         self._unrotated: tuple[Tensor, Tensor] | None = None
         if s.norm_follows_rotary and s.head_norm is not None and rotary is not None:
@@ -448,8 +500,14 @@ class Attention(nn.Module):
         return heads.split_with_sizes(self._num_heads, 1)
 
     def _write(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
-        """Write keys and values. Returns the queries, normed and rotated."""
+        """Write keys and values, if there are any. Returns the queries, normed and rotated."""
         query_norm, key_norm = self.query_norm, self.key_norm
+        if not self._writes:
+            assert self._rotary is not None
+            self._rotate_heads(query, inputs, (self._rotary.cos, self._rotary.sin), query_norm)
+            return query
+        if self._value_norm is not None:
+            self._rotate_heads(value, inputs, self._identity, self._value_norm)
         if self._norm_spans_heads and query_norm is not None and key_norm is not None:
             rows, norms = (query.flatten(1), key.flatten(1)), (query_norm, key_norm)
             if self._communicator.layout.tensor_parallel_size > 1:
@@ -486,6 +544,23 @@ class Attention(nn.Module):
             value_scale=self.paged.value_scale,
         )
         return query
+
+    def _rotate_heads(
+        self,
+        heads: Tensor,
+        inputs: LayerInputs,
+        table: tuple[Tensor, Tensor],
+        norm: RMSNorm | None,
+    ) -> None:
+        """Apply a norm, if there is one, and RoPE to heads in place."""
+        self._kernels.rotate(
+            heads,
+            heads[:, :0],
+            inputs.positions,
+            *table,
+            query_norm=None if norm is None else norm.weight,
+            eps=1e-6 if norm is None else norm.eps,
+        )
 
 
 def _slopes(spec: AttentionSpec, heads: Shard, context: ModelContext) -> Tensor | None:
@@ -601,6 +676,10 @@ class DecoderLayer(NativeLayer):
         self.feed_forward: nn.Module | None = None
         if feed_forward is not None:
             self.feed_forward = feed_forward.build(size, context, kernels)
+        self.per_layer: PerLayerGate | None = None
+        if spec.per_layer is not None:
+            self.per_layer = PerLayerGate(spec.per_layer, size, context, kernels.layers)
+        self.scalar = LayerScalar(context, kernels.layers) if spec.has_scalar else None
         self._spec, self._kernels = spec, kernels.layers
         self._is_transposed = is_transposed
         self.num_kept = 0 if mixer is None else len(mixer.kept(context, 1))
@@ -622,10 +701,22 @@ class DecoderLayer(NativeLayer):
             return self._normed(self.feed_forward_norm, residual, x), None
         x = self._normed(self.attention_norm, residual, x)
         if not self._spec.is_parallel:
-            return residual, self.attend_and_mix(x, residual, inputs)
+            return self._finish(residual, self.attend_and_mix(x, residual, inputs), inputs)
         mixed = x if self.feed_forward_norm is None else self.feed_forward_norm(residual)
         attended = self.attention(x, inputs)
         return residual, self._kernels.add(attended, self.feed_forward(mixed))
+
+    def _finish(
+        self, residual: Tensor, x: Tensor, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """What follows both parts in a layer with an embedding of its own, or a factor."""
+        if self.per_layer is not None:
+            assert inputs.embedding is not None
+            residual = self._kernels.add(residual, x)
+            x = self.per_layer(residual, inputs.embedding)
+        if self.scalar is None:
+            return residual, x
+        return self.scalar(self._kernels.add(residual, x)), None
 
     def _part(self, residual: Tensor, x: Tensor | None, inputs: LayerInputs) -> Tensor:
         """What the only part of the layer adds to the residual stream."""
@@ -720,6 +811,12 @@ class DecoderModel(NativeModel):
         self._logits_scale = s.logits_scale
         self._logits_soft_cap = s.logits_soft_cap
         self._position_offset = s.position_offset or 0
+        self._sources = s.sources
+        shared = "|".join(str(i) for i, source in enumerate(s.sources) if source is not None)
+        if shared:  # checkpoints may hold what transformers would not use
+            self.unused_names = re.compile(
+                rf"model\.layers\.(?:{shared})\.self_attn\.[kv]_(?:proj|norm)\..*"
+            )
         if s.ignores_further_layers:
             ours = "|".join(map(str, range(s.num_layers)))
             further = rf"model\.layers\.(?!(?:{ours})\.)\d+\..*"
@@ -746,6 +843,15 @@ class DecoderModel(NativeModel):
                 DecoderLayer(
                     layer, s.hidden_size, context, kernels, rotary, is_transposed=s.is_transposed
                 )
+            )
+        self.per_layer: PerLayerEmbeddings | None = None
+        self._embeddings: Tensor | None = None
+        if s.per_layer is not None:
+            mixers = (layer.attention for layer in s.layers if layer.attention is not None)
+            table = tables.table(next(mixers).rotary)
+            assert table is not None
+            self.per_layer = PerLayerEmbeddings(
+                s.per_layer, s.num_layers, s.hidden_size, table, context, kernels.layers
             )
         if layout.is_last_stage:
             if s.final_norm is not None:
@@ -778,8 +884,22 @@ class DecoderModel(NativeModel):
             x = self._kernels.layers.embed(positions, batch.positions, x)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
+    def layer_inputs(self, batch: StepBatch) -> Iterator[LayerInputs]:
+        found = list(super().layer_inputs(batch))
+        start = self._layer_range.start
+        for i, inputs in zip(self._layer_range, found, strict=True):
+            source = self._sources[i]
+            inputs = inputs if source is None else found[source - start]
+            if self._embeddings is not None:
+                size = self._embeddings.shape[1] // self.num_layers
+                inputs = inputs._replace(embedding=self._embeddings[:, i * size : (i + 1) * size])
+            yield inputs
+
     def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
+        if self.per_layer is not None:
+            self._embeddings = self.per_layer(batch.token_ids, residual, batch.positions)
         x = super().run_layers(residual, batch)
+        self._embeddings = None
         return x if self.project_out is None else self.project_out(x)
 
     def _apply_head(self, hidden_states: Tensor) -> Tensor:
@@ -793,6 +913,8 @@ class DecoderModel(NativeModel):
 
     def weight_targets(self) -> Iterator[WeightTarget]:
         yield from super().weight_targets()
+        if self.per_layer is not None:
+            yield from self.per_layer.weight_targets()
         if self.position_embedding is not None:
             yield WeightTarget("model.embed_positions.weight", self.position_embedding)
         if self.embedding_norm is not None:
@@ -804,5 +926,7 @@ class DecoderModel(NativeModel):
     def kv_scale_holders(self) -> Iterator[tuple[str, PagedAttention]]:
         for name, layer in self.named_layers():
             assert isinstance(layer, DecoderLayer)
+            source = self._sources[int(name.rpartition(".")[2])]
+            holder = name if source is None else f"{self.layers_name}.{source}"
             if isinstance(layer.attention, PagedMixer):
-                yield f"{name}.self_attn", layer.attention.paged
+                yield f"{holder}.self_attn", layer.attention.paged

@@ -246,7 +246,11 @@ ACTIVATIONS = {
 
 _POSITIONS_AT_ONCE = 1 << 16
 
-SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+PROPORTIONAL = "proportional"
+"""The scaling type in which a part of the frequencies is 0, and the others are those of the full
+size of a head."""
+
+SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", PROPORTIONAL)
 
 QUERY_SCALING = "llama_4_scaling_beta"
 """The parameter in `config.json` by which queries are scaled with their positions."""
@@ -388,7 +392,11 @@ def _angles(settings: RotarySettings, num_positions: int) -> Tensor:
     if settings.scaling_type == "dynamic":
         return positions[:, None] * _dynamic_frequencies(settings, num_positions)
     frequencies = _plain_frequencies(settings.theta, settings.rotary_dim)
-    if settings.scaling_type == "linear":
+    if settings.scaling_type == PROPORTIONAL:
+        share = float(settings.parameters.get("partial_rotary_factor", 1.0))
+        frequencies[int(share * settings.rotary_dim // 2) :] = 0.0
+        frequencies = frequencies / float(settings.parameters.get("factor", 1.0))
+    elif settings.scaling_type == "linear":
         frequencies = frequencies / float(settings.parameters["factor"])
     elif settings.scaling_type == "llama3":
         frequencies = _llama3_frequencies(settings, frequencies)

@@ -78,6 +78,9 @@ class LayerInputs(NamedTuple):
     metadata: AttentionMetadata
     """Of the cache group of `memory`."""
 
+    embedding: Tensor | None = None
+    """[num_tokens, size], the embedding that the layer has of its own; None: it has none."""
+
     further: "tuple[LayerInputs, ...]" = ()
     """Of the other parts of a layer that keeps several things, in the order of
     `decoder.MixerSpec.kept`."""

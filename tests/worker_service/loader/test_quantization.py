@@ -119,20 +119,34 @@ def _round(model: Any, quantization: str) -> None:
         *(
             (family, "int4")
             for family in (
-                *("llama", "gpt2", "opt", "gemma3", "phi3", "glm4", "gpt_neox", "deepseek_v3"),
+                *(
+                    "llama",
+                    "gpt2",
+                    "opt",
+                    "gemma3",
+                    "gemma4_shared",
+                    "phi3",
+                    "glm4",
+                    "gpt_neox",
+                    "deepseek_v3",
+                ),
                 *EXPERTS,
                 *THROUGH_TRANSFORMERS,
             )
         ),
-        *((family, "int8") for family in ("llama_tied", "gemma3", "gpt_oss")),
+        *((family, "int8") for family in ("llama_tied", "gemma3", "gemma4_shared", "gpt_oss")),
         *((family, "fp8") for family in ("qwen3", "gemma3", "gpt_oss")),
     ],
 )
 def test_logits_are_those_of_the_rounded_weights(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
-    head_dims = {"gpt_oss": {"head_dim": 32}, "deepseek_v3": {"head_dim": 8}}
-    shapes = {**SHAPES, **head_dims.get(family, {})}
+    sizes = {
+        "gpt_oss": {"head_dim": 32},
+        "deepseek_v3": {"head_dim": 8},
+        "gemma4_shared": {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300},
+    }
+    shapes = {**SHAPES, **sizes.get(family, {})}
     path = make_checkpoint(family, tmp_path, **shapes)
     found = logits(load(path, quantization=quantization))
     oracle = Oracle(path)

@@ -97,7 +97,7 @@ PREFIXES = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "gemma3"])
+@pytest.mark.parametrize("family", ["llama_tied", "gemma3", "gemma4_shared"])
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_names_of_a_text_model_inside_another_are_recognised(
     prefix: str, family: str, tmp_path: Path
@@ -327,6 +327,7 @@ VISION = {
         ("Mistral3", "MistralConfig", "PixtralVisionConfig"),
         ("Mistral3", "Ministral3Config", "PixtralVisionConfig"),
         ("Gemma3", "Gemma3TextConfig", "SiglipVisionConfig"),
+        ("Gemma4", "Gemma4TextConfig", "Gemma4VisionConfig"),
         ("InternVL", "Qwen3Config", "InternVLVisionConfig"),
         ("Llama4", "Llama4TextConfig", "Llama4VisionConfig"),
         ("Qwen3_5", "Qwen3_5TextConfig", "Qwen3_5VisionConfig"),
@@ -341,6 +342,8 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     more = {"mm_tokens_per_image": 4} if whole == "Gemma3" else {}
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
     of_text = TEXT | kinds if whole.startswith("Qwen3_5") else TEXT
+    if whole == "Gemma4":
+        of_text = TEXT | {"vocab_size_per_layer_input": TEXT["vocab_size"]}
     config = getattr(transformers, f"{whole}Config")(
         text_config=getattr(transformers, text)(**of_text),
         vision_config=getattr(transformers, vision)(**VISION),

@@ -118,6 +118,9 @@ def test_facts_are_those_of_the_checkpoint(family: str) -> None:
     assert model.vocab_size == VOCAB_SIZE
     biases = (buffer for name, buffer in reference.named_buffers() if name.endswith(STORED_BUFFERS))
     num_parameters = reference.num_parameters() + sum(bias.numel() for bias in biases)
+    if isinstance(model, NativeModel):
+        scalars = (name for name, _ in reference.named_buffers() if name.endswith("layer_scalar"))
+        num_parameters += sum(1 for _ in scalars)
     assert model.num_parameters == num_parameters
     layers = model.layers if isinstance(model, NativeModel) else model.kv_cache_spec.layers
     assert len(layers) == reference.config.num_hidden_layers

@@ -17,6 +17,7 @@ from tests.support.lora import random_adapter
 from tests.support.rank_threads import ParallelEngine
 from worker_service.adapters.lora import LoraAdapter
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
+from worker_service.errors import InvalidOption
 from worker_service.loader import load_model
 from worker_service.models.native import NativeModel
 
@@ -133,11 +134,23 @@ def _check(model: Path, tensor_parallel_size: int, pipeline_parallel_size: int) 
 
 
 FAMILIES = [family for family in NATIVE_FAMILIES if family not in ROTARY_VARIANTS]
+OF_ONE_STAGE = ("gemma4", "gemma4_shared")
+"""Families whose layers have embeddings of their own."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_in_each_of_two_stages_agree_with_one_rank(family: str) -> None:
-    _check(checkpoint(family), 2, 2)
+    _check(checkpoint(family), 2, _num_stages(family))
+
+
+def _num_stages(family: str) -> int:
+    return 1 if family in OF_ONE_STAGE else 2
+
+
+@pytest.mark.parametrize("family", OF_ONE_STAGE)
+def test_embeddings_of_layers_are_refused_on_several_stages(family: str) -> None:
+    with pytest.raises(InvalidOption, match="pipeline_parallel_size: expected 1 for a model whose"):
+        ParallelEngine(checkpoint(family), pipeline_parallel_size=2)
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "qwen2", "gpt2", "opt_350m"])
@@ -186,7 +199,8 @@ def test_stages_agree_that_have_unequal_numbers_of_layers(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_in_each_of_two_stages_with_adapters_agree_with_one_rank(family: str) -> None:
     model = checkpoint(family)
-    together, expected = _with_adapters(model, 2, 2), _one_rank_with_adapters(model)
+    together = _with_adapters(model, 2, _num_stages(family))
+    expected = _one_rank_with_adapters(model)
     assert [o.token_ids for o in together] == [o.token_ids for o in expected]
     assert _largest_difference(together, expected) <= TOLERANCE
     alone = _alone(model)

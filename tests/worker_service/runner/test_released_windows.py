@@ -24,7 +24,7 @@ from worker_service.runner.drafting.eagle_drafter import EagleDrafter
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 
 # Windows alone, two lifetimes, two shapes of heads, sinks, and chunks.
-FAMILIES = ("mistral", "qwen2_sliding", "gemma4", "gpt_oss", "llama4")
+FAMILIES = ("mistral", "qwen2_sliding", "gemma4", "gemma4_shared", "gpt_oss", "llama4")
 NUM_TOKENS = 60
 LENGTHS = (3, 17, 30, 41)
 

@@ -14,7 +14,7 @@ from worker_service.models.decoder import (
     MLPSpec,
     NormSpec,
 )
-from worker_service.models.layers import SCALING_TYPES, RotarySettings
+from worker_service.models.layers import PROPORTIONAL, SCALING_TYPES, RotarySettings
 
 Config = Mapping[str, Any]
 """The content of `config.json`."""
@@ -93,6 +93,8 @@ def rotary_of(
     if found.scaling_type not in SCALING_TYPES:
         raise NotNative(f"rope_type {found.scaling_type}")
     factor = float(found.parameters.get("partial_rotary_factor", partial))
+    if found.scaling_type == PROPORTIONAL:
+        factor = 1.0  # the others have a frequency of 0
     return replace(found, rotary_dim=int(head_dim * factor))
 
 

@@ -1,0 +1,164 @@
+"""Gemma 4: norms of values, too, heads of other sizes in layers with full attention, keys that are
+values before their norms, layers that share keys and values, and embeddings of each layer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from worker_service.errors import UnsupportedModel
+from worker_service.models.decoder import (
+    AttentionSpec,
+    DecoderSettings,
+    LayerSpec,
+    MLPSpec,
+    NormPlace,
+    NormSpec,
+)
+from worker_service.models.decoder_families.common import (
+    FULL,
+    NAMES,
+    SLIDING,
+    Config,
+    NotNative,
+    attention_of,
+    by_lines,
+    decoder_of,
+    every,
+    layer_types,
+    require,
+    rotary_of,
+)
+from worker_service.models.per_layer import PerLayerSpec
+
+_NAMES = NAMES | by_lines("""
+attention_output_norm     post_attention_layernorm
+feed_forward_norm         pre_feedforward_layernorm
+feed_forward_output_norm  post_feedforward_layernorm
+scalar                    layer_scalar
+""")
+_PER_LAYER = by_lines("""
+per_layer.gate        per_layer_input_gate
+per_layer.projection  per_layer_projection
+per_layer.norm        post_per_layer_input_norm
+""")
+_K_IS_V = {"attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.k_proj"}
+_SHARES = {"attention.qkv": "self_attn.q_proj"}
+_ROPE: Mapping[str, Mapping[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+def gemma4_settings(config: Config) -> DecoderSettings:
+    """The text model of Gemma 4 without experts."""
+    if config.get("enable_moe_block", False):
+        raise NotNative("enable_moe_block")
+    if config.get("use_bidirectional_attention") == "all":
+        raise NotNative("use_bidirectional_attention")
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6))
+    kinds = layer_types(config, every(config, 6))
+    kinds[-1] = FULL
+    sources = _sources(config, kinds)
+    attentions = [
+        _attention(config, index, kind, norm, source)
+        for index, (kind, source) in enumerate(zip(kinds, sources, strict=True))
+    ]
+    per_layer, inner_size = _per_layer(config, norm), config["intermediate_size"]
+    is_wide, activation = (
+        config.get("use_double_wide_mlp", False),
+        config.get("hidden_activation", "gelu_pytorch_tanh"),
+    )
+    layers = [
+        LayerSpec(
+            attention=attention,
+            feed_forward=MLPSpec(
+                inner_size=inner_size * (2 if is_wide and source is not None else 1),
+                activation=activation,
+            ),
+            norm=norm,
+            norm_place=NormPlace.AROUND,
+            names=_names(config, kind, source, per_layer),
+            per_layer=per_layer,
+            has_scalar=True,
+        )
+        for attention, kind, source in zip(attentions, kinds, sources, strict=True)
+    ]
+    return decoder_of(
+        config,
+        layers,
+        norm,
+        max_model_len=config["max_position_embeddings"],
+        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        embedding_scale=config["hidden_size"] ** 0.5,
+        logits_soft_cap=config.get("final_logit_softcapping"),
+        per_layer=per_layer,
+    )
+
+
+def _k_is_v(config: Config, kind: str) -> bool:
+    return kind == FULL and bool(config.get("attention_k_eq_v", False))
+
+
+def _names(
+    config: Config, kind: str, source: int | None, per_layer: PerLayerSpec | None
+) -> dict[str, str]:
+    names = _NAMES if per_layer is None else _NAMES | _PER_LAYER
+    if source is not None:
+        return names | _SHARES
+    return names | _K_IS_V if _k_is_v(config, kind) else names
+
+
+def _attention(
+    config: Config, index: int, kind: str, norm: NormSpec, source: int | None
+) -> AttentionSpec:
+    sizes = {key: config.get(key) for key in ("head_dim", "num_key_value_heads")}
+    by_layer = config.get("per_layer_config")
+    if by_layer is not None:
+        found = by_layer.get(str(index)) or by_layer.get(index) or {}
+        sizes |= {key: found[key] for key in sizes if found.get(key)}
+    elif kind == FULL:
+        sizes["head_dim"] = config.get("global_head_dim", 512)
+        if _k_is_v(config, kind) and config.get("num_global_key_value_heads"):
+            sizes["num_key_value_heads"] = config["num_global_key_value_heads"]
+    head_dim = sizes["head_dim"] or 256
+    rope = (config.get("rope_parameters") or _ROPE).get(kind) or _ROPE[kind]
+    has_bias = bool(config.get("attention_bias", False))
+    return attention_of(
+        config,
+        head_dim,
+        rotary_of(config, head_dim, rope),
+        num_kv_heads=sizes["num_key_value_heads"] or 4,
+        scale=1.0,
+        window=config.get("sliding_window", 512) if kind == SLIDING else None,
+        head_norm=norm,
+        norms_values=True,
+        source=source,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+    )
+
+
+def _sources(config: Config, kinds: Sequence[str]) -> list[int | None]:
+    """Of each layer, the layer whose keys and values it attends to; None: its own."""
+    num_shared = config.get("num_kv_shared_layers", 0) or 0
+    num_own = len(kinds) - num_shared
+    last = {kind: index for index, kind in enumerate(kinds[: max(num_own, 0)])}
+    if num_own < 1 or not set(kinds) <= last.keys():
+        raise UnsupportedModel(
+            "config.json: num_kv_shared_layers: expected a layer of every type before those that"
+            f" share keys and values, got {num_shared} of {len(kinds)} layers"
+        )
+    return [None if index < num_own else last[kind] for index, kind in enumerate(kinds)]
+
+
+def _per_layer(config: Config, norm: NormSpec) -> PerLayerSpec | None:
+    size = config.get("hidden_size_per_layer_input", 256)
+    if not size:
+        return None
+    vocab_size = config["vocab_size"]
+    require(config, "vocab_size_per_layer_input", vocab_size)
+    return PerLayerSpec(
+        size=size,
+        vocab_size=vocab_size,
+        activation=config.get("hidden_activation", "gelu_pytorch_tanh"),
+        eps=norm.eps,
+    )

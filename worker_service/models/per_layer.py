@@ -1,0 +1,125 @@
+"""Embeddings of each layer: what a token adds to the residual stream behind every layer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pagewire_kernels.interface import LayerKernels
+from worker_service.distributed.layout import Shard
+from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.layers import ACTIVATIONS, RMSNorm, RotaryTable, norm_targets
+from worker_service.models.linear import Linear, VocabEmbedding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerLayerSpec:
+    """Embeddings that each layer has of its own."""
+
+    size: int
+    """Of the embedding of one layer."""
+
+    vocab_size: int
+    activation: str
+    """Of the gate, its name in `config.json`."""
+
+    eps: float
+    """Of the norms."""
+
+
+class PerLayerEmbeddings(nn.Module):
+    """The inputs of all layers beside the residual stream: a table's rows by token, and a product
+    of the token's embedding, which is normed layer by layer."""
+
+    def __init__(
+        self,
+        spec: PerLayerSpec,
+        num_layers: int,
+        hidden_size: int,
+        rotary: RotaryTable,
+        context: ModelContext,
+        kernels: LayerKernels,
+    ) -> None:
+        """rotary: of all positions."""
+        super().__init__()
+        self._shape, self._kernels = (num_layers, spec.size), kernels
+        width = num_layers * spec.size
+        self.table = VocabEmbedding(spec.vocab_size, width, context, kernels)
+        full, width_of = Shard.full(hidden_size), [Shard.full(width)]
+        self.projection = Linear(full, width_of, bias=False, context=context)
+        self.norm = RMSNorm(spec.size, spec.eps, context, kernels)
+        self._table_scale = torch.tensor(spec.size**0.5, dtype=context.dtype).item()
+        self._projection_scale = hidden_size**-0.5
+        self._unrotated = rotary.identity
+
+    def forward(self, token_ids: Tensor, embedded: Tensor, positions: Tensor) -> Tensor:
+        """embedded: [num_tokens, hidden_size]. Returns [num_tokens, num_layers * size]."""
+        rows = self._kernels.scale(self.projection(embedded), self._projection_scale)
+        heads = rows.unflatten(1, self._shape)
+        # The norm of heads before RoPE, which rotates nothing here.
+        self._kernels.rotate(
+            heads,
+            heads[:, :0],
+            positions,
+            *self._unrotated,
+            query_norm=self.norm.weight,
+            eps=self.norm.eps,
+        )
+        rows = self._kernels.add(
+            rows, self._kernels.scale(self.table(token_ids), self._table_scale)
+        )
+        return self._kernels.scale(rows, 2**-0.5)
+
+    def weight_targets(self) -> Iterator[WeightTarget]:
+        """Destinations of the checkpoint's tensors."""
+        yield self.table.table_target("model.embed_tokens_per_layer.weight")
+        yield from self.projection.targets("model.per_layer_model_projection")
+        yield from norm_targets("model.per_layer_projection_norm", self.norm)
+
+
+class PerLayerGate(nn.Module):
+    """What a layer adds to the residual stream for its embedding: a gated product."""
+
+    def __init__(
+        self, spec: PerLayerSpec, hidden_size: int, context: ModelContext, kernels: LayerKernels
+    ) -> None:
+        super().__init__()
+        size, hidden = Shard.full(spec.size), Shard.full(hidden_size)
+        self.gate = Linear(hidden, [size], bias=False, context=context)
+        self.projection = Linear(size, [hidden], bias=False, context=context)
+        self.norm = RMSNorm(hidden_size, spec.eps, context, kernels)
+        self._activation, self._kernels = ACTIVATIONS[spec.activation], kernels
+
+    def forward(self, residual: Tensor, embedding: Tensor) -> Tensor:
+        """residual: [num_tokens, hidden_size]; embedding: [num_tokens, size], the layer's. Returns
+        what is added to the former."""
+        gate = self._kernels.activate(self.gate(residual), self._activation)
+        y: Tensor = self.norm(self.projection(self._kernels.multiply(gate, embedding)))
+        return y
+
+
+class LayerScalar(nn.Module):
+    """The factor of a layer's output. Implements `linear.Packable`."""
+
+    weight: Tensor | None
+
+    def __init__(self, context: ModelContext, kernels: LayerKernels) -> None:
+        super().__init__()
+        self.weight = context.empty(1)
+        self._factor, self._kernels = 1.0, kernels
+
+    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
+        """Destination of the tensor with this name."""
+        assert self.weight is not None
+        (name,) = names
+        yield WeightTarget(name, self.weight)
+
+    def pack(self) -> None:
+        """Read the factor, unless it is read already."""
+        if self.weight is not None:
+            self._factor, self.weight = self.weight.item(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, size], which is overwritten and returned."""
+        return x if self._factor == 1.0 else self._kernels.scale(x, self._factor)
