@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -184,10 +185,19 @@ def assemble(slices: Iterable[QuantizedWeight], num_rows: int) -> QuantizedWeigh
             whole = part._changed(lambda tensor: tensor.new_empty(num_rows, tensor.shape[1]))
         for name in _TENSORS:
             if (numbers := getattr(whole, name)) is not None:
-                numbers[rows] = getattr(part, name)
+                _copy(getattr(part, name), numbers[rows])
         first = rows.stop
     assert whole is not None
     return whole
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """Copy numbers on one thread: a slice takes torch's threads longer to start, above all where
+    others use the same cores."""
+    if source.is_cpu and target.is_cpu:
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
