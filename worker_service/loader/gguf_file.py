@@ -312,7 +312,7 @@ class _Reader:
             return self._scalar(kind, key)
         item = self._scalar(4, key)
         if item == _STRING:
-            return [self._string(key) for _ in range(self._count(8, key))]
+            return self._strings(key)
         if item not in _SCALARS:
             raise self._fault(f"{key}: unknown type of array elements {item}")
         scalar = _SCALARS[item]
@@ -330,6 +330,23 @@ class _Reader:
 
     def _string(self, what: str) -> str:
         return self._bytes(self._count(1, what), what).decode("utf-8", "replace")
+
+    def _strings(self, what: str) -> list[str]:
+        """Read an array of strings, such as the tokens of a vocabulary, of which there may be
+        hundreds of thousands: with few calls for each."""
+        found, read, unpack = [], self._stream.read, _SCALARS[10].unpack
+        for _ in range(self._count(8, what)):
+            if len(prefix := read(8)) < 8:
+                raise self._fault(f"truncated: it ends within {what}")
+            (length,) = unpack(prefix)
+            if length > self._size:
+                raise self._fault(
+                    f"truncated or damaged: {what} says {length}, more than the file holds"
+                )
+            if len(data := read(length)) < length:
+                raise self._fault(f"truncated: it ends within {what}")
+            found.append(data.decode("utf-8", "replace"))
+        return found
 
     def _scalar(self, kind: int, what: str) -> Any:
         if kind not in _SCALARS:

@@ -373,6 +373,18 @@ HUGE = 1 << 63
         (_header(keys=1, rest=_string("k") + struct.pack("<IIQ", 9, 8, HUGE)), f"k says {HUGE}"),
         (_header(keys=1, rest=_string("k") + struct.pack("<IIQ", 9, 4, HUGE)), f"k says {HUGE}"),
         (
+            _header(keys=1, rest=_string("k") + struct.pack("<IIQQ", 9, 8, 1, HUGE)),
+            f"k says {HUGE}",
+        ),
+        (
+            _header(keys=1, rest=_string("k") + struct.pack("<IIQQ", 9, 8, 1, 9) + b"a"),
+            "truncated: it ends within k",
+        ),
+        (
+            _header(keys=1, rest=_string("k") + struct.pack("<IIQQ", 9, 8, 2, 3) + b"abcdefgh"),
+            "truncated: it ends within k",
+        ),
+        (
             _header(keys=1, rest=_string("k") + struct.pack("<IIQ", 9, 9, 1)),
             "k: unknown type of ar",
         ),
