@@ -158,7 +158,9 @@ class CapacityProbe:
 
     @property
     def num_tokens_to_prefill(self) -> int:
-        """Tokens of prompts that are not computed yet."""
+        """Tokens of prompts that are not computed yet, without those of groups whose KV is on its
+        way here."""
         prefilling = [seq for seq in self.running.prefilling if seq.status is RUNNING]
         num_begun = sum(seq.length - seq.num_computed for seq in prefilling)
-        return num_begun + self.placed.waiting.num_tokens
+        num_arriving = sum(group.num_prompt_tokens for group in self.placed.awaiting_kv)
+        return num_begun + max(0, self.placed.waiting.num_tokens - num_arriving)
