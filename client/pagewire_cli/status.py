@@ -72,6 +72,10 @@ def _render(snapshot: EngineStatus) -> RenderableType:
         ("tokens", f"{snapshot.num_prefill_tokens} in, {snapshot.num_generated_tokens} out"),
         ("preemptions", str(snapshot.num_preemptions)),
         ("swapped blocks", f"{swaps[0]} out, {swaps[1]} in"),
+        (
+            "moved blocks",
+            f"{snapshot.num_fetched_blocks}, {snapshot.num_failed_fetches} times in vain",
+        ),
         ("lost workers", str(snapshot.num_worker_losses)),
     ):
         facts.add_row(name, value)
@@ -102,9 +106,10 @@ def _table(rows: list[tuple[str, ...]]) -> Table:
 
 def _workers(groups: Iterable[WorkerGroupStatus]) -> Iterator[tuple[str, ...]]:
     for group in groups:
+        role = "" if group.role in ("", "both") else f", {group.role}"
         yield (
             group.group_id,
-            word(group, "state"),
+            word(group, "state") + role,
             group.model,
             str(group.num_running_sequences),
             _blocks(group.num_gpu_blocks, group.num_free_gpu_blocks),

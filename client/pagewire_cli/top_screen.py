@@ -199,6 +199,7 @@ def _header(status: EngineStatus, rates: RecentStatuses) -> list[Text]:
             ("", f"{status.num_swapped} swapped"),
             ("", f"{status.num_finished} ended"),
             ("preempted", str(status.num_preemptions)),
+            ("blocks moved", str(status.num_fetched_blocks)),
             ("lost", str(status.num_worker_losses)),
         ),
     ]

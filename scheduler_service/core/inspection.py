@@ -211,6 +211,8 @@ class Inspector:
             num_preemptions=sum(total.num_preemptions for total in totals),
             num_swapped_out_blocks=sum(total.num_swapped_out_blocks for total in totals),
             num_swapped_in_blocks=sum(total.num_swapped_in_blocks for total in totals),
+            num_fetched_blocks=sum(total.num_fetched_blocks for total in totals),
+            num_failed_fetches=sum(total.num_failed_fetches.total() for total in totals),
             first_token_counts=summed(total.first_token for total in totals),
             inter_token_counts=summed(total.inter_token for total in totals),
             models=listed,

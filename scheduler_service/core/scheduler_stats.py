@@ -187,6 +187,10 @@ class CoreSnapshot:
     """Blocks copied from devices to hosts since start."""
     num_swapped_in_blocks: int
     """Blocks moved from hosts to devices since start."""
+    num_fetched_blocks: int
+    """Blocks copied from one worker group to another since start."""
+    num_failed_fetches: int
+    """Times that such blocks did not arrive."""
     first_token_counts: list[int]
     """Counts by bucket, as in `LatencyHistogram`; so are the next ones."""
     inter_token_counts: list[int]

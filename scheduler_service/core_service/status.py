@@ -18,6 +18,7 @@ from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams
 from scheduler_service.core_service.worker_group import WorkerGroup
 from scheduler_service.core_service.worker_registry import WorkerRegistry
+from scheduler_service.core_service.worker_session import role_of
 from scheduler_service.errors import InvalidArgument
 from service_common.version import VERSION
 
@@ -151,7 +152,8 @@ class StatusBoard:
                 logger.info(
                     "summary num_running=%d num_waiting=%d num_finished=%d "
                     "generated_tokens_per_s=%.1f prefill_tokens_per_s=%.1f num_preemptions=%d "
-                    "num_swapped=%d num_swapped_out_blocks=%d num_swapped_in_blocks=%d",
+                    "num_swapped=%d num_swapped_out_blocks=%d num_swapped_in_blocks=%d "
+                    "num_fetched_blocks=%d",
                     now.num_running,
                     now.num_waiting,
                     now.num_finished - before.num_finished,
@@ -161,6 +163,7 @@ class StatusBoard:
                     now.num_swapped,
                     now.num_swapped_out_blocks - before.num_swapped_out_blocks,
                     now.num_swapped_in_blocks - before.num_swapped_in_blocks,
+                    now.num_fetched_blocks - before.num_fetched_blocks,
                 )
             before = now
 
@@ -177,6 +180,7 @@ class StatusBoard:
         return pb.WorkerGroupStatus(
             state=group.state,
             address=group.registration.address,
+            role=role_of(group.registration).value,
             last_heartbeat_at_s=group.last_heartbeat - self._started_at,
             **facts,
         )

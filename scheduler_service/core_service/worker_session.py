@@ -82,6 +82,11 @@ GENERATION_ONLY = frozenset({WorkKind.GENERATION})
 _PREFIX = "WORK_KIND_"
 
 
+def role_of(registration: pb.WorkerRegistration) -> Role:
+    """What a worker is for."""
+    return _ROLES.get(registration.role, Role.BOTH)
+
+
 def _work_kind(number: model_pb2.WorkKind.ValueType) -> WorkKind:
     """Raises ValueError for a number that this software does not know."""
     return WorkKind(model_pb2.WorkKind.Name(number).removeprefix(_PREFIX).lower())
@@ -279,7 +284,7 @@ class WorkerSession:
                 kv_layout=self._kv_layout() if moves_blocks else "",
                 addresses=tuple(rank.address for rank in self.ranks),
                 epoch=self.epoch,
-                role=_ROLES.get(self.ranks[0].role, Role.BOTH),
+                role=role_of(self.ranks[0]),
                 kept=kept,
                 **decode_pooling_info(model.pooling),
             )

@@ -217,6 +217,8 @@ class EngineStatus(_message.Message):
     WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     LOADING_FIELD_NUMBER: _builtins.int
+    NUM_FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FETCHES_FIELD_NUMBER: _builtins.int
     uptime_s: _builtins.float
     """Seconds since the core started."""
     version: _builtins.str
@@ -245,6 +247,10 @@ class EngineStatus(_message.Message):
     """Number of live requests that `requests` omits, if they were requested."""
     num_worker_losses: _builtins.int
     """Losses of workers since start."""
+    num_fetched_blocks: _builtins.int
+    """Blocks copied from one worker group to another since start."""
+    num_failed_fetches: _builtins.int
+    """Times that such blocks did not arrive, and their tokens were computed."""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models that can be served now."""
@@ -310,10 +316,12 @@ class EngineStatus(_message.Message):
         worker_losses: _abc.Iterable[Global___WorkerLoss] | None = ...,
         num_worker_losses: _builtins.int = ...,
         loading: _abc.Iterable[Global___WorkerLoading] | None = ...,
+        num_fetched_blocks: _builtins.int = ...,
+        num_failed_fetches: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token_latency", b"inter_token_latency", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests", b"ended_requests", "groups", b"groups", "inter_token_latency", b"inter_token_latency", "loading", b"loading", "models", b"models", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_swapped", b"num_swapped", "num_swapped_in_blocks", b"num_swapped_in_blocks", "num_swapped_out_blocks", b"num_swapped_out_blocks", "num_unlisted_requests", b"num_unlisted_requests", "num_waiting", b"num_waiting", "num_worker_losses", b"num_worker_losses", "requests", b"requests", "time_to_first_token", b"time_to_first_token", "uptime_s", b"uptime_s", "version", b"version", "worker_losses", b"worker_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests", b"ended_requests", "groups", b"groups", "inter_token_latency", b"inter_token_latency", "loading", b"loading", "models", b"models", "num_failed_fetches", b"num_failed_fetches", "num_fetched_blocks", b"num_fetched_blocks", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_swapped", b"num_swapped", "num_swapped_in_blocks", b"num_swapped_in_blocks", "num_swapped_out_blocks", b"num_swapped_out_blocks", "num_unlisted_requests", b"num_unlisted_requests", "num_waiting", b"num_waiting", "num_worker_losses", b"num_worker_losses", "requests", b"requests", "time_to_first_token", b"time_to_first_token", "uptime_s", b"uptime_s", "version", b"version", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -665,6 +673,7 @@ class WorkerGroupStatus(_message.Message):
     USES_CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group's id."""
     state: Global___WorkerState.ValueType
@@ -709,6 +718,8 @@ class WorkerGroupStatus(_message.Message):
     """The format in which most of its weights are stored, as in ModelInfo.weights."""
     cache_layout: _builtins.str
     """Its cache groups, as in ModelInfo.cache_layout."""
+    role: _builtins.str
+    """What the group is for: prefill, decode or both."""
     @_builtins.property
     def gpu_blocks(self) -> Global___BlockMap:
         """If requested: the blocks in device memory."""
@@ -743,10 +754,11 @@ class WorkerGroupStatus(_message.Message):
         uses_cuda_graphs: _builtins.bool = ...,
         weights: _builtins.str = ...,
         cache_layout: _builtins.str = ...,
+        role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_blocks", b"cpu_blocks", "gpu_blocks", b"gpu_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "role", b"role", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

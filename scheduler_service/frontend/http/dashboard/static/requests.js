@@ -26,7 +26,7 @@ export class Requests {
     }
     $("requests-none").hidden = numbers.length > 0;
     const unlisted = engine.num_unlisted_requests ?? 0;
-    const totals = `${plural(engine.num_finished ?? 0, "request")} ended, ${plural(engine.num_preemptions ?? 0, "preemption")}`;
+    const totals = `${plural(engine.num_finished ?? 0, "request")} ended, ${plural(engine.num_preemptions ?? 0, "preemption")}, ${plural(engine.num_fetched_blocks ?? 0, "block")} moved`;
     setText($("requests-count"), `${count(live.length + unlisted)} live; since the core’s start ${duration(this.view.uptime * 1000)} ago: ${totals}`);
   }
 
