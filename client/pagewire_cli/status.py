@@ -74,7 +74,7 @@ def _render(snapshot: EngineStatus) -> RenderableType:
         ("swapped blocks", f"{swaps[0]} out, {swaps[1]} in"),
         (
             "moved blocks",
-            f"{snapshot.num_fetched_blocks}, {snapshot.num_failed_fetches} times in vain",
+            f"{snapshot.num_fetched_blocks}, {snapshot.num_failed_fetches} failures",
         ),
         ("lost workers", str(snapshot.num_worker_losses)),
     ):
