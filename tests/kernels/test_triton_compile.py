@@ -436,9 +436,9 @@ def _few_rows() -> None:
         few_rows.multiply_gated(rows, weight, weight[:, 0].contiguous(), "silu")
 
 
-def _move_kv() -> None:
+def _move_blocks() -> None:
     cache = torch.zeros(4, 100, dtype=torch.bfloat16)
-    triton_kernels.move_kv(cache, cache, torch.tensor([[0, 1]]))
+    triton_kernels.move_blocks(cache, cache, torch.tensor([[0, 1]]))
 
 
 def _sampling_rows(n: int, begin: int = 0) -> SamplingRows:
@@ -491,7 +491,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "experts": (_experts, 8),
-    "move_kv": (_move_kv, 1),
+    "move_blocks": (_move_blocks, 1),
     "sampling": (_sampling, 4),
 }
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.cpu.block_copy import move_kv
+from pagewire_kernels.cpu.block_copy import move_blocks
 from pagewire_kernels.cpu.native_library import Library
 from tests.support.native import native_libraries
 
@@ -53,7 +53,7 @@ def test_moved_blocks_are_the_references(
     threads_before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        move_kv(library, source, target, pairs)
+        move_blocks(library, source, target, pairs)
     finally:
         torch.set_num_threads(threads_before)
     assert torch.equal(target, expected)
@@ -63,7 +63,7 @@ def test_a_block_takes_all_layers_with_it_whatever_its_type(library: Library) ->
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         source, target = torch.randn(5, 3, 2, 4, 2, 8).to(dtype), torch.zeros(4, 3, 2, 4, 2, 8)
         target = target.to(dtype)
-        move_kv(library, source, target, torch.tensor([[4, 0], [1, 3]]))
+        move_blocks(library, source, target, torch.tensor([[4, 0], [1, 3]]))
         assert torch.equal(target[[0, 3]], source[[4, 1]])
         assert not target[1:3].any()
 
@@ -71,8 +71,8 @@ def test_a_block_takes_all_layers_with_it_whatever_its_type(library: Library) ->
 def test_caches_that_do_not_fit_each_other_are_refused(library: Library) -> None:
     cache, pairs = torch.zeros(4, 8), torch.tensor([[0, 1]])
     with pytest.raises(ValueError, match="target: expected blocks of"):
-        move_kv(library, cache, torch.zeros(4, 4), pairs)
+        move_blocks(library, cache, torch.zeros(4, 4), pairs)
     with pytest.raises(ValueError, match="target: expected blocks of"):
-        move_kv(library, cache, cache.half(), pairs)
+        move_blocks(library, cache, cache.half(), pairs)
     with pytest.raises(ValueError, match="contiguous"):
-        move_kv(library, torch.zeros(4, 16)[:, ::2], cache, pairs)
+        move_blocks(library, torch.zeros(4, 16)[:, ::2], cache, pairs)

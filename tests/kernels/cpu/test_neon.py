@@ -14,7 +14,7 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import build, linear
 from pagewire_kernels.cpu.attention import NativeBackend
-from pagewire_kernels.cpu.block_copy import move_kv
+from pagewire_kernels.cpu.block_copy import move_blocks
 from pagewire_kernels.cpu.layers import NativeLayerKernels, find_largest
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
@@ -291,6 +291,6 @@ def test_the_largest_logit(neon: Library) -> None:
 
 def test_block_copies(neon: Library) -> None:
     source, target = _random(4, 1031, dtype=torch.float32), torch.zeros(4, 1031)
-    move_kv(neon, source, target, torch.tensor([[0, 3], [2, 1]]))
+    move_blocks(neon, source, target, torch.tensor([[0, 3], [2, 1]]))
     assert torch.equal(target[[3, 1]], source[[0, 2]])
     assert not target[[0, 2]].any()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.triton import move_kv, write_kv
+from pagewire_kernels.triton import move_blocks, write_kv
 from tests.support.gpu_kernels import DEVICE, DTYPES, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -62,7 +62,7 @@ def test_moved_blocks_are_the_same_to_the_byte(dtype: torch.dtype, size: int) ->
     target = torch.zeros(4, 2, size).to(dtype)
     pairs = torch.tensor([[4, 0], [1, 3], [4, 2]])
     moved = target.to(DEVICE)
-    move_kv(source.to(DEVICE), moved, pairs)
+    move_blocks(source.to(DEVICE), moved, pairs)
     expected = target.float()
     expected[pairs[:, 1]] = source.float()[pairs[:, 0]]
     assert torch.equal(moved.cpu().float(), expected)
@@ -70,7 +70,7 @@ def test_moved_blocks_are_the_same_to_the_byte(dtype: torch.dtype, size: int) ->
 
 def test_a_copy_within_a_cache_reads_all_sources_before_it_writes() -> None:
     cache = torch.arange(12.0).view(4, 3).to(DEVICE)
-    move_kv(cache, cache, torch.tensor([[0, 1], [1, 0], [1, 3]]))
+    move_blocks(cache, cache, torch.tensor([[0, 1], [1, 0], [1, 3]]))
     assert cache[:, 0].tolist() == [3.0, 0.0, 6.0, 3.0]
 
 
@@ -79,9 +79,9 @@ def test_blocks_come_back_from_host_memory() -> None:
     host = torch.zeros(6, 2, 300)
     host = host.pin_memory() if DEVICE.type == "cuda" else host
     before = device.cpu().clone()
-    move_kv(device, host, torch.tensor([[1, 5], [2, 0]]))
+    move_blocks(device, host, torch.tensor([[1, 5], [2, 0]]))
     device.zero_()
-    move_kv(host, device, torch.tensor([[5, 3], [0, 1]]))
+    move_blocks(host, device, torch.tensor([[5, 3], [0, 1]]))
     assert torch.equal(device[[3, 1]].cpu(), before[[1, 2]])
 
 
@@ -89,8 +89,8 @@ def test_caches_that_do_not_fit_each_other_are_refused() -> None:
     cache = torch.zeros(4, 6, device=DEVICE)
     pairs = torch.tensor([[0, 1]])
     with pytest.raises(ValueError, match=r"target: expected blocks of shape \[6\], .*, got \[3\]"):
-        move_kv(cache, torch.zeros(4, 3, device=DEVICE), pairs)
+        move_blocks(cache, torch.zeros(4, 3, device=DEVICE), pairs)
     with pytest.raises(ValueError, match="source: expected a contiguous tensor of whole blocks"):
-        move_kv(cache[:, :3], torch.zeros(4, 3, device=DEVICE), pairs)
+        move_blocks(cache[:, :3], torch.zeros(4, 3, device=DEVICE), pairs)
     with pytest.raises(TypeError, match="pairs: expected int64"):
-        move_kv(cache, cache, pairs.int())
+        move_blocks(cache, cache, pairs.int())

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from pagewire_kernels.cpu.block_copy import move_kv
+from pagewire_kernels.cpu.block_copy import move_blocks
 from pagewire_kernels.cpu.linear import discard
 from pagewire_kernels.reference import swap_blocks, write_kv
 from pagewire_kernels.reference.kv_cache import dequantize_heads
@@ -187,7 +187,7 @@ MOVERS: dict[str, BlockMover] = {
     "kernel": BlockMover(swap_blocks),
     "kernel and copies of three blocks or more": BlockMover(swap_blocks, 3 * 128),
     **{
-        native.instruction_set: BlockMover(partial(move_kv, native))
+        native.instruction_set: BlockMover(partial(move_blocks, native))
         for native in native_libraries()
     },
 }

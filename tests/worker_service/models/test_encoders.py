@@ -293,7 +293,8 @@ def test_nomic_bert_without_gates_computes_what_gates_of_one_do(tmp_path: Path) 
         (
             "modernbert",
             {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
-            "rope_parameters.rope_type: expected default or linear or llama3 or yarn, got dynamic",
+            "rope_parameters.rope_type: expected default or linear or llama3 or yarn or "
+            "proportional, got dynamic",
         ),
         (
             "nomic_bert",
