@@ -117,6 +117,12 @@ class PrefillCost:
         return us_per_token, us_per_pair
 
 
+US_PER_ENTRY_UNMEASURED = 1_000.0
+COPY_ROUND_TRIP_US = 5_000.0
+"""Time of the messages by which entries of another worker group's cache are copied, besides the
+steps that they wait for."""
+
+
 class StepRates:
     """Moving averages of a worker group's costs, in microseconds of its own time.
 
@@ -172,6 +178,11 @@ class StepRates:
             self._decode_step.add(compute_us, 1)
             self.us_per_decode_step = self._decode_step.mean
             self.min_us_per_decode_step = self._decode_step.min
+
+    def copy_us(self, num_entries: float) -> float:
+        """Estimated time to copy entries of another worker group's cache."""
+        entry_us = self.us_per_fetched_entry or US_PER_ENTRY_UNMEASURED
+        return COPY_ROUND_TRIP_US + num_entries * entry_us
 
     def observe_fetch(self, num_entries: int, duration_us: int) -> None:
         """Take in how long it took to copy entries of another worker group's cache."""

@@ -216,6 +216,10 @@ class KVCacheManager(DeviceTables):
             return len(entries) * self.groups[0].block_tokens, entries
         return hit.num_tokens if entries else 0, entries
 
+    def num_entries(self, num_tokens: int) -> int:
+        """The most entries of the prefix cache that hold as many tokens."""
+        return sum(-(-num_tokens // tokens) for tokens in self._block_tokens.values())
+
     def can_lease(self, entries: Iterable[CachedEntry]) -> bool:
         """Whether these entries can be kept, with what is reserved for sequences."""
         blocks = [block for entry in entries for block in entry.blocks if block >= 0]

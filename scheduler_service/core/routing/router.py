@@ -85,6 +85,10 @@ class RouteEstimate:
     """Time from when the group takes the request to the end of its output."""
     wait_us: float
     """Time until the group has capacity for it; infinite if unknown."""
+    num_missing: int
+    """Tokens of the request that the group does not have."""
+    token_us: float
+    """Its time to compute one of them."""
     is_worth_wait: bool = False
     """Whether to wait for this group although another one has capacity."""
 
@@ -155,11 +159,12 @@ class Router:
             estimates.append(_estimate(seq_group, *load, num_output, has_room=True))
             if estimates[-1].has_room:
                 min_us = min(min_us, estimates[-1].cost_us)
-        return estimates + [
+        estimates += [
             _estimate(seq_group, scheduler, num_tokens, us, num_output, has_room=False)
             for scheduler, num_tokens, us in full
             if num_tokens * us < min_us
         ]
+        return [_with_copies(estimate, estimates) for estimate in estimates]
 
     def _num_output_tokens(self, seq_group: SequenceGroup) -> float:
         """Expected number of tokens that the longest answer still needs."""
@@ -202,8 +207,24 @@ def _estimate(
         scheduler=scheduler,
         has_room=has_room and found.shortage == 0,
         cost_us=(num_tokens + num_twice) * token_us + fetch_us,
+        num_missing=found.num_tokens_to_compute,
+        token_us=token_us,
         wait_us=_wait_us(scheduler, found.shortage, num_output_tokens),
     )
+
+
+def _with_copies(estimate: RouteEstimate, others: Sequence[RouteEstimate]) -> RouteEstimate:
+    """The estimate of a group that copies what another one has of the request, if that is faster
+    than to compute it."""
+    here = estimate.scheduler
+    sources = (other for other in others if other.scheduler.capacity.stores_like(here.capacity))
+    num_missing = min((other.num_missing for other in sources), default=estimate.num_missing)
+    num_copied = estimate.num_missing - num_missing
+    if num_copied <= 0:
+        return estimate
+    copy_us = here.rates.copy_us(here.cache.num_entries(num_copied))
+    saved_us = num_copied * estimate.token_us - copy_us
+    return replace(estimate, cost_us=estimate.cost_us - max(0.0, saved_us))
 
 
 def _wait_us(scheduler: Scheduler, shortage: float, num_output_tokens: float) -> float:

@@ -36,10 +36,6 @@ logger = logging.getLogger(__name__)
 TIMEOUT_MS = 30_000
 """Of a fetch, and of the lease that it reads."""
 
-US_PER_ENTRY_UNMEASURED = 1_000.0
-ROUND_TRIP_US = 5_000.0
-"""Time of a transfer's messages, besides the steps that they wait for."""
-
 MIN_TOKENS_UNMEASURED = 64
 """Tokens that are worth a transfer while the time to compute them is not measured."""
 
@@ -309,5 +305,4 @@ def _pays(
     if token_us is None:
         return num_tokens >= MIN_TOKENS_UNMEASURED
     steps_us = sum(s.rates.us_per_decode_step or 0.0 for s in (source, target) if len(s.pipeline))
-    entry_us = target.rates.us_per_fetched_entry or US_PER_ENTRY_UNMEASURED
-    return ROUND_TRIP_US + steps_us + len(entries) * entry_us < num_tokens * token_us
+    return steps_us + target.rates.copy_us(len(entries)) < num_tokens * token_us
