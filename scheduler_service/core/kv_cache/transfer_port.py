@@ -60,10 +60,14 @@ class TransferPort:
             self._ended.append(lease_id)
 
     def fetch(
-        self, lease: BlockLease, source: WorkerGroupCapacity, copies: Sequence[CachedEntry]
+        self,
+        lease: BlockLease,
+        source: WorkerGroupCapacity,
+        copies: Sequence[CachedEntry],
+        timeout_ms: int,
     ) -> int:
         """Copy what another worker group has leased to allocated blocks, from the next plan on;
-        returns the number of the fetch. It fails when the lease would time out."""
+        returns the number of the fetch."""
         self.num_fetches += 1
         self.open_fetches[self.num_fetches] = []
         targets = [block for copy in copies for block in copy.blocks]
@@ -76,7 +80,7 @@ class TransferPort:
             token=lease.token,
             blocks=[block for pair in pairs for block in pair],
             keys=lease.keys,
-            timeout_ms=lease.timeout_ms,
+            timeout_ms=timeout_ms,
         )
         self._new_fetches.append(fetch)
         return fetch.fetch_id

@@ -33,8 +33,12 @@ from scheduler_service.core.step_plan import FetchResult
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_MS = 30_000
-"""Of a fetch, and of the lease that it reads."""
+MAX_FETCHES = 4
+"""Of a worker group at a time: more would share the same memory and processors, and all of them
+would be late."""
+
+LEASE_MS, FETCH_MS = 120_000, 30_000
+"""How long workers serve a lease, and take for a fetch."""
 
 MIN_TOKENS_UNMEASURED = 64
 """Tokens that are worth a transfer while the time to compute them is not measured."""
@@ -56,6 +60,8 @@ class Transfer:
     """The requests that wait for it."""
     copies: list[CachedEntry] = field(default_factory=list)
     """At the target, once there is memory for them."""
+    is_granted: bool = False
+    """Whether the source's workers serve the lease."""
     fetch_id: int | None = None
     """Set while the target's workers may write to the copies."""
     has_lease: bool = True
@@ -157,7 +163,7 @@ class Transfers:
         size = sum(entry.size for entry in entries)
         if not source.cache.can_lease(entries) or not target.cache.can_receive(size):
             return
-        lease = source.lease(entries, self._token(source), TIMEOUT_MS)
+        lease = source.lease(entries, self._token(source), LEASE_MS)
         transfer = Transfer(source, target, entries, lease, now_us)
         self._open[transfer] = None
         self._wait_for(transfer, seq_group)
@@ -183,15 +189,27 @@ class Transfers:
         woken: set[str] = set()
         for lease_id in scheduler.port.granted(step_id):
             for transfer in [t for t in self._of(scheduler) if t.lease.lease_id == lease_id]:
-                woken |= self._fetch(transfer)
+                transfer.is_granted = True
+                woken |= self._fetch_next(transfer.target)
         for fetch_id, reports in scheduler.port.ended([*results]):
             for transfer in [*self._open]:
                 if transfer.target is scheduler and transfer.fetch_id == fetch_id:
                     woken |= self._end(transfer, reports, now_us)
+            woken |= self._fetch_next(scheduler)
         return woken
 
     def _of(self, source: Scheduler) -> Iterator[Transfer]:
         return (transfer for transfer in self._open if transfer.source is source)
+
+    def _fetch_next(self, target: Scheduler) -> set[str]:
+        """Begin fetches of leases that were granted, the first first, up to `MAX_FETCHES`."""
+        woken: set[str] = set()
+        for transfer in [*self._open]:
+            if len(target.port.open_fetches) >= MAX_FETCHES:
+                break
+            if transfer.target is target and transfer.is_granted and transfer.fetch_id is None:
+                woken |= self._fetch(transfer)
+        return woken
 
     def _fetch(self, transfer: Transfer) -> set[str]:
         """Copy what was leased, if it is still wanted."""
@@ -200,7 +218,7 @@ class Transfers:
         if not transfer.waiting or not target.cache.can_receive(transfer.size):
             return self._close(transfer)
         transfer.fetch_id, transfer.copies = target.fetch(
-            source.capacity, transfer.lease, transfer.entries
+            source.capacity, transfer.lease, transfer.entries, FETCH_MS
         )
         return {target.capacity.worker_group_id}
 

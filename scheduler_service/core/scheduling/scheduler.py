@@ -203,12 +203,16 @@ class Scheduler:
         self.port.end_lease(lease_id)
 
     def fetch(
-        self, source: WorkerGroupCapacity, lease: Lease, entries: list[CachedEntry]
+        self,
+        source: WorkerGroupCapacity,
+        lease: Lease,
+        entries: list[CachedEntry],
+        timeout_ms: int,
     ) -> tuple[int, list[CachedEntry]]:
         """Copy the leased entries of another worker group; returns the number of the fetch, and the
         copies, for which there must be room."""
         copies = self.running.cache.exchange.allocate(entries)
-        return self.port.fetch(lease, source, copies), copies
+        return self.port.fetch(lease, source, copies, timeout_ms), copies
 
     def add_copies(self, copies: list[CachedEntry]) -> None:
         """Let what has arrived be found."""
