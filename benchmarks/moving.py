@@ -230,9 +230,9 @@ class Deployment:
 
 Case = Callable[[Deployment, int, int], Awaitable[dict[str, object]]]
 CASES: dict[str, tuple[Case, int, int]] = {
-    "drain": (Deployment.drain, 64, 2_000),
+    "drain": (Deployment.drain, 32, 1_000),
     "drain of one": (Deployment.drain, 1, 5_000),
-    "core killed": (Deployment.kill_core, 64, 2_000),
+    "core killed": (Deployment.kill_core, 32, 1_000),
     "prefix elsewhere": (Deployment.reuse, 3, 4_000),
     "two for both": (Deployment.mix, 8, 2_000),
     "one for each": (Deployment.mix, 8, 2_000),
