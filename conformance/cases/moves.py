@@ -174,7 +174,7 @@ def a_lease_that_has_ended_or_expired_is_refused(worker: Worker) -> None:
     with worker.open() as stream:
         _, blocks = prefix(worker, stream)
         send(stream, leases=[lease(blocks), lease(blocks, lease_id=2, timeout_ms=1)])
-        time.sleep(0.002)
+        time.sleep(0.002)  # the limit itself: nothing announces that a lease has expired
         denied = grpc.StatusCode.PERMISSION_DENIED
         expect_refused(worker, request(stream, blocks, lease_id=2), denied)
         send(stream, ended_lease_ids=columns.pack([1, 2]))

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import TypeAlias
 
 from pagewire.v1 import plan_pb2
@@ -10,14 +9,12 @@ from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.columns import from_columns
 from scheduler_service.core.config import KeptBlocks
+from scheduler_service.core.kv_cache.block_pool import KEY_BYTES
+from scheduler_service.core.kv_cache.records import rows_by_entry
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.tasks import run_all
 
 logger = logging.getLogger(__name__)
-
-KEY_BYTES = 16
-WIDTH = 5
-"""Elements of an entry's row."""
 
 Entries: TypeAlias = dict[int, tuple[list[int], bytes]]
 """Rows and keys by first block."""
@@ -69,14 +66,15 @@ async def _read(
 def entries_of(message: plan_pb2.CachedBlocks) -> Iterator[tuple[int, tuple[list[int], bytes]]]:
     """Entries by first block. Raises InvalidArgument."""
     blocks: list[int] = from_columns(message)["blocks"]
-    rows = [blocks[start : start + WIDTH] for start in range(0, len(blocks), WIDTH)]
-    firsts = [index for index, row in enumerate(rows) if row[2]]
-    if rows and firsts[:1] != [0]:
-        raise InvalidArgument("blocks", "expected units of keys in the first row")
+    try:
+        entries = rows_by_entry(blocks)
+    except ValueError:
+        raise InvalidArgument("blocks", "expected units of keys in the first row") from None
     start = 0
-    for first, end in pairwise([*firsts, len(rows)]):
-        stop = start + KEY_BYTES * (rows[first][2] + (rows[first][4] > 0))
-        yield rows[first][0], (blocks[first * WIDTH : end * WIDTH], message.keys[start:stop])
+    for rows in entries:
+        block, _, num_units, _, num_tail_tokens = rows[0]
+        stop = start + KEY_BYTES * (num_units + (num_tail_tokens > 0))
+        yield block, ([number for row in rows for number in row], message.keys[start:stop])
         start = stop
     if start != len(message.keys):
         raise InvalidArgument("keys", f"expected {start} bytes, got {len(message.keys)}")

@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 BlockKey = bytes
 """Identifies all tokens up to the end of a unit of keys; see `prefix_keys.py`."""
 
+KEY_BYTES = 16
+
 
 class Tail(NamedTuple):
     """Tokens after a unit of keys that are fewer than a unit."""

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler_service.core.config import CacheGroup
-from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
+from scheduler_service.core.kv_cache.block_pool import KEY_BYTES, BlockPool, Contents
 from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
-
-KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,15 +9,13 @@ recorded blocks.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 from scheduler_service.core.config import CacheGroup, KeptBlocks
-from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents, Tail
+from scheduler_service.core.kv_cache.block_pool import KEY_BYTES, BlockPool, Contents, Tail
 from scheduler_service.core.step_plan import CachedBlocks, StepPlan
 
 logger = logging.getLogger(__name__)
 
-KEY_BYTES = 16
 WIDTH = 5
 """Elements of a row of `CachedBlocks.blocks`."""
 
@@ -96,6 +94,20 @@ class CacheRecords:
             plan.cached_blocks = CachedBlocks(blocks=blocks, keys=b"".join(keys))
 
 
+def rows_by_entry(blocks: Sequence[int]) -> list[list[Sequence[int]]]:
+    """The rows of `CachedBlocks.blocks`, those of an entry together. Raises ValueError if the first
+    begins no entry."""
+    entries: list[list[Sequence[int]]] = []
+    for start in range(0, len(blocks), WIDTH):
+        row = blocks[start : start + WIDTH]
+        if row[2]:
+            entries.append([])
+        elif not entries:
+            raise ValueError("the first block begins no entry")
+        entries[-1].append(row)
+    return entries
+
+
 def _decode(
     kept: KeptBlocks,
     groups: Sequence[CacheGroup],
@@ -105,22 +117,20 @@ def _decode(
 ) -> Iterator[tuple[tuple[int, ...], Contents]]:
     """The blocks and the contents of all entries. Raises ValueError for what cannot be in these
     caches."""
-    rows = [kept.blocks[start : start + WIDTH] for start in range(0, len(kept.blocks), WIDTH)]
-    firsts = [index for index, row in enumerate(rows) if row[2]]
-    if firsts[:1] != [0]:
-        raise ValueError("the first block begins no entry")
+    entries = rows_by_entry(kept.blocks)
+    rows = [row for entry in entries for row in entry]
     keys = [kept.keys[start : start + KEY_BYTES] for start in range(0, len(kept.keys), KEY_BYTES)]
     if sum(row[2] + (row[4] > 0) for row in rows) != len(keys):
-        raise ValueError(f"{len(keys)} keys are not those of {len(firsts)} entries")
+        raise ValueError(f"{len(keys)} keys are not those of {len(entries)} entries")
     blocks = [row[0] for row in rows]
     if len(set(blocks)) < len(blocks):
         raise ValueError("a block is in two entries")
     if not -num_host_blocks <= min(blocks) <= max(blocks) < num_device_blocks:
         raise ValueError(f"expected blocks {-num_host_blocks} to {num_device_blocks - 1}")
     start = 0
-    for first, end in pairwise([*firsts, len(rows)]):
-        _, number, num_units, is_full, num_tail_tokens = rows[first]
-        entry = tuple(blocks[first:end])
+    for of_entry in entries:
+        _, number, num_units, is_full, num_tail_tokens = of_entry[0]
+        entry = tuple(row[0] for row in of_entry)
         _check(number, len(entry), num_units, groups, unit)
         units = tuple(keys[start : start + num_units])
         start += num_units + (num_tail_tokens > 0)

@@ -264,6 +264,7 @@ class Source:
 
 @pytest.fixture
 async def source(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Source]:
+    # The blocks of the tiny model are to take several messages, and several digests.
     monkeypatch.setattr(block_connection, "CHUNK_BYTES", 100)
     monkeypatch.setattr(block_connection, "DIGESTED_BYTES", 200)
     async with running_worker() as worker:

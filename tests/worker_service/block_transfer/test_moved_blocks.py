@@ -101,6 +101,7 @@ def silent_address() -> Iterator[str]:
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let both ends seem to be on different machines, of which a test has only one."""
     monkeypatch.setattr(transfers, "machine_name", str)
 
 
@@ -310,6 +311,7 @@ async def test_a_source_that_says_nothing_stalls_or_times_out(ends: tuple[End, E
 async def test_a_result_without_rows_waits_until_another_plan_arrives(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Longer than the test may take: the result comes because of the plan, not after a time.
     monkeypatch.setattr(transfers, "MAX_RESULT_DELAY_S", 60.0)
     _, target = ends
     with silent_address() as address:
