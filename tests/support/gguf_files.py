@@ -41,6 +41,8 @@ _ARCHITECTURES = {
     "MistralForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
     "Qwen2ForCausalLM": ("qwen2", gguf.MODEL_ARCH.QWEN2),
     "Qwen3ForCausalLM": ("qwen3", gguf.MODEL_ARCH.QWEN3),
+    "FalconH1ForCausalLM": ("falcon-h1", gguf.MODEL_ARCH.FALCON_H1),
+    "FalconMambaForCausalLM": ("mamba", gguf.MODEL_ARCH.MAMBA),
     "Gemma2ForCausalLM": ("gemma2", gguf.MODEL_ARCH.GEMMA2),
     "Gemma3ForCausalLM": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
     "Phi3ForCausalLM": ("phi3", gguf.MODEL_ARCH.PHI3),
@@ -62,9 +64,13 @@ _ARCHITECTURES = {
     "GraniteForCausalLM": ("granite", gguf.MODEL_ARCH.GRANITE),
     "GraniteMoeForCausalLM": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
     "GraniteMoeHybridForCausalLM": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
+    "JambaForCausalLM": ("jamba", gguf.MODEL_ARCH.JAMBA),
     "Lfm2ForCausalLM": ("lfm2", gguf.MODEL_ARCH.LFM2),
     "Lfm2MoeForCausalLM": ("lfm2moe", gguf.MODEL_ARCH.LFM2MOE),
+    "MambaForCausalLM": ("mamba", gguf.MODEL_ARCH.MAMBA),
+    "Mamba2ForCausalLM": ("mamba2", gguf.MODEL_ARCH.MAMBA2),
     "MiniMaxM2ForCausalLM": ("minimax-m2", gguf.MODEL_ARCH.MINIMAXM2),
+    "NemotronHForCausalLM": ("nemotron_h", gguf.MODEL_ARCH.NEMOTRON_H),
     "Olmo2ForCausalLM": ("olmo2", gguf.MODEL_ARCH.OLMO2),
     "Olmo3ForCausalLM": ("olmo2", gguf.MODEL_ARCH.OLMO2),
     "PhimoeForCausalLM": ("phimoe", gguf.MODEL_ARCH.PHIMOE),
@@ -72,7 +78,7 @@ _ARCHITECTURES = {
     "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
 }
 
-_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3")
+_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3")
 """Architectures whose converter permutes queries and keys."""
 
 _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
@@ -92,6 +98,7 @@ _LATENT = {
     "moe_intermediate_size": 256,
 }
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "shared_intermediate_size": 512}
+_MAMBA1 = ("mamba", "falcon_mamba", "jamba")
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None},
     "deepseek_v2_expanded": _LATENT,
@@ -153,6 +160,18 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.0},
     "granite_hybrid": {**_MAMBA2, "attention_bias": False},
     "granite_hybrid_moe": {**_MAMBA2, "mamba_proj_bias": False},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 512, "head_dim": 64},
+    "falcon_h1_normed": {
+        **_MAMBA2,
+        "mamba_n_heads": 4,
+        "mamba_d_ssm": 256,
+        "mamba_norm_before_gate": False,  # as in all published models with this norm
+        "head_dim": 64,
+    },
+    "falcon_h1_folded": {**_MAMBA2, "mamba_d_ssm": 512, "tie_word_embeddings": True},
+    "mamba2": {"head_dim": 64},
+    "nemotron_h": {"mamba_head_dim": 64, "head_dim": 64},
+    "jamba": {"mamba_d_state": 32},
     "qwen3_moe": {**_EXPERTS, "head_dim": 64, "norm_topk_prob": True},
 }
 """By family; a name may go on after that of the checkpoint's family."""
@@ -167,7 +186,7 @@ def make_gguf(
     """
     from transformers import AutoConfig
 
-    base = family.removesuffix("_long").removesuffix("_partial").removesuffix("_expanded")
+    base = re.sub("_(long|partial|expanded|folded)$", "", family)
     source = make_checkpoint(base, folder / "source", **SHAPE, **_OVERRIDES.get(family, {}))
     config = AutoConfig.from_pretrained(source)
     name, number = _ARCHITECTURES[config.architectures[0]]
@@ -185,7 +204,7 @@ def make_gguf(
             result = _add_gpt_oss_experts(writer, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
-        if ".mamba." in tensor_name or ".conv.conv." in tensor_name:
+        if _is_part_of_state(tensor_name):
             result = _add_part_of_state(writer, names, tensor_name, values, kind, config)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
@@ -214,6 +233,7 @@ def make_gguf(
             ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
         ):
             values = values[0]
+        factor = _factor(tensor_name, config)
         order = np.arange(len(values))
         if name in _PAIRS_ROTATED and (".q_proj." in tensor_name or ".k_proj." in tensor_name):
             query = ".q_proj." in tensor_name
@@ -222,7 +242,8 @@ def make_gguf(
         is_router = tensor_name.endswith(
             (".gate.weight", ".router.weight", ".layer.weight", ".wg.weight")
         )
-        data, result, data_type = _quantized(values[order], "F32" if is_router else kind)
+        stored = values[order] * factor
+        data, result, data_type = _quantized(stored, "F32" if is_router else kind)
         stored_name = names.get_name(
             tensor_name.replace("correction_bias", "correction.bias").replace(
                 "expert_bias", "expert_bias.bias"
@@ -235,7 +256,8 @@ def make_gguf(
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
         if name.startswith("gemma") and "norm." in tensor_name:
             result = result - 1
-        dequantized[tensor_name] = torch.from_numpy(result[np.argsort(order)].reshape(tensor.shape))
+        result = result[np.argsort(order)] / factor
+        dequantized[tensor_name] = torch.from_numpy(result.reshape(tensor.shape))
     for stacked_name, of_each in experts.items():
         data, result, data_type = _quantized(np.stack(list(of_each.values())), kind)
         stored_name = names.get_name(stacked_name, try_suffixes=(".weight",))
@@ -286,27 +308,65 @@ def _add_granite_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: 
     return np.concatenate(results, axis=1)
 
 
+def _is_part_of_state(name: str) -> bool:
+    """Whether a tensor is one of Mamba, or of a short convolution."""
+    of_mamba = (".in_proj.", ".conv1d.", ".x_proj.", ".dt_", ".A_log", ".D", ".norm.", ".out_proj.")
+    return (
+        ".mamba." in name
+        or ".conv.conv." in name
+        or (".mixer." in name and any(part in name for part in of_mamba))
+    )
+
+
 def _add_part_of_state(
     writer: gguf.GGUFWriter, names: Any, name: str, values: Any, kind: str, config: Any
 ) -> Any:
-    """Add a tensor of Mamba-2, or of a short convolution, as the converter does. Returns it as it
-    is stored, in the checkpoint's layout."""
-    shape, stored = values.shape, values
+    """Add a tensor of Mamba, or of a short convolution, as the converter does. Returns it as it is
+    stored, in the checkpoint's layout."""
+    factor = _factor(name, config)
+    shape, stored = values.shape, values * factor
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         stored = values[:, 0]
     elif name.endswith(".A_log"):
-        stored = -np.exp(values)[:, None]
-    elif name.endswith(".D"):
+        stored = -np.exp(values)
+        stored = stored[:, None] if stored.ndim == 1 else stored
+    elif name.endswith(".D") and config.model_type not in _MAMBA1:
         stored = values[:, None]
-    elif name.endswith(".norm.weight"):
-        stored = values.reshape(config.mamba_n_groups, -1)
-    is_matrix = name.endswith((".in_proj.weight", ".out_proj.weight"))
+    elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        stored = values.reshape(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
+    matrices = (".in_proj.weight", ".out_proj.weight", ".x_proj.weight")
+    is_matrix = name.endswith(matrices)
     data, result, data_type = _quantized(np.ascontiguousarray(stored), kind if is_matrix else "F32")
     stored_name = names.get_name(
         name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias")
     )
     writer.add_tensor(stored_name, data, raw_dtype=data_type)
-    return np.log(-result).reshape(shape) if name.endswith(".A_log") else result.reshape(shape)
+    if name.endswith(".A_log"):
+        return np.log(-result).reshape(shape)
+    return (result / factor).reshape(shape)
+
+
+def _factor(name: str, config: Any) -> Any:
+    """The number by which the converter multiplies a tensor of Falcon-H1, or one for each row."""
+    if config.model_type != "falcon_h1":
+        return np.float32(1.0)
+    c, part = config, name.split(".")[-2]
+    if part == "in_proj":
+        vectors = c.mamba_n_groups * c.mamba_d_state
+        sizes = [c.mamba_d_ssm, c.mamba_d_ssm, vectors, vectors, c.mamba_n_heads]
+        return np.repeat(np.float32(c.ssm_multipliers) * c.ssm_in_multiplier, sizes)[:, None]
+    factors = {
+        "embed_tokens": c.embedding_multiplier,
+        "lm_head": c.lm_head_multiplier,
+        "q_proj": c.attention_in_multiplier,
+        "k_proj": c.attention_in_multiplier * c.key_multiplier,
+        "v_proj": c.attention_in_multiplier,
+        "o_proj": c.attention_out_multiplier,
+        "out_proj": c.ssm_out_multiplier,
+        "gate_proj": c.mlp_multipliers[0],
+        "down_proj": c.mlp_multipliers[1],
+    }
+    return np.float32(factors.get(part, 1.0))
 
 
 def _add_shared(writer: gguf.GGUFWriter, name: str, values: Any, kind: str, config: Any) -> Any:
@@ -385,22 +445,36 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     """Add the metadata of a model with this configuration of `transformers`."""
+    kind = config.model_type
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    has_mlp = config.model_type == "granitemoehybrid" and not config.num_local_experts
-    size = config.shared_intermediate_size if has_mlp else config.intermediate_size
-    writer.add_feed_forward_length(size)
+    if kind in ("mamba", "falcon_mamba", "mamba2"):
+        _add_states_alone(writer, config)
+        return
+    writer.add_context_length(config.max_position_embeddings)
+    size = config.intermediate_size
+    if kind == "nemotron_h":
+        writer.add_feed_forward_length([size * (t == "mlp") for t in config.layers_block_type])
+    else:
+        writer.add_feed_forward_length(size)
     writer.add_head_count(config.num_attention_heads)
-    if config.model_type in ("granitemoehybrid", "lfm2", "lfm2_moe"):
+    if kind in ("granitemoehybrid", "lfm2", "lfm2_moe", "falcon_h1", "nemotron_h", "jamba"):
         _add_states(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
-    if config.model_type == "cohere2":
+    if kind == "cohere2":
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
-        is_lfm2 = config.model_type.startswith("lfm2")
-        writer.add_layer_norm_rms_eps(config.norm_eps if is_lfm2 else config.rms_norm_eps)
+        fields = {"lfm2": "norm_eps", "lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
+        writer.add_layer_norm_rms_eps(getattr(config, fields.get(kind, "rms_norm_eps")))
+    if kind in ("nemotron_h", "jamba"):  # without RoPE
+        if head_dim := getattr(config, "head_dim", None):
+            writer.add_key_length(head_dim)
+            writer.add_value_length(head_dim)
+            writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+        if kind == "jamba":
+            _add_experts(writer, config)
+        return
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if config.model_type != "gemma2":  # whose converter leaves it out
         size = getattr(config, "head_dim", None) or 0
@@ -444,18 +518,82 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
 
 def _add_states(writer: gguf.GGUFWriter, config: Any) -> None:
     """The sizes of states, and which layers have none but heads of keys."""
-    heads = [config.num_key_value_heads * (t == "full_attention") for t in config.layer_types]
-    writer.add_head_count_kv(heads)
+    kinds = getattr(config, "layers_block_type", None) or config.layer_types
+    heads = [config.num_key_value_heads * (t in ("full_attention", "attention")) for t in kinds]
+    if config.model_type == "falcon_h1":
+        writer.add_head_count_kv(config.num_key_value_heads)
+    else:
+        writer.add_head_count_kv(heads)
     if config.model_type.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         return
-    writer.add_ssm_conv_kernel(config.mamba_d_conv)
-    writer.add_ssm_state_size(config.mamba_d_state)
-    writer.add_ssm_group_count(config.mamba_n_groups)
-    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
-    writer.add_ssm_time_step_rank(config.mamba_n_heads)
-    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
-    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    if config.model_type == "jamba":
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+        return
+    if config.model_type == "nemotron_h":
+        _add_mamba2(
+            writer,
+            width=config.conv_kernel,
+            state_size=config.ssm_state_size,
+            num_groups=config.n_groups,
+            num_heads=config.mamba_num_heads,
+            head_dim=config.mamba_head_dim,
+        )
+        writer.add_rope_scaling_finetuned(False)
+        return
+    _add_mamba2(
+        writer,
+        width=config.mamba_d_conv,
+        state_size=config.mamba_d_state,
+        num_groups=config.mamba_n_groups,
+        num_heads=config.mamba_n_heads,
+        head_dim=config.mamba_d_head,
+    )
+    if config.model_type == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _add_states_alone(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The metadata of models without attention."""
+    writer.add_context_length(1 << 20)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    if config.model_type == "mamba2":
+        _add_mamba2(
+            writer,
+            width=config.conv_kernel,
+            state_size=config.state_size,
+            num_groups=config.n_groups,
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+        )
+        return
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_inner_size(config.intermediate_size)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_ssm_time_step_rank(config.time_step_rank)
+    writer.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
+
+
+def _add_mamba2(
+    writer: gguf.GGUFWriter,
+    *,
+    width: int,
+    state_size: int,
+    num_groups: int,
+    num_heads: int,
+    head_dim: int,
+) -> None:
+    writer.add_ssm_conv_kernel(width)
+    writer.add_ssm_state_size(state_size)
+    writer.add_ssm_group_count(num_groups)
+    writer.add_ssm_inner_size(num_heads * head_dim)
+    writer.add_ssm_time_step_rank(num_heads)
 
 
 def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -11,6 +11,8 @@
 | `gguf_file.py` | GGUF files: metadata, and tensors one at a time, dense or packed |
 | `gguf_blocks.py` | a table of the types of quantized tensors in GGUF files |
 | `gguf_model.py` | configuration of a GGUF file, as that of `transformers` |
+| `gguf_hybrids.py` | what only models with states have in it |
+| `gguf_metadata.py` | typed access to the metadata of a GGUF file |
 | `gguf_names.py` | tensors of a GGUF file under the names of `transformers` |
 | `gguf_adapter.py` | LoRA adapters in GGUF files |
 | `gguf_tokenizer.py` | tokenizer and chat template of a GGUF file, as files for frontends |

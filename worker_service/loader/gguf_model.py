@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from worker_service.errors import BadCheckpoint, UnsupportedModel, WorkerError
-from worker_service.loader.gguf_file import Gguf, open_gguf
+from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader.gguf_file import open_gguf
+from worker_service.loader.gguf_hybrids import HYBRIDS, STATES_ALONE, Hybrids
 
 _CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
@@ -31,9 +33,13 @@ _CLASSES = {
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
     "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
+    "jamba": ("JambaForCausalLM", "jamba"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
+    "mamba": ("MambaForCausalLM", "mamba"),
+    "mamba2": ("Mamba2ForCausalLM", "mamba2"),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
+    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "phimoe": ("PhimoeForCausalLM", "phimoe"),
     "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
@@ -52,11 +58,13 @@ _OLMO3 = ("Olmo3ForCausalLM", "olmo3")
 _DEEPSEEK2 = ("DeepseekV2ForCausalLM", "deepseek_v2")
 _YOUTU = ("YoutuForCausalLM", "youtu")
 """The models with scores by softmax, and without experts, whose architecture is `deepseek2`."""
+_FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba")
+"""The model with norms before the recurrence whose architecture is `mamba`."""
 _LATENT = ("deepseek_v2", "deepseek_v3", "youtu")
 _WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
     *("glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3"),
-    *("lfm2_moe", "granitemoehybrid", "phimoe"),
+    *("lfm2_moe", "granitemoehybrid", "jamba", "phimoe"),
 )
 _SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe")
 """Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
@@ -117,8 +125,8 @@ _WITH_WINDOWS = (*_WINDOW_PERIODS, "phi3", "phimoe")
 _ROTATED_IN_PART = ("phi3", "glm4", "glm4moe", "minimax-m2")
 """Architectures of which RoPE may rotate a part of each head."""
 
-_WITH_STATES = ("lfm2", "lfm2moe", "granitehybrid")
-"""Architectures whose layers without heads of keys keep a state."""
+_WITHOUT_ROPE = ("jamba", "nemotron_h")
+"""Architectures whose files may name elements to rotate all the same."""
 
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of `expert_gating_func`."""
@@ -166,19 +174,8 @@ def unread_settings(path: Path) -> list[str]:
     return sorted(key for key in config.unread if not key.endswith(_NO_EFFECT))
 
 
-class _Config:
+class _Config(Hybrids):
     """Reads the metadata of one architecture."""
-
-    def __init__(self, path: Path, gguf: Gguf, architecture: str) -> None:
-        self._path = path
-        self._gguf = gguf
-        self._architecture = architecture
-        self.unread = {
-            key
-            for key, value in gguf.metadata.items()
-            if key.startswith(f"{architecture}.") and value and value != 1
-        }
-        """Settings that have not been read, without those of no effect."""
 
     def read(self) -> dict[str, Any]:
         """Return the equivalent of `config.json`."""
@@ -186,8 +183,6 @@ class _Config:
         if "token_embd.weight" not in tensors:
             raise BadCheckpoint(f"{self._path}: missing tensor token_embd.weight")
         hidden_size = self._int("embedding_length")
-        num_heads = self._int("attention.head_count")
-        head_dim, rotary_dim = self._head_dims(hidden_size // num_heads)
         window = self._get("attention.sliding_window") and self._int("attention.sliding_window")
         name, kind = self._class(window)
         config: dict[str, Any] = {
@@ -196,16 +191,22 @@ class _Config:
             "dtype": self._dtype(),
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "hidden_size": hidden_size,
-            "intermediate_size": self._int("feed_forward_length"),
             "num_hidden_layers": self._num_layers(),
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": self._kv_heads(num_heads),
-            "head_dim": head_dim,
             "max_position_embeddings": self._int("context_length"),
-            "rope_parameters": self._rope(rotary_dim),
             "bos_token_id": self._token_id("bos_token_id"),
             "eos_token_id": self._eos_token_ids(),
             "pad_token_id": None,
+        }
+        if kind in STATES_ALONE:
+            return config | self._states_alone(hidden_size, kind)
+        num_heads = self._int("attention.head_count")
+        head_dim, rotary_dim = self._head_dims(hidden_size // num_heads)
+        config |= {
+            "intermediate_size": self._of_some_layers(kind, "feed_forward_length"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self._of_some_layers(kind, "attention.head_count_kv", num_heads),
+            "head_dim": head_dim,
+            "rope_parameters": self._rope(rotary_dim),
         }
         if kind in ENCODERS:
             return config | self._encoder(config, window) | self._pooling(kind)
@@ -213,7 +214,7 @@ class _Config:
         config |= {
             "rms_norm_eps": self._float(f"attention.{epsilon}"),
             "hidden_act": "silu",
-            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "attention_bias": self._has("attn_q.bias"),
             "tie_word_embeddings": "output.weight" not in tensors,
             "sliding_window": window or None,
         }
@@ -223,7 +224,7 @@ class _Config:
             config["layer_types"] = self._layer_types(config["num_hidden_layers"], window)
         if self._architecture in _ROTATED_IN_PART:
             config["rope_parameters"]["partial_rotary_factor"] = rotary_dim / head_dim
-        if kind in _WITH_EXPERTS and (kind != "granitemoehybrid" or self._get("expert_count", 0)):
+        if kind in _WITH_EXPERTS and (kind not in HYBRIDS or self._get("expert_count", 0)):
             config |= self._experts(config["intermediate_size"], kind)
         config |= self._of_family(kind, config, rotary_dim)
         return config | self._pooling(kind)
@@ -233,12 +234,10 @@ class _Config:
         rope, tensors = config["rope_parameters"], self._gguf.tensors
         if kind.startswith("gemma"):
             return self._gemma(config)
-        if kind == "granitemoehybrid":
-            return self._granite_hybrid(config)
+        if kind in HYBRIDS:
+            return self._hybrid(kind, config)
         if kind.startswith("granite"):
             return self._granite(config["head_dim"])
-        if kind.startswith("lfm2"):
-            return self._lfm2(config)
         if kind == "phi3":
             return self._phi3(rope, rotary_dim // 2)
         if kind == "phimoe":
@@ -323,7 +322,9 @@ class _Config:
         rotary_dim = self._int("rope.dimension_count", head_dim)
         size = f"{head_dim}, the size of a head"
         self._require("attention.value_length", head_dim, size)
-        if self._architecture not in _ROTATED_IN_PART or rotary_dim > head_dim:
+        if self._architecture in _WITHOUT_ROPE:
+            rotary_dim = head_dim
+        elif self._architecture not in _ROTATED_IN_PART or rotary_dim > head_dim:
             self._require("rope.dimension_count", head_dim, size)
         is_encoder = _CLASSES[self._architecture][1] in ENCODERS
         self._require("attention.causal", not is_encoder, str(not is_encoder).lower())
@@ -349,6 +350,8 @@ class _Config:
             name, kind = _MIXTRAL if num_experts else _MISTRAL
         elif self._architecture == "olmo2" and window:
             name, kind = _OLMO3
+        elif self._architecture == "mamba" and self._get("ssm.dt_b_c_rms", False):
+            name, kind = _FALCON_MAMBA
         elif self._architecture == "deepseek2" and not num_experts:
             name, kind = _YOUTU
         elif self._architecture == "deepseek2":
@@ -432,71 +435,6 @@ class _Config:
             "has_split_expansion": "blk.0.attn_k_b.weight" in tensors,
         }
 
-    def _kv_heads(self, num_heads: int) -> int:
-        """Heads of keys, which layers that keep a state have none of."""
-        counts = self._get("attention.head_count_kv", num_heads)
-        if self._architecture not in _WITH_STATES or not isinstance(counts, list):
-            return self._int("attention.head_count_kv", num_heads)
-        found = {count for count in counts if count != 0}
-        if len(found) > 1 or not all(isinstance(count, int) and count > 0 for count in found):
-            expected = "0, or a positive number that is the same for all other layers"
-            raise self._fault("attention.head_count_kv", expected, counts)
-        return int(found.pop()) if found else num_heads
-
-    def _mixers(self, num_layers: int, of_state: str) -> list[str]:
-        """The type of each layer, which keeps a state if it has no heads of keys."""
-        counts = self._get("attention.head_count_kv", 1)
-        counts = counts if isinstance(counts, list) else [counts] * num_layers
-        if len(counts) != num_layers:
-            expected = f"a number for each of {num_layers} layers"
-            raise self._fault("attention.head_count_kv", expected, counts)
-        return ["full_attention" if count else of_state for count in counts]
-
-    def _lfm2(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that only LFM2 has."""
-        num_layers = config["num_hidden_layers"]
-        return {
-            "norm_eps": config["rms_norm_eps"],
-            "layer_types": self._mixers(num_layers, "conv"),
-            "conv_L_cache": self._int("shortconv.l_cache"),
-            "conv_bias": any(name.endswith("shortconv.conv.bias") for name in self._gguf.tensors),
-            "block_auto_adjust_ff_dim": False,
-            "num_dense_layers": self._get("leading_dense_block_count", 0),
-            "use_expert_bias": any(
-                name.endswith("exp_probs_b.bias") for name in self._gguf.tensors
-            ),
-        }
-
-    def _granite_hybrid(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that only Granite 4 has."""
-        num_experts, tensors = self._get("expert_count", 0), self._gguf.tensors
-        size, num_heads = self._int("ssm.inner_size"), self._int("ssm.time_step_rank")
-        if size % num_heads:
-            raise self._fault(
-                "ssm.time_step_rank", f"a divisor of {size}, ssm.inner_size", num_heads
-            )
-        shared = config["intermediate_size"]
-        if num_experts:
-            shared = self._int("expert_shared_feed_forward_length")
-        return {
-            **self._multipliers(config["head_dim"]),
-            "layer_types": self._mixers(config["num_hidden_layers"], "linear_attention"),
-            "position_embedding_type": "rope"
-            if self._get("rope.scaling.finetuned", True)
-            else "nope",
-            "has_separate_modules": True,
-            "num_local_experts": num_experts,
-            "shared_intermediate_size": shared,
-            "mamba_expand": size / config["hidden_size"],
-            "mamba_n_heads": num_heads,
-            "mamba_d_head": size // num_heads,
-            "mamba_d_state": self._int("ssm.state_size"),
-            "mamba_d_conv": self._int("ssm.conv_kernel"),
-            "mamba_n_groups": self._int("ssm.group_count"),
-            "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
-            "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in tensors),
-        }
-
     def _granite(self, head_dim: int) -> dict[str, Any]:
         """The multipliers of Granite."""
         self._require(
@@ -504,14 +442,6 @@ class _Config:
         )
         self._require("expert_shared_feed_forward_length", 0, "none")
         return self._multipliers(head_dim)
-
-    def _multipliers(self, head_dim: int) -> dict[str, Any]:
-        return {
-            "attention_multiplier": self._float("attention.scale", head_dim**-0.5),
-            "embedding_multiplier": self._float("embedding_scale", 1.0),
-            "residual_multiplier": self._float("residual_scale", 1.0),
-            "logits_scaling": self._float("logit_scale", 1.0),
-        }
 
     def _phi3(self, rope: dict[str, Any], num_factors: int) -> dict[str, Any]:
         """The fields of Phi-3 and Phi-MoE: RoPE factors beyond the trained length."""
@@ -545,13 +475,16 @@ class _Config:
         self._require("expert_gating_func", function, meaning)
         default = intermediate_size
         if kind not in (
-            *("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "granitemoehybrid", "phimoe"),
+            *("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "granitemoehybrid", "jamba", "phimoe"),
         ):
             default = max(1, intermediate_size // num_used)
         size = self._int("expert_feed_forward_length", default)
         if kind not in ("glm4_moe", *_LATENT):
             self._require("expert_weights_scale", 1.0, "1")
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
+        if kind == "jamba":
+            self._require("expert_feed_forward_length", intermediate_size, "feed_forward_length")
+            return {**config, "num_experts": num_experts}
         if kind in ("gpt_oss", "granitemoe"):
             config["has_expert_modules"] = True
         if kind in ("mixtral", "granitemoe", "granitemoehybrid", "phimoe"):
@@ -656,34 +589,3 @@ class _Config:
                 " 3 (original_max_position_embeddings 8192, low_freq_factor 1, high_freq_factor 4)"
             )
         return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
-
-    def _require(self, key: str, expected: Any, meaning: str) -> None:
-        """Raise UnsupportedModel if the value is not the one that is supported."""
-        if (found := self._get(key, expected)) != expected:
-            raise self._fault(key, meaning, found, UnsupportedModel)
-
-    def _int(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
-        if not isinstance(value, int) or value < 1:
-            raise self._fault(key, "a positive number, the same for all layers", value)
-        return value
-
-    def _float(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if not isinstance(value, float | int) or not 0.0 < value < float("inf"):
-            raise self._fault(key, "a positive number", value)
-        return float(value)
-
-    def _get(self, key: str, default: Any = None) -> Any:
-        self.unread.discard(f"{self._architecture}.{key}")
-        value = self._gguf.metadata.get(f"{self._architecture}.{key}", default)
-        if value is None and key != "attention.sliding_window":
-            raise BadCheckpoint(f"{self._path}: missing metadata {self._architecture}.{key}")
-        return value
-
-    def _fault(
-        self, key: str, expected: str, got: Any, kind: type[WorkerError] = BadCheckpoint
-    ) -> WorkerError:
-        return kind(f"{self._path}: {self._architecture}.{key}: expected {expected}, got {got!r}")

@@ -16,122 +16,152 @@ from worker_service.loader.gguf_model import (
 )
 from worker_service.loader.tensors import OpenFiles
 
-_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "smollm3")
+_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3")
 """Architectures with RoPE of neighbouring elements in files, and of halves in `transformers`, so
-that the rows of queries and keys are permuted. RoPE of the others is the same in both."""
+that the rows of queries and keys are permuted, as are those of models without RoPE that share their
+converter. RoPE of the others is the same in both."""
 
 _TENSORS = """
-all                             token_embd           model.embed_tokens
-all                             output_norm          model.norm
-all                             output               lm_head
-all                             attn_norm            input_layernorm
-all                             attn_q               self_attn.q_proj
-all                             attn_k               self_attn.k_proj
-all                             attn_v               self_attn.v_proj
-all                             attn_output          self_attn.o_proj
-all                             attn_q_norm          self_attn.q_norm
-all                             attn_k_norm          self_attn.k_norm
-all                             post_attention_norm  post_attention_layernorm
-all                             post_ffw_norm        post_feedforward_layernorm
-all                             ffn_norm             post_attention_layernorm
-all                             ffn_gate             mlp.gate_proj
-all                             ffn_up               mlp.up_proj
-all                             ffn_down             mlp.down_proj
-all                             ffn_gate_inp         mlp.gate
-all                             ffn_gate_exps        mlp.experts.*.gate_proj
-all                             ffn_up_exps          mlp.experts.*.up_proj
-all                             ffn_down_exps        mlp.experts.*.down_proj
-all                             ffn_gate_shexp       mlp.shared_experts.gate_proj
-all                             ffn_up_shexp         mlp.shared_experts.up_proj
-all                             ffn_down_shexp       mlp.shared_experts.down_proj
-gemma                           ffn_norm             pre_feedforward_layernorm
-phi3                            attn_qkv             self_attn.qkv_proj
-phi3,glm4                       ffn_up               mlp.gate_up_proj
-glm4                            post_attention_norm  post_self_attn_layernorm
-glm4                            post_ffw_norm        post_mlp_layernorm
-glm4_moe                        post_attention_norm  post_attention_layernorm
-glm4_moe                        ffn_up               mlp.up_proj
-glm4_moe                        exp_probs_b          mlp.gate.e_score_correction_bias
-ernie4_5_moe                    exp_probs_b          mlp.moe_statics.e_score_correction_bias
-minimax                         exp_probs_b          block_sparse_moe.e_score_correction_bias
-mixtral,minimax,granite,phimoe  ffn_gate_inp         block_sparse_moe.gate
-mixtral,minimax,granite,phimoe  ffn_gate_exps        block_sparse_moe.experts.*.w1
-mixtral,minimax,granite,phimoe  ffn_up_exps          block_sparse_moe.experts.*.w3
-mixtral,minimax,granite,phimoe  ffn_down_exps        block_sparse_moe.experts.*.w2
-qwen                            ffn_gate_inp_shexp   mlp.shared_expert_gate
-qwen                            ffn_gate_shexp       mlp.shared_expert.gate_proj
-qwen                            ffn_up_shexp         mlp.shared_expert.up_proj
-qwen                            ffn_down_shexp       mlp.shared_expert.down_proj
-deepseek,youtu                  attn_q_a             self_attn.q_a_proj
-deepseek,youtu                  attn_q_a_norm        self_attn.q_a_layernorm
-deepseek,youtu                  attn_q_b             self_attn.q_b_proj
-deepseek,youtu                  attn_kv_a_mqa        self_attn.kv_a_proj_with_mqa
-deepseek,youtu                  attn_kv_a_norm       self_attn.kv_a_layernorm
-deepseek,youtu                  attn_kv_b            self_attn.kv_b_proj
-deepseek,youtu                  attn_k_b             self_attn.k_b_proj
-deepseek,youtu                  attn_v_b             self_attn.v_b_proj
-deepseek                        exp_probs_b          mlp.gate.e_score_correction_bias
-hunyuan                         attn_q_norm          self_attn.query_layernorm
-hunyuan                         attn_k_norm          self_attn.key_layernorm
-hunyuan                         ffn_gate_inp         mlp.gate.wg
-hunyuan                         ffn_gate_shexp       mlp.shared_mlp.gate_proj
-hunyuan                         ffn_up_shexp         mlp.shared_mlp.up_proj
-hunyuan                         ffn_down_shexp       mlp.shared_mlp.down_proj
-granitemoehybrid                ffn_gate             shared_mlp.gate_proj
-granitemoehybrid                ffn_up               shared_mlp.up_proj
-granitemoehybrid                ffn_down             shared_mlp.down_proj
-granitemoehybrid                ffn_gate_shexp       shared_mlp.gate_proj
-granitemoehybrid                ffn_up_shexp         shared_mlp.up_proj
-granitemoehybrid                ffn_down_shexp       shared_mlp.down_proj
-granitemoehybrid                ssm_in               mamba.in_proj
-granitemoehybrid                ssm_conv1d           mamba.conv1d
-granitemoehybrid                ssm_dt               mamba.dt_bias
-granitemoehybrid                ssm_a                mamba.A_log
-granitemoehybrid                ssm_d                mamba.D
-granitemoehybrid                ssm_norm             mamba.norm
-granitemoehybrid                ssm_out              mamba.out_proj
-lfm2                            token_embd_norm      model.embedding_norm
-lfm2                            attn_norm            operator_norm
-lfm2                            attn_q_norm          self_attn.q_layernorm
-lfm2                            attn_k_norm          self_attn.k_layernorm
-lfm2                            attn_output          self_attn.out_proj
-lfm2                            shortconv.conv       conv.conv
-lfm2                            shortconv.in_proj    conv.in_proj
-lfm2                            shortconv.out_proj   conv.out_proj
-lfm2                            ffn_norm             ffn_norm
-lfm2                            ffn_gate             feed_forward.w1
-lfm2                            ffn_up               feed_forward.w3
-lfm2                            ffn_down             feed_forward.w2
-lfm2                            ffn_gate_inp         feed_forward.gate
-lfm2                            ffn_gate_exps        feed_forward.experts.*.w1
-lfm2                            ffn_up_exps          feed_forward.experts.*.w3
-lfm2                            ffn_down_exps        feed_forward.experts.*.w2
-lfm2                            exp_probs_b          feed_forward.expert_bias
-gpt_oss                         attn_sinks           self_attn.sinks
-gpt_oss                         ffn_gate_inp         mlp.router
-encoder                         token_embd           embeddings.word_embeddings
-encoder                         token_embd_norm      embeddings.LayerNorm
-encoder                         token_types          embeddings.token_type_embeddings
-encoder                         position_embd        embeddings.position_embeddings
-encoder                         output_norm          final_norm
-encoder                         attn_q               attention.self.query
-encoder                         attn_k               attention.self.key
-encoder                         attn_v               attention.self.value
-encoder                         attn_qkv             attn.Wqkv
-encoder                         attn_output          attention.output.dense
-encoder                         attn_output_norm     attention.output.LayerNorm
-encoder                         ffn_up               intermediate.dense
-encoder                         ffn_gate             mlp.fc12
-encoder                         ffn_down             output.dense
-encoder                         layer_output_norm    output.LayerNorm
-bert                            cls                  classifier.dense
-bert                            cls.output           classifier.out_proj
-modern                          attn_norm            attention.output.LayerNorm
-modern                          ffn_norm             output.LayerNorm
-modern                          ffn_up               mlp.Wi
-modern                          cls                  head.dense
-modern                          cls.norm             head.norm
-modern                          cls.output           classifier
+all                               token_embd           model.embed_tokens
+all                               output_norm          model.norm
+all                               output               lm_head
+all                               attn_norm            input_layernorm
+all                               attn_q               self_attn.q_proj
+all                               attn_k               self_attn.k_proj
+all                               attn_v               self_attn.v_proj
+all                               attn_output          self_attn.o_proj
+all                               attn_q_norm          self_attn.q_norm
+all                               attn_k_norm          self_attn.k_norm
+all                               post_attention_norm  post_attention_layernorm
+all                               post_ffw_norm        post_feedforward_layernorm
+all                               ffn_norm             post_attention_layernorm
+all                               ffn_gate             mlp.gate_proj
+all                               ffn_up               mlp.up_proj
+all                               ffn_down             mlp.down_proj
+all                               ffn_gate_inp         mlp.gate
+all                               ffn_gate_exps        mlp.experts.*.gate_proj
+all                               ffn_up_exps          mlp.experts.*.up_proj
+all                               ffn_down_exps        mlp.experts.*.down_proj
+all                               ffn_gate_shexp       mlp.shared_experts.gate_proj
+all                               ffn_up_shexp         mlp.shared_experts.up_proj
+all                               ffn_down_shexp       mlp.shared_experts.down_proj
+gemma                             ffn_norm             pre_feedforward_layernorm
+phi3                              attn_qkv             self_attn.qkv_proj
+phi3,glm4                         ffn_up               mlp.gate_up_proj
+glm4                              post_attention_norm  post_self_attn_layernorm
+glm4                              post_ffw_norm        post_mlp_layernorm
+glm4_moe                          post_attention_norm  post_attention_layernorm
+glm4_moe                          ffn_up               mlp.up_proj
+glm4_moe                          exp_probs_b          mlp.gate.e_score_correction_bias
+ernie4_5_moe                      exp_probs_b          mlp.moe_statics.e_score_correction_bias
+minimax                           exp_probs_b          block_sparse_moe.e_score_correction_bias
+mixtral,minimax,granite,phimoe    ffn_gate_inp         block_sparse_moe.gate
+mixtral,minimax,granite,phimoe    ffn_gate_exps        block_sparse_moe.experts.*.w1
+mixtral,minimax,granite,phimoe    ffn_up_exps          block_sparse_moe.experts.*.w3
+mixtral,minimax,granite,phimoe    ffn_down_exps        block_sparse_moe.experts.*.w2
+qwen                              ffn_gate_inp_shexp   mlp.shared_expert_gate
+qwen                              ffn_gate_shexp       mlp.shared_expert.gate_proj
+qwen                              ffn_up_shexp         mlp.shared_expert.up_proj
+qwen                              ffn_down_shexp       mlp.shared_expert.down_proj
+deepseek,youtu                    attn_q_a             self_attn.q_a_proj
+deepseek,youtu                    attn_q_a_norm        self_attn.q_a_layernorm
+deepseek,youtu                    attn_q_b             self_attn.q_b_proj
+deepseek,youtu                    attn_kv_a_mqa        self_attn.kv_a_proj_with_mqa
+deepseek,youtu                    attn_kv_a_norm       self_attn.kv_a_layernorm
+deepseek,youtu                    attn_kv_b            self_attn.kv_b_proj
+deepseek,youtu                    attn_k_b             self_attn.k_b_proj
+deepseek,youtu                    attn_v_b             self_attn.v_b_proj
+deepseek                          exp_probs_b          mlp.gate.e_score_correction_bias
+hunyuan                           attn_q_norm          self_attn.query_layernorm
+hunyuan                           attn_k_norm          self_attn.key_layernorm
+hunyuan                           ffn_gate_inp         mlp.gate.wg
+hunyuan                           ffn_gate_shexp       mlp.shared_mlp.gate_proj
+hunyuan                           ffn_up_shexp         mlp.shared_mlp.up_proj
+hunyuan                           ffn_down_shexp       mlp.shared_mlp.down_proj
+granitemoehybrid                  ffn_gate             shared_mlp.gate_proj
+granitemoehybrid                  ffn_up               shared_mlp.up_proj
+granitemoehybrid                  ffn_down             shared_mlp.down_proj
+granitemoehybrid                  ffn_gate_shexp       shared_mlp.gate_proj
+granitemoehybrid                  ffn_up_shexp         shared_mlp.up_proj
+granitemoehybrid                  ffn_down_shexp       shared_mlp.down_proj
+granitemoehybrid,falcon_h1,jamba  ssm_in               mamba.in_proj
+granitemoehybrid,falcon_h1,jamba  ssm_conv1d           mamba.conv1d
+granitemoehybrid,falcon_h1,jamba  ssm_dt               mamba.dt_bias
+granitemoehybrid,falcon_h1,jamba  ssm_a                mamba.A_log
+granitemoehybrid,falcon_h1,jamba  ssm_d                mamba.D
+granitemoehybrid,falcon_h1,jamba  ssm_norm             mamba.norm
+granitemoehybrid,falcon_h1,jamba  ssm_out              mamba.out_proj
+falcon_h1,jamba                   ffn_norm             pre_ff_layernorm
+falcon_h1,jamba                   ffn_gate             feed_forward.gate_proj
+falcon_h1,jamba                   ffn_up               feed_forward.up_proj
+falcon_h1,jamba                   ffn_down             feed_forward.down_proj
+jamba                             ssm_x                mamba.x_proj
+jamba                             ssm_dt               mamba.dt_proj
+jamba                             ssm_dt_norm          mamba.dt_layernorm
+jamba                             ssm_b_norm           mamba.b_layernorm
+jamba                             ssm_c_norm           mamba.c_layernorm
+jamba                             ffn_gate_inp         feed_forward.router
+jamba                             ffn_gate_exps        feed_forward.experts.*.gate_proj
+jamba                             ffn_up_exps          feed_forward.experts.*.up_proj
+jamba                             ffn_down_exps        feed_forward.experts.*.down_proj
+mamba,falcon_mamba,nemotron       attn_norm            norm
+mamba,falcon_mamba,nemotron       ssm_in               mixer.in_proj
+mamba,falcon_mamba,nemotron       ssm_conv1d           mixer.conv1d
+mamba,falcon_mamba,nemotron       ssm_x                mixer.x_proj
+mamba,falcon_mamba                ssm_dt               mixer.dt_proj
+mamba2,nemotron                   ssm_dt               mixer.dt_bias
+mamba,falcon_mamba,nemotron       ssm_a                mixer.A_log
+mamba,falcon_mamba,nemotron       ssm_d                mixer.D
+mamba,falcon_mamba,nemotron       ssm_norm             mixer.norm
+mamba,falcon_mamba,nemotron       ssm_out              mixer.out_proj
+nemotron                          attn_q               mixer.q_proj
+nemotron                          attn_k               mixer.k_proj
+nemotron                          attn_v               mixer.v_proj
+nemotron                          attn_output          mixer.o_proj
+nemotron                          ffn_up               mixer.up_proj
+nemotron                          ffn_down             mixer.down_proj
+lfm2                              token_embd_norm      model.embedding_norm
+lfm2                              attn_norm            operator_norm
+lfm2                              attn_q_norm          self_attn.q_layernorm
+lfm2                              attn_k_norm          self_attn.k_layernorm
+lfm2                              attn_output          self_attn.out_proj
+lfm2                              shortconv.conv       conv.conv
+lfm2                              shortconv.in_proj    conv.in_proj
+lfm2                              shortconv.out_proj   conv.out_proj
+lfm2                              ffn_norm             ffn_norm
+lfm2                              ffn_gate             feed_forward.w1
+lfm2                              ffn_up               feed_forward.w3
+lfm2                              ffn_down             feed_forward.w2
+lfm2                              ffn_gate_inp         feed_forward.gate
+lfm2                              ffn_gate_exps        feed_forward.experts.*.w1
+lfm2                              ffn_up_exps          feed_forward.experts.*.w3
+lfm2                              ffn_down_exps        feed_forward.experts.*.w2
+lfm2                              exp_probs_b          feed_forward.expert_bias
+gpt_oss                           attn_sinks           self_attn.sinks
+gpt_oss                           ffn_gate_inp         mlp.router
+encoder                           token_embd           embeddings.word_embeddings
+encoder                           token_embd_norm      embeddings.LayerNorm
+encoder                           token_types          embeddings.token_type_embeddings
+encoder                           position_embd        embeddings.position_embeddings
+encoder                           output_norm          final_norm
+encoder                           attn_q               attention.self.query
+encoder                           attn_k               attention.self.key
+encoder                           attn_v               attention.self.value
+encoder                           attn_qkv             attn.Wqkv
+encoder                           attn_output          attention.output.dense
+encoder                           attn_output_norm     attention.output.LayerNorm
+encoder                           ffn_up               intermediate.dense
+encoder                           ffn_gate             mlp.fc12
+encoder                           ffn_down             output.dense
+encoder                           layer_output_norm    output.LayerNorm
+bert                              cls                  classifier.dense
+bert                              cls.output           classifier.out_proj
+modern                            attn_norm            attention.output.LayerNorm
+modern                            ffn_norm             output.LayerNorm
+modern                            ffn_up               mlp.Wi
+modern                            cls                  head.dense
+modern                            cls.norm             head.norm
+modern                            cls.output           classifier
 """
 """Beginnings of `model_type`, a tensor's name in GGUF files, and its name in `transformers`, of
 which later rows take precedence. `*` stands for an expert's index."""
@@ -143,9 +173,12 @@ _WITHOUT_SUFFIX = (
 )
 """Ends of names that have no `.weight` or `.bias` in `transformers`."""
 
-_STORED_AS_COLUMNS = (".A_log", ".D", ".mamba.norm.weight")
-"""Ends of names of vectors in `transformers`, which are matrices in files: of one column, or of a
-row for each group."""
+_STORED_AS_COLUMNS = (".A_log", ".D")
+"""Ends of names of vectors in `transformers`, which may be matrices of one column in files."""
+
+_STORED_AS_GROUPS = (".mamba.norm.weight", ".mixer.norm.weight")
+"""Ends of names of vectors in `transformers`, which are matrices in files, of a row for each
+group."""
 
 _CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
 """Ends of names of weights of convolutions, whose second axis files leave out."""
@@ -209,7 +242,9 @@ def name_of(stored_name: str, names: Mapping[str, str]) -> str:
     name = f"{layer}{names[match[2]]}"
     if name.endswith(_WITHOUT_SUFFIX):
         return name
-    return stored_name if match[3] is None else f"{name}.{match[3]}"
+    if match[3] is None and not name.endswith("norm"):  # some of Falcon-H1 have no suffix in files
+        return stored_name
+    return f"{name}.{match[3] or 'weight'}"
 
 
 def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
@@ -217,7 +252,9 @@ def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
     name, shape = tensor.name, tensor.shape
     if name.endswith(_STORED_AS_VECTORS) and len(shape) == 1:
         yield replace(tensor, shape=[1, *shape])
-    elif name.endswith(_STORED_AS_COLUMNS) and len(shape) == 2:
+    elif name.endswith(_STORED_AS_COLUMNS) and len(shape) == 2 and shape[1] == 1:
+        yield replace(tensor, shape=shape[:1])
+    elif name.endswith(_STORED_AS_GROUPS) and len(shape) == 2:
         yield replace(tensor, shape=[shape[0] * shape[1]])
     elif name.endswith(_CONVOLUTIONS) and len(shape) == 2:
         yield replace(tensor, shape=[shape[0], 1, shape[1]])

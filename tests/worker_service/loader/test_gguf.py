@@ -45,12 +45,19 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
-        *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe"),
+        *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe", "jamba", "nemotron_h"),
+        *("mamba", "falcon_mamba", "mamba2", "falcon_h1", "falcon_h1_normed"),
         *("granitemoe", "minimax_m2", "olmo2", "olmo3", "seed_oss", "smollm3"),
     ],
 )
 def test_every_architecture_computes_as_transformers_do(family: str, tmp_path: Path) -> None:
     assert_same(*make_gguf(family, "Q8_0", tmp_path))
+
+
+def test_embeddings_multiplied_by_an_unknown_number_are_refused(tmp_path: Path) -> None:
+    file, _ = make_gguf("falcon_h1_folded", "Q8_0", tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"expected a tensor output\.weight, since embeddin"):
+        gguf_config(file)
 
 
 def test_a_model_in_several_files_is_loaded_by_the_name_of_one(tmp_path: Path) -> None:
@@ -201,6 +208,24 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             lambda w: w.add_ssm_time_step_rank(7),
             BadCheckpoint,
             r"ssm\.time_step_rank: expected a divisor of 512, ssm\.inner_size, got 7",
+        ),
+        (
+            "nemotron_h",
+            lambda w: w.add_feed_forward_length([0, 256]),
+            BadCheckpoint,
+            r"feed_forward_length: expected a number for each of 4 layers, got \[0, 256\]",
+        ),
+        (
+            "jamba",
+            lambda w: w.add_head_count_kv([2, 2, 0, 2]),
+            UnsupportedModel,
+            r"expected attention in layers at regular distances, got \[0, 1, 3\]",
+        ),
+        (
+            "llama_tied",
+            lambda w: w.add_head_count_kv([0, 2]),
+            BadCheckpoint,
+            r"head_count_kv: expected a positive number, the same for all layers, got \[0, 2\]",
         ),
         (
             "granitemoe",
@@ -461,9 +486,9 @@ def _without(name: str) -> Callable[[bytes], bytes]:
             r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight; unexpected tensors: xxx",
         ),
         (
-            lambda content: content.replace(b"llama", b"mamba", 1).replace(b"llama", b"mamba"),
+            lambda content: content.replace(b"llama", b"rwkv7", 1).replace(b"llama", b"rwkv7"),
             UnsupportedModel,
-            "expected one of llama, qwen2, .*, modern-bert, got 'mamba'",
+            "expected one of llama, qwen2, .*, modern-bert, got 'rwkv7'",
         ),
         (
             lambda content: content.replace(b"gpt-2", b"gpt-9", 1),
