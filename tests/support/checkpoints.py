@@ -624,12 +624,22 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "phi": ("PhiConfig", "PhiForCausalLM", {"partial_rotary_factor": 0.5}),
     "flex_olmo": ("FlexOlmoConfig", "FlexOlmoForCausalLM", {**_MOE, "intermediate_size": 96}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        "VaultGemmaForCausalLM",
+        {
+            "head_dim": 24,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.25, "use_qk_norm": True}),
 }
 
 FAMILIES = tuple(_FAMILIES)
-TRANSFORMERS_FAMILIES = FAMILIES[FAMILIES.index("gemma4_moe") :]
-NATIVE_FAMILIES = FAMILIES[: FAMILIES.index("gemma4_moe")]
+TRANSFORMERS_FAMILIES = FAMILIES[FAMILIES.index("phi") :]
+NATIVE_FAMILIES = FAMILIES[: FAMILIES.index("phi")]
 
 
 @cache
@@ -663,9 +673,8 @@ def make_checkpoint(family: str, path: Path, *, seed: int = 0, **overrides: Any)
                 if parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
             for name, buffer in model.named_buffers():
-                if name.endswith(
-                    ("correction_bias", "expert_bias")
-                ):  # of the scores of experts; zeros at first
+                # Of the scores of experts, zeros at first, and of a layer's output, 1 at first.
+                if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
                     buffer.add_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(path)
     write_tokenizer(path)

@@ -10,6 +10,7 @@
     delta_net.py           gated delta nets, whose heads keep a matrix (Qwen3-Next, Kimi)
     per_layer.py           embeddings that each layer has of its own (Gemma 4)
     experts.py             mixture of experts: router, experts, shared experts
+    dense_and_experts.py   an MLP and experts in one layer (Gemma 4)
     decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …
     encoder.py             text encoders of all families, composed from settings
     encoder_families.py    those settings: BERT, RoBERTa, MPNet, DistilBERT, ModernBERT, nomic-bert

@@ -323,6 +323,9 @@ class LayerSpec:
     `DecoderLayer`; see `native.part_targets`."""
 
     norm_place: NormPlace = NormPlace.BEFORE
+    norms_feed_forward: bool = True
+    """Whether the feed-forward part gets the norm of the residual stream, not the stream itself."""
+
     is_parallel: bool = False
     """Whether the feed-forward part has the input of attention, not its output. It shares the norm
     of attention if `names` has none of its own."""
@@ -380,16 +383,28 @@ class DecoderSettings(ModelSettings):
 
     def require_shards(self, layout: Layout) -> None:
         ModelSettings.require_shards(self, layout)
-        stages = layout.pipeline_parallel_size
-        if stages > 1 and (self.per_layer or set(self.sources) != {None}):
-            raise InvalidOption(
-                "pipeline_parallel_size: expected 1 for a model whose layers have embeddings of"
-                f" their own, or share keys and values, got {stages}"
-            )
+        self._require_stages(layout)
         for layer in self.layers:
             for part in (layer.attention, layer.feed_forward):
                 if part is not None:
                     part.require_shards(layout)
+
+    def _require_stages(self, layout: Layout) -> None:
+        """Raise InvalidOption if layers need what another stage has."""
+        num_stages = layout.pipeline_parallel_size
+        if num_stages > 1 and self.per_layer:
+            raise InvalidOption(
+                "pipeline_parallel_size: expected 1 for a model whose layers have embeddings of"
+                f" their own, got {num_stages}"
+            )
+        first_layer = layout.layer_range(self.num_layers).start
+        for layer in layout.layer_range(self.num_layers):
+            source = self.sources[layer]
+            if source is not None and source < first_layer:
+                raise InvalidOption(
+                    f"pipeline_parallel_size: layer {layer} attends to keys and values of layer"
+                    f" {source}, which {num_stages} stages separate"
+                )
 
 
 class Attention(nn.Module):
@@ -663,6 +678,7 @@ class DecoderLayer(NativeLayer):
             "attention_norm": place is not NormPlace.AFTER and mixer is not None,
             "feed_forward_norm": place is not NormPlace.AFTER
             and feed_forward is not None
+            and spec.norms_feed_forward
             and not (spec.is_parallel and "feed_forward_norm" not in spec.names),
             "attention_output_norm": place in (NormPlace.AROUND, NormPlace.AFTER),
             "feed_forward_output_norm": place in (NormPlace.AROUND, NormPlace.AFTER),

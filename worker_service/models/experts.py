@@ -74,7 +74,7 @@ class ExpertsSpec:
     """Experts in place of an MLP. Implements `decoder.FeedForwardSpec`.
 
     Attributes of `Experts` with tensors, for `LayerSpec.names`: `router`, `experts`, and if there
-    are any `correction`, `shared.up`, `shared.down` and `shared.gate`.
+    are any `correction`, `factors`, `shared.up`, `shared.down` and `shared.gate`.
     """
 
     routing: Routing
@@ -90,6 +90,9 @@ class ExpertsSpec:
 
     correction_is_row: bool = False
     """Whether the checkpoint stores this bias as a matrix of one row."""
+
+    has_factors: bool = False
+    """Whether each expert has a factor of its weights."""
 
     bias: bool = False
     """Whether router and experts have biases."""
@@ -133,17 +136,21 @@ class Experts(nn.Module):
         self.correction: Vector | None = None
         if spec.corrects:
             self.correction = Vector(outputs, context, axes_before=int(spec.correction_is_row))
+        self.factors = Vector(outputs, context) if spec.has_factors else None
         self.experts = ExpertWeights(spec, size, inner, context)
         self.shared: SharedExperts | None = None
         if spec.shared is not None:
             self.shared = SharedExperts(spec.shared, size, activation, context, kernels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, size]; returns the same shape."""
-        logits = self.router.multiply(x, self.router.bias, torch.float32)
+    def forward(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
+        """x: [num_tokens, size]; routed: the router's rows, None for the same. Returns the same
+        shape."""
+        rows = x if routed is None else routed
+        logits = self.router.multiply(rows, self.router.bias, torch.float32)
         bias = None if self.correction is None else self.correction.numbers
         shared, gate = (None, None) if self.shared is None else self.shared(x)
-        y = self.experts(x, logits, self._routing, bias, shared, gate)
+        factors = None if self.factors is None else self.factors.numbers
+        y = self.experts(x, logits, self._routing, bias, factors, shared, gate)
         layout = self._communicator.layout
         return y if layout.tensor_parallel_size == 1 else self._communicator.sum(y)
 
@@ -349,6 +356,7 @@ class ExpertWeights(nn.Module):
         logits: Tensor,
         routing: Routing,
         bias: Tensor | None,
+        factors: Tensor | None,
         shared: Tensor | None,
         shared_gate: Tensor | None,
     ) -> Tensor:
@@ -360,6 +368,7 @@ class ExpertWeights(nn.Module):
                 logits,
                 routing,
                 bias=bias,
+                factors=factors,
                 gate_up_bias=gate_up_bias,
                 down_bias=down_bias,
                 shared=shared,
@@ -372,7 +381,7 @@ class ExpertWeights(nn.Module):
 
             return multiply
 
-        chosen, weights = reference.route(logits, routing, bias)
+        chosen, weights = reference.route(logits, routing, bias, factors)
         first, second = product(self._gate_up, gate_up_bias), product(self._down, down_bias)
         total = reference.gated_experts(
             x,

@@ -182,6 +182,7 @@ class PackedExperts(Protocol):
         routing: Routing,
         *,
         bias: Tensor | None = None,
+        factors: Tensor | None = None,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         shared: Tensor | None = None,

@@ -74,7 +74,13 @@ class Plan(NamedTuple):
     num_slots: int
 
 
-def route(library: Library, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Plan:
+def route(
+    library: Library,
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Plan:
     """Choose the experts of each row; see `reference.route`."""
     num_rows = logits.shape[0]
     key = num_rows, routing.num_experts, routing.num_chosen
@@ -83,6 +89,7 @@ def route(library: Library, logits: Tensor, routing: Routing, bias: Tensor | Non
         num_rows=count_address(num_rows),
         **rows_of(logits=logits),
         bias=address(bias),
+        factors=address(factors),
         plan=ctypes.addressof(plan.task),
         num_experts=routing.num_experts,
         num_chosen=routing.num_chosen,
@@ -146,6 +153,7 @@ class NativeExperts:
         routing: Routing,
         *,
         bias: Tensor | None = None,
+        factors: Tensor | None = None,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         shared: Tensor | None = None,
@@ -153,19 +161,19 @@ class NativeExperts:
     ) -> Tensor:
         """The weighted sum of the outputs of each row's experts, and of shared experts.
 
-        x: [num_rows, hidden_size]; logits: float32 [num_rows, num_experts]; bias: float32
-        [num_experts], as in `reference.route`; gate_up_bias: [num_experts, 2 * inner_size];
+        x: [num_rows, hidden_size]; logits: float32 [num_rows, num_experts]; bias, factors:
+        float32 [num_experts], as in `reference.route`; gate_up_bias: [num_experts, 2 * inner_size];
         down_bias: [num_experts, hidden_size]; shared: as x, the output of shared experts;
         shared_gate: float32 [num_rows, 1], as in `reference.add_shared`. Returns as x.
         """
-        self._check(x, logits, routing, bias)
+        self._check(x, logits, routing, bias, factors)
         for name, found, size in (
             ("gate_up_bias", gate_up_bias, 2 * self.inner_size),
             ("down_bias", down_bias, self.hidden_size),
         ):
             shape = (self._num_experts, size)
             require(found is None or _is_dense(found, shape, self.dtype), f"a {name} of {shape}")
-        plan = route(self._library, logits, routing, bias)
+        plan = route(self._library, logits, routing, bias, factors)
         inner = new_rows(plan.num_slots, self.inner_size, self.dtype)
         rows = self._scatter(x, plan, routing) if routing.scales_inputs else x
         self._multiply(self._gate_up, rows, plan, gate_up_bias, inner, gathers=rows is x)
@@ -173,7 +181,9 @@ class NativeExperts:
         self._multiply(self._down, inner, plan, down_bias, output)
         return self._combine(output, plan, routing, x, shared, shared_gate)
 
-    def _check(self, x: Tensor, logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
+    def _check(
+        self, x: Tensor, logits: Tensor, routing: Routing, *of_experts: Tensor | None
+    ) -> None:
         num_experts = self._num_experts
         require(
             x.dtype == self.dtype and x.shape[1] == self.hidden_size and x.stride(1) == 1,
@@ -186,10 +196,11 @@ class NativeExperts:
             f"dense logits of float32 [{x.shape[0]}, {num_experts}]",
         )
         require(routing.num_experts == num_experts, f"routing among {num_experts} experts")
-        require(
-            bias is None or _is_dense(bias, (num_experts,), torch.float32),
-            f"a dense bias of float32 [{num_experts}]",
-        )
+        for numbers in of_experts:
+            require(
+                numbers is None or _is_dense(numbers, (num_experts,), torch.float32),
+                f"dense numbers of experts of float32 [{num_experts}]",
+            )
 
     def _multiply(
         self,

@@ -290,8 +290,8 @@ class RouteTask(NativeStruct):
     """`RouteTask` of src/experts.h."""
 
     _fields_ = fields_of(
-        "next_item num_done num_rows logits logits_stride bias plan num_experts num_chosen scoring "
-        "normalizes num_groups num_chosen_groups num_best",
+        "next_item num_done num_rows logits logits_stride bias factors plan num_experts num_chosen "
+        "scoring normalizes num_groups num_chosen_groups num_best",
         "nearness epsilon min_sum scale",
     )
 

@@ -112,12 +112,18 @@ class Gate:
         return ((up + self.offset) * active).to(gate_up.dtype)
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor,
+    routing: Routing,
+    bias: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Choose the experts of each row, and weight them.
 
     logits: float32 [num_rows, num_experts]; bias: float32 [num_experts], which is added to scores
-    for the choice alone. Returns the experts in ascending order, int64 [num_rows, num_chosen], and
-    their weights, float32. Of equal scores, the expert with the lowest index is chosen.
+    for the choice alone; factors: of the weights of experts, float32 [num_experts]. Returns the
+    experts in ascending order, int64 [num_rows, num_chosen], and their weights, float32. Of equal
+    scores, the expert with the lowest index is chosen.
     """
     scores = {
         "softmax": lambda: logits.softmax(dim=-1),
@@ -143,7 +149,8 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     if routing.normalizes:
         total = weights.sum(dim=1, keepdim=True) + routing.epsilon
         weights = weights / total.clamp(min=routing.min_sum)
-    return chosen, weights * routing.scale
+    weights = weights * routing.scale
+    return chosen, weights if factors is None else weights * factors[chosen]
 
 
 def _sparsemixer(logits: Tensor, chosen: Tensor, nearness: float) -> Tensor:

@@ -175,6 +175,7 @@ class TritonExperts:
         routing: Routing,
         *,
         bias: Tensor | None = None,
+        factors: Tensor | None = None,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         shared: Tensor | None = None,
@@ -193,7 +194,7 @@ class TritonExperts:
         )
         if len(x) == 0:
             return x.new_empty(x.shape)
-        chosen, weights = route(logits, routing, bias)
+        chosen, weights = route(logits, routing, bias, factors)
         is_few = self._is_invariant or chosen.numel() <= _FEW_ROWS * num_experts
         slots = _sort(chosen, num_experts, _FEW_ROWS if is_few else _MANY_ROWS)
         rows = x

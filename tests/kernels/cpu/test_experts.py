@@ -75,19 +75,20 @@ def _pairs(plan: Plan, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("has_bias", "has_factors"), [(False, True), (True, False)])
 def test_the_same_experts_are_chosen_as_by_the_reference(
-    kernels: Library, name: str, has_bias: bool
+    kernels: Library, name: str, has_bias: bool, has_factors: bool
 ) -> None:
     routing = ROUTINGS[name]
     logits = _random(300, routing.num_experts) * 3
     bias = _random(routing.num_experts, seed=1) * 0.3 if has_bias else None
-    chosen, weights = reference.route(logits, routing, bias)
-    found, of_found = _pairs(route(kernels, logits, routing, bias), 300)
+    factors = _random(routing.num_experts, seed=2).abs() if has_factors else None
+    chosen, weights = reference.route(logits, routing, bias, factors)
+    found, of_found = _pairs(route(kernels, logits, routing, bias, factors), 300)
     assert torch.equal(found, chosen)
     torch.testing.assert_close(of_found, weights, rtol=2e-6, atol=1e-7)
     for row in (0, 7, 299):
-        alone = _pairs(route(kernels, logits[row, None], routing, bias), 1)
+        alone = _pairs(route(kernels, logits[row, None], routing, bias, factors), 1)
         assert torch.equal(alone[0], found[row, None])
         assert torch.equal(alone[1], of_found[row, None])
 
@@ -183,17 +184,19 @@ def test_experts_agree_with_the_reference(
     biases = (_random(num_experts, 2 * inner) * 0.1, _random(num_experts, hidden) * 0.1)
     shared, shared_gate = _random(num_rows, hidden, seed=2).to(dtype), _random(num_rows, 1)
     correction = _random(num_experts, seed=3) * 0.1
+    factors = _random(num_experts, seed=4).abs()
     found = packed.apply(
         x,
         logits,
         routing,
         bias=correction,
+        factors=factors,
         gate_up_bias=biases[0].to(dtype),
         down_bias=biases[1].to(dtype),
         shared=shared,
         shared_gate=shared_gate,
     )
-    chosen, weights = reference.route(logits, routing, correction)
+    chosen, weights = reference.route(logits, routing, correction, factors)
     total = reference.gated_experts(
         x.float(),
         chosen,

@@ -90,11 +90,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **SHAPES)
 
 
-THROUGH_TRANSFORMERS = (
-    *("phi", "cohere"),
-    *("flex_olmo", "gpt_oss", "llama4"),
-)
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+THROUGH_TRANSFORMERS = ("phi", "cohere", "flex_olmo")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4", "gemma4_moe")
+NOT_ROUNDED = ("shared_expert_gate", "router", "router.proj", "kv_b_proj")
 
 
 def _round(model: Any, quantization: str) -> None:
@@ -107,7 +105,7 @@ def _round(model: Any, quantization: str) -> None:
                 for expert in experts.data.mT if is_transposed else experts.data:
                     expert.copy_(quantize(expert, quantization).dequantize())
         is_linear = isinstance(module, (nn.Linear, Conv1D))
-        if is_linear and not name.endswith(("shared_expert_gate", "router", "kv_b_proj")):
+        if is_linear and not name.endswith(NOT_ROUNDED):
             weight = module.weight.data
             weight = weight.t() if isinstance(module, Conv1D) else weight
             weight.copy_(quantize(weight, "int8" if module is head else quantization).dequantize())

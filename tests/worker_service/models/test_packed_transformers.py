@@ -102,7 +102,7 @@ def test_all_quantized_weights_stay_packed(
     assert_same(loaded, reference)
 
 
-@pytest.mark.parametrize("family", ["gemma4_moe", "flex_olmo"])
+@pytest.mark.parametrize("family", ["vaultgemma", "flex_olmo"])
 def test_the_log_says_what_is_dequantized(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +118,7 @@ def test_the_log_says_what_is_dequantized(
     assert_same(loaded, reference)
 
 
-@pytest.mark.parametrize("family", ["gemma4_moe", "flex_olmo"])
+@pytest.mark.parametrize("family", ["vaultgemma", "flex_olmo"])
 def test_missing_tensors_are_named(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(family, tmp_path)
     tensors = load_file(path / "model.safetensors")
@@ -130,7 +130,7 @@ def test_missing_tensors_are_named(family: str, tmp_path: Path) -> None:
 
 def test_a_head_in_a_tied_checkpoint_is_read(tmp_path: Path) -> None:
     """Both tensors are there and differ: neither is dropped."""
-    path = make_checkpoint("gemma4_moe", tmp_path, tie_word_embeddings=False)
+    path = make_checkpoint("vaultgemma", tmp_path, tie_word_embeddings=False)
     config = json.loads((path / "config.json").read_text())
     oracle = Oracle(path)
     (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))

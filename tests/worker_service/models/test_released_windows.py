@@ -16,8 +16,17 @@ from worker_service.loader import load_model
 from worker_service.loader.trial import try_model
 from worker_service.models.interface import Model
 
-NATIVE = ("mistral", "qwen2_sliding", "gemma2", "gemma3", "gemma4_shared", "gpt_oss", "phi3")
-THROUGH_TRANSFORMERS = ("gemma4_moe",)
+NATIVE = (
+    "mistral",
+    "qwen2_sliding",
+    "gemma2",
+    "gemma3",
+    "gemma4_shared",
+    "gemma4_moe",
+    "gpt_oss",
+    "phi3",
+)
+THROUGH_TRANSFORMERS = ("vaultgemma",)
 FAMILIES = NATIVE + THROUGH_TRANSFORMERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -153,6 +153,17 @@ def test_embeddings_of_layers_are_refused_on_several_stages(family: str) -> None
         ParallelEngine(checkpoint(family), pipeline_parallel_size=2)
 
 
+def test_stages_divide_layers_that_share_keys_within_one(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 4
+    shape = {"num_hidden_layers": 8, "layer_types": kinds, "hidden_size_per_layer_input": 0}
+    path = make_checkpoint("gemma4_shared", tmp_path / "2", **shape, num_kv_shared_layers=2)
+    _check(path, 1, 2)
+    path = make_checkpoint("gemma4_shared", tmp_path / "4", **shape, num_kv_shared_layers=4)
+    expected = "layer 4 attends to keys and values of layer 2, which 2 stages separate"
+    with pytest.raises(InvalidOption, match=expected):
+        ParallelEngine(path, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize("family", ["llama_tied", "qwen2", "gpt2", "opt_350m"])
 def test_two_stages_agree_with_one_rank_to_the_bit(family: str) -> None:
     _check(checkpoint(family), 1, 2)

@@ -1,5 +1,6 @@
-"""Gemma 4: norms of values, too, heads of other sizes in layers with full attention, keys that are
-values before their norms, layers that share keys and values, and embeddings of each layer."""
+"""Gemma 4: experts beside the MLP, norms of values, too, heads of other sizes in layers with full
+attention, keys that are values before their norms, layers that share keys and values, and
+embeddings of each layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder import (
     AttentionSpec,
     DecoderSettings,
+    FeedForwardSpec,
     LayerSpec,
     MLPSpec,
     NormPlace,
@@ -26,7 +28,10 @@ from worker_service.models.decoder_families.common import (
     layer_types,
     require,
     rotary_of,
+    routing,
 )
+from worker_service.models.dense_and_experts import DenseAndExpertsSpec
+from worker_service.models.experts import ExpertsSpec, ExpertStorage
 from worker_service.models.per_layer import PerLayerSpec
 
 _NAMES = NAMES | by_lines("""
@@ -35,6 +40,19 @@ feed_forward_norm         pre_feedforward_layernorm
 feed_forward_output_norm  post_feedforward_layernorm
 scalar                    layer_scalar
 """)
+_BESIDE_EXPERTS = by_lines("""
+feed_forward.dense_norm           pre_feedforward_layernorm
+feed_forward.dense.up             mlp.gate_proj mlp.up_proj
+feed_forward.dense.down           mlp.down_proj
+feed_forward.dense_output_norm    post_feedforward_layernorm_1
+feed_forward.router_norm          router.scale
+feed_forward.experts_norm         pre_feedforward_layernorm_2
+feed_forward.experts.router       router.proj
+feed_forward.experts.factors      router.per_expert_scale
+feed_forward.experts.experts      experts.gate_up_proj experts.down_proj
+feed_forward.experts_output_norm  post_feedforward_layernorm_2
+""")
+_OF_DENSE = ("feed_forward_norm", "feed_forward.up", "feed_forward.down")
 _PER_LAYER = by_lines("""
 per_layer.gate        per_layer_input_gate
 per_layer.projection  per_layer_projection
@@ -49,9 +67,7 @@ _ROPE: Mapping[str, Mapping[str, Any]] = {
 
 
 def gemma4_settings(config: Config) -> DecoderSettings:
-    """The text model of Gemma 4 without experts."""
-    if config.get("enable_moe_block", False):
-        raise NotNative("enable_moe_block")
+    """The text model of Gemma 4."""
     if config.get("use_bidirectional_attention") == "all":
         raise NotNative("use_bidirectional_attention")
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6))
@@ -62,21 +78,15 @@ def gemma4_settings(config: Config) -> DecoderSettings:
         _attention(config, index, kind, norm, source)
         for index, (kind, source) in enumerate(zip(kinds, sources, strict=True))
     ]
-    per_layer, inner_size = _per_layer(config, norm), config["intermediate_size"]
-    is_wide, activation = (
-        config.get("use_double_wide_mlp", False),
-        config.get("hidden_activation", "gelu_pytorch_tanh"),
-    )
+    per_layer, has_experts = _per_layer(config, norm), bool(config.get("enable_moe_block", False))
     layers = [
         LayerSpec(
             attention=attention,
-            feed_forward=MLPSpec(
-                inner_size=inner_size * (2 if is_wide and source is not None else 1),
-                activation=activation,
-            ),
+            feed_forward=_feed_forward(config, norm, source, has_experts=has_experts),
             norm=norm,
+            norms_feed_forward=not has_experts,
             norm_place=NormPlace.AROUND,
-            names=_names(config, kind, source, per_layer),
+            names=_names(config, kind, source, per_layer, has_experts=has_experts),
             per_layer=per_layer,
             has_scalar=True,
         )
@@ -99,12 +109,41 @@ def _k_is_v(config: Config, kind: str) -> bool:
 
 
 def _names(
-    config: Config, kind: str, source: int | None, per_layer: PerLayerSpec | None
+    config: Config,
+    kind: str,
+    source: int | None,
+    per_layer: PerLayerSpec | None,
+    *,
+    has_experts: bool,
 ) -> dict[str, str]:
     names = _NAMES if per_layer is None else _NAMES | _PER_LAYER
+    if has_experts:
+        names = {path: name for path, name in names.items() if path not in _OF_DENSE}
+        names |= _BESIDE_EXPERTS
     if source is not None:
         return names | _SHARES
     return names | _K_IS_V if _k_is_v(config, kind) else names
+
+
+def _feed_forward(
+    config: Config, norm: NormSpec, source: int | None, *, has_experts: bool
+) -> FeedForwardSpec:
+    is_wide = config.get("use_double_wide_mlp", False) and source is not None
+    activation = config.get("hidden_activation", "gelu_pytorch_tanh")
+    inner_size = config["intermediate_size"] * (2 if is_wide else 1)
+    dense = MLPSpec(inner_size=inner_size, activation=activation)
+    if not has_experts:
+        return dense
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config["num_experts"], num_chosen=config["top_k_experts"], normalizes=True
+        ),
+        inner_size=config["moe_intermediate_size"],
+        activation=activation,
+        has_factors=True,
+        storage=ExpertStorage.STACK,
+    )
+    return DenseAndExpertsSpec(dense=dense, experts=experts, norm=norm)
 
 
 def _attention(

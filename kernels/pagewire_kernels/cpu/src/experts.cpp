@@ -154,6 +154,7 @@ void route(const RouteTask& task, int64_t row) {
   for (int64_t i = 0; i < task.num_chosen; ++i) {
     const float weight = of_chosen.numbers[i];
     weights[i] = (task.normalizes ? weight / sum : weight) * task.scale;
+    if (task.factors != nullptr) weights[i] *= task.factors[chosen[i]];
   }
 }
 

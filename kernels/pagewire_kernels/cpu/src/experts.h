@@ -34,6 +34,7 @@ struct RouteTask : Task {
   const float* logits;  // [*num_rows, num_experts]
   int64_t logits_stride;
   const float* bias;  // [num_experts], which is added to scores for the choice alone; or null
+  const float* factors;  // [num_experts], of the weights at the end; or null
   ExpertPlan* plan;
   int64_t num_experts;
   int64_t num_chosen;
