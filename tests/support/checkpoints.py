@@ -375,6 +375,34 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_LATENT, **{k: v for k, v in _SCORED_MOE.items() if k != "first_k_dense_replace"}},
     ),
     "youtu": ("YoutuConfig", "YoutuForCausalLM", _LATENT),
+    "minicpm3": (
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {
+            **_LATENT,
+            "v_head_dim": None,
+            "attention_bias": True,
+            "scale_emb": 3,
+            "scale_depth": 0.9,
+            "dim_model_base": 32,
+        },
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        {
+            **_LATENT,
+            **_SCORED_MOE,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.5,
+            ),
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",

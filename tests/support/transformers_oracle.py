@@ -13,13 +13,20 @@ class Oracle:
     """A checkpoint's model as the library runs it, one sequence at a time."""
 
     def __init__(self, path: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
+        from transformers import AutoConfig
 
         # The eager attention of Falcon adds ALiBi biases twice.
-        has_alibi = getattr(AutoConfig.from_pretrained(path), "alibi", False)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            path, attn_implementation="sdpa" if has_alibi else "eager", dtype=torch.float32
-        ).eval()
+        config = AutoConfig.from_pretrained(path)
+        has_alibi = getattr(config, "alibi", False)
+        # Not all classes are among those of AutoModelForCausalLM.
+        self.model: Any = (
+            getattr(transformers, config.architectures[0])
+            .from_pretrained(
+                path, attn_implementation="sdpa" if has_alibi else "eager", dtype=torch.float32
+            )
+            .eval()
+        )
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:

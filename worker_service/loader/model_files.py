@@ -201,6 +201,7 @@ _TEXT_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }
 """Text models of multimodal ones that can be served alone, by `model_type`."""

@@ -7,6 +7,7 @@ those of values, between which attention has a single head of keys, whose first 
 values. Prefills, chunks and decodes compute the same products, so a row has the same bits in each.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ from worker_service.models.layers import (
 )
 from worker_service.models.linear import Linear, PackedHeads, RowParallelLinear, pack_heads
 from worker_service.models.native import LayerInputs
+
+_MAX_SCALED = 32
+"""Elements of a query that are scaled together: the tables of factors are half as wide."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +136,11 @@ class LatentAttention(nn.Module):
         self.paged = PagedAttention(kernels.attention, scale=s.scale)
         self._spec, self._rotary, self._kernels = s, rotary, kernels.layers
         self._parts = first.size, latents.size
+        self._scales: tuple[Tensor, Tensor] | None = None
+        self._scaled_size = math.gcd(head_dim, _MAX_SCALED)
+        if rotary.scales_queries:
+            assert head_dim % 2 == 0, "the kernel that scales them rotates pairs"
+            self._scales = rotary.query_scales(self._scaled_size)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
@@ -147,6 +156,9 @@ class LatentAttention(nn.Module):
         query, latents = self.inputs(x).split_with_sizes(self._parts, 1)
         if self.query is not None and self.query_norm is not None:
             query = self.query(self.query_norm(query))
+        if self._scales is not None:
+            parts = query.unflatten(1, (-1, self._scaled_size))
+            self._kernels.rotate(parts, parts[:, :0], inputs.positions, *self._scales)
         heads = query.unflatten(1, (-1, s.key_dim + s.rotary_dim))
         query = self.expansion.absorb(heads[:, :, : s.key_dim])
         cache, _ = inputs.caches

@@ -346,6 +346,7 @@ class RotaryTable:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._settings = settings
         angles = _angles(settings, num_positions)
         factor = _attention_factor(settings, num_positions)
 
@@ -373,6 +374,13 @@ class RotaryTable:
         """Cosines and sines of the same positions that rotate nothing: [num_positions, 1] each."""
         ones = torch.ones_like(self.cos[:, :1])
         return ones, torch.zeros_like(ones)
+
+    def query_scales(self, size: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the same positions that rotate nothing, and scale all elements of
+        queries, seen as heads of this many: [num_positions, size // 2] each."""
+        shape = len(self.cos), size // 2
+        scales = _query_scales(self._settings, len(self.cos)).to(self.cos)
+        return scales[:, None].expand(shape).contiguous(), self.cos.new_zeros(shape)
 
 
 def _query_scales(settings: RotarySettings, num_positions: int) -> Tensor:

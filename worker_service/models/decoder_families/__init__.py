@@ -36,6 +36,7 @@ from worker_service.models.decoder_families.latent import (
     glm4_moe_lite_settings,
     youtu_settings,
 )
+from worker_service.models.decoder_families.latent_kin import minicpm3_settings, mistral4_settings
 from worker_service.models.decoder_families.lfm2 import lfm2_moe_settings, lfm2_settings
 from worker_service.models.decoder_families.llama import llama_settings
 from worker_service.models.decoder_families.llama4 import llama4_settings
@@ -93,6 +94,8 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "DeepseekV3ForCausalLM": deepseek_v3_settings,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite_settings,
     "YoutuForCausalLM": youtu_settings,
+    "MiniCPM3ForCausalLM": minicpm3_settings,
+    "Mistral4ForCausalLM": mistral4_settings,
     "OlmoeForCausalLM": olmoe_settings,
     "GraniteMoeForCausalLM": granite_moe_settings,
     "MiniMaxM2ForCausalLM": minimax_m2_settings,

@@ -3,7 +3,7 @@ attention, with experts as in GLM-4.5, or an MLP. Layers after the last one pred
 and are not used."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
@@ -19,7 +19,7 @@ from worker_service.models.decoder_families.common import (
     routing,
 )
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
-from worker_service.models.experts import ExpertsSpec, SharedSpec
+from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
 from worker_service.models.latent_attention import LatentAttentionSpec
 from worker_service.models.layers import RotarySettings
 
@@ -62,7 +62,7 @@ def deepseek_v2_settings(config: Config) -> DecoderSettings:
     require(config, "mlp_bias", False)
     method = require(config, "topk_method", "greedy", "group_limited_greedy")
     has_groups = method == "group_limited_greedy"
-    experts = _experts(
+    experts = experts_of(
         config,
         num_experts=64,
         num_shared=2,
@@ -72,14 +72,14 @@ def deepseek_v2_settings(config: Config) -> DecoderSettings:
         num_groups=config["n_group"] if has_groups else 1,
         num_chosen_groups=config["topk_group"] if has_groups else 1,
     )
-    return _latent_decoder(config, _first_dense(config, experts, 0))
+    return latent_decoder(config, first_dense(config, experts, 0))
 
 
 def deepseek_v3_settings(config: Config) -> DecoderSettings:
     """DeepSeek-V3, whose experts are chosen as in GLM-4.5."""
     _require_rotary_heads(config)
     experts = _scored_experts(config, num_experts=256, num_groups=8, num_chosen_groups=4, scale=2.5)
-    return _latent_decoder(config, _first_dense(config, experts, 3))
+    return latent_decoder(config, first_dense(config, experts, 3))
 
 
 def glm4_moe_lite_settings(config: Config) -> DecoderSettings:
@@ -96,7 +96,7 @@ def glm4_moe_lite_settings(config: Config) -> DecoderSettings:
         )
     dense = gated_mlp(config, bias=False)
     parts = [experts if kind == "sparse" else dense for kind in kinds]
-    return _latent_decoder(config, parts, query_latent_dim=768, eps=1e-5)
+    return latent_decoder(config, parts, query_latent_dim=768, eps=1e-5)
 
 
 def youtu_settings(config: Config) -> DecoderSettings:
@@ -104,7 +104,7 @@ def youtu_settings(config: Config) -> DecoderSettings:
     _require_rotary_heads(config)
     parts = [gated_mlp(config, bias=False)] * config["num_hidden_layers"]
     is_tied = bool(config.get("tie_word_embeddings", True))
-    return _latent_decoder(config, parts, tie_word_embeddings=is_tied)
+    return latent_decoder(config, parts, tie_word_embeddings=is_tied)
 
 
 def _require_rotary_heads(config: Config) -> None:
@@ -112,18 +112,22 @@ def _require_rotary_heads(config: Config) -> None:
     require(config, "head_dim", config.get("qk_rope_head_dim", 64))
 
 
-def _latent_decoder(
+def latent_decoder(
     config: Config,
     parts: Sequence[FeedForwardSpec],
     *,
     query_latent_dim: int = 1536,
     eps: float = 1e-6,
-    tie_word_embeddings: bool | None = None,
+    residual_multiplier: float = 1.0,
+    rotary_is_partial: bool = False,
+    expert_names: Mapping[str, str] = _EXPERT_NAMES,
+    **others: Any,
 ) -> DecoderSettings:
     """parts: what follows attention, by layer; query_latent_dim, eps: defaults;
-    tie_word_embeddings: None for the value of the usual key."""
+    rotary_is_partial: whether the rotary embedding is that of a part of each head, not of heads of
+    their own; expert_names: of layers with experts; others: further settings of the decoder."""
     norm = NormSpec(eps=config.get("rms_norm_eps", eps))
-    attention = _attention(config, query_latent_dim)
+    attention = _attention(config, query_latent_dim, rotary_is_partial=rotary_is_partial)
     names = _NAMES
     if attention.query_latent_dim is None:
         names = {path: name for path, name in names.items() if "query" not in path} | _DIRECT
@@ -135,24 +139,35 @@ def _latent_decoder(
         if isinstance(part, ExpertsSpec):
             unused = () if part.corrects else ("feed_forward.correction",)
             shared = SHARED_NAMES if part.shared is not None else {}
-            of_part = {k: v for k, v in (_EXPERT_NAMES | shared).items() if k not in unused}
-        return LayerSpec(attention=attention, feed_forward=part, norm=norm, names=names | of_part)
+            of_part = {k: v for k, v in {**expert_names, **shared}.items() if k not in unused}
+        return LayerSpec(
+            attention=attention,
+            feed_forward=part,
+            norm=norm,
+            names=names | of_part,
+            residual_multiplier=residual_multiplier,
+        )
 
-    others = {} if tie_word_embeddings is None else {"tie_word_embeddings": tie_word_embeddings}
     layers = [layer(part) for part in parts]
     return decoder_of(config, layers, norm, ignores_further_layers=True, **others)
 
 
-def _attention(config: Config, query_latent_dim: int) -> LatentAttentionSpec:
+def _attention(
+    config: Config, query_latent_dim: int, *, rotary_is_partial: bool
+) -> LatentAttentionSpec:
     rotary_dim, key_dim = config.get("qk_rope_head_dim", 64), config.get("qk_nope_head_dim", 128)
+    head_dim = key_dim + rotary_dim if rotary_is_partial else rotary_dim
+    partial = rotary_dim / head_dim
     query_latent = config.get("q_lora_rank", query_latent_dim)
     has_bias = bool(config.get("attention_bias", False))
     if has_bias and query_latent is None:
         raise NotNative("attention_bias without q_lora_rank")
-    rotary = rotary_of(config, rotary_dim)
+    rotary = rotary_of(config, head_dim, partial=partial)
     if rotary.rotary_dim != rotary_dim:
-        got = rotary.parameters["partial_rotary_factor"]
-        raise UnsupportedModel(f"config.json: partial_rotary_factor: expected 1, got {got}")
+        got = rotary.parameters.get("partial_rotary_factor", 1)
+        raise UnsupportedModel(
+            f"config.json: partial_rotary_factor: expected {partial:g}, got {got}"
+        )
     return LatentAttentionSpec(
         num_heads=config["num_attention_heads"],
         latent_dim=config.get("kv_lora_rank", 512),
@@ -178,7 +193,7 @@ def _extension_factor(rotary: RotarySettings) -> float:
     return (0.1 * weight * math.log(factor) + 1.0) ** 2
 
 
-def _first_dense(config: Config, experts: ExpertsSpec, default: int) -> list[FeedForwardSpec]:
+def first_dense(config: Config, experts: ExpertsSpec, default: int) -> list[FeedForwardSpec]:
     """Parts by layer, of which the first ones are MLPs."""
     require(config, "moe_layer_freq", 1)
     num_dense, dense = config.get("first_k_dense_replace", default), gated_mlp(config, bias=False)
@@ -192,7 +207,7 @@ def _scored_experts(
     defaults."""
     require(config, "scoring_func", "sigmoid")
     require(config, "topk_method", "noaux_tc")
-    return _experts(
+    return experts_of(
         config,
         num_experts=num_experts,
         num_shared=1,
@@ -207,8 +222,15 @@ def _scored_experts(
     )
 
 
-def _experts(
-    config: Config, *, num_experts: int, num_shared: int, inner_size: int, **numbers: Any
+def experts_of(
+    config: Config,
+    *,
+    num_experts: int,
+    num_shared: int,
+    inner_size: int,
+    storage: ExpertStorage = ExpertStorage.SEPARATE,
+    has_float_router: bool = True,
+    **numbers: Any,
 ) -> ExpertsSpec:
     """num_experts, num_shared, inner_size: defaults; numbers: others of the routing."""
     size = config.get("moe_intermediate_size", inner_size)
@@ -223,5 +245,6 @@ def _experts(
         activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=shared) if shared else None,
         corrects=numbers["scoring"] == "sigmoid",
-        has_float_router=True,
+        has_float_router=has_float_router,
+        storage=storage,
     )

@@ -1,0 +1,63 @@
+"""MiniCPM3 and Mistral 4: latent attention as in DeepSeek, with the multipliers of MiniCPM, or with
+queries that are scaled by their positions, and experts that are chosen by the softmax of their
+scores."""
+
+from collections import ChainMap
+from typing import Any, cast
+
+from worker_service.models.decoder import DecoderSettings
+from worker_service.models.decoder_families.common import Config, by_lines, gated_mlp, with_keys
+from worker_service.models.decoder_families.latent import experts_of, first_dense, latent_decoder
+from worker_service.models.experts import ExpertStorage
+
+_STACK_NAMES = by_lines("""
+feed_forward.router   mlp.gate
+feed_forward.experts  mlp.experts.gate_up_proj mlp.experts.down_proj
+""")
+
+
+def minicpm3_settings(config: Config) -> DecoderSettings:
+    """MiniCPM3, of which each part, embeddings and logits have factors. Its `head_dim` is not used,
+    as in `transformers`."""
+    config.get("head_dim")
+    num_layers, size = config["num_hidden_layers"], config["hidden_size"]
+    value_dim = config.get("v_head_dim") or size // config["num_attention_heads"]
+    defaults = with_keys(config, {}, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32)
+    values = ChainMap({"v_head_dim": value_dim, "rope_interleave": False}, cast(Any, defaults))
+    depth = config.get("scale_depth", 1.4)
+    return latent_decoder(
+        values,
+        [gated_mlp(config)] * num_layers,
+        query_latent_dim=768,
+        eps=1e-5,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
+        residual_multiplier=1.0 if depth is None else depth / num_layers**0.5,
+        embedding_scale=float(config.get("scale_emb", 12)),
+        logits_scale=(config.get("dim_model_base", 256) or size) / size,
+    )
+
+
+def mistral4_settings(config: Config) -> DecoderSettings:
+    """The text model of Mistral 4."""
+    experts = experts_of(
+        config,
+        num_experts=128,
+        num_shared=1,
+        inner_size=2048,
+        scoring="softmax",
+        normalizes=bool(config.get("norm_topk_prob", True)),
+        epsilon=1e-20,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
+        num_groups=config.get("n_group", 1),
+        num_chosen_groups=config.get("topk_group", 1),
+        num_best=2,
+        storage=ExpertStorage.STACK,
+        has_float_router=False,
+    )
+    return latent_decoder(
+        with_keys(config, {}, kv_lora_rank=256, qk_nope_head_dim=64),
+        first_dense(config, experts, 0),
+        query_latent_dim=1024,
+        rotary_is_partial=True,
+        expert_names=_STACK_NAMES,
+    )
