@@ -28,10 +28,18 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.json_lines import LineProcess
 from benchmarks.machine import ForeignLoad
-from benchmarks.steady_core import GROWTH_TOKENS, PREFILL_TOKENS, Queue, SteadyCore, StepTimes
+from benchmarks.steady_core import (
+    GROWTH_TOKENS,
+    PREFILL_TOKENS,
+    Queue,
+    SteadyCore,
+    StepTimes,
+    pauses_ms,
+)
 from benchmarks.tables import publish, script_parser
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording_file import RecordingWriter
+from service_common.garbage import survivors_exempted
 
 BUDGETS_US = {(256, 0): 500.0, (4096, 0): 8000.0, (256, 3): 700.0}
 """Limits for a step's CPU time, by its running sequences and the drafts of each."""
@@ -99,28 +107,35 @@ def measure(
 
     record_to: file to which a second core records its steps.
     """
-    ours, recording = SteadyCore(queue), None
-    without_window = SteadyCore(replace(queue, window=0)) if queue.window else None
-    if record_to is not None:
-        writer = RecordingWriter(record_to)
-        recording = SteadyCore(queue, lambda config: RecordingCore(config, writer))
-    rival = vllm if (queue.num_groups, queue.num_drafts, queue.window) == (1, 0, 0) else None
-    if rival is not None:
-        rival.prepare(queue)
     times: list[StepTimes] = []
     simpler: list[StepTimes] = []
     recorded: list[StepTimes] = []
     rivals: list[VllmTimes] = []
-    while len(times) < num_steps:
-        num_rounds = -(-TURN_STEPS // queue.num_groups)
-        for core, of_core in ((ours, times), (without_window, simpler), (recording, recorded)):
-            if core is not None:
-                of_core += [step for _ in range(num_rounds) for step in core.round()]
+    with pauses_ms() as default_pauses:
+        SteadyCore(queue)
+    with survivors_exempted(), pauses_ms() as pauses:
+        ours, recording = SteadyCore(queue), None
+        without_window = SteadyCore(replace(queue, window=0)) if queue.window else None
+        if record_to is not None:
+            writer = RecordingWriter(record_to)
+            recording = SteadyCore(queue, lambda config: RecordingCore(config, writer))
+        rival = vllm if (queue.num_groups, queue.num_drafts, queue.window) == (1, 0, 0) else None
         if rival is not None:
-            rivals += rival.steps(TURN_STEPS)
-    if recording is not None:
-        writer.close()
-    return _row(queue, times, simpler, rivals, recorded)
+            rival.prepare(queue)
+        while len(times) < num_steps:
+            num_rounds = -(-TURN_STEPS // queue.num_groups)
+            for core, of_core in ((ours, times), (without_window, simpler), (recording, recorded)):
+                if core is not None:
+                    of_core += [step for _ in range(num_rounds) for step in core.round()]
+            if rival is not None:
+                rivals += rival.steps(TURN_STEPS)
+        if recording is not None:
+            writer.close()
+    row = _row(queue, times, simpler, rivals, recorded)
+    return row | {
+        "longest_pause_ms": round(max(pauses), 1),
+        "default_longest_pause_ms": round(max(default_pauses), 1),
+    }
 
 
 def _row(
@@ -172,6 +187,8 @@ COLUMNS = {
     "all_us": "all, µs",
     "all_us_per_row": "all per row, µs",
     "budget_us": "budget, µs",
+    "longest_pause_ms": "longest pause for garbage, ms",
+    "default_longest_pause_ms": "by Python's defaults, ms",
 }
 OF_VLLM = {
     "vllm_deciding_us": "vLLM deciding, µs",

@@ -1,10 +1,11 @@
 """Scheduler cores in steady decoding, without workers, timed step by step."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import compress, pairwise
-from time import thread_time_ns
+from time import perf_counter_ns, thread_time_ns
 
 from pagewire.v1.plan_pb2 import StepResult as StepResultMessage
 from pagewire.v1.sampling_pb2 import SamplerParams
@@ -90,6 +91,26 @@ class StepTimes:
     def total(self) -> float:
         """Time of the whole step."""
         return self.deciding + self.serializing
+
+
+@contextmanager
+def pauses_ms() -> Iterator[list[float]]:
+    """Milliseconds of garbage collections, one by one, while the context is open."""
+    found: list[float] = []
+    began = 0
+
+    def observe(phase: str, _info: object) -> None:
+        nonlocal began
+        if phase == "start":
+            began = perf_counter_ns()
+        else:
+            found.append((perf_counter_ns() - began) / 1e6)
+
+    gc.callbacks.append(observe)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(observe)
 
 
 class SteadyCore:

@@ -12,6 +12,7 @@ It depends on neither: no messages of `pagewire.v1`, no tensors.
 | `config_flags` | command lines, whose flags are derived from configuration dataclasses |
 | `prometheus`, `metrics_server` | metrics and histograms; the port that Prometheus scrapes |
 | `logging_config`, `tracing` | log lines, spans |
+| `garbage` | short pauses for Python's garbage collector |
 | `chat_parsers` | names of the formats of reasoning and tool calls |
 | `lark`, `token_bytes` | grammars of constraints; the bytes of tokens |
 | `watched_files`, `version` | files that are reread when they change, the version |

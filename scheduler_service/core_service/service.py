@@ -25,6 +25,7 @@ from scheduler_service.errors import Unavailable
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
+from service_common.garbage import survivors_exempted
 from service_common.prometheus import LoopCollector, make_registry, published
 from service_common.tracing import Tracing, make_tracing
 from service_common.version import VERSION
@@ -43,10 +44,11 @@ async def serve(config: CoreServiceConfig) -> None:
         make_core_service(config) as service,
         published(make_registry(LoopCollector(service.metrics.collect)), config.metrics),
     ):
-        await run_until_first(
-            service.runner.wait_for_signal(service.frontends.refuse_requests), service.failed()
-        )
-        await service.finish_requests(config.grace_period_s)
+        with survivors_exempted():
+            await run_until_first(
+                service.runner.wait_for_signal(service.frontends.refuse_requests), service.failed()
+            )
+            await service.finish_requests(config.grace_period_s)
 
 
 @dataclass(eq=False)

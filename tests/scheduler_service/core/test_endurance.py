@@ -17,6 +17,9 @@ from scheduler_service.core import (
     StepResult,
 )
 from scheduler_service.core.inspection import MAX_ENDED
+from scheduler_service.core.kv_cache.block_pool import Contents
+from scheduler_service.core.kv_cache.block_table import SequenceTables
+from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.errors import DeadlineUnreachable, DuplicateRequest, PromptTooLong
 from tests.support.core_driver import make_capacity, make_request
 from tests.support.symbolic_worker import logprobs_of
@@ -186,6 +189,29 @@ def test_a_thousand_requests_leave_nothing_behind() -> None:
     assert traffic.num_refused > 10
     assert traffic.num_failed > 10
     assert traffic.core.snapshot().num_preemptions > 25
+
+
+@pytest.fixture
+def garbage() -> Iterator[list[object]]:
+    """What only a garbage collection finds to be unreachable, from now on."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    yield gc.garbage
+    gc.set_debug(0)
+    gc.enable()
+    gc.garbage.clear()
+
+
+def test_only_refused_requests_leave_reference_cycles(garbage: list[object]) -> None:
+    """An error that is raised refers to the frames that it passed, and they to the request. They
+    are garbage at once, so that no full collection exempts them from later ones."""
+    traffic = Traffic()
+    traffic.serve(700)
+    gc.collect()
+    num_groups = sum(isinstance(thing, SequenceGroup) for thing in garbage)
+    assert 0 < num_groups <= traffic.num_refused < 50 < traffic.num_finished
+    assert not any(isinstance(thing, Contents | SequenceTables) for thing in garbage)
 
 
 @pytest.mark.long

@@ -1,0 +1,33 @@
+"""What survives a full garbage collection is exempt from later ones, while that is wanted."""
+
+import gc
+
+from service_common.garbage import survivors_exempted
+
+
+class Node:
+    """An object that can be in a reference cycle."""
+
+    next: object = None
+
+
+def test_survivors_are_not_examined_again_and_other_cycles_are_still_freed() -> None:
+    kept = Node()
+    with survivors_exempted():
+        kept.next = later = [Node()]
+        gc.collect()
+        assert not any(thing is later for thing in gc.get_objects())
+        cycle = Node()
+        cycle.next = cycle
+        del cycle
+        assert gc.collect() == 1
+        assert not any(isinstance(thing, Node) for thing in gc.get_objects())
+    assert any(thing is kept for thing in gc.get_objects())
+
+
+def test_the_collector_is_as_before_in_the_end() -> None:
+    before = gc.get_threshold(), list(gc.callbacks)
+    with survivors_exempted():
+        assert (gc.get_threshold(), list(gc.callbacks)) != before
+    assert (gc.get_threshold(), list(gc.callbacks)) == before
+    assert gc.get_freeze_count() == 0
