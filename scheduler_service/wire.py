@@ -19,11 +19,18 @@ from pagewire.v1 import (
     pooling_pb2,
     sampling_pb2,
     scheduler_service_pb2,
+    worker_service_pb2,
 )
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.columns import from_column, from_columns
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.config import CacheGroup, CacheLifetime, PoolingHead, PoolingType
+from scheduler_service.core.config import (
+    CacheGroup,
+    CacheLifetime,
+    KeptSequence,
+    PoolingHead,
+    PoolingType,
+)
 from scheduler_service.core.context import DIGEST_BYTES, ContextKind, ContextPart
 from scheduler_service.core.request import (
     EngineOutputs,
@@ -309,6 +316,21 @@ def _decode_generation(generation: scheduler_service_pb2.Generation) -> Generati
             if generation.HasField("num_speculative_tokens")
             else None
         ),
+    )
+
+
+def decode_kept_sequence(message: worker_service_pb2.KeptSequence, path: str) -> KeptSequence:
+    """What a worker holds of a sequence of an earlier core. Raises InvalidArgument."""
+    return KeptSequence(
+        token_ids=from_columns(message, path)["token_ids"],
+        context=tuple(
+            _decode_context_part(part, f"{path}context[{index}].")
+            for index, part in enumerate(message.context)
+        ),
+        tables={
+            table.group: (table.first_index, from_columns(table, path)["block_ids"])
+            for table in message.tables
+        },
     )
 
 

@@ -335,6 +335,16 @@ class CachedEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptSequence:
+    """What the caches hold of a sequence; `worker_service.proto` explains it."""
+
+    seq_id: int
+    token_ids: Int32Array
+    context: tuple[ContextPart, ...]
+    tables: tuple[BlockTable, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
     """The operations and rows of one step, including columns that the message omits."""
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 
+from scheduler_service.core.context import Context
+
 MAX_LOOKAHEAD = 255
 """Maximum number of drafts of a row: a plan has one byte for it."""
 
@@ -325,6 +327,19 @@ class CacheGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptSequence:
+    """What a group's caches still hold of a sequence of an earlier core."""
+
+    token_ids: list[int]
+    """Its first tokens, those whose KV is there."""
+    context: Context
+    tables: dict[int, tuple[int, list[int]]]
+    """By cache group: index of the first block, and the blocks from there on."""
+    is_exact: bool = True
+    """Whether states are those after exactly these tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KeptBlocks:
     """What a group's workers have recorded of earlier caches, which they still hold."""
 
@@ -335,6 +350,8 @@ class KeptBlocks:
     keys: bytes = b""
     stale: list[int] = field(default_factory=list)
     """First blocks of entries that some ranks have, or all have differently."""
+    sequences: list[KeptSequence] = field(default_factory=list)
+    """Those that the last core had there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,23 +1,36 @@
-"""Reads the records of an earlier core from the workers of a group."""
+"""Reads what an earlier core has left in the caches of a group's workers."""
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.columns import from_columns
-from scheduler_service.core.config import KeptBlocks
+from scheduler_service.core.config import KeptBlocks, KeptSequence
 from scheduler_service.core.kv_cache.block_pool import KEY_BYTES
 from scheduler_service.core.kv_cache.records import rows_by_entry
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.tasks import run_all
+from scheduler_service.wire import decode_kept_sequence
 
 logger = logging.getLogger(__name__)
 
 Entries: TypeAlias = dict[int, tuple[list[int], bytes]]
 """Rows and keys by first block."""
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one rank has recorded."""
+
+    key_seed: int | None = None
+    """None if it has recorded nothing."""
+    entries: Entries = field(default_factory=dict)
+    sequences: dict[int, KeptSequence] = field(default_factory=dict)
+    """By their number in the last stream."""
 
 
 async def read_kept_blocks(
@@ -27,40 +40,64 @@ async def read_kept_blocks(
     return common_blocks(await run_all(*(_read(stub, epoch, timeout_s) for stub in stubs)))
 
 
-def common_blocks(ranks: Sequence[tuple[int | None, Entries]]) -> KeptBlocks:
-    """What the ranks have in common of their seeds and entries. They have executed the same plans,
-    but not all have executed the last ones."""
-    seeds = {seed for seed, _ in ranks}
+def common_blocks(ranks: Sequence[RankReport]) -> KeptBlocks:
+    """What the ranks' reports have in common. They have executed the same plans, but not all have
+    executed the last ones."""
+    seeds = {rank.key_seed for rank in ranks}
     if len(seeds) > 1 or None in seeds:
         if len(seeds) > 1:
             logger.warning("cached blocks are not used reason=ranks have different key seeds")
         return KeptBlocks()
-    first, *others = (entries for _, entries in ranks)
+    first, *others = (rank.entries for rank in ranks)
     common = {b: e for b, e in first.items() if all(other.get(b) == e for other in others)}
-    stale = {block for _, entries in ranks for block in entries} - common.keys()
+    stale = {block for rank in ranks for block in rank.entries} - common.keys()
+    shared = set.intersection(*(set(rank.sequences) for rank in ranks))
     return KeptBlocks(
         key_seed=seeds.pop(),
+        sequences=[common_sequence([r.sequences[n] for r in ranks]) for n in sorted(shared)],
         blocks=[number for rows, _ in common.values() for number in rows],
         keys=b"".join(keys for _, keys in common.values()),
         stale=sorted(stale),
     )
 
 
-async def _read(
-    stub: WorkerServiceStub, epoch: int, timeout_s: float
-) -> tuple[int | None, Entries]:
-    """One rank's seed and entries; nothing if they are malformed."""
-    seed: int | None = None
-    entries: Entries = {}
+def common_sequence(ranks: Sequence[KeptSequence]) -> KeptSequence:
+    """What the ranks' reports of one sequence have in common: fewer tokens and blocks, if a rank
+    has executed fewer steps."""
+    first, *others = ranks
+    if all(other == first for other in others):
+        return first
+    token_ids = list(_common_prefix([rank.token_ids for rank in ranks]))
+    tables = {}
+    for number in set.intersection(*(set(rank.tables) for rank in ranks)):
+        start = max(rank.tables[number][0] for rank in ranks)
+        blocks = [rank.tables[number][1][start - rank.tables[number][0] :] for rank in ranks]
+        tables[number] = start, list(_common_prefix(blocks))
+    return KeptSequence(token_ids=token_ids, context=first.context, tables=tables, is_exact=False)
+
+
+def _common_prefix(columns: Sequence[Sequence[int]]) -> Iterator[int]:
+    for numbers in zip(*columns, strict=False):
+        if len(set(numbers)) > 1:
+            return
+        yield numbers[0]
+
+
+async def _read(stub: WorkerServiceStub, epoch: int, timeout_s: float) -> RankReport:
+    """One rank's report; an empty one if it is malformed."""
+    report = RankReport()
     request = pb.GetCachedBlocksRequest(epoch=epoch)
     async for message in stub.GetCachedBlocks(request, timeout=timeout_s):
-        seed = message.key_seed
+        report.key_seed = message.key_seed
         try:
-            entries.update(entries_of(message.blocks))
+            report.entries.update(entries_of(message.blocks))
+            for index, sequence in enumerate(message.sequences):
+                kept = decode_kept_sequence(sequence, f"sequences[{index}].")
+                report.sequences[sequence.seq_id] = kept
         except InvalidArgument as error:
             logger.warning("cached blocks are not used reason=%s", error)
-            return None, {}
-    return seed, entries
+            return RankReport()
+    return report
 
 
 def entries_of(message: plan_pb2.CachedBlocks) -> Iterator[tuple[int, tuple[list[int], bytes]]]:

@@ -16,9 +16,9 @@ NUM_TOKENS = 500
 BEFORE = 20
 """Tokens of every stream before something happens."""
 PROMPT_TOKENS = 300
-UNRECORDED = 96
-"""Tokens of a stream that a core's death may cost: they are recorded 64 at a time, in units of
-16, and those of the last steps are in no plan yet."""
+UNRECORDED = 16
+"""Tokens of a stream that a core's death may cost: those of its last block, if workers have
+computed more of it than streams have received."""
 
 
 @pytest.fixture

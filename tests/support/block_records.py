@@ -1,10 +1,12 @@
 """What a worker keeps of its caches when its core dies, for the next core."""
 
-from pagewire.v1 import plan_pb2
+from collections.abc import Iterable
+
+from pagewire.v1 import plan_pb2, worker_service_pb2
 from scheduler_service.core import StepPlan
 from scheduler_service.core.config import KeptBlocks
-from scheduler_service.core_service.kept_blocks import common_blocks, entries_of
-from scheduler_service.wire import encode_plan
+from scheduler_service.core_service.kept_blocks import RankReport, common_blocks, entries_of
+from scheduler_service.wire import decode_kept_sequence, encode_plan
 from worker_service.engine.cached_blocks import CachedBlocks
 from worker_service.service.wire import decode_plan, encode_cached_blocks
 
@@ -27,11 +29,12 @@ class BlockRecords:
         self.records.begin(decoded)
         self.records.finish(decoded)
 
-    def kept(self) -> KeptBlocks:
-        """What the next core receives."""
+    def kept(self, sequences: Iterable[worker_service_pb2.KeptSequence] = ()) -> KeptBlocks:
+        """What the next core receives, with the worker's sequences."""
         message = encode_cached_blocks(list(self.records.entries()))
-        seed = self.records.key_seed if len(self.records) else None
-        return common_blocks([(seed, dict(entries_of(message)))])
+        of_worker = {one.seq_id: decode_kept_sequence(one, "") for one in sequences}
+        seed = self.records.key_seed if len(self.records) or of_worker else None
+        return common_blocks([RankReport(seed, dict(entries_of(message)), of_worker)])
 
 
 def _bytes_of(plan: StepPlan) -> bytes:

@@ -135,7 +135,8 @@ class CoreDriver:
         self.collect()
         records = None if former is None else former.records
         if records is not None:
-            capacity = replace(capacity, kept=records.kept())
+            assert former is not None
+            capacity = replace(capacity, kept=records.kept(former.worker.kept_sequences()))
         elif capacity.kept is not None:
             records = BlockRecords(capacity.num_gpu_blocks, capacity.num_cpu_blocks)
             records.records.key_seed = capacity.kept.key_seed

@@ -16,6 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from pagewire.columns import pack
+from pagewire.v1.context_pb2 import ContextKind as ContextKindMessage
+from pagewire.v1.context_pb2 import ContextPart as ContextPartMessage
+from pagewire.v1.plan_pb2 import BlockTable
 from pagewire.v1.pooling_pb2 import (
     POOLING_HEAD_CLASSIFIER,
     POOLING_TYPE_ALL,
@@ -24,6 +28,7 @@ from pagewire.v1.pooling_pb2 import (
     POOLING_TYPE_MEAN,
     PoolingParams,
 )
+from pagewire.v1.worker_service_pb2 import KeptSequence
 from scheduler_service.core import (
     ContextPart,
     NewSequence,
@@ -363,6 +368,52 @@ class SymbolicWorker:
             for slot, (history, step) in others.items():
                 if step <= former.num_results_taken:
                     slots[slot] = (history, 0)
+
+    def kept_sequences(self) -> list[KeptSequence]:
+        """What it reports of its sequences when its core has died: without the tokens of steps
+        whose results the core never got."""
+        return [
+            self._kept(seq)
+            for seq in self.sequences.values()
+            if seq.pooling is None
+            and len(seq.tokens) - seq.num_prompt_tokens != seq.sampling.fails_at
+        ]
+
+    def _kept(self, seq: WorkerSequence) -> KeptSequence:
+        end, tables = seq.num_computed, []
+        for number, group in enumerate(self.cache_groups):
+            first = group.first_needed(seq.num_computed) if group.has_tokens else 0
+            for position in range(first, end) if group.has_tokens else ():
+                if not self._is_confirmed(self._slot(seq, number, position)):
+                    end = position
+                    break
+        for number, (group, table) in enumerate(zip(self.cache_groups, seq.tables, strict=True)):
+            first = 0
+            if group.has_tokens:
+                first = group.first_needed(seq.num_computed) // group.block_tokens
+            blocks = [block for index, block in sorted(table.items()) if index >= first]
+            is_whole = end == seq.num_computed and self._is_confirmed((blocks[0], 0))
+            if is_whole or not group.is_state:
+                column = pack(blocks)
+                tables.append(BlockTable(group=number, first_index=first, block_ids=column))
+        return KeptSequence(
+            seq_id=seq.seq_id,
+            token_ids=pack(seq.tokens[:end]),
+            context=[
+                ContextPartMessage(
+                    kind=ContextKindMessage.ValueType(part.kind),
+                    digest=part.digest,
+                    start=part.start,
+                    length=part.length,
+                )
+                for part in seq.context
+            ],
+            tables=tables,
+        )
+
+    def _is_confirmed(self, slot: Slot) -> bool:
+        content = self.cache.get(slot)
+        return content is not None and content[1] <= self.num_results_taken
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:

@@ -3,12 +3,15 @@
 The worker does not read a record. It knows when one ends: a plan removes the record of a block
 before any plan writes to the block, so what is in flight when a core dies changes no recorded
 block.
+
+The last tokens of sequences are in no record yet when a core dies. So the sequences that the
+stream has then are kept, too, until the next stream's first plan.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from worker_service.errors import InvalidPlan
-from worker_service.plan import CachedEntry, StepPlan
+from worker_service.plan import CachedEntry, KeptSequence, StepPlan
 
 
 class CachedBlocks:
@@ -23,6 +26,8 @@ class CachedBlocks:
         """Of the recorded keys; None before the first core has sent one."""
         self._entries: dict[int, CachedEntry] = {}
         """By first block, ~b for host block b; the first recorded first."""
+        self.sequences: Sequence[KeptSequence] = ()
+        """Those of the last stream, once it has ended without a failure."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -32,12 +37,14 @@ class CachedBlocks:
         return iter(self._entries.values())
 
     def clear(self) -> None:
-        """Remove all records, because a step has failed: nobody knows what it has written."""
+        """Remove everything, because a step has failed: nobody knows what it has written."""
         self._entries.clear()
+        self.sequences = ()
 
     def begin(self, plan: StepPlan) -> None:
         """Remove the records that a plan ends; called before it is executed. Raises InvalidPlan
         for blocks that the caches do not have, and for records before the first seed."""
+        self.sequences = ()
         if plan.key_seed is not None:
             self._entries.clear()
             self.key_seed = plan.key_seed

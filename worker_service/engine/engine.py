@@ -6,7 +6,7 @@ epoch takes the worker over, and the caches and the stream of an older one are d
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NoReturn
 
 from worker_service.adapters.store import AdapterInfo
@@ -27,7 +27,7 @@ from worker_service.errors import (
     StaleEpoch,
     WorkerError,
 )
-from worker_service.plan import CachedEntry
+from worker_service.plan import CachedEntry, KeptSequence
 
 logger = logging.getLogger(__name__)
 
@@ -164,15 +164,17 @@ class Engine:
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
 
-    async def cached_blocks(self, epoch: int) -> tuple[int, list[CachedEntry]]:
-        """The seed of the keys, and the records that older epochs have left. Raises OutOfOrder
-        unless the epoch has caches and has had no stream."""
+    async def cached_blocks(
+        self, epoch: int
+    ) -> tuple[int, list[CachedEntry], Sequence[KeptSequence]]:
+        """The seed of the keys, the records that older epochs have left, and the sequences of the
+        last one. Raises OutOfOrder unless the epoch has caches and has had no stream."""
         self._check_loaded()
         if epoch != self.last_epoch or epoch == self._stream_epoch or self._runner is None:
             raise OutOfOrder(f"epoch {epoch} has no caches, or has had its stream")
         records = self._cached_blocks
         entries = await self._thread.run(lambda: list(records.entries()))
-        return records.key_seed or 0, entries
+        return records.key_seed or 0, entries, records.sequences
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
         """Allocate the caches of a new epoch."""

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 from worker_service.adapters.store import AdapterInfo
 from worker_service.block_transfer.memory import BlockMemory
 from worker_service.cache_groups import CacheGroup
-from worker_service.plan import StepPlan, StepResult
+from worker_service.plan import KeptSequence, StepPlan, StepResult
 from worker_service.pooling_facts import PoolingFacts
 
 
@@ -126,8 +126,14 @@ class Runner(Protocol):
         """Start a plan's step. Raises InvalidPlan, after which the runner must be reset."""
         ...
 
+    def kept_sequences(self) -> list[KeptSequence]:
+        """What the caches hold of the sequences that have not failed, once their launched steps are
+        done; without those whose tokens do not become known soon. Raises GroupBroken if other ranks
+        have left, and the device's failure."""
+        ...
+
     def reset(self) -> None:
-        """Forget all sequences; the caches' contents become meaningless."""
+        """Forget all sequences; the contents of the caches stay."""
         ...
 
 

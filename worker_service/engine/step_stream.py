@@ -18,7 +18,7 @@ from worker_service.engine.cached_blocks import CachedBlocks
 from worker_service.engine.executor import ModelThread, Runner, Step
 from worker_service.engine.step_stats import StepLog, StepMeter
 from worker_service.engine.tracing import StreamTraces
-from worker_service.errors import OutOfOrder, StepFailed, WorkerError
+from worker_service.errors import GroupBroken, OutOfOrder, StepFailed, WorkerError
 from worker_service.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ class StepStream:
         self._cached_blocks = CachedBlocks() if cached_blocks is None else cached_blocks
         self._has_failed = False
         """Whether nothing more is collected. Used by the follow-up thread."""
+        self._is_intact = True
+        """Whether the runner has done all that it was given, and nothing else. Used by the model
+        thread."""
         self._held: list[StepResult] = []
         """Results that wait for later ones, to be sent together. Used by the follow-up thread."""
         self._runner = runner
@@ -123,6 +126,7 @@ class StepStream:
                 self._begin_fetches(plan)
             step = self._runner.launch(plan)
         except WorkerError as error:
+            self._is_intact = False
             self._end(error)
         except Exception as error:
             self._fail(_failure(plan, error))
@@ -176,6 +180,7 @@ class StepStream:
 
     def _fail(self, error: StepFailed) -> None:
         """End after an unexpected error, after which no record is trusted."""
+        self._is_intact = False
         self._cached_blocks.clear()
         self._end(error)
 
@@ -190,7 +195,19 @@ class StepStream:
     def _reset(self) -> None:
         """Runs on the model thread, so that no later epoch's step or fetch comes before it."""
         self.transfers.wait_closed()
+        if self._is_intact:
+            self._keep_sequences()
         self._runner.reset()
+
+    def _keep_sequences(self) -> None:
+        """Keep what the next core may continue with."""
+        try:
+            self._cached_blocks.sequences = self._runner.kept_sequences()
+        except GroupBroken as error:
+            logger.warning("no sequences are kept epoch=%d reason=%s", self.epoch, error)
+        except Exception:
+            logger.exception("no sequences are kept epoch=%d", self.epoch)
+            self._cached_blocks.clear()
 
     def _put_end(self, error: WorkerError | None) -> None:
         """Runs on the follow-up thread."""

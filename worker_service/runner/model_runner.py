@@ -24,7 +24,7 @@ from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.block_memory import CacheMemory
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.plan import StepPlan, monotonic_us
+from worker_service.plan import KeptSequence, StepPlan, monotonic_us
 from worker_service.runner.batch.pooling import Pooling
 from worker_service.runner.batch.rank_outcomes import RankOutcomes
 from worker_service.runner.batch.step_outcome import StepStart
@@ -76,9 +76,13 @@ class ModelRunner:
         self._speculation = speculation
         self._sequences = self._no_sequences()
 
+    def kept_sequences(self) -> list[KeptSequence]:
+        """What the caches hold of the sequences; see `Runner`."""
+        return self._sequences.kept(waits_for_ranks=self._ranks.layout.world_size > 1)
+
     def reset(self) -> None:
-        """Forget all sequences and leave the other ranks; the caches' contents become meaningless.
-        Steps in flight may still be collected."""
+        """Forget all sequences and leave the other ranks. Steps in flight may still be
+        collected."""
         self._sequences = self._no_sequences()
         if self._speculation is not None:
             self._speculation.reset()

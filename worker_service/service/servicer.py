@@ -165,11 +165,14 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def GetCachedBlocks(  # type: ignore[override]
         self, request: pb.GetCachedBlocksRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        key_seed, entries = await self._engine.cached_blocks(request.epoch)
+        key_seed, entries, sequences = await self._engine.cached_blocks(request.epoch)
         for start in range(0, len(entries), CACHED_ENTRIES_PER_MESSAGE):
             chunk = entries[start : start + CACHED_ENTRIES_PER_MESSAGE]
             blocks = wire.encode_cached_blocks(chunk)
             await context.write(pb.GetCachedBlocksResponse(blocks=blocks, key_seed=key_seed))
+        for sequence in sequences:
+            kept = wire.encode_kept_sequence(sequence)
+            await context.write(pb.GetCachedBlocksResponse(sequences=[kept], key_seed=key_seed))
 
     @_translates_errors
     async def ExecuteSteps(  # type: ignore[override]

@@ -38,6 +38,7 @@ from worker_service.plan import (
     ContextKind,
     ContextPart,
     FetchResult,
+    KeptSequence,
     NewSequence,
     PoolingHead,
     PoolingParams,
@@ -288,6 +289,31 @@ def encode_cached_blocks(entries: Sequence[CachedEntry]) -> plan_pb2.CachedBlock
     return plan_pb2.CachedBlocks(
         blocks=b"".join(entry.rows for entry in entries),
         keys=b"".join(entry.keys for entry in entries),
+    )
+
+
+def encode_kept_sequence(sequence: KeptSequence) -> worker_service_pb2.KeptSequence:
+    """The message for a sequence of an earlier stream."""
+    return worker_service_pb2.KeptSequence(
+        seq_id=sequence.seq_id,
+        token_ids=pack(sequence.token_ids),
+        context=[
+            context_pb2.ContextPart(
+                kind=f"CONTEXT_KIND_{part.kind.name}",  # type: ignore[arg-type]
+                digest=part.digest,
+                start=part.start,
+                length=part.length,
+            )
+            for part in sequence.context
+        ],
+        tables=[
+            plan_pb2.BlockTable(
+                group=table.group,
+                first_index=table.first_index,
+                block_ids=pack(table.block_ids),
+            )
+            for table in sequence.tables
+        ],
     )
 
 

@@ -17,6 +17,7 @@ from worker_service.engine.executor import BlockCounts, FinishedStep, ModelFacts
 from worker_service.errors import OutOfOrder
 from worker_service.plan import (
     Candidates,
+    KeptSequence,
     PoolingType,
     PromptLogprobs,
     RowErrorReason,
@@ -99,6 +100,10 @@ class SimulatedRunner:
             SimulatedMemory(self.memory, num_gpu_blocks, num_cpu_blocks) if num_gpu_blocks else None
         )
         self.reset()
+
+    def kept_sequences(self) -> list[KeptSequence]:
+        """What the caches hold of the sequences."""
+        return self._table.kept()
 
     def reset(self) -> None:
         """Forget all sequences; the contents of the caches stay."""

@@ -15,6 +15,7 @@ from worker_service.plan import (
     BlockTable,
     Candidates,
     ContextKind,
+    KeptSequence,
     NewSequence,
     PoolingHead,
     PoolingType,
@@ -38,7 +39,14 @@ from worker_service.simulated.model import (
 class KnownSequence(SimulatedSequence):
     """A simulated sequence, and how its tokens are chosen or its vector is pooled."""
 
-    __slots__ = ("_sampler", "failure", "pooling", "prompt_logprobs_start", "sampling")
+    __slots__ = (
+        "_sampler",
+        "all_context",
+        "failure",
+        "pooling",
+        "prompt_logprobs_start",
+        "sampling",
+    )
 
     def __init__(self, new: NewSequence, num_prompt_tokens: int) -> None:
         super().__init__(
@@ -47,6 +55,8 @@ class KnownSequence(SimulatedSequence):
             salt=new.salt,
             context=tuple(part for part in new.context if part.kind is not ContextKind.SALT),
         )
+        self.all_context = new.context
+        """With its salts."""
         self.sampling: SamplerParams = new.sampling
         self.pooling = new.pooling
         self.prompt_logprobs_start = new.prompt_logprobs_start
@@ -168,6 +178,31 @@ class SimulatedSequenceTable:
             for block in table.block_ids.tolist():
                 self._memory.hold(block, new.seq_id, table.group, f"{field}.tables")
 
+    def kept(self) -> list[KeptSequence]:
+        """What the caches hold of the sequences that generate tokens and have not failed."""
+        return [
+            self._kept(sequence)
+            for sequence in self._known.values()
+            if sequence.failure is None and sequence.pooling is None
+        ]
+
+    def _kept(self, sequence: KnownSequence) -> KeptSequence:
+        tables = []
+        for number, (group, blocks) in enumerate(
+            zip(self._memory.groups, sequence.tables, strict=True)
+        ):
+            first = 0
+            if group.has_tokens:
+                first = group.first_visible(sequence.num_computed) // group.block_tokens
+            held = np.array(blocks[first:], np.int32)
+            tables.append(BlockTable(group=number, first_index=first, block_ids=held))
+        return KeptSequence(
+            seq_id=sequence.seq_id,
+            token_ids=np.array(sequence.tokens[: sequence.num_computed], np.int32),
+            context=sequence.all_context,
+            tables=tuple(tables),
+        )
+
     def append_chosen(self, chosen: Int32Array) -> None:
         """Append the tokens that the core chose. chosen: [n, 2] as in the plan."""
         field = "appended_tokens"
@@ -248,6 +283,7 @@ class SimulatedSequenceTable:
         sequence.histories = parent.histories.copy()
         sequence.num_computed = parent.num_computed
         sequence.salt, sequence.context = parent.salt, parent.context
+        sequence.all_context = parent.all_context
         sequence.failure = parent.failure
         return sequence
 

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from pagewire.v1 import adapter_pb2 as _adapter_pb2
+from pagewire.v1 import context_pb2 as _context_pb2
 from pagewire.v1 import model_pb2 as _model_pb2
 from pagewire.v1 import plan_pb2 as _plan_pb2
 import builtins as _builtins
@@ -281,25 +282,73 @@ class GetCachedBlocksResponse(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     KEY_SEED_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
     key_seed: _builtins.int
     """StepPlan.key_seed; the same in all messages."""
     @_builtins.property
     def blocks(self) -> _plan_pb2.CachedBlocks:
         """The next entries, the first recorded first."""
 
+    @_builtins.property
+    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptSequence]:
+        """Sequences that the last stream's plans had not removed when it ended, in any message: their
+        tokens since the last record are in no plan. Without them, a core computes these again.
+        """
+
     def __init__(
         self,
         *,
         blocks: _plan_pb2.CachedBlocks | None = ...,
         key_seed: _builtins.int = ...,
+        sequences: _abc.Iterable[Global___KeptSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "key_seed", b"key_seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "key_seed", b"key_seed", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetCachedBlocksResponse: _TypeAlias = GetCachedBlocksResponse  # noqa: Y015
+
+@_typing.final
+class KeptSequence(_message.Message):
+    """What the caches still hold of a sequence of an earlier stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    seq_id: _builtins.int
+    """NewSequence.seq_id: the same on all ranks."""
+    token_ids: _builtins.bytes
+    """Its first tokens, those whose KV is in the blocks. int32 column."""
+    @_builtins.property
+    def context(self) -> _containers.RepeatedCompositeFieldContainer[_context_pb2.ContextPart]:
+        """NewSequence.context; in a fork its parent's."""
+
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.BlockTable]:
+        """Its blocks, from the first that a row after these tokens would read. A state is listed if it is
+        the one after exactly these tokens.
+        """
+
+    def __init__(
+        self,
+        *,
+        seq_id: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        context: _abc.Iterable[_context_pb2.ContextPart] | None = ...,
+        tables: _abc.Iterable[_plan_pb2.BlockTable] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "seq_id", b"seq_id", "tables", b"tables", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptSequence: _TypeAlias = KeptSequence  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsRequest(_message.Message):

@@ -8,8 +8,7 @@ from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_demand import BlockDemand
 from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
 from scheduler_service.core.kv_cache.block_table import BlockUpdate, SequenceTables, Table
-from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
-from scheduler_service.core.kv_cache.saved_states import ROLLING_TOKENS
+from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_tokens
 from scheduler_service.core.step_plan import BlockTable
 
 
@@ -41,7 +40,9 @@ class DeviceTables:
         """Whether the model keeps states, which a row changes for good."""
         self._block_tokens = {n: g.block_tokens for n, g in enumerate(groups) if g.has_tokens}
         """By group that holds tokens."""
-        reach = {*self._block_tokens.values(), *([ROLLING_TOKENS] if self._state_groups else ())}
+        reach = {*self._block_tokens.values()}
+        if self._state_groups:  # which are saved at such positions
+            reach.add(key_tokens(reach))
         self._smallest, *self._other_tokens = sorted(reach) or [1]
         self._watermark_blocks = int(watermark * capacity.num_gpu_blocks)
         if len(groups) > 1:  # a sequence may need one of each to write a token

@@ -15,6 +15,7 @@ from scheduler_service.core.kv_cache.block_table import BlockUpdate, Moves, Sequ
 from scheduler_service.core.kv_cache.device_tables import DeviceTables
 from scheduler_service.core.kv_cache.exchange import CachedEntry, CacheExchange
 from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
+from scheduler_service.core.kv_cache.kept_sequences import adopt_sequences
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, JointStart, PrefixHit, S, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_tokens
@@ -102,6 +103,11 @@ class KVCacheManager(DeviceTables):
             if self.groups[contents.group].is_state:
                 self._states.adopt(block, contents.group)
         records.adopted.clear()
+        if config.enable_prefix_caching:
+            found = adopt_sequences(kept.sequences, self.groups, self.device, self._prefixes)
+            for blocks, contents in found:
+                if self.groups[contents.group].is_state:
+                    self._states.adopt(blocks[0], contents.group)
         return records
 
     # Capacity.
@@ -460,6 +466,8 @@ class KVCacheManager(DeviceTables):
             return None
         updates = self.reserve(seq, length)
         min_offered = held.num_offered * self.tokens_per_unit + OFFERED_TOKENS
+        if held.saved and not held.saved[-1].is_found:
+            min_offered = held.saved[-1].position
         if length > min_offered and seq.num_confirmed >= min_offered:
             self.offer(seq, seq.num_confirmed)
         if self._state_groups:

@@ -23,6 +23,7 @@ from scheduler_service.core.kv_cache.block_table import SequenceTables
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import (
     CacheableSequence,
+    KeyedTokens,
     root_key,
     source_keys,
     tail_key,
@@ -205,7 +206,7 @@ class PrefixCache:
             hits[number] = GroupHit(0, blocks)
         return PrefixHit(hit.num_tokens, hits, num_source_tokens(seq.context))
 
-    def source_keys(self, seq: CacheableSequence) -> dict[int, list[BlockKey]]:
+    def source_keys(self, seq: KeyedTokens) -> dict[int, list[BlockKey]]:
         """By group: the keys of the blocks of a sequence's source."""
         sizes = {n: g.max_blocks(0, 0, num_source_tokens(seq.context)) for n, g in self._sources}
         return {n: source_keys(self.root(seq), size, self._seed) for n, size in sizes.items()}
@@ -293,7 +294,7 @@ class PrefixCache:
             if number:
                 yield start, parent
 
-    def key(self, seq: CacheableSequence, num_tokens: int) -> BlockKey:
+    def key(self, seq: KeyedTokens, num_tokens: int) -> BlockKey:
         """The key of all of a sequence's first tokens, whose values are known."""
         number, length = divmod(num_tokens, self.unit)
         parent = self.keys(seq, number)[number - 1] if number else self.root(seq)
@@ -320,14 +321,14 @@ class PrefixCache:
                 blocks.append((block, Contents(number, keys, is_full=is_full)))
         return blocks
 
-    def tail(self, seq: CacheableSequence, num_tokens: int) -> Tail | None:
+    def tail(self, seq: KeyedTokens, num_tokens: int) -> Tail | None:
         """The last of a sequence's first tokens, which are fewer than a unit, if any."""
         number, length = divmod(num_tokens, self.unit)
         if not length:
             return None
         return Tail(self.keys(seq, number)[number - 1] if number else self.root(seq), length)
 
-    def root(self, seq: CacheableSequence) -> BlockKey:
+    def root(self, seq: KeyedTokens) -> BlockKey:
         """The key before a sequence's first unit."""
         return root_key(seq.context, self._seed, reads_source=bool(self._sources))
 
@@ -415,7 +416,7 @@ class PrefixCache:
         units = self.keys(seq, end // self.unit)[start // self.unit : end // self.unit]
         return Contents(number, tuple(units), is_full=True)
 
-    def keys(self, seq: CacheableSequence, num_units: int) -> list[BlockKey]:
+    def keys(self, seq: KeyedTokens, num_units: int) -> list[BlockKey]:
         """Keys of at least `num_units` units, whose tokens are known; each is hashed once."""
         unit = self.unit
         keys = seq.prefix_keys[unit]

@@ -105,11 +105,23 @@ class PrefixKeys(defaultdict[int, list[BlockKey]]):
         return keys
 
 
-class CacheableSequence(Protocol):
+class KeyedTokens(Protocol):
+    """Tokens that have keys."""
+
+    prefix_keys: PrefixKeys
+
+    @property
+    def context(self) -> Context:
+        """What their KV depends on besides them."""
+
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """The values of the tokens from `start` to `end`, exclusive."""
+
+
+class CacheableSequence(KeyedTokens, Protocol):
     """What the KV cache reads of a sequence; `core/sequence.py` describes it."""
 
     seq_id: int
-    prefix_keys: PrefixKeys
 
     @property
     def length(self) -> int:
@@ -138,10 +150,3 @@ class CacheableSequence(Protocol):
     @property
     def is_prefilling(self) -> bool:
         """Whether it is in the batch, and its first tokens are still being computed."""
-
-    @property
-    def context(self) -> Context:
-        """What its KV depends on besides its tokens."""
-
-    def known_tokens(self, start: int, end: int) -> list[int]:
-        """The values of its tokens from `start` to `end`, exclusive."""

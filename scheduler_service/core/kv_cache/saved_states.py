@@ -17,7 +17,7 @@ from scheduler_service.core.kv_cache.block_table import SavedState, SequenceTabl
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
 
-ROLLING_TOKENS = 64
+ROLLING_TOKENS = 32
 """Decoded tokens after which a state is saved; of each sequence the last two are kept."""
 
 MAX_SHARE = 4

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pagewire.columns import pack
+from pagewire.columns import pack, unpack
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.peers import keys_of
@@ -44,6 +44,12 @@ class Core:
         column = memoryview(blocks).cast("i")
         return seed, column[::5].tolist()
 
+    async def sequences(self) -> list[pb.KeptSequence]:
+        """What it reports of sequences."""
+        request = pb.GetCachedBlocksRequest(epoch=self.epoch)
+        messages = self._worker.stub.GetCachedBlocks(request)
+        return [kept async for message in messages for kept in message.sequences]
+
     async def step(self, *plans: dict[str, Any]) -> None:
         """Execute plans of one row, and die."""
         steps = Steps(self._worker.stub)
@@ -76,6 +82,42 @@ async def test_the_next_core_gets_what_the_last_plan_has_left(worker: RunningWor
     assert await third.records() == (SEED, [7, 6])
     await third.step({"key_seed": 1, "cached_blocks": cached(8)})
     assert await (await Core(worker, 4).begin()).records() == (1, [8])
+
+
+async def test_sequences_are_kept_until_the_next_plan(worker: RunningWorker) -> None:
+    first = await Core(worker, 1).begin()
+    first.plans.add(1, [3, 1, 4])
+    first.plans.add(2, [3, 1, 4, 1, 5])
+    first.plans.add(3, [9, 2])
+    steps = Steps(worker.stub)
+    rows = [Row(1, 3), Row(2, 4, sample=False), Row(3, 2)]
+    await steps.send(first.plans.plan(rows, key_seed=SEED))
+    token = unpack((await steps.result()).token_ids)[0]
+    await steps.send(first.plans.plan([Row(1)], forget_seq_ids=pack([3])))
+    await steps.result()
+    steps.cancel()
+    for epoch in (2, 3):  # the second core dies before its first plan
+        core = await Core(worker, epoch).begin()
+        one, other = await core.sequences()
+        assert [one.seq_id, other.seq_id] == [1, 2]
+        assert unpack(other.token_ids) == [3, 1, 4, 1]
+        assert unpack(one.token_ids) == [3, 1, 4, token], "the last token is not computed"
+        assert [unpack(table.block_ids) for table in one.tables] == [first.plans.tables[1]]
+    await core.step({})
+    assert [one.seq_id for one in await (await Core(worker, 4).begin()).sequences()] == [1]
+    assert await (await Core(worker, 5).begin(32)).sequences() == []
+
+
+async def test_no_sequence_is_kept_after_a_plan_that_failed(worker: RunningWorker) -> None:
+    core = await Core(worker, 1).begin()
+    await core.step({"key_seed": SEED})
+    core = await Core(worker, 2).begin()
+    assert await core.sequences()
+    core.plans.add(1, [3, 1, 4])
+    steps = Steps(worker.stub)
+    await steps.send(core.plans.plan([Row(1, 3)], forget_seq_ids=pack([7])))
+    assert (await steps.error()).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await (await Core(worker, 3).begin()).sequences() == []
 
 
 async def test_caches_of_another_size_have_no_records(worker: RunningWorker) -> None:

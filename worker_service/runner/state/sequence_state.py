@@ -16,6 +16,7 @@ a later batch depends on: a failed row remains in the batches, in which it fails
 needs its sequence's tokens. Ranks therefore compute the same batches, as their collectives require.
 """
 
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -24,7 +25,7 @@ import numpy as np
 from pagewire_kernels.batch import NO_CANDIDATES, NON_FINITE, OFF_CONSTRAINT
 from worker_service.array_types import Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import NewSequence, RowErrorReason, StepPlan
+from worker_service.plan import KeptSequence, NewSequence, RowErrorReason, StepPlan
 from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 from worker_service.structured.masks import ConstrainedRow, TokenMasks
@@ -42,6 +43,9 @@ FAILURES = {
 
 FORGOTTEN = -1
 """Row of a step's outcome that nothing waits for."""
+
+KEPT_WAIT_S = 0.5
+"""How long a stream that ends waits for the last tokens of its sequences."""
 
 NO_PLACEHOLDER = -1
 """Position of a row that has no token to come, but may fail."""
@@ -119,6 +123,19 @@ class PendingTokens:
             self._resolve_next()
         self._record({row.row_id for row in self._without_token})
 
+    def resolve_within(self, seconds: float) -> None:
+        """Resolve the steps that are done within some time, and record their failures."""
+        end = time.monotonic() + seconds
+        self.resolve_available()
+        while self._steps and time.monotonic() < end:
+            time.sleep(0.001)
+            self.resolve_available()
+        self._record({row.row_id for row in self._without_token})
+
+    def unsettled_rows(self) -> set[int]:
+        """Rows of which a token is pending."""
+        return {row for step in self._steps for row in step.row_ids.tolist()}
+
     def forget(self, row_ids: Int64Array) -> None:
         """Discard the tokens that are pending for these sequences, when they arrive."""
         for step in self._steps:
@@ -181,6 +198,16 @@ class SequenceState:
             if new.sampling.constraint is not None:
                 self._add_constraint(new, f"new_sequences[{index}].sampling.constraint")
         return rows
+
+    def kept(self, *, waits_for_ranks: bool) -> list[KeptSequence]:
+        """What the caches hold of the sequences. waits_for_ranks: whether tokens come from other
+        ranks, which may have left; without those that do not come soon. Raises GroupBroken."""
+        if waits_for_ranks:
+            self.pending.resolve_within(KEPT_WAIT_S)
+        else:
+            self.pending.resolve_all()
+        without = self.pending.unsettled_rows()
+        return [self.table.kept(seq_id) for seq_id in self.table.seq_ids(without)]
 
     def _resolve(self, seq_ids: list[int]) -> None:
         """Wait until no token of these sequences is pending, if they are known."""

@@ -6,7 +6,7 @@ when it is forgotten. So a step's inputs are a few gathers, whatever the sequenc
 id* is a row of this table; a plain `row` elsewhere is a row of the step's batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from copy import copy
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
@@ -18,7 +18,15 @@ from worker_service.adapters.store import AdapterStore
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.cache_groups import CacheGroup
 from worker_service.errors import InvalidPlan
-from worker_service.plan import BlockTable, ContextKind, NewSequence, RowErrorReason, StepPlan
+from worker_service.plan import (
+    BlockTable,
+    ContextKind,
+    ContextPart,
+    KeptSequence,
+    NewSequence,
+    RowErrorReason,
+    StepPlan,
+)
 from worker_service.pooling_facts import PoolingFacts
 from worker_service.runner.state.block_tables import BlockTables, grown
 from worker_service.runner.state.state_positions import StatePositions
@@ -127,6 +135,8 @@ class SequenceTable:
         """By row, the sequences that are pooled."""
         self.adapters: dict[int, bytes] = {}
         """Digests by row, of sequences with an adapter."""
+        self.contexts: dict[int, tuple[ContextPart, ...]] = {}
+        """By row, of sequences with a context."""
         self._adapters = adapters
         self._pooling = pooling
         self.sampling = SamplingTable(_INITIAL_ROWS)
@@ -200,6 +210,7 @@ class SequenceTable:
             self.drafter_state[row_id] = 0
             self.prompt_logprobs.pop(row_id, None)
             self.texts.pop(row_id, None)
+            self.contexts.pop(row_id, None)
             if (digest := self.adapters.pop(row_id, None)) and self._adapters is not None:
                 self._adapters.release(digest)
             self.sampling.remove(row_id)
@@ -231,6 +242,9 @@ class SequenceTable:
             self.prompt_logprobs[row_id] = PromptLogprobsRequest(
                 new.prompt_logprobs_start, new.sampling.num_prompt_logprobs
             )
+        context = new.context if parent is None else self.contexts.get(parent, ())
+        if context:
+            self.contexts[row_id] = context
         if parent is not None and parent in self.failures:
             self.failures[row_id] = self.failures[parent]
         if new.pooling is not None:
@@ -363,6 +377,32 @@ class SequenceTable:
         read.tables, read.token_ids = self.tables[:1], self.token_ids[:, shift:]
         read.adapters = {}
         return read
+
+    def kept(self, seq_id: int) -> KeptSequence:
+        """What the caches hold of a sequence whose tokens are all known here."""
+        row_id = self._row_id_of[seq_id]
+        end = int(self.num_computed_tokens[row_id])
+        tables = []
+        for number, of_group in enumerate(self.tables):
+            first = max(int(of_group.firsts[row_id]), of_group.first_needed(end))
+            blocks = of_group.blocks[row_id, first : of_group.ends[row_id]].copy()
+            is_state = self.states is not None and number in self._of_states
+            if not is_state or self.states.are_at(blocks, end):  # type: ignore[union-attr]
+                tables.append(BlockTable(group=number, first_index=first, block_ids=blocks))
+        return KeptSequence(
+            seq_id=seq_id,
+            token_ids=self.token_ids[row_id, :end].copy(),
+            context=self.contexts.get(row_id, ()),
+            tables=tuple(tables),
+        )
+
+    def seq_ids(self, without: Set[int]) -> list[int]:
+        """The sequences that generate tokens and have not failed, but for these rows."""
+        return [
+            seq_id
+            for seq_id, row_id in self._row_id_of.items()
+            if row_id not in self.failures and row_id not in self.texts and row_id not in without
+        ]
 
     @property
     def num_rows(self) -> int:

@@ -37,6 +37,10 @@ class StatePositions:
         blocks of a state]; positions: [num_seqs]."""
         self._device[blocks] = positions[:, None]
 
+    def are_at(self, blocks: Int32Array, position: int) -> bool:
+        """Whether the state in these blocks is certainly the one at this position."""
+        return bool((self._device[blocks] == position).all())
+
     def check(self, blocks: Int32Array, position: int, field: str) -> None:
         """Raise InvalidPlan unless the state in these blocks may be the one at this position."""
         found = self._device[blocks]

@@ -97,11 +97,11 @@ def test_a_state_that_runs_ahead_of_known_tokens_is_not_found() -> None:
     assert life.num_found <= 13 + len(tokens)
 
 
-def test_a_state_is_saved_every_64_decoded_tokens_and_two_of_a_sequence_are_kept() -> None:
+def test_a_state_is_saved_every_32_decoded_tokens_and_two_of_a_sequence_are_kept() -> None:
     life = Life(max_results=1)
     life.ask(PROMPT, max_tokens=300)
     saved = [plan for plan in life.plans if plan.copy]
-    assert len(saved) == 1 + 4, "at the prompt's boundary, and every 64 tokens of 300"
+    assert len(saved) == 1 + 9, "at the prompt's boundary, and every 32 tokens of 300"
     saves = life.driver.core.snapshot().worker_groups[0]
     assert saves.num_free_gpu_blocks == saves.num_gpu_blocks
 

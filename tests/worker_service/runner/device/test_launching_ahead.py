@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagewire.v1 import sampling_pb2
+from pagewire.v1 import context_pb2, sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
 from tests.support.runners import LateEvent, eager, host, recorded
 from tests.support.vocabularies import END
@@ -29,6 +29,7 @@ from worker_service.service import wire
 
 NUM_STEPS = 7
 TOO_MANY = [{"token_ids": column([i % 90, i // 90])} for i in range(MAX_EDITS + 1)]
+SALT = context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_SALT, digest=bytes(32))
 WORD = [{"token_ids": column([7])}, {"token_ids": column([3, 9])}]
 
 
@@ -369,6 +370,23 @@ def test_steps_under_way_may_be_collected_after_a_reset() -> None:
     results = pipeline.finish()
     tokens = [int(result.token_ids[0]) for result in results]
     assert tokens == continuation([1, 2, 3], 2) + continuation([9, 9], 2)
+
+
+def test_kept_sequences_have_the_tokens_of_steps_in_flight_but_none_that_failed() -> None:
+    pipeline = Pipeline(3, make_runner=recorded, poison=96)
+    pipeline.bench.plans.add(1, [96, 4])
+    pipeline.bench.plans.add(2, [3, 1, 4, 1], context=[SALT])
+    pipeline.launch([Row(1, 2), Row(2, 4)])
+    pipeline.launch([Row(1), Row(2)])
+    (kept,) = pipeline.bench.runner.kept_sequences()
+    expected = [3, 1, 4, 1, *continuation([3, 1, 4, 1], 1)]
+    assert (kept.seq_id, kept.token_ids.tolist()) == (2, expected)
+    assert [part.digest for part in kept.context] == [SALT.digest]
+    (table,) = kept.tables
+    assert table.block_ids.tolist() == pipeline.bench.plans.tables[2]
+    pipeline.bench.runner.reset()
+    pipeline.finish()
+    assert pipeline.bench.runner.kept_sequences() == []
 
 
 def test_times_of_steps_that_overlap_do_not() -> None:
