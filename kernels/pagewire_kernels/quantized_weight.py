@@ -146,6 +146,28 @@ class QuantizedWeight:
 
         return self.regrouped(math.gcd(self.group_size, start, stop))._changed(cut)
 
+    def reordered(self, order: Tensor) -> "QuantizedWeight":
+        """The columns in another order, without rounding. order: the place here of each column of
+        the result. Groups and units become smaller if runs of consecutive columns are."""
+        in_features = len(order)
+        starts = (order.diff() != 1).nonzero().flatten() + 1
+        size = math.gcd(in_features, int(order[0]), *starts.tolist(), *order[starts].tolist())
+        weight = self.regrouped(math.gcd(self.group_size, size))
+        if self.units is not None:
+            unit = in_features // self.units.shape[1]
+            times = unit // math.gcd(unit, size)
+            units = self.units.repeat_interleave(times, dim=1)
+            offset_units = self.offset_units
+            if offset_units is not None:
+                offset_units = offset_units.repeat_interleave(times, dim=1)
+            weight = replace(weight, units=units, offset_units=offset_units)
+
+        def permute(tensor: Tensor) -> Tensor:
+            step = in_features // tensor.shape[1]
+            return tensor[:, order[::step] // step]
+
+        return weight._changed(permute)
+
     def regrouped(self, group_size: int) -> "QuantizedWeight":
         """The same weight with smaller groups; group_size: a divisor of the weight's."""
         times = self.group_size // group_size

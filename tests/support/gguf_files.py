@@ -49,6 +49,9 @@ _ARCHITECTURES = {
     "MixtralForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
     "Qwen2MoeForCausalLM": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
     "Qwen3MoeForCausalLM": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
+    "Qwen3NextForCausalLM": ("qwen3next", gguf.MODEL_ARCH.QWEN3NEXT),
+    "Qwen3_5ForCausalLM": ("qwen35", gguf.MODEL_ARCH.QWEN35),
+    "Qwen3_5MoeForCausalLM": ("qwen35moe", gguf.MODEL_ARCH.QWEN35MOE),
     "GptOssForCausalLM": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
     "Cohere2ForCausalLM": ("cohere2", gguf.MODEL_ARCH.COHERE2),
     "DeepseekV2ForCausalLM": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
@@ -65,6 +68,7 @@ _ARCHITECTURES = {
     "GraniteMoeForCausalLM": ("granitemoe", gguf.MODEL_ARCH.GRANITE_MOE),
     "GraniteMoeHybridForCausalLM": ("granitehybrid", gguf.MODEL_ARCH.GRANITE_HYBRID),
     "JambaForCausalLM": ("jamba", gguf.MODEL_ARCH.JAMBA),
+    "KimiLinearForCausalLM": ("kimi-linear", gguf.MODEL_ARCH.KIMI_LINEAR),
     "Lfm2ForCausalLM": ("lfm2", gguf.MODEL_ARCH.LFM2),
     "Lfm2MoeForCausalLM": ("lfm2moe", gguf.MODEL_ARCH.LFM2MOE),
     "MambaForCausalLM": ("mamba", gguf.MODEL_ARCH.MAMBA),
@@ -99,6 +103,10 @@ _LATENT = {
 }
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "shared_intermediate_size": 512}
 _MAMBA1 = ("mamba", "falcon_mamba", "jamba")
+_DENSE_MLP = re.compile(r"\.block_sparse_moe\.(?=(gate|up|down)_proj)")
+"""As `transformers` writes Kimi Linear, and published checkpoints do not."""
+
+_DELTA = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None},
     "deepseek_v2_expanded": _LATENT,
@@ -169,6 +177,12 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
     },
     "falcon_h1_folded": {**_MAMBA2, "mamba_d_ssm": 512, "tie_word_embeddings": True},
+    "kimi_linear": {**_LATENT, "q_lora_rank": None, "linear_head_dim": 64},
+    "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 512},
+    "qwen3_next_joined": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 512},
+    "qwen3_5": _DELTA,
+    "qwen3_5_square": {**_DELTA, "linear_num_value_heads": 2},
+    "qwen3_5_moe": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 512},
     "mamba2": {"head_dim": 64},
     "nemotron_h": {"mamba_head_dim": 64, "head_dim": 64},
     "jamba": {"mamba_d_state": 32},
@@ -186,7 +200,7 @@ def make_gguf(
     """
     from transformers import AutoConfig
 
-    base = re.sub("_(long|partial|expanded|folded)$", "", family)
+    base = re.sub("_(long|partial|expanded|folded|joined|square)$", "", family)
     source = make_checkpoint(base, folder / "source", **SHAPE, **_OVERRIDES.get(family, {}))
     config = AutoConfig.from_pretrained(source)
     name, number = _ARCHITECTURES[config.architectures[0]]
@@ -202,6 +216,11 @@ def make_gguf(
         values = tensor.float().numpy()
         if config.model_type == "gpt_oss" and ".experts." in tensor_name:
             result = _add_gpt_oss_experts(writer, tensor_name, values, kind)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
+        if ".linear_attn." in tensor_name:
+            joins = family.endswith("_joined")
+            result = _add_part_of_delta_net(writer, tensor_name, values, kind, config, joins)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
         if _is_part_of_state(tensor_name):
@@ -227,7 +246,8 @@ def make_gguf(
                     stacked_name = stacked_name.replace(f".{part}.", f".{usual}_proj.")
             experts.setdefault(stacked_name, {})[tensor_name] = values
             continue
-        if name.startswith("gemma") and "norm." in tensor_name:
+        adds_one = name.startswith(("gemma", "qwen3next", "qwen35")) and "norm." in tensor_name
+        if adds_one:
             values = values + 1
         if tensor_name.endswith(
             ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
@@ -245,16 +265,16 @@ def make_gguf(
         stored = values[order] * factor
         data, result, data_type = _quantized(stored, "F32" if is_router else kind)
         stored_name = names.get_name(
-            tensor_name.replace("correction_bias", "correction.bias").replace(
-                "expert_bias", "expert_bias.bias"
-            ),
+            _DENSE_MLP.sub(".mlp.", tensor_name)
+            .replace("correction_bias", "correction.bias")
+            .replace("expert_bias", "expert_bias.bias"),
             try_suffixes=(".weight", ".bias"),
         )
         if tensor_name.endswith(".sinks"):
             stored_name = f"blk.{tensor_name.split('.')[2]}.attn_sinks.weight"
         assert stored_name is not None
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
-        if name.startswith("gemma") and "norm." in tensor_name:
+        if adds_one:
             result = result - 1
         result = result[np.argsort(order)] / factor
         dequantized[tensor_name] = torch.from_numpy(result.reshape(tensor.shape))
@@ -315,6 +335,7 @@ def _is_part_of_state(name: str) -> bool:
         ".mamba." in name
         or ".conv.conv." in name
         or (".mixer." in name and any(part in name for part in of_mamba))
+        or any(part in name for part in ("_conv1d.", ".self_attn.A_log", ".self_attn.dt_bias"))
     )
 
 
@@ -325,7 +346,9 @@ def _add_part_of_state(
     stored, in the checkpoint's layout."""
     factor = _factor(name, config)
     shape, stored = values.shape, values * factor
-    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+    if name.endswith("_conv1d.weight"):
+        stored = values[None].swapaxes(1, 2)
+    elif name.endswith(("conv1d.weight", "conv.conv.weight")):
         stored = values[:, 0]
     elif name.endswith(".A_log"):
         stored = -np.exp(values)
@@ -344,6 +367,61 @@ def _add_part_of_state(
     if name.endswith(".A_log"):
         return np.log(-result).reshape(shape)
     return (result / factor).reshape(shape)
+
+
+def _add_part_of_delta_net(
+    writer: gguf.GGUFWriter, name: str, values: Any, kind: str, config: Any, joins: bool
+) -> Any:
+    """Add a tensor of a gated delta net, as the converter does, or before it split `in_proj_qkvz`
+    (joins). Returns it as it is stored, in the checkpoint's layout."""
+    layer, part = name.split(".")[2], name.split("linear_attn.")[1].removesuffix(".weight")
+    num_keys, num_values = config.linear_num_key_heads, config.linear_num_value_heads
+    keys, size = num_keys * config.linear_key_head_dim, config.linear_value_head_dim
+    stored_names = {
+        "in_proj_qkv": "attn_qkv.weight",
+        "in_proj_z": "attn_gate.weight",
+        "in_proj_qkvz": "ssm_in.weight",
+        "in_proj_ba": "ssm_ba.weight",
+        "in_proj_b": "ssm_beta.weight",
+        "in_proj_a": "ssm_alpha.weight",
+        "conv1d": "ssm_conv1d.weight",
+        "dt_bias": "ssm_dt.bias",
+        "A_log": "ssm_a",
+        "norm": "ssm_norm.weight",
+        "out_proj": "ssm_out.weight",
+    }
+
+    def add(stored_name: str, numbers: Any) -> Any:
+        is_matrix = part.startswith(("in_proj", "out_proj"))
+        data, result, data_type = _quantized(
+            np.ascontiguousarray(numbers), kind if is_matrix else "F32"
+        )
+        writer.add_tensor(f"blk.{layer}.{stored_name}", data, raw_dtype=data_type)
+        return result
+
+    if part == "in_proj_qkvz" and not joins:
+        sizes = [config.linear_key_head_dim] * 2 + [num_values // num_keys * size] * 2
+        by_head = np.split(values.reshape(num_keys, sum(sizes), -1), np.cumsum(sizes)[:-1], axis=1)
+        flat = [rows.reshape(-1, values.shape[1]) for rows in by_head]
+        added = np.split(add("attn_qkv.weight", np.concatenate(flat[:3])), [keys, 2 * keys])
+        added.append(add("attn_gate.weight", flat[3]))
+        heads = [rows.reshape(num_keys, -1, values.shape[1]) for rows in added]
+        return np.concatenate(heads, axis=1).reshape(values.shape)
+    numbers = -np.exp(values) if part == "A_log" else values.squeeze()
+    order, axis = np.arange(num_values), -1 if part == "out_proj" else 0
+    if config.model_type != "qwen3_next" and part != "norm":
+        order = order.reshape(num_keys, -1).T.ravel()
+    first = 2 * keys if part in ("in_proj_qkv", "conv1d") else 0
+    width = 1 if part in ("A_log", "dt_bias", "in_proj_a", "in_proj_b") else size
+    places = np.concatenate(
+        [np.arange(first), (first + order[:, None] * width + np.arange(width)).ravel()]
+    )
+    if part in ("norm", "in_proj_qkvz", "in_proj_ba"):
+        places = np.arange(len(numbers))
+    result = np.take(
+        add(stored_names[part], np.take(numbers, places, axis)), np.argsort(places), axis
+    )
+    return (np.log(-result) if part == "A_log" else result).reshape(values.shape)
 
 
 def _factor(name: str, config: Any) -> Any:
@@ -458,7 +536,15 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     else:
         writer.add_feed_forward_length(size)
     writer.add_head_count(config.num_attention_heads)
-    if kind in ("granitemoehybrid", "lfm2", "lfm2_moe", "falcon_h1", "nemotron_h", "jamba"):
+    if kind in (
+        "granitemoehybrid",
+        "lfm2",
+        "lfm2_moe",
+        "falcon_h1",
+        "nemotron_h",
+        "jamba",
+        "kimi_linear",
+    ):
         _add_states(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -475,6 +561,12 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         if kind == "jamba":
             _add_experts(writer, config)
         return
+    if kind == "kimi_linear":  # without RoPE
+        _add_experts(writer, config)
+        _add_latents(writer, config)
+        return
+    if hasattr(config, "linear_num_key_heads"):
+        _add_delta_nets(writer, config)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if config.model_type != "gemma2":  # whose converter leaves it out
         size = getattr(config, "head_dim", None) or 0
@@ -527,6 +619,10 @@ def _add_states(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         return
+    if config.model_type == "kimi_linear":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_kda_head_dim(config.linear_head_dim)
+        return
     if config.model_type == "jamba":
         writer.add_ssm_conv_kernel(config.mamba_d_conv)
         writer.add_ssm_state_size(config.mamba_d_state)
@@ -555,6 +651,23 @@ def _add_states(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _add_delta_nets(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The sizes of gated delta nets, and which layers have them."""
+    _add_mamba2(
+        writer,
+        width=config.linear_conv_kernel_dim,
+        state_size=config.linear_key_head_dim,
+        num_groups=config.linear_num_key_heads,
+        num_heads=config.linear_num_value_heads,
+        head_dim=config.linear_value_head_dim,
+    )
+    keep_states = [kind == "linear_attention" for kind in config.layer_types]
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", keep_states)
+    writer.add_uint32(f"{writer.arch}.full_attention_interval", 4)
+    if config.model_type != "qwen3_next":
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
 
 
 def _add_states_alone(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -608,12 +721,15 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_key_length(config.qk_nope_head_dim + rotary_dim)
         writer.add_value_length(config.v_head_dim)
     else:
-        writer.add_head_count_kv(1)
         writer.add_key_length(latent_dim + rotary_dim)
-        writer.add_value_length(latent_dim)
+        if config.model_type == "kimi_linear":
+            writer.add_value_length(config.head_dim)
+        else:
+            writer.add_head_count_kv(1)
+            writer.add_value_length(latent_dim)
         writer.add_key_length_mla(config.qk_nope_head_dim + rotary_dim)
         writer.add_value_length_mla(config.v_head_dim)
-    if weight := config.rope_parameters.get("mscale_all_dim"):
+    if weight := (getattr(config, "rope_parameters", None) or {}).get("mscale_all_dim"):
         writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
 
 
@@ -649,15 +765,19 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_expert_used_count(config.num_experts_per_tok)
     if kind == "lfm2_moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
-    if kind in ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe"):
+    if kind in ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if kind == "hunyuan_v1_moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
-    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_linear"):
         writer.add_expert_shared_count(config.n_shared_experts)
-        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        is_kimi = kind == "kimi_linear"
+        num_dense = (
+            config.mlp_layer_types.count("dense") if is_kimi else config.first_k_dense_replace
+        )
+        writer.add_leading_dense_block_count(num_dense)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
         writer.add_expert_weights_scale(config.routed_scaling_factor)

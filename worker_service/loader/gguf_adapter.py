@@ -11,7 +11,7 @@ from worker_service.adapters.lora import LoraAdapter, LoraModule, check_tensor, 
 from worker_service.errors import AdapterNotFound, BadAdapter, BadCheckpoint
 from worker_service.loader.gguf_file import Gguf, open_gguf
 from worker_service.loader.gguf_model import architecture_of
-from worker_service.loader.gguf_names import name_of, names_of, permuted_heads
+from worker_service.loader.gguf_names import Orders, name_of, names_of, orders_of
 from worker_service.loader.tensors import OpenFiles
 
 _ALPHA = "adapter.lora.alpha"
@@ -63,7 +63,7 @@ def _matrices(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """(module, A or B, matrix), with the rows and names of `transformers`."""
     names = names_of(config["model_type"])
-    heads = permuted_heads(gguf.metadata["general.architecture"], config)
+    orders = orders_of(gguf.metadata["general.architecture"], config)
     files = OpenFiles()
     for stored in gguf.tensors.values():
         weight, _, part = stored.stored_name.rpartition(".")
@@ -71,11 +71,15 @@ def _matrices(
         if part not in _PARTS or kind != "weight":
             expected = "only TENSOR.weight.lora_a and lora_b"
             raise BadAdapter(f"{path}: expected {expected}, got {stored.stored_name!r}")
-        num_heads = heads.get(module.rpartition(".")[2]) if part == "lora_b" else None
-        if num_heads is not None and stored.shape[0] % (2 * num_heads):
-            expected = f"a multiple of {2 * num_heads} rows, of pairs in {num_heads} heads"
-            raise BadAdapter(f"{stored.stored_name}: expected {expected}, got {stored.shape}")
-        yield module, _PARTS[part], replace(stored, files=files, num_heads=num_heads)[:]
+        order = orders.get(module.rpartition(".")[2], Orders())
+        rows, columns = (order.rows, None) if part == "lora_b" else (None, order.columns)
+        try:
+            yield module, _PARTS[part], replace(stored, files=files, rows=rows, columns=columns)[:]
+        except RuntimeError:  # torch's, of a shape that heads do not divide
+            expected = "a multiple of the numbers of heads"
+            raise BadAdapter(
+                f"{stored.stored_name}: expected {expected}, got {stored.shape}"
+            ) from None
 
 
 def _module(name: str, pair: Mapping[str, Tensor], alpha: float) -> LoraModule:

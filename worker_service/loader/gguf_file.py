@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -45,6 +45,9 @@ _SCALARS = dict(zip(_NUMBERS, (struct.Struct(f"<{code}") for code in "BbHhIif?Qq
 """By the type number of a metadata value."""
 
 _MAX_DIMS = 4
+Order = Callable[[int], Tensor]
+"""From a number of rows or columns to the place in the file of each one of `transformers`."""
+
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -58,8 +61,11 @@ class GgufTensor(CheckpointTensor):
     offset: int
     num_bytes: int
 
-    num_heads: int | None = None
-    """Of a projection whose rows are permuted in the file; None: rows are in order."""
+    rows: Order | None = None
+    """The order of rows in the file; None: that of `transformers`."""
+
+    columns: Order | None = None
+    """The order of columns in the file, likewise."""
 
     has_one_added: bool = False
     """Whether the numbers in the file are those of `transformers` plus 1."""
@@ -73,22 +79,20 @@ class GgufTensor(CheckpointTensor):
             values = values.float() - 1.0
         if self.is_exponential:
             values = torch.log(-values.float())
-        order = self._order
-        return (values if order is None else values[order])[index]
+        if self.rows is not None:
+            values = values[self.rows(len(values))]
+        if self.columns is not None:
+            values = values[..., self.columns(values.shape[-1])]
+        return values[index]
 
     def quantized(self) -> QuantizedWeight | None:
         """Read a weight without dequantizing it; None if it is dense."""
         if not self.is_quantized:
             return None
-        weight, order = self._quantized_weight(), self._order
-        return weight if order is None else weight.rows(order)
-
-    @property
-    def _order(self) -> Tensor | None:
-        """For each row of `transformers` its row in the file; None if the order is the same."""
-        if self.num_heads is None:
-            return None
-        return torch.arange(self.shape[0]).reshape(self.num_heads, -1, 2).swapaxes(1, 2).flatten()
+        weight = self._quantized_weight()
+        if self.rows is not None:
+            weight = weight.rows(self.rows(self.shape[0]))
+        return weight if self.columns is None else weight.reordered(self.columns(self.shape[1]))
 
     def stored_values(self) -> Tensor:
         """Read the numbers in the file; those of a quantized tensor are dequantized to float32.

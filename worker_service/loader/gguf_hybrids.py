@@ -10,7 +10,13 @@ from worker_service.loader.gguf_metadata import Metadata
 STATES_ALONE = ("mamba", "falcon_mamba", "mamba2")
 """`model_type` of models without attention."""
 
-HYBRIDS = ("lfm2", "lfm2_moe", "granitemoehybrid", "falcon_h1", "nemotron_h", "jamba")
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""`model_type` of models with attention and gated delta nets."""
+
+HYBRIDS = (
+    *("lfm2", "lfm2_moe", "granitemoehybrid", "falcon_h1", "nemotron_h", "jamba"),
+    *(*DELTA_NETS, "kimi_linear"),
+)
 """`model_type` of models with attention and states."""
 
 _LINEAR = "linear_attention"
@@ -30,6 +36,10 @@ class Hybrids(Metadata):
             return self._nemotron_h(config)
         if kind == "jamba":
             return self._jamba(config)
+        if kind in DELTA_NETS:
+            return self._delta_net(kind, config)
+        if kind == "kimi_linear":
+            return self._kimi_linear(config)
         return self._granite_hybrid(config)
 
     def _of_some_layers(self, kind: str, key: str, default: int | None = None) -> int:
@@ -198,6 +208,43 @@ class Hybrids(Metadata):
             "mamba_dt_rank": self._int("ssm.time_step_rank"),
             "mamba_conv_bias": self._has("ssm_conv1d.bias"),
             "mamba_proj_bias": self._has("ssm_in.bias"),
+        }
+
+    def _delta_net(self, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that only Qwen3-Next and Qwen3.5 have."""
+        num_layers, key = config["num_hidden_layers"], "attention.recurrent_layers"
+        interval = self._int("full_attention_interval", 4)
+        keep_states = self._get(key, [bool((i + 1) % interval) for i in range(num_layers)])
+        if not isinstance(keep_states, list) or len(keep_states) < num_layers:
+            raise self._fault(key, f"a value for each of {num_layers} layers", keep_states)
+        num_key_heads, (num_heads, size) = self._int("ssm.group_count"), self._heads_of_states()
+        if num_heads % num_key_heads:
+            expected = f"a divisor of {num_heads}, ssm.time_step_rank"
+            raise self._fault("ssm.group_count", expected, num_key_heads)
+        fields = {
+            "layer_types": [_LINEAR if k else "full_attention" for k in keep_states[:num_layers]],
+            "linear_num_key_heads": num_key_heads,
+            "linear_num_value_heads": num_heads,
+            "linear_key_head_dim": self._int("ssm.state_size"),
+            "linear_value_head_dim": size,
+            "linear_conv_kernel_dim": self._int("ssm.conv_kernel"),
+        }
+        if kind == "qwen3_next":
+            fields |= {"norm_topk_prob": True, "has_separate_inputs": self._has("attn_qkv.weight")}
+        return fields
+
+    def _kimi_linear(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that only Kimi Linear has."""
+        tensors = self._gguf.tensors
+        betas = [name for name in tensors if name.endswith("ssm_beta.weight")]
+        return {
+            "layer_types": self._mixers(config["num_hidden_layers"], _LINEAR),
+            "linear_num_heads": tensors[betas[0]].shape[0] if betas else None,
+            "linear_head_dim": self._int("kda.head_dim"),
+            "linear_conv_kernel_dim": self._int("ssm.conv_kernel"),
+            "num_local_experts": config["n_routed_experts"],
+            "norm_topk_prob": True,
+            "moe_router_activation_func": "sigmoid",
         }
 
     def _period(self, layers: Sequence[bool], part: str) -> tuple[int, int]:

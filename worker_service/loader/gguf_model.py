@@ -8,7 +8,7 @@ import numpy as np
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_file import open_gguf
-from worker_service.loader.gguf_hybrids import HYBRIDS, STATES_ALONE, Hybrids
+from worker_service.loader.gguf_hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
 
 _CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -18,6 +18,9 @@ _CLASSES = {
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
@@ -34,6 +37,7 @@ _CLASSES = {
     "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
     "jamba": ("JambaForCausalLM", "jamba"),
+    "kimi-linear": ("KimiLinearForCausalLM", "kimi_linear"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "mamba": ("MambaForCausalLM", "mamba"),
@@ -60,13 +64,14 @@ _YOUTU = ("YoutuForCausalLM", "youtu")
 """The models with scores by softmax, and without experts, whose architecture is `deepseek2`."""
 _FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba")
 """The model with norms before the recurrence whose architecture is `mamba`."""
-_LATENT = ("deepseek_v2", "deepseek_v3", "youtu")
+_LATENT = ("deepseek_v2", "deepseek_v3", "youtu", "kimi_linear")
 _WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
     *("glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3"),
-    *("lfm2_moe", "granitemoehybrid", "jamba", "phimoe"),
+    *("lfm2_moe", "granitemoehybrid", "jamba", "phimoe", "kimi_linear", "qwen3_next"),
+    "qwen3_5_moe_text",
 )
-_SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe")
+_SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear")
 """Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
 ENCODERS = ("bert", "nomic_bert", "modernbert")
 
@@ -122,7 +127,10 @@ says otherwise."""
 _WITH_WINDOWS = (*_WINDOW_PERIODS, "phi3", "phimoe")
 """Architectures that may have a window."""
 
-_ROTATED_IN_PART = ("phi3", "glm4", "glm4moe", "minimax-m2")
+_ROTATED_IN_PART = (
+    *("phi3", "glm4", "glm4moe", "minimax-m2"),
+    *("qwen3next", "qwen35", "qwen35moe"),
+)
 """Architectures of which RoPE may rotate a part of each head."""
 
 _WITHOUT_ROPE = ("jamba", "nemotron_h")
@@ -141,6 +149,7 @@ _LLAMA3 = {
 _NO_EFFECT = (
     *(".vocab_size", ".tensor_data_layout", ".rope.scaling.finetuned"),
     ".rope.scaling.original_context_length",
+    ".rope.dimension_sections",  # positions of text are the same in all of them
 )
 """Ends of settings that describe a file or its history, or have an effect with others only."""
 
@@ -151,6 +160,7 @@ def architecture_of(model_type: str) -> str | None:
     """`general.architecture` of files of models of this `model_type`; None if there are none."""
     found = {kind: architecture for architecture, (_, kind) in _CLASSES.items()}
     found |= {_MISTRAL[1]: "llama", _MIXTRAL[1]: "llama", _OLMO3[1]: "olmo2"}
+    found[_FALCON_MAMBA[1]] = "mamba"
     return found.get(model_type)
 
 
@@ -314,7 +324,7 @@ class _Config(Hybrids):
     def _head_dims(self, default: int) -> tuple[int, int]:
         """Elements of a head, and those of them that RoPE rotates; of latent attention only the
         latter."""
-        if self._architecture == "deepseek2":
+        if self._architecture in ("deepseek2", "kimi-linear"):
             self._require("attention.causal", True, "true")
             rotary_dim = self._int("rope.dimension_count")
             return rotary_dim, rotary_dim
@@ -413,17 +423,20 @@ class _Config(Hybrids):
         if self._get(f"{key}{suffix}", 0):
             size = latent_dim + rotary_dim
             self._require(key, size, f"{size}, the sizes of latents and of what is rotated")
-            self._require(value, latent_dim, f"{latent_dim}, the size of latents")
+            if self._architecture == "kimi-linear":
+                self._get(value, 0)  # hidden_size / num_heads, of no part
+            else:
+                self._require(value, latent_dim, f"{latent_dim}, the size of latents")
         else:
             suffix = ""
         key_dim = self._int(f"{key}{suffix}")
         if key_dim <= rotary_dim:
             raise self._fault(f"{key}{suffix}", f"more than {rotary_dim}, what is rotated", key_dim)
-        tensors, rope = self._gguf.tensors, self._rope(rotary_dim)
+        rope = self._rope(rotary_dim)
         if rope["rope_type"] == "yarn":
             weight = float(self._get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
             rope |= {"mscale": weight, "mscale_all_dim": weight}
-        has_latents = "blk.0.attn_q_a.weight" in tensors
+        has_latents = self._has("attn_q_a.weight")
         return {
             "num_key_value_heads": self._int("attention.head_count"),
             "kv_lora_rank": latent_dim,
@@ -432,7 +445,7 @@ class _Config(Hybrids):
             "qk_rope_head_dim": rotary_dim,
             "v_head_dim": self._int(f"{value}{suffix}"),
             "rope_parameters": rope,
-            "has_split_expansion": "blk.0.attn_k_b.weight" in tensors,
+            "has_split_expansion": self._has("attn_k_b.weight"),
         }
 
     def _granite(self, head_dim: int) -> dict[str, Any]:
@@ -505,7 +518,7 @@ class _Config(Hybrids):
             return {"num_experts": num_experts, "moe_topk": num_used, "intermediate_size": size}
         config |= {"num_experts": num_experts, "moe_intermediate_size": size}
         config["norm_topk_prob"] = kind in ("qwen3_moe", "lfm2_moe")
-        if kind == "qwen2_moe":
+        if kind in ("qwen2_moe", *DELTA_NETS):
             shared = self._int("expert_shared_feed_forward_length", intermediate_size)
             config["shared_expert_intermediate_size"] = shared
         return config

@@ -3,11 +3,16 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from worker_service.errors import BadCheckpoint
-from worker_service.loader.gguf_file import GgufTensor, open_gguf
+from worker_service.loader.gguf_file import GgufTensor, Order, open_gguf
 from worker_service.loader.gguf_model import (
     ENCODERS,
     LONG_ROPE,
@@ -20,6 +25,12 @@ _PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "nemotron_h
 """Architectures with RoPE of neighbouring elements in files, and of halves in `transformers`, so
 that the rows of queries and keys are permuted, as are those of models without RoPE that share their
 converter. RoPE of the others is the same in both."""
+
+_HEADS_INTERLEAVED = ("qwen35", "qwen35moe")
+"""Architectures with heads of values in another order, see `_interleaved`."""
+
+_NORMS_ADD_ONE = ("gemma", "qwen3_next", "qwen3_5")
+"""Beginnings of `model_type` with norms by weights plus 1, which files store."""
 
 _TENSORS = """
 all                               token_embd           model.embed_tokens
@@ -63,14 +74,14 @@ qwen                              ffn_gate_inp_shexp   mlp.shared_expert_gate
 qwen                              ffn_gate_shexp       mlp.shared_expert.gate_proj
 qwen                              ffn_up_shexp         mlp.shared_expert.up_proj
 qwen                              ffn_down_shexp       mlp.shared_expert.down_proj
-deepseek,youtu                    attn_q_a             self_attn.q_a_proj
-deepseek,youtu                    attn_q_a_norm        self_attn.q_a_layernorm
-deepseek,youtu                    attn_q_b             self_attn.q_b_proj
-deepseek,youtu                    attn_kv_a_mqa        self_attn.kv_a_proj_with_mqa
-deepseek,youtu                    attn_kv_a_norm       self_attn.kv_a_layernorm
-deepseek,youtu                    attn_kv_b            self_attn.kv_b_proj
-deepseek,youtu                    attn_k_b             self_attn.k_b_proj
-deepseek,youtu                    attn_v_b             self_attn.v_b_proj
+deepseek,youtu,kimi               attn_q_a             self_attn.q_a_proj
+deepseek,youtu,kimi               attn_q_a_norm        self_attn.q_a_layernorm
+deepseek,youtu,kimi               attn_q_b             self_attn.q_b_proj
+deepseek,youtu,kimi               attn_kv_a_mqa        self_attn.kv_a_proj_with_mqa
+deepseek,youtu,kimi               attn_kv_a_norm       self_attn.kv_a_layernorm
+deepseek,youtu,kimi               attn_kv_b            self_attn.kv_b_proj
+deepseek,youtu,kimi               attn_k_b             self_attn.k_b_proj
+deepseek,youtu,kimi               attn_v_b             self_attn.v_b_proj
 deepseek                          exp_probs_b          mlp.gate.e_score_correction_bias
 hunyuan                           attn_q_norm          self_attn.query_layernorm
 hunyuan                           attn_k_norm          self_attn.key_layernorm
@@ -139,6 +150,36 @@ lfm2                              ffn_down_exps        feed_forward.experts.*.w2
 lfm2                              exp_probs_b          feed_forward.expert_bias
 gpt_oss                           attn_sinks           self_attn.sinks
 gpt_oss                           ffn_gate_inp         mlp.router
+qwen3_next,qwen3_5                attn_qkv             linear_attn.in_proj_qkv
+qwen3_next,qwen3_5                attn_gate            linear_attn.in_proj_z
+qwen3_next,qwen3_5                ssm_in               linear_attn.in_proj_qkvz
+qwen3_next,qwen3_5                ssm_ba               linear_attn.in_proj_ba
+qwen3_next,qwen3_5                ssm_beta             linear_attn.in_proj_b
+qwen3_next,qwen3_5                ssm_alpha            linear_attn.in_proj_a
+qwen3_next,qwen3_5                ssm_conv1d           linear_attn.conv1d
+qwen3_next,qwen3_5                ssm_dt               linear_attn.dt_bias
+qwen3_next,qwen3_5                ssm_a                linear_attn.A_log
+qwen3_next,qwen3_5                ssm_norm             linear_attn.norm
+qwen3_next,qwen3_5                ssm_out              linear_attn.out_proj
+kimi                              exp_probs_b          block_sparse_moe.gate.e_score_correction_bias
+kimi                              ffn_gate_inp         block_sparse_moe.gate
+kimi                              ffn_gate_exps        block_sparse_moe.experts.*.w1
+kimi                              ffn_up_exps          block_sparse_moe.experts.*.w3
+kimi                              ffn_down_exps        block_sparse_moe.experts.*.w2
+kimi                              ffn_gate_shexp       block_sparse_moe.shared_experts.gate_proj
+kimi                              ffn_up_shexp         block_sparse_moe.shared_experts.up_proj
+kimi                              ffn_down_shexp       block_sparse_moe.shared_experts.down_proj
+kimi                              ssm_conv1d_q         self_attn.q_conv1d
+kimi                              ssm_conv1d_k         self_attn.k_conv1d
+kimi                              ssm_conv1d_v         self_attn.v_conv1d
+kimi                              ssm_f_a              self_attn.f_a_proj
+kimi                              ssm_f_b              self_attn.f_b_proj
+kimi                              ssm_beta             self_attn.b_proj
+kimi                              ssm_g_a              self_attn.g_a_proj
+kimi                              ssm_g_b              self_attn.g_b_proj
+kimi                              ssm_dt               self_attn.dt_bias
+kimi                              ssm_a                self_attn.A_log
+kimi                              ssm_norm             self_attn.o_norm
 encoder                           token_embd           embeddings.word_embeddings
 encoder                           token_embd_norm      embeddings.LayerNorm
 encoder                           token_types          embeddings.token_type_embeddings
@@ -167,6 +208,7 @@ modern                            cls.output           classifier
 which later rows take precedence. `*` stands for an expert's index."""
 
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+|cls\.\w+|shortconv\.\w+)(?:\.(weight|bias))?")
+_SUFFIX = re.compile(r"\.(weight|bias)$")
 _WITHOUT_SUFFIX = (
     *("sinks", "e_score_correction_bias", ".expert_bias"),
     *(".dt_bias", ".A_log", ".D"),
@@ -180,8 +222,12 @@ _STORED_AS_GROUPS = (".mamba.norm.weight", ".mixer.norm.weight")
 """Ends of names of vectors in `transformers`, which are matrices in files, of a row for each
 group."""
 
-_CONVOLUTIONS = (".conv1d.weight", ".conv.conv.weight")
-"""Ends of names of weights of convolutions, whose second axis files leave out."""
+_CONVOLUTIONS = ("conv1d.weight", ".conv.conv.weight")
+"""Ends of names of weights of convolutions, [channels, 1, width], whose axes of one element files
+leave out, or have elsewhere."""
+
+_HEADS_AMONG_AXES = ".self_attn.A_log"
+"""End of names of tensors [1, 1, heads, 1] in `transformers`, with other axes in files."""
 
 _STORED_AS_VECTORS = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
 """Ends of names of matrices of one row in `transformers`."""
@@ -197,14 +243,14 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     num_further = gguf.metadata.get(f"{architecture}.nextn_predict_layers", 0)
     # Of layers that predict further tokens.
     unused = tuple(f"blk.{num_layers + layer}." for layer in range(num_further))
-    heads, names = permuted_heads(architecture, config), names_of(kind)
+    orders, names = orders_of(architecture, config), names_of(kind)
     read_already = LONG_ROPE.values() if kind in ("phi3", "phimoe") else (ROPE_FREQUENCIES,)
     return {
         part.name: replace(
             part,
             files=files,
-            num_heads=heads.get(part.name.split(".")[-2]) if "." in part.name else None,
-            has_one_added=kind.startswith("gemma") and part.name.endswith("norm.weight"),
+            **orders.get(_SUFFIX.sub("", part.name).rpartition(".")[2], Orders())._asdict(),
+            has_one_added=_has_one_added(kind, part.name),
             is_exponential=part.name.endswith(".A_log"),
         )
         for tensor in gguf.tensors.values()
@@ -213,13 +259,50 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     }
 
 
-def permuted_heads(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
-    """`GgufTensor.num_heads` of the projections whose rows files of an architecture permute, by the
-    last part of their module's name."""
-    if architecture not in _PAIRS_ROTATED:
+def _has_one_added(kind: str, name: str) -> bool:
+    """Whether a tensor is that of a norm whose weights begin at 0 in `transformers`."""
+    of_gate = name.endswith(".linear_attn.norm.weight")
+    return kind.startswith(_NORMS_ADD_ONE) and name.endswith("norm.weight") and not of_gate
+
+
+class Orders(NamedTuple):
+    """Those of a tensor that has another order in files than in `transformers`."""
+
+    rows: Order | None = None
+    columns: Order | None = None
+
+
+def orders_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Orders]:
+    """The orders of tensors by the last part of their module's name, or of their own."""
+    if architecture in _PAIRS_ROTATED:
+        num_heads = config["num_attention_heads"]
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        counts = {"q_proj": num_heads, "k_proj": num_kv_heads}
+        return {name: Orders(partial(_pairs, count)) for name, count in counts.items()}
+    if architecture not in _HEADS_INTERLEAVED:
         return {}
-    num_heads = config["num_attention_heads"]
-    return {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads") or num_heads}
+    heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    keys = 2 * heads[0] * config["linear_key_head_dim"]
+    of_values = partial(_interleaved, *heads, 0)
+    with_keys = Orders(partial(_interleaved, *heads, keys))
+    names = "in_proj_z", "in_proj_b", "in_proj_a", "A_log", "dt_bias"
+    return {
+        **dict.fromkeys(names, Orders(of_values)),
+        **dict.fromkeys(("in_proj_qkv", "conv1d"), with_keys),
+        "out_proj": Orders(columns=of_values),
+    }
+
+
+def _pairs(num_heads: int, num_rows: int) -> Tensor:
+    """Of heads whose pairs of elements are neighbours in files, and halves in `transformers`."""
+    return torch.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).flatten()
+
+
+def _interleaved(num_key_heads: int, num_heads: int, first: int, num_rows: int) -> Tensor:
+    """Of heads of values from row `first` on, which follow each other by head of keys in
+    `transformers`; files begin with the first of each head of keys, to repeat keys as a block."""
+    rows = torch.arange(first, num_rows).reshape(num_heads // num_key_heads, num_key_heads, -1)
+    return torch.cat([torch.arange(first), rows.swapaxes(0, 1).flatten()])
 
 
 def names_of(model_type: str) -> dict[str, str]:
@@ -252,12 +335,14 @@ def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
     name, shape = tensor.name, tensor.shape
     if name.endswith(_STORED_AS_VECTORS) and len(shape) == 1:
         yield replace(tensor, shape=[1, *shape])
+    elif name.endswith(_HEADS_AMONG_AXES):
+        yield replace(tensor, shape=[1, 1, prod(shape), 1])
     elif name.endswith(_STORED_AS_COLUMNS) and len(shape) == 2 and shape[1] == 1:
         yield replace(tensor, shape=shape[:1])
     elif name.endswith(_STORED_AS_GROUPS) and len(shape) == 2:
         yield replace(tensor, shape=[shape[0] * shape[1]])
-    elif name.endswith(_CONVOLUTIONS) and len(shape) == 2:
-        yield replace(tensor, shape=[shape[0], 1, shape[1]])
+    elif name.endswith(_CONVOLUTIONS):
+        yield replace(tensor, shape=[prod(shape[:-1]), 1, shape[-1]])
     elif "*" not in name:
         yield tensor
     elif len(shape) != (num_dims := 2 if name.endswith(".bias") else 3):

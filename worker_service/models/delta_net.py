@@ -35,6 +35,9 @@ class DeltaStorage(Enum):
     """`inputs` are one tensor: for each head of keys, its queries, keys, values and output gates.
     So are `gates`: those of changes, then decays."""
 
+    GATES_BY_KEY_HEAD = auto()
+    """`inputs` as `SEPARATE`, and `gates` as `BY_KEY_HEAD`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDeltaNetSpec:
@@ -122,12 +125,14 @@ class GatedDeltaNet(nn.Module):
         heads = key_heads.times(s.group)
         values, rows = heads.times(s.value_dim), Shard.full(inputs)
         parts, gates = [*channels, values], [heads, heads]
-        if s.storage is DeltaStorage.SEPARATE:
-            self.inputs = Linear(rows, parts, bias=False, context=context, sources=[0, 0, 0, 1])
-            self.gates = Linear(rows, gates, bias=False, context=context)
-        else:
+        if s.storage is DeltaStorage.BY_KEY_HEAD:
             sizes = s.key_dim, s.key_dim, s.group * s.value_dim, s.group * s.value_dim
             self.inputs = _by_key_head(rows, key_heads, sizes, context)
+        else:
+            self.inputs = Linear(rows, parts, bias=False, context=context, sources=[0, 0, 0, 1])
+        if s.storage is DeltaStorage.SEPARATE:
+            self.gates = Linear(rows, gates, bias=False, context=context)
+        else:
             self.gates = _by_key_head(rows, key_heads, (s.group, s.group), context)
         self.convolution = CausalConvolution(
             channels, s.width, bias=False, context=context, kernels=kernels, activation="silu"

@@ -7,6 +7,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from tests.support.checkpoints import checkpoint
 from tests.support.gguf_files import make_gguf, write
@@ -30,6 +32,11 @@ STORED = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.out_proj": "ssm_out",
 }
 ALPHA = 6.0
 SETTINGS: Mapping[str, Any] = {
@@ -84,6 +91,33 @@ def test_a_file_has_the_digest_of_the_folder_that_it_was_made_from(
     write_adapter(half, adapter, architecture, heads, kind=gguf.GGMLQuantizationType.F16)
     for name, module in read_gguf_lora(half, config).modules.items():
         assert module.b.equal(adapter.modules[name].b.half())
+
+
+def test_heads_of_delta_nets_have_the_order_of_the_folder(tmp_path: Path) -> None:
+    config = read_config(checkpoint("qwen3_5"))
+    names = [name.rpartition(".")[2] for name in STORED if name.startswith("linear_attn.")]
+    made = make_adapter(
+        checkpoint("qwen3_5"), tmp_path / "peft", target_modules=names, lora_alpha=ALPHA
+    )
+    adapter = read_lora(made.folder)
+    num_keys = config["linear_num_key_heads"]
+    first = {"in_proj_qkv": 2 * num_keys * config["linear_key_head_dim"]}
+
+    def interleaved(rows: Tensor, first: int) -> Tensor:
+        heads = rows[first:].unflatten(0, (num_keys, -1, width)).swapaxes(0, 1)
+        return torch.cat([rows[:first], heads.flatten(0, 2)])
+
+    changed = {}
+    for name, module in adapter.modules.items():
+        part, a, b = name.rpartition(".")[2], module.a, module.b
+        width = 1 if part in ("in_proj_a", "in_proj_b") else config["linear_value_head_dim"]
+        if part == "out_proj":
+            a = interleaved(a.T, 0).T.contiguous()
+        else:
+            b = interleaved(b, first.get(part, 0))
+        changed[name] = module._replace(a=a, b=b)
+    write_adapter(tmp_path / "a.gguf", LoraAdapter.of_modules(changed), "qwen35", {})
+    assert read_gguf_lora(tmp_path / "a.gguf", config).info == adapter.info
 
 
 def load(base: Path, adapter: Path) -> AdapterInfo:

@@ -46,7 +46,8 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
         *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe", "jamba", "nemotron_h"),
-        *("mamba", "falcon_mamba", "mamba2", "falcon_h1", "falcon_h1_normed"),
+        *("mamba", "falcon_mamba", "mamba2", "falcon_h1", "falcon_h1_normed", "kimi_linear"),
+        *("qwen3_next", "qwen3_next_joined", "qwen3_5", "qwen3_5_square", "qwen3_5_moe"),
         *("granitemoe", "minimax_m2", "olmo2", "olmo3", "seed_oss", "smollm3"),
     ],
 )
@@ -73,6 +74,11 @@ def test_a_model_in_several_files_is_loaded_by_the_name_of_one(tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["Q4_K", "IQ4_XS", "BF16"])
 def test_experts_are_read_from_tensors_of_every_kind_of_type(kind: str, tmp_path: Path) -> None:
     assert_same(*make_gguf("qwen3_moe", kind, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "IQ4_XS", "BF16"])
+def test_heads_within_a_block_of_weights_are_put_in_order(kind: str, tmp_path: Path) -> None:
+    assert_same(*make_gguf("qwen3_5", kind, tmp_path))
 
 
 def test_experts_of_gpt_oss_are_read_in_mxfp4(tmp_path: Path) -> None:
@@ -214,6 +220,24 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             lambda w: w.add_feed_forward_length([0, 256]),
             BadCheckpoint,
             r"feed_forward_length: expected a number for each of 4 layers, got \[0, 256\]",
+        ),
+        (
+            "qwen3_5",
+            lambda w: w.add_ssm_group_count(3),
+            BadCheckpoint,
+            r"ssm\.group_count: expected a divisor of 4, ssm\.time_step_rank, got 3",
+        ),
+        (
+            "qwen3_next",
+            lambda w: w.add_array("qwen3next.attention.recurrent_layers", [True, False]),
+            BadCheckpoint,
+            r"recurrent_layers: expected a value for each of 3 layers, got \[True, False\]",
+        ),
+        (
+            "kimi_linear",
+            lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX),
+            UnsupportedModel,
+            r"expert_gating_func: expected 2, which is sigmoid, got 1",
         ),
         (
             "jamba",

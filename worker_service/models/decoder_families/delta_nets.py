@@ -32,20 +32,21 @@ attention.norm          linear_attn.norm
 attention.output        linear_attn.out_proj
 """)
 
+_SEPARATE, _JOINED = "linear_attn.in_proj_qkv linear_attn.in_proj_z", "linear_attn.in_proj_qkvz"
+_GATES = "linear_attn.in_proj_ba"
 _STORED = {
-    DeltaStorage.SEPARATE: by_lines("""
-attention.inputs        linear_attn.in_proj_qkv linear_attn.in_proj_z
-attention.gates         linear_attn.in_proj_b linear_attn.in_proj_a
-"""),
-    DeltaStorage.BY_KEY_HEAD: by_lines("""
-attention.inputs        linear_attn.in_proj_qkvz
-attention.gates         linear_attn.in_proj_ba
-"""),
+    DeltaStorage.SEPARATE: {
+        "attention.inputs": _SEPARATE,
+        "attention.gates": "linear_attn.in_proj_b linear_attn.in_proj_a",
+    },
+    DeltaStorage.BY_KEY_HEAD: {"attention.inputs": _JOINED, "attention.gates": _GATES},
+    DeltaStorage.GATES_BY_KEY_HEAD: {"attention.inputs": _SEPARATE, "attention.gates": _GATES},
 }
 
 
 def qwen3_next_settings(config: Config) -> DecoderSettings:
-    """Qwen3-Next."""
+    """Qwen3-Next. Inputs are separate in GGUF files."""
+    is_separate = config.get("has_separate_inputs", False)
     config = with_keys(config, {}, num_experts=512, num_experts_per_tok=10, num_key_value_heads=2)
     normalizes = bool(config.get("norm_topk_prob", True))
     sparse = _experts(config, ExpertStorage.SEPARATE, normalizes=normalizes)
@@ -55,7 +56,9 @@ def qwen3_next_settings(config: Config) -> DecoderSettings:
         sparse if i not in mlp_layers and num_experts > 0 and (i + 1) % step == 0 else dense
         for i in range(config["num_hidden_layers"])
     ]
-    return _decoder(config, parts, DeltaStorage.BY_KEY_HEAD)
+    by_key_head = DeltaStorage.BY_KEY_HEAD
+    storage = DeltaStorage.GATES_BY_KEY_HEAD if is_separate else by_key_head
+    return _decoder(config, parts, storage)
 
 
 def qwen3_5_settings(config: Config) -> DecoderSettings:

@@ -16,6 +16,7 @@ from worker_service.models.decoder_families.common import (
     routing,
     with_keys,
 )
+from worker_service.models.decoder_families.latent import SPLIT_NAMES
 from worker_service.models.delta_net import KimiDeltaSpec
 from worker_service.models.experts import ExpertsSpec, SharedSpec
 from worker_service.models.latent_attention import LatentAttentionSpec
@@ -98,11 +99,13 @@ def kimi_linear_settings(config: Config) -> DecoderSettings:
     ]
     num_heads, head_dim, width = sizes
     delta = KimiDeltaSpec(num_heads=num_heads, head_dim=head_dim, width=width, eps=norm.eps)
-    latent = _latent(config)
+    latent, of_latent = _latent(config), _LATENT_NAMES
+    if config.get("has_split_expansion"):  # of a GGUF file
+        of_latent = of_latent | SPLIT_NAMES
 
     def layer(kind: str, part: FeedForwardSpec) -> LayerSpec:
         of_part = _EXPERT_NAMES if isinstance(part, ExpertsSpec) else _MLP_NAMES
-        own = _LATENT_NAMES if kind == FULL else _DELTA_NAMES
+        own = of_latent if kind == FULL else _DELTA_NAMES
         return LayerSpec(
             attention=latent if kind == FULL else delta,
             feed_forward=part,

@@ -37,7 +37,7 @@ feed_forward_norm       post_attention_layernorm
 _DIRECT = {"attention.inputs": "self_attn.q_proj self_attn.kv_a_proj_with_mqa"}
 """Names without latents of queries."""
 
-_SPLIT = {"attention.expansion": "self_attn.k_b_proj self_attn.v_b_proj"}
+SPLIT_NAMES = {"attention.expansion": "self_attn.k_b_proj self_attn.v_b_proj"}
 """Names of weights that expand latents to keys, and to values, apart from each other."""
 
 _MLP_NAMES = by_lines("""
@@ -132,7 +132,7 @@ def latent_decoder(
     if attention.query_latent_dim is None:
         names = {path: name for path, name in names.items() if "query" not in path} | _DIRECT
     if config.get("has_split_expansion"):  # of a GGUF file
-        names = names | _SPLIT
+        names = names | SPLIT_NAMES
 
     def layer(part: FeedForwardSpec) -> LayerSpec:
         of_part = _MLP_NAMES
