@@ -176,6 +176,14 @@ class AdapterRows(NamedTuple):
     rows: Tensor | None
     """int64 [n], ascending; None: all rows."""
 
+    def among(self, chosen: Tensor) -> "AdapterRows | None":
+        """Those among chosen rows of the step, by their places there; None if there are none.
+        chosen: int64 [n], of which some may be equal."""
+        if self.rows is None:
+            return self
+        places = torch.isin(chosen, self.rows).nonzero().flatten()
+        return None if len(places) == 0 else AdapterRows(self.digest, places)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
@@ -201,6 +209,13 @@ class StepBatch:
 
     adapters: tuple[AdapterRows, ...] = ()
     """The adapters of the rows that have one, each once."""
+
+    def sampled_adapters(self) -> tuple[AdapterRows, ...]:
+        """The adapters of the rows whose logits will be computed, by their places in `sampled`."""
+        if self.sampled is None:
+            return ()
+        found = [adapter.among(self.sampled) for adapter in self.adapters]
+        return tuple(adapter for adapter in found if adapter is not None)
 
 
 class StepInputs(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagewire_kernels.batch import AttentionMetadata, StepBatch
+from pagewire_kernels.batch import AdapterRows, AttentionMetadata, StepBatch
 from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
 from pagewire_kernels.select import Kernels
 from worker_service.config import ModelConfig
@@ -59,7 +59,9 @@ class CountingModel:
         rows.append(torch.full((len(token_ids) - starts[-1],), torch.nan))  # rows of no sequence
         return torch.cat(rows).unsqueeze(1)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def compute_logits(
+        self, hidden_states: torch.Tensor, adapters: Sequence[AdapterRows] = ()
+    ) -> torch.Tensor:
         """Largest at the checksum, falling with the distance from it."""
         distance = (torch.arange(VOCAB_SIZE) - hidden_states) % VOCAB_SIZE
         return -0.125 * distance

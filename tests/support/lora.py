@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from worker_service.adapters.lora import LoraAdapter, LoraModule
-from worker_service.models.linear import Linear
+from worker_service.models.adapters import layers_of
 from worker_service.models.native import NativeModel
+
+LAYERS, EMBEDDING, HEAD = "layers", "embedding", "head"
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,19 @@ class PeftAdapter:
 
 
 def make_adapter(
-    base: Path, folder: Path, *, seed: int = 0, generates: bool = True, **settings: Any
+    base: Path,
+    folder: Path,
+    *,
+    seed: int = 0,
+    generates: bool = True,
+    targets: Sequence[str] = (LAYERS,),
+    **settings: Any,
 ) -> PeftAdapter:
-    """An adapter with random matrices, by default of all linear layers without the LM head.
-    generates: of a model with an LM head; else of one that makes vectors."""
+    """An adapter with random matrices.
+
+    generates: of a model with an LM head; else of one that makes vectors; targets: some of
+    `LAYERS`, which are all linear layers without the LM head, `EMBEDDING` and `HEAD`.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
@@ -46,12 +57,13 @@ def make_adapter(
     model = (AutoModelForCausalLM if generates else AutoModel).from_pretrained(
         base, attn_implementation="eager", dtype=torch.float32
     )
-    names = [
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name != "lm_head"
-    ]
-    defaults = {"target_modules": sorted(set(names)), "init_lora_weights": False}
+    vocabulary = {EMBEDDING: model.get_input_embeddings(), HEAD: model.get_output_embeddings()}
+    names = set()
+    for name, module in model.named_modules():
+        kind = next((kind for kind, part in vocabulary.items() if part is module), LAYERS)
+        if kind in targets and (kind != LAYERS or isinstance(module, nn.Linear | Conv1D)):
+            names.add(name.rpartition(".")[2])
+    defaults = {"target_modules": sorted(names), "init_lora_weights": False}
     torch.manual_seed(seed)
     task_type = "CAUSAL_LM" if generates else "FEATURE_EXTRACTION"
     config = LoraConfig(task_type=task_type, **(defaults | settings))
@@ -61,16 +73,18 @@ def make_adapter(
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-    adapted.save_pretrained(folder)
+    with warnings.catch_warnings():  # that embeddings are saved
+        warnings.simplefilter("ignore")
+        adapted.save_pretrained(folder)
     return PeftAdapter(folder, adapted)
 
 
 def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> LoraAdapter:
-    """An adapter with random matrices of all linear layers of a model of one rank."""
+    """An adapter with random matrices of all layers of a model of one rank."""
     generator = torch.Generator().manual_seed(seed)
     modules = {}
-    for layer in model.layers.modules():
-        for name, part in layer.parts() if isinstance(layer, Linear) else ():
+    for layer in layers_of(model):
+        for name, part in layer.parts():
             num_outputs, num_inputs = part.source_shape
             a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
             b = torch.randn(num_outputs, rank, generator=generator) * rank**-0.5

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +52,7 @@ _WITHOUT_EFFECT = {
     "corda_config",
     "qalora_group_size",
     "runtime_config",
+    "ensure_weight_tying",
     "monteclora_config",
     "velora_config",
 }
@@ -62,11 +63,16 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 _ALIGNMENT = 64
 
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
+_BASE_NAME = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
+
+CheckBase = Callable[[str, Tensor], None]
+"""Raises BadAdapter unless a module of the base has this weight."""
 
 
 class LoraModule(NamedTuple):
-    """The change of one linear layer: x @ A.T @ B.T * scale is added to its output."""
+    """The change of one linear layer: x @ A.T @ B.T * scale is added to its output. Tokens are the
+    inputs of an embedding, so that x has a 1 at one of them."""
 
     a: Tensor
     """[rank, in_features]."""
@@ -151,11 +157,16 @@ class LoraAdapter:
         return cls(modules, content)
 
 
-def read_lora(folder: Path) -> LoraAdapter:
+def _refuse_base(name: str, weight: Tensor) -> None:
+    raise BadAdapter(f"{name}.base_layer.weight: expected none, got {list(weight.shape)}")
+
+
+def read_lora(folder: Path, check_base: CheckBase = _refuse_base) -> LoraAdapter:
     """Read an adapter as `save_pretrained` of PEFT wrote it.
 
-    Raises AdapterNotFound if there is none, and BadAdapter for one whose settings or tensors mean
-    something that is not computed.
+    check_base: is called for the weights of the base that were saved with it, which PEFT does for
+    embeddings. Raises AdapterNotFound if there is none, and BadAdapter for one whose settings or
+    tensors mean something that is not computed.
     """
     if not (folder / CONFIG_FILE).is_file():
         raise AdapterNotFound(f"path: expected a folder with {CONFIG_FILE}, got {str(folder)!r}")
@@ -166,7 +177,11 @@ def read_lora(folder: Path) -> LoraAdapter:
     if not isinstance(settings, dict):
         raise BadAdapter(f"{CONFIG_FILE}: expected an object, got {type(settings).__name__}")
     _check_settings(settings)
-    return LoraAdapter.of_modules(_modules(_tensors(folder), settings))
+    tensors = _tensors(folder)
+    for name in [*tensors]:
+        if match := _BASE_NAME.fullmatch(name):
+            check_base(match[1], tensors.pop(name))
+    return LoraAdapter.of_modules(_modules(tensors, settings))
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -204,7 +219,7 @@ def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
             expected = "only base_model.model.MODULE.lora_A.weight and lora_B.weight"
             raise BadAdapter(f"{WEIGHTS_FILE}: expected {expected}, got {name!r}")
         check_tensor(name, tensor)
-        pairs.setdefault(match[1], {})[match[2]] = tensor
+        pairs.setdefault(match[1], {})[match[2] or match[3]] = tensor
     if not pairs:
         raise BadAdapter(f"{WEIGHTS_FILE}: expected at least one module, got none")
     return {name: module_of(name, pair, settings) for name, pair in pairs.items()}

@@ -16,6 +16,7 @@ from worker_service.loader.tensors import OpenFiles
 
 _ALPHA = "adapter.lora.alpha"
 _INVOCATION = "adapter.alora.invocation_tokens"
+_EMBEDDING = "token_embd.weight"
 _PARTS = {"lora_a": "A", "lora_b": "B"}
 
 
@@ -74,12 +75,15 @@ def _matrices(
         order = orders.get(module.rpartition(".")[2], Orders())
         rows, columns = (order.rows, None) if part == "lora_b" else (None, order.columns)
         try:
-            yield module, _PARTS[part], replace(stored, files=files, rows=rows, columns=columns)[:]
+            tensor = replace(stored, files=files, rows=rows, columns=columns)[:]
         except RuntimeError:  # torch's, of a shape that heads do not divide
             expected = "a multiple of the numbers of heads"
             raise BadAdapter(
                 f"{stored.stored_name}: expected {expected}, got {stored.shape}"
             ) from None
+        if weight == _EMBEDDING and part == "lora_a":  # a row is a token's, of which one is read
+            tensor = tensor.t()
+        yield module, _PARTS[part], tensor
 
 
 def _module(name: str, pair: Mapping[str, Tensor], alpha: float) -> LoraModule:

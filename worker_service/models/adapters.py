@@ -7,7 +7,7 @@ computes nothing more.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -20,16 +20,35 @@ from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas, P
 from worker_service.adapters.lora import LoraAdapter, LoraModule
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
-from worker_service.models.linear import Linear, LinearPart
+from worker_service.models.linear import Linear, LinearPart, VocabEmbedding
 from worker_service.models.native import NativeModel
+
+_OF_FIRST = ("model.project_in",)
+_OF_LAST = ("model.project_out", "lm_head")
+"""Modules of the first and the last pipeline stage."""
 
 
 class _Step:
-    """The adapters of the present step, which all layers share."""
+    """The adapters of the rows that some layers compute in the present step."""
 
     def __init__(self) -> None:
         self.adapters: Sequence[AdapterRows] = ()
         self.native_rows = ActiveRows()
+        self.is_active = False
+        """Whether the layers are ready for rows with adapters, even if the step has none."""
+
+    def set(self, adapters: Sequence[AdapterRows], slots: Sequence[int], num_rows: int) -> None:
+        """slots: of the adapters; num_rows: with and without one."""
+        every = torch.arange(num_rows)
+        self.native_rows.set(slots, [every if rows is None else rows for _, rows in adapters])
+        self.adapters, self.is_active = adapters, True
+
+    def clear(self) -> None:
+        """Let the layers compute no adapters."""
+        self.adapters, self.is_active = (), False
+
+
+Layer = Linear | VocabEmbedding
 
 
 class LayerDelta(NamedTuple):
@@ -41,21 +60,16 @@ class LayerDelta(NamedTuple):
 
 
 class LayerAdapters:
-    """The adapters of one linear layer. Implements `linear.Additions`."""
+    """The adapters of one layer. Implements `linear.Additions`."""
 
-    def __init__(self, layer: Linear, step: _Step, max_slots: int, max_rank: int) -> None:
+    def __init__(self, layer: Layer, step: _Step, max_slots: int, max_rank: int) -> None:
         """max_rank: of an adapter's module."""
         self._step = step
-        self._native: NativeDeltas | None = None
+        self._native = layer.make_deltas(step.native_rows, max_slots, max_rank)
         self._modules: dict[bytes, Sequence[tuple[LinearPart, LoraModule]]] = {}
         """By digest, of the adapters in slots that change this layer."""
         self.is_changed = False
         """Whether an adapter changes the layer, or has done so."""
-        if layer.native_weight is not None:
-            num_modules = len([*layer.parts()])
-            self._native = layer.native_weight.make_deltas(
-                step.native_rows, max_slots, num_modules, max_rank
-            )
 
     def pack(self, modules: Sequence[tuple[LinearPart, LoraModule]]) -> "LayerDelta":
         """What an adapter adds to the layer. May be called on any thread."""
@@ -86,14 +100,15 @@ class LayerAdapters:
 
     def of_step(self) -> NativeDeltas | None:
         """See `linear.Additions`."""
-        return self._native if self.is_changed and self._step.adapters else None
+        return self._native if self.is_changed and self._step.is_active else None
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """See `linear.Additions`."""
         for digest, rows in self._step.adapters:
             for part, module in self._modules.get(digest, ()):
-                chosen = x.float() if rows is None else x[rows].float()
-                inner = nn.functional.linear(chosen, module.a[:, part.inputs].float())
+                chosen, a = x if rows is None else x[rows], module.a[:, part.inputs].float()
+                is_token = not chosen.is_floating_point()
+                inner = a.t()[chosen] if is_token else nn.functional.linear(chosen.float(), a)
                 b = part.rows_of(module.b).float()
                 added = nn.functional.linear(inner, b).mul_(module.scale)
                 columns = y[:, part.outputs]
@@ -108,8 +123,18 @@ class LayerAdapters:
 class _Place:
     """Where a module of the checkpoint is in the model."""
 
-    layer: Linear
+    layer: Layer
     part: LinearPart
+
+
+def layers_of(model: NativeModel) -> Iterator[Layer]:
+    """The layers that adapters may change: all linear ones, the embedding of tokens and the LM
+    head, which is last."""
+    for layer in model.modules():
+        if isinstance(layer, Linear | VocabEmbedding) and layer not in (model.head, model.score):
+            yield layer
+    if model.head is not None:
+        yield model.head
 
 
 class AdapterSlots:
@@ -122,19 +147,18 @@ class AdapterSlots:
         self, model: NativeModel, store: AdapterStore[LoraAdapter], max_slots: int, max_rank: int
     ) -> None:
         self._store, self._max_slots, self._max_rank = store, max_slots, max_rank
-        self._model, self._step = model, _Step()
+        self._model, self._step, self._head_step = model, _Step(), _Step()
         self._places: dict[str, list[_Place]] = {}
-        self._layers: dict[Linear, LayerAdapters] = {}
-        self._packed: WeakKeyDictionary[LoraAdapter, Mapping[Linear, LayerDelta]] = (
+        self._layers: dict[Layer, LayerAdapters] = {}
+        self._packed: WeakKeyDictionary[LoraAdapter, Mapping[Layer, LayerDelta]] = (
             WeakKeyDictionary()
         )
         """Of all adapters in the store."""
         self._slots: dict[bytes, int] = {}
         """By digest, the least recently used first."""
-        for layer in model.layers.modules():
-            if not isinstance(layer, Linear):
-                continue
-            added = LayerAdapters(layer, self._step, max_slots, max_rank)
+        for layer in layers_of(model):
+            step = self._head_step if layer is model.head else self._step
+            added = LayerAdapters(layer, step, max_slots, max_rank)
             layer.additions = self._layers[layer] = added
             for name, part in layer.parts():
                 self._places.setdefault(name, []).append(_Place(layer, part))
@@ -166,10 +190,15 @@ class AdapterSlots:
     def _is_elsewhere(self, name: str) -> bool:
         """Whether a module is in a layer of another pipeline stage, which checks it. Layers differ:
         this stage does not know which modules that one has."""
-        layers = re.escape(self._model.layers_name)
+        model, layout = self._model, self._model.communicator.layout
+        if self._canonical(name) in (model.embedding_name.removesuffix(".weight"), *_OF_FIRST):
+            return not layout.is_first_stage
+        if self._canonical(name) in _OF_LAST:
+            return not layout.is_last_stage
+        layers = re.escape(model.layers_name)
         match = re.fullmatch(rf"{layers}\.(\d+)\..+", self._canonical(name))
-        here = {int(name.rpartition(".")[2]) for name, _ in self._model.named_layers()}
-        return match is not None and int(match[1]) in {*range(self._model.num_layers)} - here
+        here = {int(name.rpartition(".")[2]) for name, _ in model.named_layers()}
+        return match is not None and int(match[1]) in {*range(model.num_layers)} - here
 
     def activate(self, batch: StepBatch) -> bool:
         """Let the layers compute the adapters of a batch in the next forward pass.
@@ -186,16 +215,24 @@ class AdapterSlots:
             if digest not in self._slots:
                 self._slots[digest] = self._fill_slot(digest, {digest for digest, _ in adapters})
             self._slots[digest] = self._slots.pop(digest)
-        slots = [self._slots[digest] for digest, _ in adapters]
-        every = torch.arange(len(batch.token_ids))
-        rows = [every if rows is None else rows for _, rows in adapters]
-        self._step.native_rows.set(slots, rows)
-        self._step.adapters = adapters
+        self._step.set(adapters, self._slots_of(adapters), len(batch.token_ids))
+        num_sampled = 0 if batch.sampled is None else len(batch.sampled)
+        self.activate_head(batch.sampled_adapters(), num_sampled)
         return self._num_changed() > num_changed
+
+    def activate_head(self, adapters: Sequence[AdapterRows], num_rows: int) -> None:
+        """Let the LM head compute adapters of the present step, by rows of its inputs."""
+        head = self._model.head
+        if head is not None and self._layers[head].is_changed:
+            self._head_step.set(adapters, self._slots_of(adapters), num_rows)
 
     def deactivate(self) -> None:
         """Let the layers compute no adapters."""
-        self._step.adapters = ()
+        self._step.clear()
+        self._head_step.clear()
+
+    def _slots_of(self, adapters: Sequence[AdapterRows]) -> list[int]:
+        return [self._slots[digest] for digest, _ in adapters]
 
     def _num_changed(self) -> int:
         return sum(added.is_changed for added in self._layers.values())
@@ -221,7 +258,7 @@ class AdapterSlots:
         self._check(adapter)
         self._prepared(adapter)
 
-    def _prepared(self, adapter: LoraAdapter) -> Mapping[Linear, LayerDelta]:
+    def _prepared(self, adapter: LoraAdapter) -> Mapping[Layer, LayerDelta]:
         if (found := self._packed.get(adapter)) is None:
             by_layer = self._by_layer(adapter.modules)
             found = {layer: self._layers[layer].pack(parts) for layer, parts in by_layer.items()}
@@ -230,8 +267,8 @@ class AdapterSlots:
 
     def _by_layer(
         self, modules: Mapping[str, LoraModule]
-    ) -> dict[Linear, list[tuple[LinearPart, LoraModule]]]:
-        found: dict[Linear, list[tuple[LinearPart, LoraModule]]] = {}
+    ) -> dict[Layer, list[tuple[LinearPart, LoraModule]]]:
+        found: dict[Layer, list[tuple[LinearPart, LoraModule]]] = {}
         for name in sorted(modules):
             for place in self._places_of(name):
                 found.setdefault(place.layer, []).append((place.part, modules[name]))

@@ -1,14 +1,14 @@
 """The interface of models, the context in which they are built, and targets of their weights."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import StepBatch
+from pagewire_kernels.batch import AdapterRows, StepBatch
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.distributed.communicator import Communicator
@@ -32,9 +32,14 @@ class Model(Protocol):
         [num_tokens, hidden_size], which the next call may overwrite."""
         ...
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Compute the logits of some rows. hidden_states: [num_rows, hidden_size]. Returns float32
-        [num_rows, vocab_size]."""
+    def compute_logits(
+        self, hidden_states: torch.Tensor, adapters: Sequence[AdapterRows] = ()
+    ) -> torch.Tensor:
+        """Compute the logits of some rows.
+
+        hidden_states: [num_rows, hidden_size]; adapters: of these rows, which the last forward pass
+        had. Returns float32 [num_rows, vocab_size].
+        """
         ...
 
 

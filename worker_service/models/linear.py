@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.cpu import linear as native
-from pagewire_kernels.cpu.adapters import NativeDeltas
+from pagewire_kernels.cpu.adapters import ActiveRows, EmbeddingDeltas, NativeDeltas
 from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.experts import NativeExperts, can_pack_experts
 from pagewire_kernels.cpu.heads import NativeHeads
@@ -314,15 +314,16 @@ class LinearPart(NamedTuple):
 
 
 class Additions(Protocol):
-    """What is added to the products of a layer; see `models/adapters.py`."""
+    """What is added to the products of a layer, or to the rows of an embedding; see
+    `models/adapters.py`."""
 
     def of_step(self) -> NativeDeltas | None:
-        """What the C++ product adds in the present step; None: nothing."""
+        """What the C++ kernels add in the present step; None: nothing."""
         ...
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """The sum of a product of `x` and what is added in the present step, where the C++ kernels
-        do not compute it."""
+        do not compute it. x: rows, or the indices of an embedding's."""
         ...
 
 
@@ -366,6 +367,12 @@ class Linear(nn.Module):
     def native_weight(self) -> NativeWeight | NativeGatedWeight | None:
         """The weight as the C++ kernels have it; None if torch computes the product."""
         return self.packed if isinstance(self.packed, NativeWeight) else None
+
+    def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas | None:
+        """Make slots for what adapters add to the C++ product; None if torch computes it."""
+        if self.native_weight is None:
+            return None
+        return self.native_weight.make_deltas(rows, max_slots, len([*self.parts()]), max_rank)
 
     def parts(self) -> Iterator[tuple[str, LinearPart]]:
         """(name of the checkpoint's module, its part of this product), once `targets` was called.
@@ -561,6 +568,7 @@ class VocabEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.shard = context.communicator.layout.vocab_shard(vocab_size)
+        self._size = size
         num_rows = context.communicator.layout.vocab_rows(vocab_size)
         self.weight: Tensor | None = context.empty_weight(num_rows, size)
         self.weight[self.shard.size :] = 0
@@ -568,6 +576,10 @@ class VocabEmbedding(nn.Module):
         self.kept: QuantizedWeight | None = None
         """The quantized table, until it is packed."""
 
+        self.additions: Additions | None = None
+        """What adapters add to its rows."""
+
+        self._name = ""
         self.is_shared = False
         """Whether the LM head is tied to this table, and packs it for both."""
 
@@ -578,9 +590,24 @@ class VocabEmbedding(nn.Module):
     def table_target(self, name: str) -> WeightTarget:
         """Destination of the table called `name`."""
         assert self.weight is not None
-        table = self.weight[: self.shard.size]
+        self._name, table = name, self.weight[: self.shard.size]
         rounding = HEAD_ROUNDING if self.is_shared and self._context.quantization else None
         return WeightTarget(name, table, shard=self.shard, keep=self._keep, rounding=rounding)
+
+    def parts(self) -> Iterator[tuple[str, LinearPart]]:
+        """As `Linear.parts`, where a token is an input."""
+        columns = slice(self.shard.start, self.shard.start + self.shard.size)
+        rows = Shard.full(self._size)
+        part = LinearPart([rows.size, self.shard.total], columns, rows, None, slice(0, rows.size))
+        yield self._name.removesuffix(".weight"), part
+
+    def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas | None:
+        """As `Linear.make_deltas`."""
+        native_library, dtype = _native_library(self._context.dtype), self._context.dtype
+        if native_library is None or not _is_on_cpu(self._context):
+            return None
+        sizes = self._size, self.shard.size
+        return EmbeddingDeltas(*sizes, rows, max_slots, max_rank, native_library, dtype)
 
     def _keep(self, part: QuantizedWeight) -> None:
         assert self.weight is not None
@@ -617,9 +644,17 @@ class VocabEmbedding(nn.Module):
 
     def _rows(self, indices: Tensor) -> Tensor:
         if self.packed is not None:
-            return self.packed.gather(indices)
-        assert self.weight is not None
-        return self._kernels.embed(self.weight, indices)
+            rows = self.packed.gather(indices)
+        else:
+            assert self.weight is not None
+            rows = self._kernels.embed(self.weight, indices)
+        if self.additions is None:
+            return rows
+        deltas = self.additions.of_step()
+        if not isinstance(deltas, EmbeddingDeltas):
+            return self.additions.add(rows, indices)
+        deltas.add(rows, indices)
+        return rows
 
 
 class VocabHead(Linear):
@@ -651,6 +686,13 @@ class VocabHead(Linear):
         if self._quantization is not None:
             self._quantization = HEAD_ROUNDING
         self._communicator = context.communicator
+
+    def parts(self) -> Iterator[tuple[str, LinearPart]]:
+        """As `Linear.parts`. Its name is the same if it is tied to the embedding, which an adapter
+        changes on its own."""
+        rows, columns = self.shard, slice(0, self._inputs.size)
+        shape = [rows.total, self._inputs.total]
+        yield "lm_head", LinearPart(shape, columns, rows, None, slice(0, rows.size))
 
     def pack(self) -> None:
         """As `Linear.pack`; a tied embedding uses the packed table, too."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import (
+    AdapterRows,
     AttentionMetadata,
     LayerCaches,
     LayerMemory,
@@ -126,6 +127,10 @@ class ActivatesAdapters(Protocol):
 
         Returns whether a program recorded with adapters lacks some of them.
         """
+        ...
+
+    def activate_head(self, adapters: Sequence[AdapterRows], num_rows: int) -> None:
+        """Let the LM head compute adapters of the present step, by rows of its inputs."""
         ...
 
     def deactivate(self) -> None:
@@ -435,14 +440,20 @@ class NativeModel(LoadableModule):
         return tuple(by_layer[layer] for layer in self._captured_layers)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Compute the logits of some rows: float32 [num_rows, vocab_size].
+    def compute_logits(self, hidden_states: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+        """Compute the logits of some rows, see `interface.Model`: float32 [num_rows, vocab_size].
 
         A stage without the LM head returns the hidden states, which trial runs compare.
         """
         if self.head is None:
             return hidden_states.float()
-        return self._apply_head(hidden_states)
+        if not adapters or self.adapters is None:
+            return self._apply_head(hidden_states)
+        self.adapters.activate_head(adapters, len(hidden_states))
+        try:
+            return self._apply_head(hidden_states)
+        finally:
+            self.adapters.deactivate()
 
     @torch.inference_mode()
     def pool(self, pooled: Tensor, head: PoolingHead) -> Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from worker_service.adapters.lora import LoraAdapter, read_lora
+from worker_service.adapters.lora import LoraAdapter
 from worker_service.adapters.store import AdapterInfo, AdapterStore, join
 from worker_service.config import AdapterConfig, CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
@@ -27,10 +27,8 @@ from worker_service.kv_cache.memory_budget import (
     sample_on_host,
 )
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
-from worker_service.loader.gguf_adapter import read_gguf_lora
-from worker_service.loader.gguf_file import is_gguf
+from worker_service.loader.adapters import read_adapter
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
-from worker_service.loader.model_files import resolve_adapter
 from worker_service.models.adapters import AdapterSlots, require_native
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
@@ -401,10 +399,7 @@ class TorchExecutor:
     def load_adapter(self, path: str) -> AdapterInfo:
         """Read a folder of PEFT or the hub, or a GGUF file; see `Executor.load_adapter`."""
         self._require_adapters()
-        place = resolve_adapter(path)
-        if is_gguf(place):
-            return self._hold(read_gguf_lora(place, self.loaded.hf_config))
-        return self._hold(read_lora(place))
+        return self._hold(read_adapter(path, self.loaded))
 
     def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
         """The content of an adapter."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagewire_kernels.batch import AdapterRows
 from worker_service.array_types import Float32Array, Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import upload
@@ -129,27 +130,35 @@ memory."""
 
 
 def prompt_logprobs(
-    model: Model, hidden: Tensor, token_ids: Int32Array, start: int, num_top: int
+    model: Model,
+    hidden: Tensor,
+    token_ids: Int32Array,
+    start: int,
+    num_top: int,
+    adapters: Sequence[AdapterRows] = (),
 ) -> PromptLogprobs:
     """Compute log probabilities of consecutive prompt tokens, and of the most probable tokens.
 
     hidden: [num_tokens, hidden_size], the hidden states that predict the tokens; token_ids:
     [num_tokens], the tokens of the prompt; start: position of the first one; num_top: number of
-    most probable tokens at each position.
+    most probable tokens at each position; adapters: of all hidden states.
     """
     targets = upload(token_ids.astype("int64"), hidden.device)
-    pieces = prompt_logits(model, hidden, targets)
+    pieces = prompt_logits(model, hidden, targets, adapters)
     return of_prompt(start, num_top, [logprob_table(*piece, num_top) for piece in pieces])
 
 
-def prompt_logits(model: Model, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def prompt_logits(
+    model: Model, hidden: Tensor, targets: Tensor, adapters: Sequence[AdapterRows] = ()
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (logits, targets) of consecutive tokens, in pieces of at most `MAX_LOGITS_BYTES`.
 
-    hidden: [num_tokens, hidden_size]; targets: [num_tokens], the tokens that they predict.
+    hidden: [num_tokens, hidden_size]; targets: [num_tokens], the tokens that they predict;
+    adapters: of all of them.
     """
     piece = max(1, MAX_LOGITS_BYTES // (4 * model.vocab_size))
     for part, target in zip(hidden.split(piece), targets.split(piece), strict=True):
-        yield model.compute_logits(part), target
+        yield model.compute_logits(part, adapters), target
 
 
 def of_prompt(start: int, num_top: int, tables: Sequence[LogprobTable]) -> PromptLogprobs:

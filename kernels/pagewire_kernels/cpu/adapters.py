@@ -4,18 +4,20 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.native_library import Library
-from pagewire_kernels.cpu.program import launch, new_tensor
+from pagewire_kernels.cpu.program import batch_of, launch, new_tensor
 from pagewire_kernels.cpu.tasks import (
     AdapterRows,
     AdapterSlot,
     AdapterSpan,
     AdapterTask,
+    EmbeddingDeltaTask,
     address,
     rows_of,
 )
@@ -38,7 +40,9 @@ class ActiveRows:
 
     def __init__(self) -> None:
         self._rows = AdapterRows()
-        self._columns: list[Tensor] = []
+        self._columns: dict[str, list[np.ndarray]] = {}
+        """By field, also those that were too short. A thread that lost its core may read any of
+        them at a later step (src/share.h)."""
 
     @property
     def address(self) -> int:
@@ -47,13 +51,18 @@ class ActiveRows:
 
     def set(self, slots: Sequence[int], rows: Sequence[Tensor]) -> None:
         """Set the rows of the adapters in some slots: int64 [n] each, ascending."""
-        starts = torch.tensor([0, *(len(chosen) for chosen in rows)]).cumsum(0)
-        columns = (torch.tensor(slots), starts, torch.cat([*rows]))
-        self._columns = [column.int() for column in columns]
+        starts = np.cumsum([0, *map(len, rows)])
+        self._write("slots", np.array(slots, np.int32))
+        self._write("starts", starts)
+        self._write("rows", np.concatenate([chosen.numpy() for chosen in rows] or [starts[:0]]))
         self._rows.num_groups = len(slots)
-        names = ("slots", "starts", "rows")
-        for name, column in zip(names, self._columns, strict=True):
-            setattr(self._rows, name, address(column))
+
+    def _write(self, name: str, numbers: np.ndarray) -> None:
+        columns = self._columns.setdefault(name, [])
+        if not columns or len(columns[-1]) < len(numbers):
+            columns.append(np.zeros(max(64, 2 * len(numbers)), np.int32))
+            setattr(self._rows, name, columns[-1].ctypes.data)
+        columns[-1][: len(numbers)] = numbers
 
 
 class DeltaPart(NamedTuple):
@@ -205,6 +214,45 @@ class NativeDeltas:
             "delta_rows": self._rows.address,
             **rows_of(inner=inner),
         }
+
+
+class EmbeddingDeltas(NativeDeltas):
+    """What the adapters in slots add to the rows of an embedding, whose inputs are tokens."""
+
+    def __init__(
+        self,
+        size: int,
+        num_tokens: int,
+        rows: ActiveRows,
+        max_slots: int,
+        max_rank: int,
+        library: Library,
+        dtype: torch.dtype,
+    ) -> None:
+        """size: of a row; num_tokens: that the embedding has; the others: as of `NativeDeltas`."""
+        super().__init__([size], rows, max_slots, 1, max_rank, library, dtype)
+        self._num_tokens = num_tokens
+        self._add = library.kernel(f"add_embedding_deltas_{DTYPES[dtype]}")
+
+    def pack(self, parts: Sequence[DeltaPart]) -> PackedDelta:
+        packed = super().pack(parts)
+        scaled = packed.a[:, : self._num_tokens] * packed.scales[: packed.rank, None]
+        return packed._replace(a=scaled.t().to(self._dtype).contiguous())
+
+    def add(self, y: Tensor, token_ids: Tensor) -> None:
+        """Add to rows of the embedding, [num_rows, size]. token_ids: int64 [num_rows]."""
+        num_rows = len(token_ids)
+        token_ids = token_ids.contiguous()
+        task = EmbeddingDeltaTask(
+            batch=ctypes.addressof(batch_of(num_rows, token_ids=token_ids)),
+            slots=ctypes.addressof(self._slots),
+            rows=self._rows.address,
+            num_tokens=self._num_tokens,
+            **rows_of(y=y),
+            size=y.shape[1],
+        )
+        num_threads = threads.count_for(y.numel() * _RANK_UNIT)
+        launch(self._add, task, num_threads)
 
 
 def _padded(rank: int) -> int:

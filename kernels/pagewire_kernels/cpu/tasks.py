@@ -280,6 +280,12 @@ class AdapterTask(NativeStruct):
     )
 
 
+class EmbeddingDeltaTask(NativeStruct):
+    """`EmbeddingDeltaTask` of src/adapters.h."""
+
+    _fields_ = fields_of("next_item batch slots rows num_tokens y y_stride size")
+
+
 class ExpertPlan(NativeStruct):
     """`ExpertPlan` of src/experts.h."""
 

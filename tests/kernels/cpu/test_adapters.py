@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas
+from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, EmbeddingDeltas, NativeDeltas
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.quantized_weight import quantize
@@ -158,3 +158,41 @@ def test_a_slot_is_emptied_and_filled_again(library: Library) -> None:
     assert torch.equal(made.apply(x, [0] * 4), made.apply(x, [2] * 4))
     made.deltas.fill(0, made.deltas.pack(made.parts[0]))
     assert torch.equal(made.apply(x, [0] * 4), first)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [96, 37])
+@pytest.mark.parametrize("num_rows", [1, 150])
+def test_rows_of_an_embedding_are_those_of_torch_and_the_same_in_any_batch(
+    library: Library, dtype: torch.dtype, size: int, num_rows: int
+) -> None:
+    rows, num_tokens = ActiveRows(), 50
+    deltas = EmbeddingDeltas(size, num_tokens, rows, 3, MAX_RANK, library, dtype)
+    parts = []
+    for slot, rank in ((0, 5), (2, MAX_RANK)):
+        a, b = _random(rank, num_tokens, seed=slot), _random(size, rank, seed=slot + 9)
+        parts.append(DeltaPart(a.to(dtype), b.to(dtype), 0.5 + slot, 0))
+        deltas.fill(slot, deltas.pack(parts[-1:]))
+    table = _random(num_tokens, size, seed=7).to(dtype)
+    token_ids, slots = torch.arange(num_rows) * 7 % (num_tokens + 2), _slots(num_rows)
+    gathered = table[token_ids.clamp(max=num_tokens - 1)]
+
+    def add(first: int, end: int) -> Tensor:
+        present = sorted({slot for slot in slots[first:end] if slot is not None})
+        chosen = [[i for i, s in enumerate(slots[first:end]) if s == one] for one in present]
+        rows.set(present, [torch.tensor(places) for places in chosen])
+        y = gathered[first:end].clone()
+        deltas.add(y, token_ids[first:end])
+        return y
+
+    found, expected = add(0, num_rows), gathered.float().clone()
+    for i, slot in enumerate(slots):
+        if slot in (0, 2) and token_ids[i] < num_tokens:
+            a, b, scale, _ = parts[0 if slot == 0 else 1]
+            expected[i] += a[:, token_ids[i]].float() * scale @ b.float().T
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    without = [i for i, s in enumerate(slots) if s not in (0, 2) or token_ids[i] >= num_tokens]
+    assert torch.equal(found[without], gathered[without])
+    for first, end in ((0, 1), (17, 22), (40, 150)) if num_rows == 150 else ((0, 1),):
+        assert torch.equal(add(first, end), found[first:end])

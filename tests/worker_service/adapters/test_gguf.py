@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.checkpoints import checkpoint
 from tests.support.gguf_files import make_gguf, write
-from tests.support.lora import make_adapter
+from tests.support.lora import EMBEDDING, HEAD, make_adapter
 from worker_service.adapters.lora import LoraAdapter, read_lora
 from worker_service.adapters.store import AdapterInfo
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
@@ -38,6 +38,7 @@ STORED = {
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.out_proj": "ssm_out",
 }
+VOCABULARY = {"model.embed_tokens": "token_embd", "lm_head": "output"}
 ALPHA = 6.0
 SETTINGS: Mapping[str, Any] = {
     "general.type": "adapter",
@@ -61,12 +62,18 @@ def write_adapter(
         add = writer.add_float32 if isinstance(value, float) else writer.add_string
         add(key, value)
     for name, module in adapter.modules.items():
+        a, b = module.a.numpy(), module.b.numpy()
+        if name in VOCABULARY:
+            a = a.T if name == "model.embed_tokens" else a
+            for end, matrix in (("lora_a", a), ("lora_b", b)):
+                stored = gguf.quantize(np.ascontiguousarray(matrix), kind)
+                writer.add_tensor(f"{VOCABULARY[name]}.weight.{end}", stored, raw_dtype=kind)
+            continue
         _, _, layer, part = name.split(".", 3)
-        b = module.b.numpy()
         if (num_heads := heads.get(part.rpartition(".")[2])) is not None:
             halves = b.reshape(num_heads, 2, -1, b.shape[1])
             b = halves.swapaxes(1, 2).reshape(b.shape)
-        for end, matrix in (("lora_a", module.a.numpy()), ("lora_b", b)):
+        for end, matrix in (("lora_a", a), ("lora_b", b)):
             stored = gguf.quantize(np.ascontiguousarray(matrix), kind)
             writer.add_tensor(f"blk.{layer}.{STORED[part]}.weight.{end}", stored, raw_dtype=kind)
     write(writer)
@@ -165,6 +172,18 @@ def test_files_that_mean_something_else_are_refused(
     write_adapter(tmp_path / "a.gguf", adapter, architecture, {}, **settings)
     with pytest.raises(BadAdapter, match=message):
         read_gguf_lora(tmp_path / "a.gguf", read_config(base))
+
+
+def test_the_embedding_and_the_head_are_those_of_the_folder(tmp_path: Path) -> None:
+    base = checkpoint("llama")
+    settings = {"targets": (EMBEDDING, HEAD), "r": 4, "lora_alpha": ALPHA}
+    adapter = read_lora(
+        make_adapter(base, tmp_path / "peft", **settings).folder, lambda name, weight: None
+    )
+    assert set(adapter.modules) == set(VOCABULARY)
+    write_adapter(tmp_path / "a.gguf", adapter, "llama", {})
+    assert read_gguf_lora(tmp_path / "a.gguf", read_config(base)).info == adapter.info
+    assert load(base, tmp_path / "a.gguf") == load(base, tmp_path / "peft") == adapter.info
 
 
 def test_missing_damaged_and_incomplete_files_are_refused(tmp_path: Path) -> None:

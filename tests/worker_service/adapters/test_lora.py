@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.v1 import context_pb2
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
-from tests.support.lora import PeftAdapter, make_adapter
+from tests.support.lora import EMBEDDING, HEAD, LAYERS, PeftAdapter, make_adapter
 from tests.support.transformers_oracle import oracle
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
@@ -107,9 +107,6 @@ def prompt(number: int) -> list[int]:
     return torch.randint(VOCAB_SIZE, (3 + 4 * number,), generator=generator).tolist()
 
 
-GREEDY = sampler_params(temperature=0.0, logprobs=VOCAB_SIZE)
-
-
 class Steps:
     """Runs sequences on an executor."""
 
@@ -117,10 +114,13 @@ class Steps:
         self.runner = executor.make_runner(64, 0, 1)
         self.builder = PlanBuilder(block_size=executor.loaded.block_size)
 
-    def add(self, seq_id: int, token_ids: Sequence[int], digest: bytes | None) -> None:
+    def add(
+        self, seq_id: int, token_ids: Sequence[int], digest: bytes | None, **sampling: Any
+    ) -> None:
         kind = context_pb2.CONTEXT_KIND_ADAPTER
         context = [] if digest is None else [context_pb2.ContextPart(kind=kind, digest=digest)]
-        self.builder.add(seq_id, token_ids, sampling=GREEDY, context=context)
+        params = sampler_params(temperature=0.0, logprobs=VOCAB_SIZE, **sampling)
+        self.builder.add(seq_id, token_ids, sampling=params, context=context)
 
     def run(self, rows: Sequence[Row], **fields: Any) -> StepResult:
         return self.runner.launch(decode_plan(self.builder.plan(rows, **fields), 0)).collect()
@@ -148,20 +148,83 @@ def generate(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str) -> None:
-    made, here = adapters(family), executor(family)
+    assert_equal_to_peft(family, adapters(family), [0, None, 1, 2, 0, None])
+
+
+VOCABULARIES = ((EMBEDDING,), (HEAD,), (LAYERS, EMBEDDING, HEAD))
+
+
+@cache
+def of_vocabulary(family: str) -> list[PeftAdapter]:
+    """Adapters of the embedding, of the LM head, and of all layers."""
+    return [
+        make_adapter(
+            base_of(family), _folder() / f"{family}-vocabulary-{i}", seed=i, targets=targets
+        )
+        for i, targets in enumerate(VOCABULARIES)
+    ]
+
+
+def assert_equal_to_peft(
+    family: str, made: Sequence[PeftAdapter], chosen: Sequence[int | None], **options: Any
+) -> None:
+    """Compare sequences with adapters in one batch with PEFT. chosen: their adapters."""
+    here = executor(family, **options)
     digests = [here.load_adapter(str(adapter.folder)).digest for adapter in made]
-    chosen = [0, None, 1, 2, 0, None]
     found = generate(here, [None if i is None else digests[i] for i in chosen])
     base = oracle(base_of(family))
     for i, (tokens, logprobs) in enumerate(found):
         which = chosen[i]
+        plain = base.generate(prompt(i), NUM_TOKENS)
         if which is None:
-            assert tokens == base.generate(prompt(i), NUM_TOKENS)
+            assert tokens == plain
             continue
         expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
         assert tokens == expected
-        assert tokens != base.generate(prompt(i), NUM_TOKENS), "the adapter changes nothing"
+        assert tokens != plain, "the adapter changes nothing"
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma", "opt_350m", "bloom"])
+def test_the_embedding_and_the_head_are_those_of_peft(family: str) -> None:
+    """Also heads that are tied to the embedding, which PEFT changes on its own, an embedding that
+    is scaled, and one whose rows are projected."""
+    assert_equal_to_peft(family, of_vocabulary(family), [0, 1, 2, None, 1, 0])
+
+
+def test_prompt_tokens_have_the_log_probabilities_of_the_head_of_their_adapter() -> None:
+    here, made = executor("llama"), of_vocabulary("llama")
+    steps, tokens = Steps(here), prompt(4)
+    for i, adapter in enumerate(made):
+        digest = here.load_adapter(str(adapter.folder)).digest
+        steps.add(i + 1, tokens, digest, prompt_logprobs=0)
+    result = steps.run([Row(i + 1, len(tokens)) for i in range(len(made))])
+    for i, adapter in enumerate(made):
+        with torch.inference_mode():
+            [logits] = adapter.model(torch.tensor([tokens])).logits
+        expected = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
+        found = result.prompt_logprobs[i].logprobs[:, 0]
+        np.testing.assert_allclose(found, expected.numpy(), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("what", ["other numbers", "other shape", "other name"])
+def test_a_saved_embedding_that_is_not_that_of_the_base_is_refused(
+    what: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(of_vocabulary("llama")[0].folder, tmp_path / "edited"))
+    tensors = load_file(folder / WEIGHTS_FILE)
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    saved = tensors.pop(name)
+    message = "embed_tokens.base_layer.weight: expected the weight .* of the model, got another"
+    if what == "other shape":
+        saved = saved[:-1].contiguous()
+    elif what == "other name":
+        name, message = name.replace("embed_tokens", "other"), "expected no such weight"
+    else:
+        saved[7, 3] += 1
+    save_file(tensors | {name: saved}, folder / WEIGHTS_FILE)
+    with pytest.raises(BadAdapter, match=message):
+        executor("llama").load_adapter(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +241,8 @@ def test_a_row_has_the_same_bits_alone_beside_the_base_and_beside_adapters(
     options: dict[str, Any],
 ) -> None:
     here = executor("llama", **options)
-    a, b, c = (here.load_adapter(str(made.folder)).digest for made in adapters("llama"))
+    made = [*adapters("llama")[:2], of_vocabulary("llama")[2]]
+    a, b, c = (here.load_adapter(str(adapter.folder)).digest for adapter in made)
     plain = TorchExecutor(
         CacheConfig(),
         Profiler(Path()),

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.checkpoints import checkpoint
 from tests.support.encoders import make_encoder
-from tests.support.lora import make_adapter
+from tests.support.lora import EMBEDDING, LAYERS, make_adapter
 from tests.support.pooled_texts import BLOCK_SIZE, NUM_BLOCKS, PooledTexts
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
 from worker_service.loader import load_model
@@ -50,6 +50,7 @@ def test_vectors_are_those_of_peft(family: str, kind: PoolingType, tmp_path: Pat
             tmp_path / str(seed),
             seed=seed,
             generates=False,
+            targets=(LAYERS, EMBEDDING),
             r=4,
             exclude_modules="pooler.dense",
         )

@@ -75,5 +75,6 @@ class HostForward:
         if batch.sampled is None or not self._with_logits:
             return ForwardPass(hidden, captured, None, None)
         is_all = len(states) == len(hidden) and not len(rows.forks)
-        logits = self._model.compute_logits(hidden if is_all else hidden[batch.sampled])
+        chosen = hidden if is_all else hidden[batch.sampled]
+        logits = self._model.compute_logits(chosen, batch.sampled_adapters())
         return ForwardPass(hidden, captured, logits, None)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from pagewire_kernels.batch import AdapterRows
 from worker_service.models.interface import Model
 from worker_service.plan import RowErrorReason, TokenLogprobs
 from worker_service.runner.batch.forward import ForwardPass
@@ -72,12 +73,14 @@ def report_prompts(
     whether this rank does, which fails a row whose log probabilities are not finite."""
     for span in prompt_spans(rows, table):
         num_tokens = span.end - span.start
+        digest = table.adapters.get(span.row_id)
         entry = prompt_logprobs(
             model,
             forward.hidden[span.first_state : span.first_state + num_tokens],
             table.token_ids[span.row_id, span.start : span.end],
             span.start,
             span.num_top,
+            () if digest is None else [AdapterRows(digest, None)],
         )
         if np.isfinite(entry.logprobs).all():
             outcome.prompt_logprobs[span.row] = entry

@@ -1,4 +1,4 @@
-// The products of rows with A of their adapters; see adapters.h.
+// The products of rows with A of their adapters, and rows of embeddings; see adapters.h.
 #include "adapters.h"
 
 #include "rows.h"
@@ -127,6 +127,31 @@ void multiply_a(AdapterTask& task) {
   }
 }
 
+// A work item is a row that has an adapter.
+template <class Number>
+void add_embedding_deltas(EmbeddingDeltaTask& task) {
+  using Dot = DotOf<Number>;
+  const AdapterRows& all = *task.rows;
+  const int64_t num_items = all.starts[all.num_groups];
+  for (int64_t item = take_item(task); item < num_items; item = take_item(task)) {
+    int64_t g = 0;
+    while (item >= all.starts[g + 1]) ++g;
+    const AdapterSlot& slot = task.slots[all.slots[g]];
+    const int64_t row = all.rows[item], token = task.batch->token_ids[row];
+    if (slot.rank == 0 || token < 0 || token >= task.num_tokens) continue;
+    const Deltas deltas{nullptr, nullptr, static_cast<const char*>(slot.a) + token * slot.a_row_bytes, 0};
+    const int32_t first = 0;
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+    for (int64_t column = 0; column < task.size; column += kLanes) {
+      alignas(64) float sums[kLanes];
+      store_floats(sums, load_some(y + column, task.size - column));
+      const AdapterOutputs outputs(slot, column);
+      add_delta<Dot, 1, 1>(deltas, &first, 0, &outputs, sums, kLanes);
+      store_some(y + column, load_floats(sums), task.size - column);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace pagewire
 
@@ -135,7 +160,15 @@ using namespace pagewire;
 PAGEWIRE_KERNEL pw_multiply_a_float32(AdapterTask* task) { multiply_a<float>(*task); }
 PAGEWIRE_KERNEL pw_multiply_a_bfloat16(AdapterTask* task) { multiply_a<BFloat16>(*task); }
 
+PAGEWIRE_KERNEL pw_add_embedding_deltas_float32(EmbeddingDeltaTask* task) {
+  add_embedding_deltas<float>(*task);
+}
+PAGEWIRE_KERNEL pw_add_embedding_deltas_bfloat16(EmbeddingDeltaTask* task) {
+  add_embedding_deltas<BFloat16>(*task);
+}
+
 PAGEWIRE_STRUCT_SIZE(AdapterSpan)
 PAGEWIRE_STRUCT_SIZE(AdapterSlot)
 PAGEWIRE_STRUCT_SIZE(AdapterRows)
 PAGEWIRE_STRUCT_SIZE(AdapterTask)
+PAGEWIRE_STRUCT_SIZE(EmbeddingDeltaTask)

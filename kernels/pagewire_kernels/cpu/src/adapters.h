@@ -7,10 +7,12 @@
 //
 // A is [rank, in_features], with rows padded by zeros to whole cache lines. A layer may be a stack of
 // several that an adapter changes each on its own: then A has the rows of all, and B is block-diagonal.
+// Of an embedding, A is transposed and multiplied by the scale: a row of it is a token's `inner`.
 // B is kept in blocks of `kBlockOutputs` outputs, without the columns at both ends that are zero. In a
 // block, as in a panel of a weight (linear.h), each step (dot.h) of all outputs is contiguous.
 #pragma once
 
+#include "batch.h"
 #include "dot.h"
 #include "team.h"
 
@@ -61,6 +63,17 @@ struct AdapterTask : Task {
   const AdapterRows* rows;
   void* inner;
   int64_t inner_stride;
+};
+
+// Adds what adapters change to the rows of tokens in an embedding.
+struct EmbeddingDeltaTask : Task {
+  const Batch* batch;
+  const AdapterSlot* slots;
+  const AdapterRows* rows;
+  int64_t num_tokens;  // that A has
+  void* y;             // [num_rows, size]
+  int64_t y_stride;
+  int64_t size;
 };
 
 // The weights of one register of outputs.
