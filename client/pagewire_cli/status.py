@@ -19,6 +19,7 @@ from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import (
     EngineStatus,
     WorkerGroupStatus,
+    describe_cache_group,
     describe_load,
     lost_workers,
     plain,
@@ -80,7 +81,24 @@ def _render(snapshot: EngineStatus) -> RenderableType:
     ):
         facts.add_row(name, value)
     rows = [*_workers(snapshot.groups), *_others(snapshot)]
-    return Group(facts, _table(rows)) if rows else facts
+    tables = [_table(rows)] if rows else []
+    groups = list(_cache_groups(snapshot.groups))
+    return Group(facts, *tables, *([_cache_group_table(groups)] if groups else []))
+
+
+def _cache_groups(groups: Iterable[WorkerGroupStatus]) -> Iterator[tuple[str, str, str]]:
+    for group in groups:
+        for cache_group in group.cache_groups:
+            yield group.group_id, *describe_cache_group(cache_group)
+
+
+def _cache_group_table(rows: list[tuple[str, str, str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("worker", "cache group", "use and prefix hits"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _table(rows: list[tuple[str, ...]]) -> Table:

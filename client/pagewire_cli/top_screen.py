@@ -21,6 +21,7 @@ from pagewire_client.deployment import (
     EngineStatus,
     RequestStatus,
     WorkerGroupStatus,
+    describe_cache_group,
     describe_load,
     lost_workers,
     unpack,
@@ -144,17 +145,19 @@ class Screen:
             yield Text.assemble((load.group_id, "bold"), " ", (describe_load(load), "yellow"))
         if not status.groups and not status.loading:
             yield Text("no worker is registered", style="yellow")
-        map_lines = self._map_lines(len(status.groups))
+        caches = {group.group_id: list(_cache_lines(group)) for group in status.groups}
+        map_lines = self._map_lines(len(status.groups), sum(map(len, caches.values())))
         for group in status.groups:
             yield _group_line(group, rates)
+            yield from caches[group.group_id]
             yield from self._map(group, map_lines)
         if status.groups and not self._in_colour:
             yield Text(BLOCK_LEGEND)
         yield Text()
 
-    def _map_lines(self, num_groups: int) -> int:
-        """Number of lines of each group's map."""
-        room = self._height - _NUM_HEADER_LINES - _MIN_REQUEST_LINES - 2
+    def _map_lines(self, num_groups: int, num_others: int) -> int:
+        """Number of lines of each group's map; `num_others`: lines of cache groups."""
+        room = self._height - _NUM_HEADER_LINES - _MIN_REQUEST_LINES - 2 - num_others
         return min(12, room // max(1, num_groups) - 1)
 
     def _map(self, group: WorkerGroupStatus, num_lines: int) -> list[Text]:
@@ -229,6 +232,13 @@ def _group_line(group: WorkerGroupStatus, rates: RecentStatuses) -> Text:
         f"] {used} of {group.num_gpu_blocks} blocks" if group.num_gpu_blocks else "] no cache",
         (f"  {group.num_running_sequences} sequences  {_number(steps)} steps/s", "dim"),
     )
+
+
+def _cache_lines(group: WorkerGroupStatus) -> Iterable[Text]:
+    """The group's cache groups, if there are several."""
+    for cache_group in group.cache_groups if len(group.cache_groups) > 1 else ():
+        name, use = describe_cache_group(cache_group)
+        yield Text.assemble((f"  {name}  ", "dim"), use)
 
 
 def _request_row(request: RequestStatus, uptime_s: float, *, in_colour: bool) -> list[Text]:

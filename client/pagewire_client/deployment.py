@@ -11,6 +11,7 @@ field; type checkers and editors know them. What was not requested, or is not kn
 a message as dictionaries, lists and words, for example for JSON.
 """
 
+from pagewire.cache_groups import describe_cache_group as describe_cache_group
 from pagewire.columns import unpack as unpack
 from pagewire.loading import describe_load as describe_load
 from pagewire.plain import plain as plain

@@ -136,6 +136,7 @@ def _worker_group_snapshot(scheduler: Scheduler) -> WorkerGroupSnapshot:
         wire_us=clock.wire_us,
         forward_us=clock.forward_us,
         sample_us=clock.sample_us,
+        cache_groups=scheduler.cache.usage(),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from math import ceil, log2
 
+from scheduler_service.core.kv_cache.usage import CacheGroupUsage
 from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.sequence import Sequence
 from scheduler_service.core.step_plan import FetchResult, StepPlan
@@ -167,6 +168,7 @@ class WorkerGroupSnapshot:
     wire_us: int
     forward_us: int
     sample_us: int
+    cache_groups: list[CacheGroupUsage]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

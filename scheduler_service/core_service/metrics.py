@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import status_pb2
+from scheduler_service.core.kv_cache.usage import CacheGroupUsage
 from scheduler_service.core.scheduler_stats import WorkerGroupSnapshot
 from scheduler_service.core_service.adapters import AdapterDirectory
 from scheduler_service.core_service.counters import CoreCounters
@@ -146,6 +147,37 @@ OF_GROUP = {
     ),
 }
 
+CACHE_GROUP = (*GROUP, "cache_group", "lifetime")
+
+OF_CACHE_GROUP = {
+    "num_used_blocks": gauge(
+        "pagewire_cache_group_used_blocks",
+        "Device blocks of running sequences by cache group.",
+        CACHE_GROUP,
+    ),
+    "num_cached": gauge(
+        "pagewire_cache_group_cached_entries",
+        "Entries of the prefix cache on the device: blocks, or saved states.",
+        CACHE_GROUP,
+    ),
+    "num_host_cached": gauge(
+        "pagewire_cache_group_host_cached_entries",
+        "Entries of the prefix cache in host memory: blocks, or saved states.",
+        CACHE_GROUP,
+    ),
+    "num_queried_tokens": counter(
+        "pagewire_cache_group_queried_tokens_total",
+        "Tokens looked up in the prefix cache when their sequences were admitted.",
+        CACHE_GROUP,
+    ),
+    "num_found_tokens": counter(
+        "pagewire_cache_group_found_tokens_total",
+        "Of these, first tokens that the cache group had; only what all cache groups of a worker "
+        "group have is used.",
+        CACHE_GROUP,
+    ),
+}
+
 GROUP_TIME = counter(
     "pagewire_group_time_seconds_total",
     "Seconds since a group became ready, by use: `forward`, `sample`, `plan` (time in which the "
@@ -245,6 +277,7 @@ ALL = (
     KV_USAGE,
     CACHE_CONFIG,
     *OF_GROUP.values(),
+    *OF_CACHE_GROUP.values(),
     GROUP_TIME,
     *OF_REGISTERED.values(),
     GROUP_STATE,
@@ -341,6 +374,12 @@ class CoreMetrics:
             }
         )
         yield from families(OF_GROUP, labels)
+        usages: dict[LabelValues, CacheGroupUsage] = {
+            (*label, str(number), usage.lifetime): usage
+            for label, group in labels.items()
+            for number, usage in enumerate(group.cache_groups)
+        }
+        yield from families(OF_CACHE_GROUP, usages)
         yield GROUP_TIME.family(
             {
                 (*label, part): getattr(group, f"{part}_us") / 1e6

@@ -182,5 +182,9 @@ class StatusBoard:
             address=group.registration.address,
             role=role_of(group.registration).value,
             last_heartbeat_at_s=group.last_heartbeat - self._started_at,
+            cache_groups=[
+                pb.CacheGroupStatus(**_same_fields(pb.CacheGroupStatus, usage))
+                for usage in (planned.cache_groups if planned is not None else ())
+            ],
             **facts,
         )

@@ -138,6 +138,16 @@ class MadeUpEngine:
             block_size=BLOCK_SIZE,
             decode_step_us=20_000,
             num_steps=int(50 * self._uptime_s),
+            cache_groups=[
+                pb.CacheGroupStatus(
+                    lifetime="growing",
+                    block_tokens=BLOCK_SIZE,
+                    num_used_blocks=self._num_blocks - len(self._free[group]),
+                ),
+                pb.CacheGroupStatus(
+                    lifetime="state", num_state_blocks=4, num_used_blocks=4 * running
+                ),
+            ],
             gpu_blocks=pb.BlockMap(
                 owners=self._owners[group].astype("<i4").tobytes(),
                 num_references=self._references[group].tobytes(),

@@ -41,6 +41,9 @@ def test_many_workers_stand_beside_each_other_in_the_order_of_their_numbers(
         assert first is not None
         assert second is not None
         assert first["y"] == second["y"]
+        caches = groups.first.locator(".cache")
+        expect(caches).to_contain_text("growing, 16 tokens a block")
+        expect(caches).to_contain_text("state, 4 blocks each2 in use, 0 saved, nothing looked up")
         page.close()
 
 

@@ -124,6 +124,12 @@ def test_the_core_counts_what_its_caches_and_groups_did(of_core: Scrape) -> None
     assert of_core.sum("pagewire_copied_blocks_total", **group) == NUM_REQUESTS
     assert of_core.sum("pagewire_group_gpu_blocks", **group) == 4096
     assert of_core.sum("vllm:kv_cache_usage_perc", **group) == 0
+    growing = {**group, "cache_group": "0", "lifetime": "growing"}
+    assert of_core.sum("pagewire_cache_group_queried_tokens_total", **growing) == queries
+    assert of_core.sum("pagewire_cache_group_found_tokens_total", **growing) == hits
+    assert of_core.sum("pagewire_cache_group_cached_entries", **growing) > 0
+    for name in ("used_blocks", "host_cached_entries"):
+        assert of_core.sum(f"pagewire_cache_group_{name}", **growing) == 0
     cache = {"block_size": "16", "num_gpu_blocks": "4096"}
     assert of_core.sum("vllm:cache_config_info", **cache) == 1
     assert of_core.sum("pagewire_group_state", state="ready") == 1

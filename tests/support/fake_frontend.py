@@ -352,6 +352,25 @@ def _engine_status(uptime_s: float, group_id: str) -> engine_status_pb2.EngineSt
         address="unix:/worker",
         num_gpu_blocks=100,
         num_free_gpu_blocks=75,
+        cache_groups=[
+            engine_status_pb2.CacheGroupStatus(
+                lifetime="growing",
+                block_tokens=64,
+                num_used_blocks=17,
+                num_cached=20,
+                num_queried_tokens=1000,
+                num_found_tokens=640,
+            ),
+            engine_status_pb2.CacheGroupStatus(
+                lifetime="state",
+                num_state_blocks=4,
+                num_used_blocks=8,
+                num_cached=5,
+                num_host_cached=3,
+                num_queried_tokens=1000,
+                num_found_tokens=512,
+            ),
+        ],
     )
     return engine_status_pb2.EngineStatus(
         uptime_s=uptime_s,

@@ -674,6 +674,7 @@ class WorkerGroupStatus(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    CACHE_GROUPS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group's id."""
     state: Global___WorkerState.ValueType
@@ -728,6 +729,10 @@ class WorkerGroupStatus(_message.Message):
     def cpu_blocks(self) -> Global___BlockMap:
         """If requested: the blocks in host memory."""
 
+    @_builtins.property
+    def cache_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheGroupStatus]:
+        """Its cache groups, in the order of ModelInfo.cache_groups, once a step can be planned."""
+
     def __init__(
         self,
         *,
@@ -755,11 +760,68 @@ class WorkerGroupStatus(_message.Message):
         weights: _builtins.str = ...,
         cache_layout: _builtins.str = ...,
         role: _builtins.str = ...,
+        cache_groups: _abc.Iterable[Global___CacheGroupStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_blocks", b"cpu_blocks", "gpu_blocks", b"gpu_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "role", b"role", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "role", b"role", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerGroupStatus: _TypeAlias = WorkerGroupStatus  # noqa: Y015
+
+@_typing.final
+class CacheGroupStatus(_message.Message):
+    """What one cache group of a worker group has in memory, and has found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIFETIME_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_STATE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_FIELD_NUMBER: _builtins.int
+    NUM_HOST_CACHED_FIELD_NUMBER: _builtins.int
+    NUM_QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FOUND_TOKENS_FIELD_NUMBER: _builtins.int
+    lifetime: _builtins.str
+    """How long it keeps what tokens add to it, for example "growing", "window 512",
+    "chunk 8192", "state" or "fixed".
+    """
+    block_tokens: _builtins.int
+    """Tokens per block; 0 in a group of states."""
+    num_state_blocks: _builtins.int
+    """Blocks of one state; 0 in other groups."""
+    num_used_blocks: _builtins.int
+    """Device blocks of running sequences; one that several share counts once."""
+    num_cached: _builtins.int
+    """Entries of the prefix cache on the device: blocks, used or not, or saved states."""
+    num_host_cached: _builtins.int
+    """The same in host memory."""
+    num_queried_tokens: _builtins.int
+    """Tokens of the sequences that the prefix cache was searched for when they were admitted,
+    since the worker group joined.
+    """
+    num_found_tokens: _builtins.int
+    """Of those, the first ones that this cache group had, on device or host. Only what all
+    cache groups have is used: the one with the fewest found tokens limits the hits.
+    """
+    def __init__(
+        self,
+        *,
+        lifetime: _builtins.str = ...,
+        block_tokens: _builtins.int = ...,
+        num_state_blocks: _builtins.int = ...,
+        num_used_blocks: _builtins.int = ...,
+        num_cached: _builtins.int = ...,
+        num_host_cached: _builtins.int = ...,
+        num_queried_tokens: _builtins.int = ...,
+        num_found_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "lifetime", b"lifetime", "num_cached", b"num_cached", "num_found_tokens", b"num_found_tokens", "num_host_cached", b"num_host_cached", "num_queried_tokens", b"num_queried_tokens", "num_state_blocks", b"num_state_blocks", "num_used_blocks", b"num_used_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheGroupStatus: _TypeAlias = CacheGroupStatus  # noqa: Y015

@@ -64,6 +64,8 @@ class CachedBlocks:
     def __init__(self, num_blocks: int) -> None:
         self._index: defaultdict[int, dict[BlockKey, int]] = defaultdict(dict)
         """By group: the block that a key leads to."""
+        self.num_entries: Counter[int] = Counter()
+        """By group: entries with contents, those that are not confirmed included."""
         self._contents: list[Contents | None] = [None] * num_blocks
         self._entries: dict[int, tuple[int, ...]] = {}
         """By block: all blocks of its entry, the first one leads to them; absent if it is the only
@@ -140,6 +142,7 @@ class CachedBlocks:
         if self._contents[block] is not None:
             entry = entry or self.entry(block)
             self.discard(block)
+        self.num_entries[contents.group] += 1
         self._contents[block] = contents
         if len(entry) > 1:
             for member in entry:
@@ -165,6 +168,7 @@ class CachedBlocks:
         contents = self._contents[block]
         if contents is None:
             return entry
+        self.num_entries[contents.group] -= 1
         index, block = self._index[contents.group], entry[0]
         if self.changed is not None:
             self.changed[block] = None
@@ -265,6 +269,9 @@ class CachedBlocks:
                 assert key in (contents.units[0], contents.key)
         free = set(self.free_blocks())
         kept = {block for block, contents in enumerate(self._contents) if contents is not None}
+        heads = {self.entry(block)[0] for block in kept}
+        groups = (held.group for head in heads if (held := self._contents[head]) is not None)
+        assert +self.num_entries == Counter(groups)
         assert free == kept - ref_counts.keys()
         assert len(free) == self.num_free, "a block is in two queues"
 

@@ -22,6 +22,7 @@ from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_t
 from scheduler_service.core.kv_cache.records import CacheRecords
 from scheduler_service.core.kv_cache.released_blocks import ReleasedBlocks
 from scheduler_service.core.kv_cache.saved_states import SavedStates
+from scheduler_service.core.kv_cache.usage import CacheGroupUsage
 from scheduler_service.core.step_plan import StepPlan
 
 OFFERED_TOKENS = 64
@@ -82,6 +83,10 @@ class KVCacheManager(DeviceTables):
         self._released = ReleasedBlocks(groups, self.device, prefixes)
         self.exchange = CacheExchange(groups, self.device, self.host.pool)
         self._has_spans = any(group.span for group in groups)
+        self._num_queried = 0
+        """Tokens of the sequences admitted so far, if the prefix cache was searched for them."""
+        self._num_found = [0] * len(groups)
+        """By group: the first of these tokens that it had."""
         self._copies: list[int] = []
         """What the plan under construction copies between states."""
         self._num_plans = 0
@@ -257,6 +262,7 @@ class KVCacheManager(DeviceTables):
         """Allocate or reserve memory for all tokens of a sequence, and for the states of
         `num_forks` others; returns the `swap_in` and `copy` of its tokens that were found.
         Followers that share more of its tokens will wait for them."""
+        self._count_found(seq, hit)
         self._prefixes.expect(seq)
         moves = Moves()
         numbers = self._demand.after(seq.length, hit, self.device.is_used, num_forks=num_forks)
@@ -267,6 +273,14 @@ class KVCacheManager(DeviceTables):
         if hit.num_moves:  # what is fetched is offered again where it arrives
             self._tables[seq.seq_id].num_offered = 0
         return moves
+
+    def _count_found(self, seq: CacheableSequence, hit: PrefixHit) -> None:
+        if self._prefixes.is_enabled:
+            self._num_queried += seq.num_known
+            found = [hit.num_tokens]
+            if len(self.groups) > 1:
+                found = self._prefixes.found_by_group(seq, on_host=self.host.pool.num_blocks > 0)
+            self._num_found = [sum(pair) for pair in zip(self._num_found, found, strict=True)]
 
     def start_jointly(
         self, sequences: Iterable[S], num_common_tokens: Callable[[S, S], int]
@@ -324,6 +338,7 @@ class KVCacheManager(DeviceTables):
         taken = self._pin([start.hit for start in starts], num_spare)
         for start in starts:
             hit = start.hit
+            self._count_found(start.seq, hit)
             if start.source is not None:
                 hit = self._hit_in(start.source, start.num_tokens, hit.num_source_tokens)
             self._allocate(start.seq, hit, taken, moves, _num_upfront(start.seq, starts))
@@ -600,6 +615,25 @@ class KVCacheManager(DeviceTables):
         """For status pages: blocks not in use on the device, those with cached contents included,
         and blocks that no sequence uses on the host."""
         return self.device.num_free_blocks, self.host.pool.num_free_blocks
+
+    def usage(self) -> list[CacheGroupUsage]:
+        """For status pages: what each cache group has and has found."""
+        cached, on_host = self.device.cached.num_entries, self.host.pool.cached.num_entries
+        return [
+            CacheGroupUsage(
+                lifetime=f"{group.lifetime} {group.span}" if group.span else group.lifetime.value,
+                block_tokens=group.block_tokens,
+                num_state_blocks=group.num_blocks,
+                num_used_blocks=len(
+                    set().union(*(held.tables[number].blocks for held in self._tables.values()))
+                ),
+                num_cached=cached[number],
+                num_host_cached=on_host[number],
+                num_queried_tokens=self._num_queried,
+                num_found_tokens=self._num_found[number],
+            )
+            for number, group in enumerate(self.groups)
+        ]
 
     def maps(self, owners: Sequence[tuple[int, int]]) -> tuple[BlockMap, BlockMap]:
         """Owners of the device's and the host's blocks; `owners`: (sequence id, number of its

@@ -193,6 +193,22 @@ class PrefixCache:
             hit = every or self._hit(matches, end)
         return self._with_source(seq, hit, pools) if self._sources else hit
 
+    def found_by_group(self, seq: CacheableSequence, *, on_host: bool) -> list[int]:
+        """How many of a waiting sequence's first tokens each group has; all of them in a group of
+        sources that are found."""
+        limit = self._max_reusable_tokens(seq)
+        pools = [self._device, self._host] if on_host else [self._device]
+        keys = self.keys(seq, limit // self.unit)[: limit // self.unit]
+        found = [0] * len(self._groups)
+        for number, match in self._matches(keys, pools).items():
+            found[number] = match.usable_end(len(keys) * self.unit)
+        for number in self._states:
+            ends = self._state_ends(seq, limit, keys, pools)
+            found[number] = next((end for end, key in ends if _entry(number, key, pools)), 0)
+        for number, source in self.source_keys(seq).items():
+            found[number] = limit if all(_entry(number, key, pools) for key in source) else 0
+        return found
+
     def _with_source(
         self, seq: CacheableSequence, hit: PrefixHit, pools: Sequence[CachedBlocks]
     ) -> PrefixHit:

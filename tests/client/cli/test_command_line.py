@@ -370,6 +370,14 @@ def test_status_shows_queues_and_workers(invoke: Any) -> None:
         assert words in result.stdout
 
 
+def test_status_shows_states_saved_states_and_prefix_hits_by_cache_group(invoke: Any) -> None:
+    texts = [" ".join(line.split()) for line in invoke("status").stdout.splitlines()]
+    assert texts[-2:] == [
+        "worker-0 growing, 64 tokens a block 17 blocks in use, 20 cached, 64 % of tokens found",
+        "worker-0 state, 4 blocks each 2 in use, 5 saved, 3 on the host, 51 % of tokens found",
+    ]
+
+
 def test_status_says_since_when_it_counts_and_lists_lost_workers_for_five_minutes(
     invoke: Any,
 ) -> None:
@@ -389,7 +397,9 @@ def test_status_shows_a_line_for_each_worker_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     frontend.group_id = "4072c8dda0" * 3
-    [line] = [line for line in invoke("status").stdout.splitlines() if "4072c8dda0" * 3 in line]
+    lines = [line for line in invoke("status").stdout.splitlines() if "4072c8dda0" * 3 in line]
+    line, *cache_groups = lines
+    assert len(cache_groups) == 2
     assert "ready" in line
     assert "25 of 100" in line
 

@@ -1,6 +1,7 @@
 """`pagewire top`: what a status looks like in a terminal."""
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +23,12 @@ def block_map(owners: list[int], references: list[int]) -> pb.BlockMap:
     return pb.BlockMap(owners=column(owners), num_references=bytes(references))
 
 
-def make_status(uptime_s: float = 10.0, tokens: int = 0, num_requests: int = 3) -> pb.EngineStatus:
+def make_status(
+    uptime_s: float = 10.0,
+    tokens: int = 0,
+    num_requests: int = 3,
+    cache_groups: Sequence[pb.CacheGroupStatus] = (),
+) -> pb.EngineStatus:
     status = pb.EngineStatus(
         uptime_s=uptime_s, version="1.2.3", models=["m"], num_running=3, num_generated_tokens=tokens
     )
@@ -36,6 +42,7 @@ def make_status(uptime_s: float = 10.0, tokens: int = 0, num_requests: int = 3) 
         num_free_gpu_blocks=4,
         num_cpu_blocks=2,
         num_steps=tokens,
+        cache_groups=cache_groups,
     )
     group.gpu_blocks.CopyFrom(block_map([0, 7, 7, 9, 9, -1, -1, 0], [0, 2, 1, 1, 1, 0, 0, 0]))
     group.cpu_blocks.CopyFrom(block_map([0, 11], [0, 1]))
@@ -97,6 +104,17 @@ def test_a_picture_has_rates_latencies_memory_and_requests() -> None:
 def test_it_fits_the_terminal(width: int, height: int, in_colour: bool) -> None:
     lines, _ = rendered(width, height, in_colour=in_colour, num_requests=90)
     assert len(lines) <= height
+
+
+def test_it_shows_cache_groups_if_there_are_several() -> None:
+    growing = pb.CacheGroupStatus(lifetime="growing", block_tokens=16, num_used_blocks=3)
+    state = pb.CacheGroupStatus(lifetime="state", num_state_blocks=2, num_used_blocks=4)
+    lines, text = rendered(80, 24, cache_groups=[growing])
+    assert "growing" not in text
+    lines, text = rendered(80, 24, num_requests=90, cache_groups=[growing, state])
+    assert "  growing, 16 tokens a block  3 blocks in use, 0 cached, nothing looked up" in text
+    assert "  state, 2 blocks each  2 in use, 0 saved, nothing looked up" in text
+    assert len(lines) <= 24
 
 
 def test_colours_are_the_requests_and_two_rows_are_one() -> None:

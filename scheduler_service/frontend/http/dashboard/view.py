@@ -8,6 +8,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
+from pagewire.cache_groups import describe_cache_group
 from pagewire.plain import plain
 from pagewire.status_rates import RecentStatuses
 from pagewire.v1 import status_pb2 as pb
@@ -71,8 +72,11 @@ def _facts(message: Message, *, omitted: Collection[str] = ()) -> Facts:
 
 
 def _group(group: pb.WorkerGroupStatus, recent: RecentStatuses) -> Facts:
-    facts = _facts(group, omitted=("gpu_blocks", "cpu_blocks"))
-    return facts | {"steps_per_s": round(recent.steps_per_second(group.group_id) or 0.0, 1)}
+    facts = _facts(group, omitted=("gpu_blocks", "cpu_blocks", "cache_groups"))
+    return facts | {
+        "steps_per_s": round(recent.steps_per_second(group.group_id) or 0.0, 1),
+        "cache_groups": [list(describe_cache_group(held)) for held in group.cache_groups],
+    }
 
 
 def _request(request: pb.RequestStatus) -> Facts:

@@ -7,6 +7,7 @@ import pytest
 from scheduler_service.core import BeamParams, EarlyStopping, PolicyName, SchedulerConfig, StepPlan
 from scheduler_service.core.config import CacheGroup, CacheLifetime, PreemptionMode
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.usage import CacheGroupUsage
 from tests.support.blocks import KnownSequence, make_manager
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.symbolic_worker import Sampling
@@ -171,6 +172,34 @@ def test_a_state_that_left_the_device_comes_back_from_the_host_as_a_whole() -> N
     moved = [plan for plan in life.plans if plan.swap_in]
     assert len(moved) == 1
     assert len(moved[0].swap_in) // 2 == 20 // 4 + STATE.num_blocks
+
+
+def test_status_counts_states_saved_states_and_the_tokens_that_each_group_had() -> None:
+    life = Life(num_cpu_blocks=64)
+
+    def usage() -> list[CacheGroupUsage]:
+        return life.driver.core.snapshot().worker_groups[0].cache_groups
+
+    life.ask(PROMPT)
+    tokens, states = usage()
+    assert (tokens.lifetime, tokens.block_tokens, tokens.num_state_blocks) == ("growing", 4, 0)
+    assert (states.lifetime, states.block_tokens, states.num_state_blocks) == ("state", 0, 3)
+    assert tokens.num_used_blocks == states.num_used_blocks == 0
+    assert tokens.num_cached == len(PROMPT) // 4
+    assert states.num_cached == 2, "at the last boundary, and at the end"
+    assert tokens.num_queried_tokens == len(PROMPT)
+    assert tokens.num_found_tokens == states.num_found_tokens == 0
+    life.ask([*PROMPT[:30], 1, 2])
+    tokens, states = usage()
+    assert tokens.num_queried_tokens == states.num_queried_tokens == len(PROMPT) + 32
+    assert tokens.num_found_tokens == 28, "whole units"
+    assert states.num_found_tokens == life.num_found == 0, "no state was saved there"
+    for number in range(3):
+        life.driver.submit(prompt=[number, *PROMPT[:14]], max_tokens=9)
+    life.driver.step("g0")
+    tokens, states = usage()
+    assert states.num_used_blocks == 3 * STATE.num_blocks
+    assert tokens.num_used_blocks == 3 * 4
 
 
 def test_what_a_failed_request_has_computed_is_not_continued() -> None:

@@ -66,6 +66,7 @@ export class Groups {
       "article",
       { class: "panel group" },
       element("div", { class: "top" }, element("h3", {}, name), element("p", { class: "state" }, element("span", { class: "dot" }), element("span")), element("p", { class: "quiet" }), element("dl", { class: "facts" })),
+      element("dl", { class: "facts cache" }),
       element("div", { class: "maps" }),
     );
     return node;
@@ -73,7 +74,7 @@ export class Groups {
 
   #fill(node, name, group) {
     const losses = (this.view.facts.losses ?? []).filter((loss) => loss.group_id === name).length;
-    this.#head(node, group.state, `${group.model}${group.world_size > 1 ? `, ${group.world_size} ranks` : ""}`);
+    this.#head(node, group.state, `${group.model}${group.world_size > 1 ? `, ${group.world_size} ranks` : ""}`, group.cache_groups);
     fillPairs(node.querySelector(".facts"), [
       ["sequences", `${count(group.num_running_sequences)}${group.max_num_seqs ? ` of ${count(group.max_num_seqs)}` : ""}`],
       ["steps", `${short(group.steps_per_s)} /s`],
@@ -110,7 +111,9 @@ export class Groups {
     node.querySelector(".maps").replaceChildren(element("p", { class: "quiet" }, "Its requests go on in other groups, or wait for one."));
   }
 
-  #head(node, state, model) {
+  // `caches`: [name, use] of cache groups.
+  #head(node, state, model, caches = []) {
+    fillPairs(node.querySelector(".cache"), caches);
     const [, label, of] = node.querySelector(".top").children;
     label.firstChild.dataset.state = state;
     setText(label.lastChild, state);

@@ -76,6 +76,7 @@ def make_status(uptime_s: float = 1.0, num_running: int = 1) -> status_pb2.Engin
     group = status_pb2.WorkerGroupStatus(group_id="g", num_gpu_blocks=4)
     group.gpu_blocks.owners = b"".join(n.to_bytes(4, "little") for n in (0, 5, 5, 0))
     group.gpu_blocks.num_references = bytes([0, 1, 1, 0])
+    group.cache_groups.add(lifetime="state", num_state_blocks=2, num_used_blocks=2, num_cached=1)
     return status_pb2.EngineStatus(
         uptime_s=uptime_s, num_running=num_running, requests=[request], groups=[group]
     )
@@ -119,6 +120,9 @@ async def test_a_browser_is_told_all_and_then_what_changes(
         message = await next_message(lines)
         assert message["lost"] is None
         assert message["facts"]["requests"]["5"]["request_id"] == "r"
+        assert message["facts"]["groups"]["g"]["cache_groups"] == [
+            ["state, 2 blocks each", "1 in use, 1 saved, nothing looked up"]
+        ]
         assert message["columns"]["g/gpu/owners"] == [4, 1, 2, 5]
         assert message["tables"] == {"5/gpu": [[0, 1, 2]]}
         core.statuses.put_nowait(make_status(uptime_s=2.0, num_running=3))
