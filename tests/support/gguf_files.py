@@ -45,6 +45,8 @@ _ARCHITECTURES = {
     "FalconMambaForCausalLM": ("mamba", gguf.MODEL_ARCH.MAMBA),
     "Gemma2ForCausalLM": ("gemma2", gguf.MODEL_ARCH.GEMMA2),
     "Gemma3ForCausalLM": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
+    "Gemma4ForCausalLM": ("gemma4", gguf.MODEL_ARCH.GEMMA4),
+    "Llama4ForCausalLM": ("llama4", gguf.MODEL_ARCH.LLAMA4),
     "Phi3ForCausalLM": ("phi3", gguf.MODEL_ARCH.PHI3),
     "MixtralForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
     "Qwen2MoeForCausalLM": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
@@ -86,6 +88,17 @@ _PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "nemotron_h
 """Architectures whose converter permutes queries and keys."""
 
 _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+_GEMMA4 = {"head_dim": 64, "global_head_dim": 128, "final_logit_softcapping": 3.0}
+_LLAMA4 = {
+    "head_dim": 64,
+    "num_hidden_layers": 5,
+    "attention_chunk_size": 8192,  # files do not have it
+    "no_rope_layer_interval": 4,
+    "floor_scale": 8192,
+    "attn_scale": 0.1,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 512,
+}
 _EXPERTS = {"moe_intermediate_size": 256, "num_experts": 3}
 _LONG = {
     "rope_type": "longrope",
@@ -132,6 +145,20 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "gemma2": {**_GEMMA, "num_hidden_layers": 4},
     "gemma3": {**_GEMMA, "num_hidden_layers": 7, "layer_types": None},
+    "gemma4_shared": {**_GEMMA4, "hidden_size_per_layer_input": 32},
+    "gemma4_plain": _GEMMA4,
+    "gemma4_moe": {**_GEMMA4, "moe_intermediate_size": 256},
+    "llama4": {
+        **_LLAMA4,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "phi3_long": {
         "rope_parameters": _LONG,
         "original_max_position_embeddings": 16,
@@ -235,6 +262,14 @@ def make_gguf(
             result = _add_granite_experts(writer, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
+        if name == "llama4" and tensor_name.endswith(("gate_up_proj", "down_proj")):
+            result = _add_llama4_experts(writer, tensor_name, values, kind)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
+        if name == "gemma4":
+            result = _add_of_gemma4(writer, names, tensor_name, values, kind)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
         if ".kv_b_proj." in tensor_name and family != "deepseek_v2_expanded":
             result = _add_expansion(writer, tensor_name, values, kind, config)
             dequantized[tensor_name] = torch.from_numpy(result)
@@ -326,6 +361,38 @@ def _add_granite_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: 
         writer.add_tensor(f"blk.{layer}.ffn_{stored}_exps.weight", data, raw_dtype=data_type)
         results.append(result)
     return np.concatenate(results, axis=1)
+
+
+def _add_llama4_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: str) -> Any:
+    """Add the weights of a layer's experts, which are transposed in the checkpoint. Returns them as
+    they are stored, in the checkpoint's layout."""
+    layer, rows = name.split(".")[2], values.swapaxes(1, 2)
+    parts = {"down": rows}
+    if name.endswith("gate_up_proj"):
+        parts = dict(zip(("gate", "up"), np.split(rows, 2, axis=1), strict=True))
+    results = []
+    for stored, numbers in parts.items():
+        data, result, data_type = _quantized(np.ascontiguousarray(numbers), kind)
+        writer.add_tensor(f"blk.{layer}.ffn_{stored}_exps.weight", data, raw_dtype=data_type)
+        results.append(result)
+    return np.ascontiguousarray(np.concatenate(results, axis=1).swapaxes(1, 2))
+
+
+def _add_of_gemma4(writer: gguf.GGUFWriter, names: Any, name: str, values: Any, kind: str) -> Any:
+    """Add a tensor of Gemma 4. Returns it as it is stored."""
+    block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    if name.endswith(".router.scale"):
+        stored_name = f"{block}.ffn_gate_inp.scale"
+    elif name.endswith(".per_expert_scale"):
+        stored_name = f"{block}.ffn_down_exps.scale"
+    elif name.endswith(("gate_up_proj", "down_proj", "layer_scalar")):
+        stored_name = f"{names.get_name(name)}.weight"
+    else:
+        stored_name = names.get_name(name, try_suffixes=(".weight",))
+    is_router = name.endswith(".router.proj.weight")
+    data, result, data_type = _quantized(values, "F32" if is_router else kind)
+    writer.add_tensor(stored_name, data, raw_dtype=data_type)
+    return result
 
 
 def _is_part_of_state(name: str) -> bool:
@@ -524,13 +591,15 @@ def write(writer: gguf.GGUFWriter) -> None:
 def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     """Add the metadata of a model with this configuration of `transformers`."""
     kind = config.model_type
+    if kind == "gemma4_text":
+        config.allow_global_per_layer_attribute_access = True
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     if kind in ("mamba", "falcon_mamba", "mamba2"):
         _add_states_alone(writer, config)
         return
     writer.add_context_length(config.max_position_embeddings)
-    size = config.intermediate_size
+    size = getattr(config, "intermediate_size_mlp", config.intermediate_size)
     if kind == "nemotron_h":
         writer.add_feed_forward_length([size * (t == "mlp") for t in config.layers_block_type])
     else:
@@ -585,6 +654,9 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(window or 0)
         _add_phi3_rope(writer, config)
     _add_experts(writer, config)
+    if kind == "gemma4_text":
+        _add_gemma4(writer, config)
+        return
     for field, add in _multipliers(writer).items():
         if hasattr(config, field):
             add(getattr(config, field))
@@ -709,6 +781,36 @@ def _add_mamba2(
     writer.add_ssm_time_step_rank(num_heads)
 
 
+def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The sizes of heads and layers, what layers share, and which elements are rotated."""
+    kinds = [kind == "sliding_attention" for kind in config.layer_types]
+    layers = [config.per_layer_config[layer] for layer in range(len(kinds))]
+    local, full = (layers[kinds.index(is_sliding)] for is_sliding in (True, False))
+    num_shared, size = config.num_kv_shared_layers, config.intermediate_size
+    writer.add_sliding_window_pattern(kinds)
+    writer.add_shared_kv_layers(num_shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input or 0)
+    for add, head_dim in (
+        (writer.add_key_length, full.head_dim),
+        (writer.add_value_length, full.head_dim),
+        (writer.add_rope_dimension_count, full.head_dim),
+        (writer.add_key_length_swa, local.head_dim),
+        (writer.add_value_length_swa, local.head_dim),
+        (writer.add_rope_dimension_count_swa, local.head_dim),
+    ):
+        add(head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.use_double_wide_mlp:
+        num_own = len(kinds) - num_shared
+        writer.add_feed_forward_length([size] * num_own + [2 * size] * num_shared)
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
+    share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+    divisors = np.full(full.head_dim // 2, 1e30, np.float32)
+    divisors[: int(share * len(divisors))] = 1.0
+    writer.add_tensor("rope_freqs.weight", divisors)
+
+
 def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
     """The sizes of latent attention, as the converter writes them, or wrote them before it split
     the weight that expands latents."""
@@ -734,6 +836,7 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 _WITH_WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3")
+_WITH_WINDOWS += ("gemma4_text",)
 
 
 def _multipliers(writer: gguf.GGUFWriter) -> dict[str, Callable[[float], None]]:
@@ -762,7 +865,17 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         count = next((getattr(config, name) for name in names if hasattr(config, name)), None)
         if count:
             writer.add_expert_count(count)
-            writer.add_expert_used_count(config.num_experts_per_tok)
+            chosen = "top_k_experts" if kind == "gemma4_text" else "num_experts_per_tok"
+            writer.add_expert_used_count(getattr(config, chosen))
+    if kind == "llama4_text":
+        rope = config.rope_parameters
+        frequencies = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+        is_long = 2 * np.pi / frequencies > rope["original_max_position_embeddings"]
+        factors = np.where(is_long, rope["factor"], 1.0).astype(np.float32)
+        writer.add_tensor("rope_freqs.weight", factors)
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_leading_dense_block_count(0)
     if kind == "lfm2_moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
     if kind in ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear"):

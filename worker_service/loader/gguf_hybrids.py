@@ -53,14 +53,6 @@ class Hybrids(Metadata):
             raise self._fault(key, expected, counts)
         return int(found.pop()) if found else default or 1
 
-    def _by_layer(self, key: str, num_layers: int) -> list[int]:
-        """The number of each layer."""
-        counts = self._get(key, 1)
-        counts = counts if isinstance(counts, list) else [counts] * num_layers
-        if len(counts) != num_layers:
-            raise self._fault(key, f"a number for each of {num_layers} layers", counts)
-        return counts
-
     def _mixers(self, num_layers: int, of_state: str) -> list[str]:
         """The type of each layer, which keeps a state if it has no heads of keys."""
         counts = self._by_layer("attention.head_count_kv", num_layers)

@@ -6,6 +6,9 @@ from typing import Any
 from worker_service.errors import BadCheckpoint, UnsupportedModel, WorkerError
 from worker_service.loader.gguf_file import Gguf
 
+ROPE_FREQUENCIES = "rope_freqs.weight"
+"""The tensor of divisors of the frequencies of RoPE."""
+
 
 class Metadata:
     """The settings of one architecture, whose names begin with it."""
@@ -50,6 +53,14 @@ class Metadata:
         if value is None and key != "attention.sliding_window":
             raise BadCheckpoint(f"{self._path}: missing metadata {self._architecture}.{key}")
         return value
+
+    def _by_layer(self, key: str, num_layers: int) -> list[int]:
+        """The number of each layer."""
+        counts = self._get(key, 1)
+        counts = counts if isinstance(counts, list) else [counts] * num_layers
+        if len(counts) != num_layers:
+            raise self._fault(key, f"a number for each of {num_layers} layers", counts)
+        return counts
 
     def _fault(
         self, key: str, expected: str, got: Any, kind: type[WorkerError] = BadCheckpoint

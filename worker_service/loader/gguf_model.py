@@ -8,7 +8,9 @@ import numpy as np
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_file import open_gguf
+from worker_service.loader.gguf_gemma4 import GEMMA4, Gemma4
 from worker_service.loader.gguf_hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
+from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
 
 _CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -17,6 +19,8 @@ _CLASSES = {
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
     "gemma2": ("Gemma2ForCausalLM", "gemma2"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma4": ("Gemma4ForCausalLM", GEMMA4),
+    "llama4": ("Llama4ForCausalLM", "llama4_text"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -69,7 +73,7 @@ _WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
     *("glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3"),
     *("lfm2_moe", "granitemoehybrid", "jamba", "phimoe", "kimi_linear", "qwen3_next"),
-    "qwen3_5_moe_text",
+    *("qwen3_5_moe_text", GEMMA4, "llama4_text"),
 )
 _SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear")
 """Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
@@ -84,7 +88,6 @@ _CLASSIFIERS = {
 }
 """Class and tensors of classifiers by `model_type`. Of others, files lack a layer: the pooler."""
 
-ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
     "short_factor": "rope_factors_short.weight",
@@ -115,6 +118,7 @@ instead of head_dim."""
 _WINDOW_PERIODS = {
     "gemma2": 2,
     "gemma3": 6,
+    "gemma4": 6,
     "gpt-oss": 2,
     "modern-bert": 3,
     "cohere2": 4,
@@ -141,7 +145,6 @@ _SOFTMAX, _SIGMOID = 1, 2
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 """The parameters of all Llama 3 models with scaled RoPE; files hold only the resulting factors."""
@@ -184,7 +187,7 @@ def unread_settings(path: Path) -> list[str]:
     return sorted(key for key in config.unread if not key.endswith(_NO_EFFECT))
 
 
-class _Config(Hybrids):
+class _Config(Hybrids, Gemma4):
     """Reads the metadata of one architecture."""
 
     def read(self) -> dict[str, Any]:
@@ -212,9 +215,9 @@ class _Config(Hybrids):
         num_heads = self._int("attention.head_count")
         head_dim, rotary_dim = self._head_dims(hidden_size // num_heads)
         config |= {
-            "intermediate_size": self._of_some_layers(kind, "feed_forward_length"),
+            "intermediate_size": self._of_layers(kind, "feed_forward_length"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self._of_some_layers(kind, "attention.head_count_kv", num_heads),
+            "num_key_value_heads": self._of_layers(kind, "attention.head_count_kv", num_heads),
             "head_dim": head_dim,
             "rope_parameters": self._rope(rotary_dim),
         }
@@ -234,7 +237,8 @@ class _Config(Hybrids):
             config["layer_types"] = self._layer_types(config["num_hidden_layers"], window)
         if self._architecture in _ROTATED_IN_PART:
             config["rope_parameters"]["partial_rotary_factor"] = rotary_dim / head_dim
-        if kind in _WITH_EXPERTS and (kind not in HYBRIDS or self._get("expert_count", 0)):
+        may_lack = kind in HYBRIDS or kind == GEMMA4
+        if kind in _WITH_EXPERTS and (not may_lack or self._get("expert_count", 0)):
             config |= self._experts(config["intermediate_size"], kind)
         config |= self._of_family(kind, config, rotary_dim)
         return config | self._pooling(kind)
@@ -242,8 +246,12 @@ class _Config(Hybrids):
     def _of_family(self, kind: str, config: Mapping[str, Any], rotary_dim: int) -> dict[str, Any]:
         """The fields that only some families have. config: the others."""
         rope, tensors = config["rope_parameters"], self._gguf.tensors
+        if kind == GEMMA4:
+            return self._gemma4(config)
         if kind.startswith("gemma"):
             return self._gemma(config)
+        if kind == "llama4_text":
+            return self._llama4(config)
         if kind in HYBRIDS:
             return self._hybrid(kind, config)
         if kind.startswith("granite"):
@@ -448,6 +456,28 @@ class _Config(Hybrids):
             "has_split_expansion": self._has("attn_k_b.weight"),
         }
 
+    def _of_layers(self, kind: str, key: str, default: int | None = None) -> int:
+        """A number of all layers, or of those that have the part that it describes."""
+        if kind == GEMMA4:  # which reads those of its layers itself
+            return self._by_layer(key, self._num_layers())[0]
+        return self._of_some_layers(kind, key, default)
+
+    def _llama4(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that only Llama 4 has. Files do not say which models norm queries and keys, or
+        how positions are seen: all but the one with 128 experts, and as in the released models."""
+        num_layers = config["num_hidden_layers"]
+        fields = {
+            "intermediate_size_mlp": self._int("feed_forward_length"),
+            "interleave_moe_layer_step": self._int("interleave_moe_layer_step"),
+            "use_qk_norm": config["num_local_experts"] != 128,
+        }
+        self._require("leading_dense_block_count", 0, "0")
+        if self._get("attention.sliding_window", -1) == 0:
+            full = ["full_attention"] * num_layers
+            return {**fields, "no_rope_layers": [1] * num_layers, "layer_types": full}
+        self._require("attention.sliding_window_pattern", 4, "4")
+        return fields
+
     def _granite(self, head_dim: int) -> dict[str, Any]:
         """The multipliers of Granite."""
         self._require(
@@ -489,12 +519,17 @@ class _Config(Hybrids):
         default = intermediate_size
         if kind not in (
             *("gpt_oss", "minimax_m2", "hunyuan_v1_moe", "granitemoehybrid", "jamba", "phimoe"),
+            *(GEMMA4, "llama4_text"),
         ):
             default = max(1, intermediate_size // num_used)
         size = self._int("expert_feed_forward_length", default)
         if kind not in ("glm4_moe", *_LATENT):
             self._require("expert_weights_scale", 1.0, "1")
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
+        if kind == GEMMA4:
+            config = {"enable_moe_block": True, "num_experts": num_experts}
+            config |= {"top_k_experts": num_used, "moe_intermediate_size": size}
+            return {**config, "has_expert_modules": True}
         if kind == "jamba":
             self._require("expert_feed_forward_length", intermediate_size, "feed_forward_length")
             return {**config, "num_experts": num_experts}
@@ -502,7 +537,9 @@ class _Config(Hybrids):
             config["has_expert_modules"] = True
         if kind in ("mixtral", "granitemoe", "granitemoehybrid", "phimoe"):
             return {**config, "num_local_experts": num_experts}
-        if kind in ("gpt_oss", "minimax_m2"):
+        if kind == "llama4_text":
+            config["has_expert_modules"] = True
+        if kind in ("gpt_oss", "minimax_m2", "llama4_text"):
             return {**config, "num_local_experts": num_experts, "intermediate_size": size}
         if kind == "ernie4_5_moe":
             return self._ernie(num_experts, num_used, size)
@@ -578,7 +615,7 @@ class _Config(Hybrids):
             kind = "none"  # its factors are read from tensors
         if kind not in ("none", "linear", "yarn"):
             raise self._fault("rope.scaling.type", "none, linear or yarn", kind, UnsupportedModel)
-        if ROPE_FREQUENCIES in self._gguf.tensors:
+        if ROPE_FREQUENCIES in self._gguf.tensors and self._architecture != "gemma4":
             return self._llama3(theta, head_dim)
         rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": theta}
         if kind != "none":
@@ -589,16 +626,26 @@ class _Config(Hybrids):
         return rope
 
     def _llama3(self, theta: float, head_dim: int) -> dict[str, Any]:
-        """The RoPE parameters that produce the stored factors, which must be those of Llama 3."""
+        """The RoPE parameters that produce the stored factors, which must be those of Llama 3, or
+        of Llama 4, which interpolates between no wavelengths."""
         stored = self._gguf.tensors[ROPE_FREQUENCIES].stored_values().float().numpy()
         factor = float(stored.max())
         wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-        smooth = (_LLAMA3["original_max_position_embeddings"] / wavelengths - 1.0) / 3.0
+        cycles = _LLAMA3["original_max_position_embeddings"] / wavelengths
+        high = 1.0 if self._architecture == "llama4" else 4.0
+        smooth = (cycles - 1.0) / (high - 1.0) if high > 1.0 else np.float64(cycles > 1.0)
         smooth = smooth.clip(0.0, 1.0)
         expected = 1.0 / ((1.0 - smooth) / factor + smooth)
         if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
             raise UnsupportedModel(
                 f"{self._path}: {ROPE_FREQUENCIES}: expected the {head_dim // 2} factors of Llama"
-                " 3 (original_max_position_embeddings 8192, low_freq_factor 1, high_freq_factor 4)"
+                f" {3 if high > 1.0 else 4} (original_max_position_embeddings 8192, low_freq_factor"
+                f" 1, high_freq_factor {high:g})"
             )
-        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
+        return {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "high_freq_factor": high,
+            **_LLAMA3,
+        }

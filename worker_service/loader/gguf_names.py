@@ -13,12 +13,9 @@ from torch import Tensor
 
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf_file import GgufTensor, Order, open_gguf
-from worker_service.loader.gguf_model import (
-    ENCODERS,
-    LONG_ROPE,
-    ROPE_FREQUENCIES,
-    gguf_config,
-)
+from worker_service.loader.gguf_gemma4 import GEMMA4
+from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
+from worker_service.loader.gguf_model import ENCODERS, LONG_ROPE, gguf_config
 from worker_service.loader.tensors import OpenFiles
 
 _PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3")
@@ -148,6 +145,33 @@ lfm2                              ffn_gate_exps        feed_forward.experts.*.w1
 lfm2                              ffn_up_exps          feed_forward.experts.*.w3
 lfm2                              ffn_down_exps        feed_forward.experts.*.w2
 lfm2                              exp_probs_b          feed_forward.expert_bias
+gemma4                            ffn_gate_inp         router.proj
+gemma4                            ffn_gate_inp.scale   router.scale
+gemma4                            ffn_gate_up_exps     experts.*.gate_up_proj
+gemma4                            ffn_gate_exps        experts.*.gate_proj
+gemma4                            ffn_up_exps          experts.*.up_proj
+gemma4                            ffn_down_exps        experts.*.down_proj
+gemma4                            ffn_down_exps.scale  router.per_expert_scale
+gemma4                            pre_ffw_norm_2       pre_feedforward_layernorm_2
+gemma4                            post_ffw_norm_1      post_feedforward_layernorm_1
+gemma4                            post_ffw_norm_2      post_feedforward_layernorm_2
+gemma4                            layer_output_scale   layer_scalar
+gemma4                            inp_gate             per_layer_input_gate
+gemma4                            proj                 per_layer_projection
+gemma4                            post_norm            post_per_layer_input_norm
+gemma4                            per_layer_token_embd model.embed_tokens_per_layer
+gemma4                            per_layer_model_proj model.per_layer_model_projection
+gemma4                            per_layer_proj_norm  model.per_layer_projection_norm
+llama4                            ffn_gate_inp         feed_forward.router
+llama4                            ffn_gate_exps        feed_forward.experts.*.gate_proj
+llama4                            ffn_up_exps          feed_forward.experts.*.up_proj
+llama4                            ffn_down_exps        feed_forward.experts.*.down_proj
+llama4                            ffn_gate_shexp       feed_forward.shared_expert.gate_proj
+llama4                            ffn_up_shexp         feed_forward.shared_expert.up_proj
+llama4                            ffn_down_shexp       feed_forward.shared_expert.down_proj
+llama4                            ffn_gate             feed_forward.gate_proj
+llama4                            ffn_up               feed_forward.up_proj
+llama4                            ffn_down             feed_forward.down_proj
 gpt_oss                           attn_sinks           self_attn.sinks
 gpt_oss                           ffn_gate_inp         mlp.router
 qwen3_next,qwen3_5                attn_qkv             linear_attn.in_proj_qkv
@@ -207,11 +231,14 @@ modern                            cls.output           classifier
 """Beginnings of `model_type`, a tensor's name in GGUF files, and its name in `transformers`, of
 which later rows take precedence. `*` stands for an expert's index."""
 
-_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+|cls\.\w+|shortconv\.\w+)(?:\.(weight|bias))?")
+_TENSOR = re.compile(
+    r"(?:blk\.(\d+)\.)?(\w+|\w+\.scale|cls\.\w+|shortconv\.\w+)(?:\.(weight|bias))?"
+)
 _SUFFIX = re.compile(r"\.(weight|bias)$")
 _WITHOUT_SUFFIX = (
     *("sinks", "e_score_correction_bias", ".expert_bias"),
     *(".dt_bias", ".A_log", ".D"),
+    *(".layer_scalar", ".router.scale", ".per_expert_scale"),
 )
 """Ends of names that have no `.weight` or `.bias` in `transformers`."""
 
@@ -262,7 +289,8 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
 def _has_one_added(kind: str, name: str) -> bool:
     """Whether a tensor is that of a norm whose weights begin at 0 in `transformers`."""
     of_gate = name.endswith(".linear_attn.norm.weight")
-    return kind.startswith(_NORMS_ADD_ONE) and name.endswith("norm.weight") and not of_gate
+    begins_at_zero = kind.startswith(_NORMS_ADD_ONE) and kind != GEMMA4
+    return begins_at_zero and name.endswith("norm.weight") and not of_gate
 
 
 class Orders(NamedTuple):
@@ -353,10 +381,28 @@ def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
     else:
         num_bytes = tensor.num_bytes // shape[0]
         for expert in range(shape[0]):
-            yield replace(
+            part = replace(
                 tensor,
                 name=name.replace("*", str(expert)),
                 shape=shape[1:],
                 offset=tensor.offset + expert * num_bytes,
                 num_bytes=num_bytes,
             )
+            yield from _halves(part) if ".gate_up_proj." in name else [part]
+
+
+def _halves(tensor: GgufTensor) -> Iterator[GgufTensor]:
+    """The rows of gate, then those of up, of a tensor that has both."""
+    (rows, columns), size = tensor.shape, tensor.num_bytes // 2
+    if rows % 2:
+        raise BadCheckpoint(
+            f"{tensor.file}: {tensor.name}: expected as many rows of gate as of up, got {rows} rows"
+        )
+    for index, half in enumerate(("gate", "up")):
+        yield replace(
+            tensor,
+            name=tensor.name.replace("gate_up", half),
+            shape=[rows // 2, columns],
+            offset=tensor.offset + index * size,
+            num_bytes=size,
+        )

@@ -71,6 +71,13 @@ _KIMI = (
     rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}*{_NO_HAN_LOWER}+{_CONTRACTION}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_NO_HAN_UPPER}+{_NO_HAN_LOWER}*{_CONTRACTION}?|\p{{N}}{{1,3}}"
 ) + _TAIL
+_LONG_NUMBERS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+"""Threes of digits, of which the first may be fewer."""
+_ASIAN_LETTERS = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0eff"
+    "\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+_LINES = r"[^\n]+|\n+"
 _SENTENCES = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 _BY_SPLITS: dict[tuple[str, ...], str] = {
@@ -82,9 +89,10 @@ _BY_SPLITS: dict[tuple[str, ...], str] = {
     (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
     (_QWEN35,): "qwen35",
     (_cased_words("", r"\p{N}"),): "tekken",
-    (_GPT4O,): "gpt-4o llama4 kanana2 minimax-m2",
+    (_GPT4O,): "gpt-4o llama4 kanana2 minimax-m2 talkie granite-embed-multi-97m",
     (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O): "tiny_aya cohere2moe",
     (r"\p{N}{1,3}", _CJK, _DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    (_LONG_NUMBERS, _ASIAN_LETTERS, _DEEPSEEK3): "afmoe",
     (r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"): "spark2_5",
     (_YOUTU, _cased_words(f"{_CONTRACTION}?", r"\p{N}")): "youtu",
     (_JAIS2,): "jais-2",
@@ -111,6 +119,13 @@ _BY_SPLITS: dict[tuple[str, ...], str] = {
         _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,
     ): "seed-coder",
     (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL,): "ufakzeka",
+    (_LINES, _QWEN2): "laguna",
+    (
+        _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    ): "exaone-moe",
+    (r"\p{N}+", r"(?=(\d{3})+(?!\d))"): "superbpe",
+    (_LINES,): "gemma4 sarvam-moe granite-embed-multi-311m",
 }
 PRE_TOKENIZERS = {name: splits for splits, names in _BY_SPLITS.items() for name in names.split()}
 """By `tokenizer.ggml.pre`: the regular expressions that split text, one after the other."""
@@ -124,7 +139,14 @@ _STARTS_WITH_BOS = (
 _COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35", "modern-bert")
 """Pre-tokenizers of models whose texts are composed (NFC) first."""
 
-_IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5", "youtu")
+_SPACES_ARE_LETTERS = ("gemma4", "sarvam-moe", "granite-embed-multi-311m")
+"""Pre-tokenizers of vocabularies of letters, not of bytes, of which spaces are one."""
+
+_KEEPS_NEWLINES = ("gemma4", "granite-embed-multi-311m")
+"""Those with which a run of newlines that is a token is not merged from parts. They start every
+text with a BOS token, whatever the file says."""
+
+_IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5", "youtu", "granite-embed-multi-97m")
 """Pre-tokenizers with which a word that is a token is not merged from parts."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -187,7 +209,9 @@ class _Vocabulary:
         """Return the tokenizer and the content of `tokenizer_config.json`."""
         kind = self._metadata["tokenizer.ggml.model"]
         if kind == "gpt2":
-            tokenizer, begins = self._byte_level()
+            tokenizer, begins = self._merged_pairs(self._pre_tokenizer())
+        elif kind == "gemma4":
+            tokenizer, begins = self._merged_pairs("gemma4")
         elif kind == "llama":
             tokenizer, begins = self._sentence_piece()
         elif kind == "bert":
@@ -196,8 +220,8 @@ class _Vocabulary:
             tokenizer, begins = self._unigram(), True
         else:
             raise UnsupportedModel(
-                f"{self._path}: tokenizer.ggml.model: expected gpt2, llama, bert or t5, got"
-                f" {kind!r}"
+                f"{self._path}: tokenizer.ggml.model: expected gpt2, gemma4, llama, bert or"
+                f" t5, got {kind!r}"
             )
         # As in llama.cpp: the file does not say which tokens strip the white space after them.
         is_phi3 = kind == "llama" and self._metadata.get("general.architecture") == "phi3"
@@ -216,14 +240,15 @@ class _Vocabulary:
         if self._metadata.get("general.architecture") in _ENCODERS:
             tokenizer.post_processor = self._between_tokens()
         else:
-            config["add_bos_token"] = self._get("add_bos_token", begins)
+            always = kind == "gemma4" or self._get("pre") in _KEEPS_NEWLINES
+            config["add_bos_token"] = always or self._get("add_bos_token", begins)
             config["add_eos_token"] = self._get("add_eos_token", False)
         for name, key in _NAMED.items():
             if (token := self._token(key)) is not None:
                 config[name] = token
         return tokenizer, config
 
-    def _byte_level(self) -> tuple[Tokenizer, bool]:
+    def _pre_tokenizer(self) -> str:
         pre = self._get("pre")
         if pre is None:  # files of before April 2024
             pre = "default"
@@ -237,9 +262,20 @@ class _Vocabulary:
                 f"{self._path}: tokenizer.ggml.pre: expected one of {', '.join(PRE_TOKENIZERS)},"
                 f" got {pre!r}"
             )
+        return str(pre)
+
+    def _merged_pairs(self, pre: str) -> tuple[Tokenizer, bool]:
+        """A tokenizer that merges pairs in the order of the file. pre: its pre-tokenizer."""
         merges = [self._merge(merge) for merge in self._list("merges", str)]
-        tokenizer = Tokenizer(models.BPE(self._ids, merges, ignore_merges=pre in _IGNORE_MERGES))
         splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in PRE_TOKENIZERS[pre]]
+        if pre in _SPACES_ARE_LETTERS:
+            tokenizer = self._of_letters(merges, has_prefix=False)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits])
+            if pre in _KEEPS_NEWLINES:
+                runs = [token for token in self._tokens if token and not token.strip("\n")]
+                tokenizer.add_tokens([AddedToken(run, normalized=False) for run in runs])
+            return tokenizer, False
+        tokenizer = Tokenizer(models.BPE(self._ids, merges, ignore_merges=pre in _IGNORE_MERGES))
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         if pre in _COMPOSED:
@@ -277,26 +313,31 @@ class _Vocabulary:
         ]
         keys = np.array([*scores_of_parts, [score for _, _, score in merges]], np.float64)
         order = np.lexsort(-keys)
+        prefix = self._get("add_space_prefix", True)
+        merged = [merges[i][:2] for i in order.tolist()]
+        return self._of_letters(merged, has_prefix=prefix), True
+
+    def _of_letters(self, merges: list[tuple[str, str]], *, has_prefix: bool) -> Tokenizer:
+        """A tokenizer that merges letters, of which spaces are one, and writes others as bytes."""
         unknown = self._get("unknown_token_id", 0)
         has_unknown = isinstance(unknown, int) and 0 <= unknown < len(self._tokens)
         model = models.BPE(
             self._ids,
-            [merges[i][:2] for i in order.tolist()],
+            merges,
             unk_token=self._tokens[unknown] if has_unknown else None,
             fuse_unk=True,
             byte_fallback=_BYTE in self._types,
         )
         tokenizer = Tokenizer(model)
-        prefix = self._get("add_space_prefix", True)
         spaces = normalizers.Replace(" ", "▁")
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        if prefix:
+        if has_prefix:
             tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
             steps.append(decoders.Strip(" ", 1, 0))
         else:
             tokenizer.normalizer = spaces
         tokenizer.decoder = decoders.Sequence(steps)
-        return tokenizer, True
+        return tokenizer
 
     def _scores(self) -> list[float]:
         scores: list[float] = self._list("scores", float)

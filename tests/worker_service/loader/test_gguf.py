@@ -41,6 +41,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
     [
         *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
         *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial", "phimoe", "phimoe_long"),
+        *("gemma4_shared", "gemma4_plain", "gemma4_moe", "llama4"),
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v2_expanded"),
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
@@ -275,6 +276,46 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             lambda w: w.add_sliding_window_pattern([True, False]),
             BadCheckpoint,
             r"sliding_window_pattern: expected a positive number, or one value for each of 7",
+        ),
+        (
+            "gemma4_plain",
+            lambda w: w.add_head_count_kv([2, 1]),
+            BadCheckpoint,
+            r"weights do not fit .*layers\.1\.self_attn\.k_proj\.weight is",
+        ),
+        (
+            "gemma4_shared",
+            lambda w: w.add_head_count_kv([1, 2, 1, 2, 2, 1]),
+            BadCheckpoint,
+            r"head_count_kv: expected the same number for all layers of a type, got \[1, 2, 1",
+        ),
+        (
+            "gemma4_shared",
+            lambda w: w.add_feed_forward_length([256] * 4 + [512] * 2),
+            BadCheckpoint,
+            r"feed_forward_length: expected the same number for all layers, or twice as many for",
+        ),
+        (
+            "gemma4_shared",
+            lambda w: w.add_shared_kv_layers(6),
+            BadCheckpoint,
+            r"shared_kv_layers: expected a number below that of layers, 6, got 6",
+        ),
+        (
+            "gemma4_moe",
+            lambda w: (
+                w.add_key_length(64),
+                w.add_value_length(64),
+                w.add_rope_dimension_count(64),
+            ),
+            UnsupportedModel,
+            r"rope_freqs\.weight: expected 32 divisors, of which the first are 1, and the others",
+        ),
+        (
+            "llama4",
+            lambda w: w.add_sliding_window(4096),
+            UnsupportedModel,
+            r"llama4\.attention\.sliding_window: expected none, got 4096",
         ),
         (
             "gemma2",
@@ -522,7 +563,7 @@ def _without(name: str) -> Callable[[bytes], bytes]:
         (
             lambda content: content.replace(b"gpt2", b"rwkv", 1),
             UnsupportedModel,
-            r"tokenizer\.ggml\.model: expected gpt2, llama, bert or t5, got 'rwkv'",
+            r"tokenizer\.ggml\.model: expected gpt2, gemma4, llama, bert or t5, got 'rwkv'",
         ),
     ],
 )

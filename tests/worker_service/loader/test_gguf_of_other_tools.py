@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers import GemmaTokenizer
 
 from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID
 from tests.support.gguf_files import make_gguf, tokenizer_of
@@ -194,30 +195,59 @@ def _pieces(pre: str | None, text: str) -> list[str]:
 TEXT = "Don't  (12345) fooBar, e\u0301a\n\n y 中文かな!"
 
 
+SPLITS = json.loads(Path(__file__).with_name("pre_tokenizer_splits.json").read_text())
+"""By the names of pre-tokenizers: the pieces of one text in several scripts, separated by |. The
+package `regex` made them with the expressions in llama.cpp's `src/llama-vocab.cpp` and, where those
+are approximations, with the original ones that its comments name."""
+
+
 @pytest.mark.parametrize(
     ("pre", "expected"),
-    [
-        ("gpt-2", "Don|'t| | (|12345|)| fooBar|,| e|\u0301|a|\n\n| y| 中文かな|!"),
-        ("smollm", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301|a|\n\n| y| 中文かな|!"),
-        ("llama-bpe", "Don|'t| | (|123|45|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
-        ("qwen2", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
-        ("tekken", "Don|'t| | (|1|2|3|4|5|)| foo|Bar|,| e\u0301a|\n\n| y| 中文かな|!"),
-        ("gpt-4o", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| 中文かな|!"),
-        ("deepseek-v3", "Don|'t| | (|123|45|)| fooBar|,| e\u0301a|\n\n| y| |中文かな|!"),
-        ("deepseek-r1-qwen", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
-        ("qwen35", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e\u0301a|\n\n| y| 中文かな|!"),
-        ("llama4", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| 中文かな|!"),
-        ("kimi-k2", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| |中文|かな|!"),
-        ("spark2_5", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e\u0301a|\n|\n| y| |中文かな|!"),
-        ("youtu", "Don't| | (|1|2|3|4|5|)| foo|Bar|,| e\u0301a|\n\n| y| |中文かな|!"),
-        ("jais-2", "Don|'t| | (|123|45|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
-        ("falcon3", "Don|'t| | (|123|45|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
-        ("default", "Don|'|t|  |(|123|45|)| fooBar|,| e|\u0301|a|\n\n| y| 中文かな|!"),
-        ("deepseek-llm", "Don|'|t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301|a|\n|\n| y| |中文かな|!"),
-    ],
+    [(name, pieces) for names, pieces in SPLITS.items() for name in names.split()],
 )
 def test_a_pre_tokenizer_splits_text_as_llama_cpp_does(pre: str, expected: str) -> None:
-    assert _pieces(pre, TEXT) == expected.split("|")
+    assert _pieces(pre, expected.replace("|", "")) == expected.split("|")
+
+
+def test_splits_of_all_pre_tokenizers_are_stored() -> None:
+    assert {name for names in SPLITS for name in names.split()} == PRE_TOKENIZERS.keys()
+
+
+GEMMA_TEXTS = (
+    "he  hell\nhe\n\nhell\n\n\n é 中",
+    " he\n he \n\n",
+    "hellhe<bos>he",
+    "\t¬\U0001f642\x00",
+)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "sarvam-moe"])
+@pytest.mark.parametrize("text", GEMMA_TEXTS)
+def test_spaces_are_letters_of_vocabularies_like_gemma_4(kind: str, text: str) -> None:
+    words = ["▁", "he", "ll", "hell", "▁he", "▁hell", "▁▁", "\n", "\n\n", *"hel\t"]
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [*names, *words]
+    merges = ["h e", "l l", "he ll", "▁ he", "▁ hell", "▁ ▁", "\n \n"]
+    is_gemma = kind == "gemma4"
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gemma4" if is_gemma else "gpt2",
+        "tokenizer.ggml.pre": "default" if is_gemma else kind,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [CONTROL] * 3 + [2] + [6] * 256 + [NORMAL] * len(words),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    assets = tokenizer_assets(Path("x.gguf"), metadata)
+    expected = GemmaTokenizer(
+        {token: i for i, token in enumerate(tokens)}, [tuple(merge.split(" ")) for merge in merges]
+    )
+    found = Tokenizer.from_str(assets["tokenizer.json"].decode())
+    ids = found.encode(text, add_special_tokens=False).ids
+    assert ids == expected.encode(text, add_special_tokens=False)
+    assert found.decode(ids, skip_special_tokens=False) == text
+    # Files of Gemma 4 were converted without it at first.
+    assert json.loads(assets["tokenizer_config.json"])["add_bos_token"] == is_gemma
 
 
 def test_spaces_are_split_in_halves_of_a_run_by_jais_2() -> None:

@@ -52,6 +52,9 @@ feed_forward.experts.factors      router.per_expert_scale
 feed_forward.experts.experts      experts.gate_up_proj experts.down_proj
 feed_forward.experts_output_norm  post_feedforward_layernorm_2
 """)
+_MODULES = " ".join(f"experts.*.{name}_proj" for name in ("gate", "up", "down"))
+"""Names of experts with modules of their own, as in GGUF files."""
+
 _OF_DENSE = ("feed_forward_norm", "feed_forward.up", "feed_forward.down")
 _PER_LAYER = by_lines("""
 per_layer.gate        per_layer_input_gate
@@ -120,6 +123,8 @@ def _names(
     if has_experts:
         names = {path: name for path, name in names.items() if path not in _OF_DENSE}
         names |= _BESIDE_EXPERTS
+        if config.get("has_expert_modules"):
+            names |= {"feed_forward.experts.experts": _MODULES}
     if source is not None:
         return names | _SHARES
     return names | _K_IS_V if _k_is_v(config, kind) else names
@@ -141,7 +146,7 @@ def _feed_forward(
         inner_size=config["moe_intermediate_size"],
         activation=activation,
         has_factors=True,
-        storage=ExpertStorage.STACK,
+        storage=ExpertStorage.SEPARATE if config.get("has_expert_modules") else ExpertStorage.STACK,
     )
     return DenseAndExpertsSpec(dense=dense, experts=experts, norm=norm)
 

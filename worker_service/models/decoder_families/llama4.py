@@ -125,10 +125,11 @@ def _query_scaling(config: Config, head_dim: int, length: int) -> RotarySettings
 
 
 def _experts(config: Config) -> tuple[ExpertsSpec, dict[str, str]]:
-    """The experts, and the names of a layer that has them. Checkpoints of compressed-tensors have
-    modules of each expert."""
+    """The experts, and the names of a layer that has them. Checkpoints of compressed-tensors,
+    and GGUF files, have modules of each expert."""
     quantization = config.get("quantization_config") or {}
     is_separate = quantization.get("quant_method") == "compressed-tensors"
+    is_separate = is_separate or bool(config.get("has_expert_modules"))
     inner_size = config["intermediate_size"]
     spec = ExpertsSpec(
         routing=routing(

@@ -1,0 +1,110 @@
+"""The configuration of GGUF files of Gemma 4, as `transformers` would describe it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES, Metadata
+
+GEMMA4 = "gemma4_text"
+"""Its `model_type`."""
+
+_NOT_ROTATED = 1e29
+"""The least divisor of a frequency that is that of an element which is not rotated."""
+
+
+class Gemma4(Metadata):
+    """Reads what only Gemma 4 has: sizes of heads by the type of layers, and what layers share."""
+
+    def _gemma4(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that only Gemma 4 has, or those that it has otherwise. config: the others, in
+        which heads are those of layers with full attention."""
+        kinds, global_dim = config["layer_types"], config["head_dim"]
+        head_dim = self._int("attention.key_length_swa", global_dim)
+        for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+            self._require(key, head_dim, f"{head_dim}, the size of a head in layers with a window")
+        num_shared = self._get("attention.shared_kv_layers", 0)
+        if not isinstance(num_shared, int) or not 0 <= num_shared < len(kinds):
+            expected = f"a number below that of layers, {len(kinds)}"
+            raise self._fault("attention.shared_kv_layers", expected, num_shared)
+        embedding_size = self._get("embedding_length_per_layer_input", 0)
+        capped = self._get("final_logit_softcapping", 0.0)
+        return {
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "head_dim": head_dim,
+            "global_head_dim": global_dim,
+            "num_kv_shared_layers": num_shared,
+            "hidden_size_per_layer_input": embedding_size,
+            "vocab_size_per_layer_input": self._num_rows("per_layer_token_embd.weight"),
+            "final_logit_softcapping": self._float("final_logit_softcapping") if capped else None,
+            "rope_parameters": self._ropes(config["rope_parameters"], global_dim),
+            **self._heads_of_keys(kinds, num_shared),
+            **self._inner_sizes(len(kinds), num_shared),
+        }
+
+    def _num_rows(self, name: str) -> int | None:
+        tensor = self._gguf.tensors.get(name)
+        return None if tensor is None else tensor.shape[0]
+
+    def _heads_of_keys(self, kinds: Sequence[str], num_shared: int) -> dict[str, Any]:
+        """Heads of keys by the type of layers, and whether those with full attention have no
+        weights of values."""
+        counts = self._by_layer("attention.head_count_kv", len(kinds))
+        sliding, full = (
+            {count for count, of in zip(counts, kinds, strict=True) if of.startswith(kind)}
+            for kind in ("sliding", "full")
+        )
+        if len(sliding) > 1 or len(full) > 1:
+            expected = "the same number for all layers of a type"
+            raise self._fault("attention.head_count_kv", expected, counts)
+        own = [i for i, kind in enumerate(kinds[: len(kinds) - num_shared]) if kind.startswith("f")]
+        has_values = {f"blk.{layer}.attn_v.weight" in self._gguf.tensors for layer in own}
+        if len(has_values) > 1:
+            raise BadCheckpoint(
+                f"{self._path}: attn_v.weight: expected it in all layers with full attention, or in"
+                " none"
+            )
+        k_is_v = has_values == {False}
+        if not k_is_v and sliding | full != (sliding or full):
+            expected = "the same number for all layers, which have attn_v.weight"
+            raise self._fault("attention.head_count_kv", expected, counts)
+        return {
+            "num_key_value_heads": next(iter(sliding or full)),
+            "num_global_key_value_heads": next(iter(full), None),
+            "attention_k_eq_v": k_is_v,
+        }
+
+    def _inner_sizes(self, num_layers: int, num_shared: int) -> dict[str, Any]:
+        """The size of MLPs, which may be twice as large in layers that share keys and values."""
+        sizes = self._by_layer("feed_forward_length", num_layers)
+        own, shared = sizes[: num_layers - num_shared], sizes[num_layers - num_shared :]
+        size, is_wide = own[0], bool(shared) and shared[0] != own[0]
+        if own != [size] * len(own) or shared != [size * (1 + is_wide)] * num_shared:
+            expected = "the same number for all layers, or twice as many for those that share keys"
+            raise self._fault("feed_forward_length", expected, sizes)
+        return {"intermediate_size": size, "use_double_wide_mlp": is_wide}
+
+    def _ropes(self, rope: Mapping[str, Any], global_dim: int) -> dict[str, Any]:
+        """The rotary embeddings of both types of layers. Of those with full attention, a part of
+        the elements is rotated: the frequencies of the others have a huge divisor."""
+        if rope["rope_type"] != "default":
+            raise self._fault("rope.scaling.type", "none", rope["rope_type"], UnsupportedModel)
+        share, tensor = 1.0, self._gguf.tensors.get(ROPE_FREQUENCIES)
+        if tensor is not None:
+            divisors = tensor.stored_values().flatten()
+            count = int((divisors == 1.0).sum())
+            if tensor.shape != [global_dim // 2] or not (
+                (divisors[:count] == 1.0).all() and (divisors[count:] > _NOT_ROTATED).all()
+            ):
+                raise UnsupportedModel(
+                    f"{self._path}: {ROPE_FREQUENCIES}: expected {global_dim // 2} divisors, of"
+                    f" which the first are 1, and the others more than {_NOT_ROTATED:g}"
+                )
+            share = count / len(divisors)
+        theta = self._float("rope.freq_base_swa", 10000.0)
+        full = {"rope_type": "proportional", "partial_rotary_factor": share}
+        return {
+            "full_attention": {**full, "rope_theta": rope["rope_theta"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        }
