@@ -65,7 +65,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**SHAPE, "intermediate_size": [88, 88], "num_kv_shared_layers": 1},
         "share keys and values",
     ),
-    "MiniCPM3ForCausalLM": ("MiniCPM3Config", LATENT, "keys and values differ in size"),
+    "MiniCPM3ForCausalLM": (
+        "MiniCPM3Config",
+        {**LATENT, "q_lora_rank": None, "attention_bias": True},
+        "keys and values differ in size",
+    ),
     "BertLMHeadModel": (
         "BertConfig",
         {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
