@@ -11,6 +11,7 @@ table maps its positions to blocks; `AttentionMetadata` describes the batch of a
     self_check.py  small cases that a GPU backend must pass on the device before it is used
     batch.py       the metadata of a step's batch, tables of sampling parameters, copies of blocks
     quantized_weight.py  quantized weights: codes, scales and offsets
+    slot_deltas.py  the adapters in a device's slots, and what they add to the products of a layer
     philox.py      counter-based random numbers of the reference and of the host's sampler
     reference/     the definition of every operation in plain torch: the oracle of the tests, and
                    the fallback on devices without faster kernels

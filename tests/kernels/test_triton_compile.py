@@ -27,6 +27,7 @@ from pagewire_kernels.batch import (
     StepInputs,
 )
 from pagewire_kernels.reference import ACTIVATIONS, Gate, Routing
+from pagewire_kernels.slot_deltas import SlotDeltas
 from pagewire_kernels.triton import few_rows
 from pagewire_kernels.triton.attention import Launch, num_stages
 from pagewire_kernels.triton.experts import TritonExperts
@@ -436,6 +437,17 @@ def _few_rows() -> None:
         few_rows.multiply_gated(rows, weight, weight[:, 0].contiguous(), "silu")
 
 
+def _adapters() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        rows, slots = torch.zeros(3, 2048, dtype=dtype), torch.zeros(3, dtype=torch.int32)
+        outputs = [slice(0, 1000), slice(1000, 1100)]
+        for output_dtype in (dtype, torch.float32):
+            deltas = SlotDeltas(outputs, (2, 2048), 4, 64, triton_kernels.add_deltas, rows)
+            deltas.add(torch.zeros(3, 1100, dtype=output_dtype), rows, slots)
+        table = SlotDeltas(outputs[:1], (9,), 4, 8, triton_kernels.add_embedding_deltas, rows)
+        table.add(torch.zeros(3, 1000, dtype=dtype), slots.long(), slots)
+
+
 def _move_blocks() -> None:
     cache = torch.zeros(4, 100, dtype=torch.bfloat16)
     triton_kernels.move_blocks(cache, cache, torch.tensor([[0, 1]]))
@@ -490,6 +502,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "states": (_states, 7),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
+    "adapters": (_adapters, 10),
     "experts": (_experts, 8),
     "move_blocks": (_move_blocks, 1),
     "sampling": (_sampling, 4),

@@ -3,12 +3,14 @@
 attention.py  attention over a paged cache, and over whole texts without one
 kv_cache.py   writes to a paged cache, int8 heads, copies of blocks
 layers.py     embedding, norms, rotary embedding, activations
+adapters.py   what LoRA adapters add to products
 experts.py    the choice of experts, and gated experts
 states.py     layers with a state: causal convolutions, Mamba
 sampling.py   a step's inputs; edits of logits, sampling, log probabilities
 backend.py    the reference as an attention backend and as layer kernels
 """
 
+from pagewire_kernels.reference.adapters import add_deltas, add_embedding_deltas
 from pagewire_kernels.reference.attention import packed_attention, paged_attention
 from pagewire_kernels.reference.experts import (
     Gate,
@@ -60,6 +62,8 @@ __all__ = [
     "act_and_mul",
     "activate",
     "add",
+    "add_deltas",
+    "add_embedding_deltas",
     "add_shared",
     "apply_bitmask",
     "causal_convolution",

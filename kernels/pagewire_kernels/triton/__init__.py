@@ -10,6 +10,7 @@ states.py      layers with a state: causal convolutions, Mamba, gated norms
 latents.py     the cache writes of latent attention
 linear.py      batch-invariant linear layers, with a fixed order of summation
 few_rows.py    products of up to four rows, and gated ones
+adapters.py    what LoRA adapters add to products, by the slot of each row's adapter
 experts.py     mixture of experts: products of rows sorted by expert, in dense weights
 quantized_linear.py  products with quantized weights, and gathers of their rows
 sampling.py    a step's inputs, edits of logits, sampling, log probabilities; kernels in
@@ -22,6 +23,7 @@ The docstring of each file names the bottleneck of its kernels. No function sync
 device, so all can be captured in a CUDA graph, except `move_blocks` with `pairs` on the device.
 """
 
+from pagewire_kernels.triton.adapters import add_deltas, add_embedding_deltas
 from pagewire_kernels.triton.attention import Launch, choose_launch, paged_attention
 from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels
 from pagewire_kernels.triton.experts import TritonExperts
@@ -42,6 +44,8 @@ __all__ = [
     "TritonQuantizedWeight",
     "act_and_mul",
     "activate",
+    "add_deltas",
+    "add_embedding_deltas",
     "can_pack_codes",
     "choose_launch",
     "edit",
