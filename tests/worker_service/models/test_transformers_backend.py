@@ -54,9 +54,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Llama4ForCausalLM": (
         "Llama4TextConfig",
         {**SHAPE, "hidden_act": "mish"},
-        "layers that attend in chunks",
+        "layers of type chunked_attention",
     ),
-    "OlmoForCausalLM": ("OlmoConfig", {**SHAPE, "attention_chunk_size": 16}, "no layer_types"),
     "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),
     "BartForConditionalGeneration": ("BartConfig", {}, "encoder-decoder"),
     "Qwen2VLForConditionalGeneration": ("Qwen2VLConfig", {}, "multimodal"),

@@ -44,7 +44,6 @@ _LAYER_TYPE_NAMES = {
     "mamba2": "state-space layers",
     "recurrent": "recurrent layers",
     "conv": "convolution layers",
-    "chunked_attention": "layers that attend in chunks",
 }
 
 
@@ -97,14 +96,9 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
 
 
 def _layer_features(config: Any) -> Iterator[str]:
-    kinds = getattr(config, "layer_types", None) or ()
-    for kind in kinds:
+    for kind in getattr(config, "layer_types", None) or ():
         if kind not in _LAYER_TYPES:
             yield f"it has {_LAYER_TYPE_NAMES.get(kind, f'layers of type {kind}')}"
-    if getattr(config, "attention_chunk_size", None) is not None and not kinds:
-        yield "its attention_chunk_size is set, but no layer_types say where it applies"
-    if getattr(config, "attn_temperature_tuning", False):
-        yield "it scales queries by their positions (attn_temperature_tuning)"
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -294,7 +294,7 @@ class TransformersModel:
         self.pooling = facts_of(architecture, {}, size, default)
         attach(causal_lm, state)
         self._state = state
-        self._decoder = getattr(causal_lm, _decoder_name(causal_lm))
+        self._decoder = getattr(causal_lm, causal_lm.base_model_prefix)
         self._head = _head_alone(causal_lm)
         self._ops: AbstractContextManager[Any] = nullcontext()
         if context.device.type == "cpu" or context.needs_fixed_products:
@@ -373,11 +373,5 @@ def _head_alone(causal_lm: Any) -> nn.Module:
     scales and caps that it has."""
     head: nn.Module = copy.copy(causal_lm)
     head._modules = dict(causal_lm._modules)
-    head._modules[_decoder_name(causal_lm)] = _PassThrough()
+    head._modules[causal_lm.base_model_prefix] = _PassThrough()
     return head
-
-
-def _decoder_name(causal_lm: Any) -> str:
-    """The attribute with the decoder. Llama 4's prefix is that of its multimodal model instead."""
-    prefix: str = causal_lm.base_model_prefix
-    return prefix if hasattr(causal_lm, prefix) else "model"

@@ -103,9 +103,6 @@ class PackedExperts(nn.Module):
         self.packed: dict[str, dict[int, PackedWeight]] = {"gate_up_proj": {}, "down_proj": {}}
         """By the name of the library's parameter, then by expert."""
 
-        has_bias = experts.has_bias
-        self._gate_up_bias = experts.gate_up_proj_bias.detach() if has_bias else None
-        self._down_bias = experts.down_proj_bias.detach() if has_bias else None
         experts.gate_up_proj = experts.down_proj = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -116,11 +113,9 @@ class PackedExperts(nn.Module):
             if expert >= self._num_experts:  # how some routers mark an unused choice
                 continue
             token, place = torch.where(top_k_index == expert)
-            up_bias = self._gate_up_bias[expert] if self._gate_up_bias is not None else None
-            down_bias = self._down_bias[expert] if self._down_bias is not None else None
             rows, weights = hidden_states[token], top_k_weights[token, place, None]
-            inner = self._apply_gate(gate_up[expert].apply(rows, up_bias))
-            result = down[expert].apply(inner, down_bias) * weights
+            inner = self._apply_gate(gate_up[expert].apply(rows))
+            result = down[expert].apply(inner) * weights
             output.index_add_(0, token, result.to(output.dtype))
         return output
 
@@ -143,11 +138,10 @@ def _outline(weight: Tensor, device: str = "meta") -> Tensor:
 
 
 def _is_experts(module: nn.Module) -> bool:
-    """Whether the module follows `transformers`' convention for gated experts."""
-    gated = getattr(module, "has_gate", False) and not getattr(
-        module, "has_post_expert_norm", False
-    )
-    return bool(gated) and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
+    """Whether the module follows `transformers`' convention for gated experts, without biases."""
+    others = (getattr(module, name, False) for name in ("has_post_expert_norm", "has_bias"))
+    gated = getattr(module, "has_gate", False) and not any(others)
+    return gated and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
 
 
 def _replace(model: Any, name: str) -> Any:
@@ -309,7 +303,7 @@ class Packing:
         if target == self._embedding:
             return isinstance(self._outline.get_input_embeddings(), nn.Embedding)
         module = self._outline.get_submodule(owner)
-        is_plain = _is_experts(module) and not (module.is_transposed or module.has_bias)
+        is_plain = _is_experts(module) and not module.is_transposed
         return bool(operations) and is_plain and part in _EXPERT_PARTS
 
     def _fits(self, target: str, shapes: list[list[int]], columns: list[list[str]]) -> bool:
