@@ -5,6 +5,7 @@ your own. Weights are large enough that greedy continuations vary.
 """
 
 import atexit
+import copy
 import json
 import shutil
 import tempfile
@@ -694,7 +695,9 @@ def make_checkpoint(family: str, path: Path, *, seed: int = 0, **overrides: Any)
     import transformers
 
     config_name, model_name, differences = _FAMILIES[family]
-    config = getattr(transformers, config_name)(**{**_SHAPE, **differences, **overrides})
+    # Copied, since some configurations change the dictionaries that they are given.
+    settings = copy.deepcopy({**_SHAPE, **differences, **overrides})
+    config = getattr(transformers, config_name)(**settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, model_name)(config).eval()

@@ -47,6 +47,8 @@ _ARCHITECTURES = {
     "Gemma3ForCausalLM": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
     "Gemma4ForCausalLM": ("gemma4", gguf.MODEL_ARCH.GEMMA4),
     "Llama4ForCausalLM": ("llama4", gguf.MODEL_ARCH.LLAMA4),
+    "Ministral3ForCausalLM": ("mistral3", gguf.MODEL_ARCH.MISTRAL3),
+    "Mistral4ForCausalLM": ("mistral4", gguf.MODEL_ARCH.MISTRAL4),
     "Phi3ForCausalLM": ("phi3", gguf.MODEL_ARCH.PHI3),
     "MixtralForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
     "Qwen2MoeForCausalLM": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
@@ -84,7 +86,9 @@ _ARCHITECTURES = {
     "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
 }
 
-_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3")
+_PAIRS_ROTATED = (
+    *("llama", "granite", "granitemoe", "granitehybrid", "mistral3", "nemotron_h", "smollm3"),
+)
 """Architectures whose converter permutes queries and keys."""
 
 _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
@@ -138,6 +142,21 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "youtu": _LATENT,
+    "ministral3": {
+        "head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "mistral4": _LATENT,
     "hunyuan_dense": {"head_dim": 64},
     "hunyuan_alpha": {"head_dim": 64},
     "hunyuan_moe": {"head_dim": 64, "moe_topk": 2},
@@ -266,7 +285,8 @@ def make_gguf(
             result = _add_llama4_experts(writer, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
-        if name == "gemma4":
+        has_stacks = name == "mistral4" and tensor_name.endswith(("gate_up_proj", "down_proj"))
+        if name == "gemma4" or has_stacks:
             result = _add_of_gemma4(writer, names, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
@@ -379,7 +399,7 @@ def _add_llama4_experts(writer: gguf.GGUFWriter, name: str, values: Any, kind: s
 
 
 def _add_of_gemma4(writer: gguf.GGUFWriter, names: Any, name: str, values: Any, kind: str) -> Any:
-    """Add a tensor of Gemma 4. Returns it as it is stored."""
+    """Add a tensor of Gemma 4, or of all experts of Mistral 4. Returns it as it is stored."""
     block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
     if name.endswith(".router.scale"):
         stored_name = f"{block}.ffn_gate_inp.scale"
@@ -669,6 +689,16 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if rope["rope_type"] == "yarn":
         original = rope["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
+        if scale := rope.get("llama_4_scaling_beta"):
+            writer.add_attn_temperature_scale(scale)
+        if config.model_type == "ministral3":
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        for field, add in (
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if field in rope:
+                add(rope[field])
     if hasattr(config, "kv_lora_rank"):
         _add_latents(writer, config)
         return
@@ -884,7 +914,7 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_count(1)
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
-    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_linear"):
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_linear", "mistral4"):
         writer.add_expert_shared_count(config.n_shared_experts)
         is_kimi = kind == "kimi_linear"
         num_dense = (

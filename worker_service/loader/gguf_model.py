@@ -21,6 +21,8 @@ _CLASSES = {
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "gemma4": ("Gemma4ForCausalLM", GEMMA4),
     "llama4": ("Llama4ForCausalLM", "llama4_text"),
+    "mistral3": ("Ministral3ForCausalLM", "ministral3"),
+    "mistral4": ("Mistral4ForCausalLM", "mistral4"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -68,12 +70,12 @@ _YOUTU = ("YoutuForCausalLM", "youtu")
 """The models with scores by softmax, and without experts, whose architecture is `deepseek2`."""
 _FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba")
 """The model with norms before the recurrence whose architecture is `mamba`."""
-_LATENT = ("deepseek_v2", "deepseek_v3", "youtu", "kimi_linear")
+_LATENT = ("deepseek_v2", "deepseek_v3", "youtu", "kimi_linear", "mistral4")
 _WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
     *("glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3"),
     *("lfm2_moe", "granitemoehybrid", "jamba", "phimoe", "kimi_linear", "qwen3_next"),
-    *("qwen3_5_moe_text", GEMMA4, "llama4_text"),
+    *("qwen3_5_moe_text", GEMMA4, "llama4_text", "mistral4"),
 )
 _SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear")
 """Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
@@ -252,6 +254,15 @@ class _Config(Hybrids, Gemma4):
             return self._gemma(config)
         if kind == "llama4_text":
             return self._llama4(config)
+        if kind == "mistral4":
+            rope = self._scaled_by_position(rope)
+            return {"rope_parameters": rope, "has_expert_modules": True}
+        if kind == "ministral3":
+            rope = self._scaled_by_position(rope)
+            if rope["rope_type"] == "yarn":
+                weight = float(self._get("rope.scaling.yarn_log_multiplier", 0.0))
+                rope |= {"mscale": weight, "mscale_all_dim": weight}
+            return {"rope_parameters": rope}
         if kind in HYBRIDS:
             return self._hybrid(kind, config)
         if kind.startswith("granite"):
@@ -332,7 +343,7 @@ class _Config(Hybrids, Gemma4):
     def _head_dims(self, default: int) -> tuple[int, int]:
         """Elements of a head, and those of them that RoPE rotates; of latent attention only the
         latter."""
-        if self._architecture in ("deepseek2", "kimi-linear"):
+        if self._architecture in ("deepseek2", "kimi-linear", "mistral4"):
             self._require("attention.causal", True, "true")
             rotary_dim = self._int("rope.dimension_count")
             return rotary_dim, rotary_dim
@@ -623,7 +634,21 @@ class _Config(Hybrids, Gemma4):
         if kind == "yarn":
             trained = self._int("rope.scaling.original_context_length")
             rope["original_max_position_embeddings"] = trained
+            for name in ("beta_fast", "beta_slow"):
+                key = f"rope.scaling.yarn_{name}"
+                if self._get(key, 0.0):
+                    rope[name] = self._float(key)
         return rope
+
+    def _scaled_by_position(self, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """The parameters of RoPE, with that by which queries are scaled with their positions."""
+        scale, trained = "attention.temperature_scale", rope.get("original_max_position_embeddings")
+        if not self._get(scale, 0.0):
+            return dict(rope)
+        if trained is None:
+            self._require(scale, 0.0, "0 without rope.scaling.type yarn")
+        self._require("attention.temperature_length", trained, f"{trained}, the trained length")
+        return {**rope, "llama_4_scaling_beta": self._float(scale)}
 
     def _llama3(self, theta: float, head_dim: int) -> dict[str, Any]:
         """The RoPE parameters that produce the stored factors, which must be those of Llama 3, or

@@ -18,7 +18,9 @@ from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
 from worker_service.loader.gguf_model import ENCODERS, LONG_ROPE, gguf_config
 from worker_service.loader.tensors import OpenFiles
 
-_PAIRS_ROTATED = ("llama", "granite", "granitemoe", "granitehybrid", "nemotron_h", "smollm3")
+_PAIRS_ROTATED = (
+    *("llama", "granite", "granitemoe", "granitehybrid", "mistral3", "nemotron_h", "smollm3"),
+)
 """Architectures with RoPE of neighbouring elements in files, and of halves in `transformers`, so
 that the rows of queries and keys are permuted, as are those of models without RoPE that share their
 converter. RoPE of the others is the same in both."""
@@ -71,14 +73,14 @@ qwen                              ffn_gate_inp_shexp   mlp.shared_expert_gate
 qwen                              ffn_gate_shexp       mlp.shared_expert.gate_proj
 qwen                              ffn_up_shexp         mlp.shared_expert.up_proj
 qwen                              ffn_down_shexp       mlp.shared_expert.down_proj
-deepseek,youtu,kimi               attn_q_a             self_attn.q_a_proj
-deepseek,youtu,kimi               attn_q_a_norm        self_attn.q_a_layernorm
-deepseek,youtu,kimi               attn_q_b             self_attn.q_b_proj
-deepseek,youtu,kimi               attn_kv_a_mqa        self_attn.kv_a_proj_with_mqa
-deepseek,youtu,kimi               attn_kv_a_norm       self_attn.kv_a_layernorm
-deepseek,youtu,kimi               attn_kv_b            self_attn.kv_b_proj
-deepseek,youtu,kimi               attn_k_b             self_attn.k_b_proj
-deepseek,youtu,kimi               attn_v_b             self_attn.v_b_proj
+deepseek,youtu,kimi,mistral4      attn_q_a             self_attn.q_a_proj
+deepseek,youtu,kimi,mistral4      attn_q_a_norm        self_attn.q_a_layernorm
+deepseek,youtu,kimi,mistral4      attn_q_b             self_attn.q_b_proj
+deepseek,youtu,kimi,mistral4      attn_kv_a_mqa        self_attn.kv_a_proj_with_mqa
+deepseek,youtu,kimi,mistral4      attn_kv_a_norm       self_attn.kv_a_layernorm
+deepseek,youtu,kimi,mistral4      attn_kv_b            self_attn.kv_b_proj
+deepseek,youtu,kimi,mistral4      attn_k_b             self_attn.k_b_proj
+deepseek,youtu,kimi,mistral4      attn_v_b             self_attn.v_b_proj
 deepseek                          exp_probs_b          mlp.gate.e_score_correction_bias
 hunyuan                           attn_q_norm          self_attn.query_layernorm
 hunyuan                           attn_k_norm          self_attn.key_layernorm
@@ -172,6 +174,7 @@ llama4                            ffn_down_shexp       feed_forward.shared_exper
 llama4                            ffn_gate             feed_forward.gate_proj
 llama4                            ffn_up               feed_forward.up_proj
 llama4                            ffn_down             feed_forward.down_proj
+mistral4                          ffn_gate_up_exps     mlp.experts.*.gate_up_proj
 gpt_oss                           attn_sinks           self_attn.sinks
 gpt_oss                           ffn_gate_inp         mlp.router
 qwen3_next,qwen3_5                attn_qkv             linear_attn.in_proj_qkv

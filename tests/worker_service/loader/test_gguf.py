@@ -42,6 +42,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
         *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial", "phimoe", "phimoe_long"),
         *("gemma4_shared", "gemma4_plain", "gemma4_moe", "llama4"),
+        *("ministral3", "mistral4"),
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v2_expanded"),
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
@@ -310,6 +311,12 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             ),
             UnsupportedModel,
             r"rope_freqs\.weight: expected 32 divisors, of which the first are 1, and the others",
+        ),
+        (
+            "ministral3",
+            lambda w: w.add_attn_temperature_length(32),
+            UnsupportedModel,
+            r"attention\.temperature_length: expected 16, the trained length, got 32",
         ),
         (
             "llama4",

@@ -274,7 +274,7 @@ def test_a_file_without_a_pre_tokenizer_is_split_by_the_default_with_a_warning(
     ("family", "key", "value", "is_named"),
     [
         ("llama", "llama.logit_scale", 0.5, True),
-        ("llama_yarn", "llama.rope.scaling.yarn_beta_fast", 16.0, True),
+        ("llama_yarn", "llama.rope.scaling.yarn_ext_factor", 0.5, True),
         ("llama", "llama.logit_scale", 1.0, False),
         ("llama", "llama.residual_scale", 0.0, False),
         ("qwen3", "llama.logit_scale", 0.5, False),

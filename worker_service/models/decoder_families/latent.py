@@ -45,7 +45,7 @@ feed_forward.up         mlp.gate_proj mlp.up_proj
 feed_forward.down       mlp.down_proj
 """)
 
-_EXPERT_NAMES = by_lines("""
+EXPERT_NAMES = by_lines("""
 feed_forward.router     mlp.gate
 feed_forward.experts    mlp.experts.*.gate_proj mlp.experts.*.up_proj mlp.experts.*.down_proj
 feed_forward.correction mlp.gate.e_score_correction_bias
@@ -120,7 +120,7 @@ def latent_decoder(
     eps: float = 1e-6,
     residual_multiplier: float = 1.0,
     rotary_is_partial: bool = False,
-    expert_names: Mapping[str, str] = _EXPERT_NAMES,
+    expert_names: Mapping[str, str] = EXPERT_NAMES,
     **others: Any,
 ) -> DecoderSettings:
     """parts: what follows attention, by layer; query_latent_dim, eps: defaults;

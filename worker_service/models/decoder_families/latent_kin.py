@@ -7,7 +7,12 @@ from typing import Any, cast
 
 from worker_service.models.decoder import DecoderSettings
 from worker_service.models.decoder_families.common import Config, by_lines, gated_mlp, with_keys
-from worker_service.models.decoder_families.latent import experts_of, first_dense, latent_decoder
+from worker_service.models.decoder_families.latent import (
+    EXPERT_NAMES,
+    experts_of,
+    first_dense,
+    latent_decoder,
+)
 from worker_service.models.experts import ExpertStorage
 
 _STACK_NAMES = by_lines("""
@@ -38,7 +43,8 @@ def minicpm3_settings(config: Config) -> DecoderSettings:
 
 
 def mistral4_settings(config: Config) -> DecoderSettings:
-    """The text model of Mistral 4."""
+    """The text model of Mistral 4. In GGUF files, experts have modules of their own."""
+    has_modules = bool(config.get("has_expert_modules"))
     experts = experts_of(
         config,
         num_experts=128,
@@ -51,7 +57,7 @@ def mistral4_settings(config: Config) -> DecoderSettings:
         num_groups=config.get("n_group", 1),
         num_chosen_groups=config.get("topk_group", 1),
         num_best=2,
-        storage=ExpertStorage.STACK,
+        storage=ExpertStorage.SEPARATE if has_modules else ExpertStorage.STACK,
         has_float_router=False,
     )
     return latent_decoder(
@@ -59,5 +65,5 @@ def mistral4_settings(config: Config) -> DecoderSettings:
         first_dense(config, experts, 0),
         query_latent_dim=1024,
         rotary_is_partial=True,
-        expert_names=_STACK_NAMES,
+        expert_names=EXPERT_NAMES if has_modules else _STACK_NAMES,
     )
