@@ -33,7 +33,7 @@ from pagewire_kernels.triton.attention import Launch, num_stages
 from pagewire_kernels.triton.experts import TritonExperts
 from tests.support.quantized_files import NF4
 from tests.support.quantized_weights import random_weight
-from tests.support.state_layers import Convolution, Mamba1, Mamba2
+from tests.support.state_layers import Convolution, DeltaRule, Mamba1, Mamba2
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -382,6 +382,7 @@ def _layers() -> None:
     triton_kernels.layer_norm(rows, None, None, 1e-6)
     sums, starts = torch.zeros(1, 1024), torch.tensor([0, 3], dtype=torch.int32)
     triton_kernels.sum_rows(rows, starts, sums)
+    triton_kernels.TritonLayerKernels().multiply_sigmoid(rows, rows)
     for activation in ACTIVATIONS:
         triton_kernels.act_and_mul(rows, activation)
         triton_kernels.activate(rows, activation)
@@ -395,6 +396,8 @@ def _states() -> None:
         lambda: Mamba1(dtype, 2048, 16, num_units=4),
         lambda: Mamba2(dtype, 8, 64, 1, 128),
         lambda: Mamba2(dtype, 8, 80, 1, 256, has_gate=False),
+        lambda: DeltaRule(dtype, 2, 8),
+        lambda: DeltaRule(torch.float32, 8, 8, by_element=True),
     ):
         layer = make()
         layer.run(kernels, layer.states(), [(0, 0, 3), (1, 3, 4)])
@@ -479,15 +482,16 @@ def _sample(n: int, begin: int = 0) -> None:
     triton_kernels.sample(logits, sound, rows, tables, outcome)
 
 
-def _prepare(n: int, begin: int = 0, max_blocks: int = 64) -> None:
+def _prepare(n: int, begin: int = 0, max_blocks: int = 64, block_size: int = 16) -> None:
     column = torch.zeros(begin + n, dtype=torch.int32)[begin:]
     block_tables = torch.zeros(4, 100, dtype=torch.int32)
     latest = torch.zeros(4, dtype=torch.int64)
-    triton_kernels.prepare(StepInputs(*[column] * 6), latest, block_tables, 16, max_blocks)
+    triton_kernels.prepare(StepInputs(*[column] * 6), latest, block_tables, block_size, max_blocks)
 
 
 def _sampling() -> None:
     _prepare(2)
+    _prepare(2, block_size=0)
     _sample(2)
     triton_kernels.gather_logprobs(torch.zeros(2, 151936), torch.zeros(2, 21, dtype=torch.int64))
 
@@ -498,14 +502,14 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "rotate": (_rotate_in_place, 2),
-    "layers": (_layers, 5 + 2 * len(ACTIVATIONS)),
-    "states": (_states, 7),
+    "layers": (_layers, 6 + 2 * len(ACTIVATIONS)),
+    "states": (_states, 9),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "adapters": (_adapters, 10),
     "experts": (_experts, 8),
     "move_blocks": (_move_blocks, 1),
-    "sampling": (_sampling, 4),
+    "sampling": (_sampling, 5),
 }
 
 

@@ -194,7 +194,7 @@ class DeltaRule(Layer):
 
     def apply(self, kernels: Any, states: Any, metadata: Any, rows: Any) -> Tensor:
         parts = (rows[name] for name in ("query", "key", "x", "decay", "beta"))
-        columns = self.a_log, self.dt_bias
+        columns = [column.to(states.pages.device) for column in (self.a_log, self.dt_bias)]
         return kernels.gated_delta_rule(*parts, *columns, states.units, metadata).flatten(1)
 
     def expected(self) -> Tensor:

@@ -29,8 +29,9 @@ def prepare(
     """Combine the inputs sent by the host with tokens and block tables on the device.
 
     latest: as in `SamplingTables`; it replaces unknown tokens (by 0 if the row has failed);
-    block_tables: int32 [num_rows, at least max_blocks]; block_size: tokens per block; max_blocks:
-    columns of the resulting block tables.
+    block_tables: int32 [num_rows, at least max_blocks]; block_size: tokens per block, 0 of blocks
+    of states, all of which a sequence with tokens uses; max_blocks: columns of the resulting block
+    tables.
     """
     token_rows, seq_rows = inputs.token_rows.long(), inputs.seq_rows.long()
     known = inputs.token_ids.long()

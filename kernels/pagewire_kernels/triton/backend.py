@@ -11,11 +11,19 @@ from pagewire_kernels.interface import Abilities, AttentionOptions
 from pagewire_kernels.triton.attention import paged_attention
 from pagewire_kernels.triton.kv_cache import write_kv
 from pagewire_kernels.triton.latents import write_latents
-from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm, sum_rows
+from pagewire_kernels.triton.layers import (
+    act_and_mul,
+    activate,
+    layer_norm,
+    multiply_sigmoid,
+    rms_norm,
+    sum_rows,
+)
 from pagewire_kernels.triton.packed_attention import packed_attention
 from pagewire_kernels.triton.rotary import rotate, rotate_and_write_kv
 from pagewire_kernels.triton.states import (
     causal_convolution,
+    gated_delta_rule,
     gated_rms_norm,
     mamba1_scan,
     mamba2_scan,
@@ -73,11 +81,11 @@ class TritonLayerKernels:
     xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
     multiply = staticmethod(reference.multiply)
-    multiply_sigmoid = staticmethod(reference.multiply_sigmoid)
+    multiply_sigmoid = staticmethod(multiply_sigmoid)
     sum_rows = staticmethod(sum_rows)
     write_latents = staticmethod(write_latents)
     causal_convolution = staticmethod(causal_convolution)
     mamba1_scan = staticmethod(mamba1_scan)
     mamba2_scan = staticmethod(mamba2_scan)
-    gated_delta_rule = staticmethod(reference.gated_delta_rule)
+    gated_delta_rule = staticmethod(gated_delta_rule)
     gated_rms_norm = staticmethod(gated_rms_norm)

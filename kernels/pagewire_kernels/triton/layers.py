@@ -246,6 +246,39 @@ _ACT_AND_MUL_LAUNCHES = {
 }
 
 
+@triton.jit(do_not_specialize=["products_stride", "x_stride"])
+def _multiply_sigmoid(
+    products, x, products_stride, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """Program (row, tile of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask, target = column < SIZE, products + row * products_stride + column
+    values = tl.load(target, mask, other=0.0).to(tl.float32)
+    gates = tl.load(x + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    tl.store(target, (values / (1.0 + tl.exp(-gates))).to(products.dtype.element_ty), mask)
+
+
+def multiply_sigmoid(products: Tensor, x: Tensor) -> Tensor:
+    """products * sigmoid(x), in place; as `reference.multiply_sigmoid`."""
+    num_rows, size = products.shape
+    expect_tensors(
+        ("products", products, FLOATS, (None, None)), ("x", x, (products.dtype,), products.shape)
+    )
+    if products.numel():
+        _multiply_sigmoid[(num_rows, triton.cdiv(size, _TILE))](
+            products,
+            x,
+            products.stride(0),
+            x.stride(0),
+            SIZE=size,
+            TILE=_TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return products
+
+
 @triton.jit(do_not_specialize=["x_stride"])
 def _sum_rows(sums, x, starts, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr):
     """Program (text, tile of columns)."""

@@ -434,7 +434,11 @@ def prepare(
     number, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     if number < num_seqs:
         row = tl.load(seq_rows + number).to(tl.int64)
-        num_blocks = tl.cdiv(tl.load(context_lens + number), BLOCK_SIZE)
+        length = tl.load(context_lens + number)
+        if BLOCK_SIZE == 0:  # of states
+            num_blocks = tl.where(length > 0, width, 0)
+        else:
+            num_blocks = tl.cdiv(length, BLOCK_SIZE)
         blocks = tl.load(block_tables + row * table_stride + column, column < num_blocks, other=-1)
         target = new_block_tables + number.to(tl.int64) * width + column
         tl.store(target, blocks, column < width)

@@ -1,4 +1,4 @@
-"""Layers with a state, token by token: causal convolutions, Mamba, gated norms.
+"""Layers with a state, token by token: causal convolutions, Mamba, the delta rule, gated norms.
 
 Bound by the latency of one token after the other in prefills, and by reading and writing states in
 decodes. A program computes a few channels of one sequence, or of one head of it, whose state it
@@ -20,7 +20,7 @@ _CHANNELS = 64
 """Channels of a program of a convolution, and of Mamba."""
 
 _STATE_ELEMENTS = 4096
-"""Elements of a state that a program of Mamba-2 holds, at most."""
+"""Elements of a state that a program of Mamba-2, or of the delta rule, holds, at most."""
 
 
 @triton.jit
@@ -41,6 +41,11 @@ def _kept_channels(place, num_rows, length, COUNT: tl.constexpr):
 @triton.jit
 def _silu(x):
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _unit_length(x):
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6)
 
 
 @triton.jit
@@ -413,6 +418,146 @@ def mamba2_scan(
         SIZE=state_size,
         PADDED=padded,
         HAS_GATE=gate is not None,
+        TILE=tile,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return y
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _correct_heads(
+    y,
+    query,
+    key,
+    value,
+    decay,
+    beta,
+    a_log,
+    dt_bias,
+    pages,
+    places,
+    tables,
+    starts,
+    lengths,
+    scale,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    decay_stride,
+    decay_head_stride,
+    beta_stride,
+    page_stride,
+    table_width,
+    HEADS: tl.constexpr,
+    PER_KEY_HEAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BY_ELEMENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (sequence, head, tile of its values)."""
+    seq, head = tl.program_id(0), tl.program_id(1)
+    within = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    mask, element = within < VALUE_DIM, tl.arange(0, PADDED)
+    has_element, key_head = element < SIZE, head // PER_KEY_HEAD
+    first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    if end > first:
+        place = _unit(places, tables, table_width, page_stride, seq, head)
+        length = tl.load(lengths + seq)
+        num_read, num_written = _kept_channels(place, end - first, length, VALUE_DIM)
+        kept = pages + place + element[:, None] * VALUE_DIM + within[None, :]
+        is_read = has_element[:, None] & (within < num_read)[None, :]
+        state = tl.load(kept, is_read, other=0.0)
+        rate = tl.exp(tl.load(a_log + head))
+        at = first.to(tl.int64)
+        for _ in range(first, end):
+            source = key + at * key_stride + key_head * key_head_stride + element
+            keys = _unit_length(tl.load(source, has_element, other=0.0).to(tl.float32))
+            source = query + at * query_stride + key_head * query_head_stride + element
+            queries = _unit_length(tl.load(source, has_element, other=0.0).to(tl.float32)) * scale
+            times = decay + at * decay_stride + head * decay_head_stride
+            if BY_ELEMENT:
+                step = tl.load(times + element, has_element, other=0.0).to(tl.float32)
+                step += tl.load(dt_bias + head * SIZE + element, has_element, other=0.0)
+                state *= tl.exp(-rate * _softplus(step))[:, None]
+            else:
+                step = tl.load(times).to(tl.float32) + tl.load(dt_bias + head)
+                state *= tl.exp(-rate * _softplus(step))
+            gate = 1.0 / (1.0 + tl.exp(-tl.load(beta + at * beta_stride + head).to(tl.float32)))
+            source = value + at * value_stride + head * value_head_stride + within
+            values = tl.load(source, mask, other=0.0).to(tl.float32)
+            change = (values - tl.sum(state * keys[:, None], axis=0)) * gate
+            state += keys[:, None] * change[None, :]
+            total = tl.sum(state * queries[:, None], axis=0)
+            target = y + (at * HEADS + head) * VALUE_DIM + within
+            tl.store(target, total.to(y.dtype.element_ty), mask)
+            at += 1
+        tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """Delta rule with a decay of each head, or of each element of its keys; as
+    `reference.gated_delta_rule`."""
+    (num_rows, num_heads, value_dim), (num_key_heads, key_dim) = value.shape, key.shape[1:]
+    keys, width = (num_rows, num_key_heads, key_dim), decay.shape[-1]
+    expect_tensors(
+        ("value", value, FLOATS, (None, None, None)),
+        ("query", query, (value.dtype,), keys),
+        ("key", key, (value.dtype,), keys),
+        ("decay", decay, (value.dtype,), (num_rows, num_heads, width)),
+        ("beta", beta, (value.dtype,), (num_rows, num_heads)),
+        ("a_log", a_log, (torch.float32,), (num_heads,)),
+        ("dt_bias", dt_bias, (torch.float32,), (num_heads, width)),
+    )
+    expect(width in (1, key_dim), f"decay: expected 1 or {key_dim} of a head, got {width}")
+    expect(dt_bias.is_contiguous(), "dt_bias: expected a contiguous tensor")
+    expect(
+        num_heads % num_key_heads == 0 and len(units.places) == num_heads,
+        f"units: expected one of each of {num_heads} heads for {num_key_heads} of keys",
+    )
+    _per_unit(units, torch.float32, num_heads)
+    y, padded = value.new_empty(value.shape), triton.next_power_of_2(key_dim)
+    tile = min(triton.next_power_of_2(value_dim), max(1, _STATE_ELEMENTS // padded))
+    grid = len(metadata.context_lens), num_heads, triton.cdiv(value_dim, tile)
+    _correct_heads[grid](
+        y,
+        query,
+        key,
+        value,
+        decay,
+        beta,
+        a_log,
+        dt_bias,
+        *_addressed(units, metadata),
+        key_dim**-0.5,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *decay.stride()[:2],
+        beta.stride(0),
+        units.pages.stride(0),
+        metadata.block_tables.stride(0),
+        HEADS=num_heads,
+        PER_KEY_HEAD=num_heads // num_key_heads,
+        SIZE=key_dim,
+        PADDED=padded,
+        VALUE_DIM=value_dim,
+        BY_ELEMENT=width > 1,
         TILE=tile,
         num_warps=4,
         enable_fp_fusion=False,

@@ -70,6 +70,14 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
             assert torch.equal(operation(rows[i : i + 1])[0], together[i]), name
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_with_a_sigmoid_agrees_with_the_reference(dtype: torch.dtype) -> None:
+    products, x = (_random(3, 1300, dtype=dtype, seed=seed)[:, :1100] for seed in range(2))
+    moved = products.to(DEVICE, copy=True)
+    assert KERNELS.multiply_sigmoid(moved, x.to(DEVICE)) is moved
+    assert_agrees(moved, TORCH.multiply_sigmoid(products, x))
+
+
 def test_far_from_zero_an_activation_stays_finite() -> None:
     gate_up = torch.tensor([[-1e4, 1e4, 2.0, 2.0]])
     for activation in ACTIVATIONS:

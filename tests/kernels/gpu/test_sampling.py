@@ -311,3 +311,7 @@ def test_inputs_are_prepared_as_by_the_reference(num_tokens: int, max_blocks: in
         assert getattr(ours, name).cpu().equal(getattr(expected, name)), name
     assert (expected.block_tables[0] == -1).all()
     assert (expected.block_tables[1] == -1).sum() == 1
+    of_states = prepare(on_device(inputs), *arguments[:2], 0, max_blocks).block_tables.cpu()
+    assert (of_states[0] == -1).all(), "a row that pads a batch has no state"
+    assert of_states[1].equal(block_tables[0, :max_blocks])
+    assert of_states.equal(reference.prepare(inputs, latest, block_tables, 0, max_blocks)[3])
