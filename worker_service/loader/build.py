@@ -12,7 +12,7 @@ import torch
 from pagewire_kernels.select import Kernels
 from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
-from worker_service.errors import InvalidOption, UnsupportedModel
+from worker_service.errors import InvalidOption
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.rounded_cache import with_rounded_weights
 from worker_service.loader.weights import (
@@ -71,11 +71,6 @@ class ModelBuilder:
         model = build_native_model(hf_config, self.config.max_model_len, self.context, self.kernels)
         if model is None:
             return self._build_through_transformers()
-        if model.kv_cache_spec.has_states and self.context.device.type != "cpu":
-            raise UnsupportedModel(
-                f"device: expected cpu for {model.architecture}, some layers of which keep a state,"
-                f" got {self.context.device}"
-            )
         for key, value in ignored_settings(hf_config).items():
             logger.warning("config.json: %s is not used by %s: %s", key, model.architecture, value)
         whole = model if self.config.layout.world_size == 1 else self._outline(hf_config)

@@ -153,6 +153,11 @@ class TorchExecutor:
         if self._runner.compile:
             if self._loaded.config.batch_invariant:
                 raise InvalidOption("batch_invariant: cannot be combined with --compile")
+            if self._loaded.model.kv_cache_spec.has_states:
+                raise InvalidOption(
+                    f"compile: expected none for {self._loaded.model.architecture}, some layers of"
+                    " which keep a state"
+                )
             compile_layers(self._loaded.model, self._device)
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._runner.speculative is not None:

@@ -37,14 +37,14 @@ class PoisonedEngine(InProcessEngine):
         return worker
 
 
-def _prompts() -> list[list[int]]:
+def prompts() -> list[list[int]]:
     draw = np.random.default_rng(4)
     return [draw.integers(5, VOCAB_SIZE, size=length).tolist() for length in LENGTHS]
 
 
 @cache
-def _expected(family: str) -> list[list[int]]:
-    return [oracle(checkpoint(family)).generate(prompt, NUM_TOKENS) for prompt in _prompts()]
+def expected_tokens(family: str) -> list[list[int]]:
+    return [oracle(checkpoint(family)).generate(prompt, NUM_TOKENS) for prompt in prompts()]
 
 
 @cache
@@ -52,12 +52,12 @@ def _alone(family: str) -> list[Output]:
     """Each prompt by itself, with nothing found in a cache."""
     config = SchedulerConfig(enable_prefix_caching=False)
     engine = PoisonedEngine(checkpoint(family), config=config)
-    return [engine.generate([prompt], NUM_TOKENS, logprobs=0)[0] for prompt in _prompts()]
+    return [engine.generate([prompt], NUM_TOKENS, logprobs=0)[0] for prompt in prompts()]
 
 
 def _check(family: str, outputs: list[Output]) -> None:
     """Tokens are those of transformers, and log probabilities have the bits of a run alone."""
-    assert [output.token_ids for output in outputs] == _expected(family)
+    assert [output.token_ids for output in outputs] == expected_tokens(family)
     assert [output.logprobs for output in outputs] == [o.logprobs for o in _alone(family)]
 
 
@@ -68,7 +68,7 @@ def test_tokens_are_those_of_transformers_also_from_saved_states(
 ) -> None:
     engine = PoisonedEngine(checkpoint(family), block_size=block_size)
     for _ in range(2):  # the second time with hits
-        outputs = engine.generate(_prompts(), NUM_TOKENS, logprobs=0)
+        outputs = engine.generate(prompts(), NUM_TOKENS, logprobs=0)
         _check(family, outputs)
     assert max(output.cached_tokens for output in outputs) >= 32
 
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_transformers_also_from_saved_states(
 def test_chunks_of_prompts_change_no_bit(family: str, chunk: int) -> None:
     config = SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=7)
     engine = PoisonedEngine(checkpoint(family), config=config)
-    _check(family, engine.generate(_prompts(), NUM_TOKENS, logprobs=0))
+    _check(family, engine.generate(prompts(), NUM_TOKENS, logprobs=0))
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
@@ -88,7 +88,7 @@ def test_preempted_sequences_continue_to_the_bit(family: str, mode: PreemptionMo
     engine = PoisonedEngine(
         checkpoint(family), num_gpu_blocks=60, num_cpu_blocks=160, config=config
     )
-    _check(family, engine.generate(_prompts(), NUM_TOKENS, logprobs=0))
+    _check(family, engine.generate(prompts(), NUM_TOKENS, logprobs=0))
     keeps_tokens = family != "mamba"
     assert (engine.core.snapshot().num_preemptions > 0) == keeps_tokens
 
@@ -102,17 +102,17 @@ def test_choices_continue_from_a_copy_of_their_prompts_state(family: str) -> Non
         PoisonedEngine(path, num_gpu_blocks=100, num_cpu_blocks=100),
         PoisonedEngine(path, block_size=16, config=without),
     ]
-    outputs = [engine.generate(_prompts()[1:4], 40, 3, **sampling) for engine in engines]
+    outputs = [engine.generate(prompts()[1:4], 40, 3, **sampling) for engine in engines]
     tokens = [[(o.token_ids, o.logprobs) for o in of_engine] for of_engine in outputs]
     assert tokens[0] == tokens[1] == tokens[2]
     assert len({tuple(token_ids) for token_ids, _ in tokens[0]}) == len(tokens[0])
 
 
 def test_a_turn_of_a_chat_begins_where_the_one_before_ended() -> None:
-    path, prompt = checkpoint("lfm2"), _prompts()[3]
+    path, prompt = checkpoint("lfm2"), prompts()[3]
     engine = PoisonedEngine(path)
     (first,) = engine.generate([prompt], 21)
-    turn = prompt + first.token_ids + _prompts()[0]
+    turn = prompt + first.token_ids + prompts()[0]
     (second,) = engine.generate([turn], NUM_TOKENS)
     assert second.token_ids == oracle(path).generate(turn, NUM_TOKENS)
     assert second.cached_tokens >= len(prompt) + 16
@@ -121,6 +121,11 @@ def test_a_turn_of_a_chat_begins_where_the_one_before_ended() -> None:
 def test_drafts_are_refused_beside_states() -> None:
     with pytest.raises(InvalidOption, match="speculative: expected none for Lfm2ForCausalLM"):
         loaded_executor(checkpoint("lfm2"), speculative="ngram")
+
+
+def test_layers_with_states_are_not_compiled() -> None:
+    with pytest.raises(InvalidOption, match="compile: expected none for Lfm2ForCausalLM"):
+        loaded_executor(checkpoint("lfm2"), compile=True)
 
 
 def test_a_draft_model_with_states_is_refused() -> None:

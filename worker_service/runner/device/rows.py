@@ -73,7 +73,7 @@ class DeviceRows:
         self.groups = groups
         self.block_tables = [
             torch.full(
-                (num_rows + 1, -(-max_model_len // group.block_tokens)),
+                (num_rows + 1, group.table_width(max_model_len)),
                 NO_BLOCK,
                 dtype=torch.int32,
                 device=device,

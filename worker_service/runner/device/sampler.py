@@ -145,17 +145,17 @@ class DeviceSampler:
             slot_mappings, self._block_tables, self._groups, strict=True
         ):
             token_ids, positions, slot_mapping, block_tables = self._kernels.prepare(
-                inputs._replace(slot_mapping=slots),
+                inputs._replace(slot_mapping=slots if group.has_tokens else inputs.positions),
                 self._tables.latest,
                 tables,
                 group.block_tokens,
-                -(-max_context_len // group.block_tokens),
+                group.table_width(max_context_len),
             )
             of_all = AttentionMetadata(
                 query_start=query_start,
                 context_lens=inputs.context_lens,
                 block_tables=block_tables,
-                slot_mapping=slot_mapping,
+                slot_mapping=slot_mapping if group.has_tokens else slot_mapping[:0],
                 max_context_len=max_context_len,
                 **metadata,
             )

@@ -44,7 +44,7 @@ class StateShape:
     def rows(self, model: Model, block_size: int, device: torch.device) -> DeviceRows:
         """Allocate the rows."""
         groups, length = model.kv_cache_spec.groups(block_size), model.max_model_len
-        num_blocks = sum(-(-length // group.block_tokens) for group in groups)
+        num_blocks = sum(group.table_width(length) for group in groups)
         num_rows = self.num_rows or capacity(max(1, num_blocks), self.num_seqs)
         num_counted = self.max_count_bytes // (4 * model.vocab_size)
         num_counted = min(num_rows, 2 * self.num_seqs, num_counted)
