@@ -149,6 +149,7 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
         fetches=[_encode_fetch(fetch) for fetch in plan.fetches],
         cached_blocks=None if plan.cached_blocks is None else _encode_cached(plan.cached_blocks),
         key_seed=plan.key_seed,
+        withdrawn_step_id=plan.withdrawn_step_id,
         **_PLAN.pack(plan),
     )
 

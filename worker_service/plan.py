@@ -387,6 +387,7 @@ class StepPlan:
     """~b for host block b."""
 
     key_seed: int | None = None
+    withdrawn_step_id: int = 0
     received_us: int = 0
     """The worker's monotonic clock when the plan arrived."""
 

@@ -191,8 +191,8 @@ class SchedulerConfig:
 
     key_seed: int = 0
     """Makes the prefix cache's keys different from those of other cores, so that nobody can find
-    out which tokens have equal keys; 64 bits. Workers keep it: a core adopts that of the first
-    group that has kept blocks."""
+    out which tokens have equal keys; 64 bits. Workers keep it: a core adopts that of a group that
+    has kept more blocks than have been cached since."""
 
     max_outgrown_wait_s: float | None = 120.0
     """Seconds that requests which outgrew all other worker groups, or which a former core accepted
@@ -326,6 +326,10 @@ class CacheGroup:
         return min(num_blocks, -(-(self.span - 1 + max_chunk) // self.block_tokens) + 1)
 
 
+RECORD_WIDTH = 5
+"""Numbers of a block in `CachedBlocks.blocks`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptSequence:
     """What a group's caches still hold of a sequence of an earlier core."""
@@ -352,6 +356,11 @@ class KeptBlocks:
     """First blocks of entries that some ranks have, or all have differently."""
     sequences: list[KeptSequence] = field(default_factory=list)
     """Those that the last core had there."""
+
+    @property
+    def num_records(self) -> int:
+        """Number of recorded blocks."""
+        return len(self.blocks) // RECORD_WIDTH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

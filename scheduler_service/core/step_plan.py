@@ -128,6 +128,7 @@ class StepPlan:
     cached_blocks: CachedBlocks | None = None
     uncached_blocks: list[int] = field(default_factory=list)
     key_seed: int | None = None
+    withdrawn_step_id: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -123,6 +123,7 @@ PLAN = {
     "cached_blocks": st.none() | st.builds(CachedBlocks, **CACHED),
     "uncached_blocks": st.lists(int32, max_size=9),
     "key_seed": st.none() | st.integers(0, 2**64 - 1),
+    "withdrawn_step_id": st.integers(0, 2**64 - 1),
 }
 
 
@@ -168,6 +169,7 @@ def test_a_plan_keeps_every_field(plan: StepPlan, epoch: int) -> None:
     assert max(1, message.max_results) == plan.max_results
     assert_same_columns(message, plan)
     assert (message.key_seed if message.HasField("key_seed") else None) == plan.key_seed
+    assert message.withdrawn_step_id == plan.withdrawn_step_id
     assert message.HasField("cached_blocks") == (plan.cached_blocks is not None)
     if plan.cached_blocks is not None:
         assert_same_columns(message.cached_blocks, plan.cached_blocks)

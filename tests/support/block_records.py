@@ -24,6 +24,7 @@ class BlockRecords:
             cached_blocks=plan.cached_blocks,
             uncached_blocks=plan.uncached_blocks,
             key_seed=plan.key_seed,
+            withdrawn_step_id=plan.withdrawn_step_id,
         )
         decoded = decode_plan(plan_pb2.StepPlan.FromString(_bytes_of(other)), 0)
         self.records.begin(decoded)
@@ -31,6 +32,10 @@ class BlockRecords:
 
     def kept(self, sequences: Iterable[worker_service_pb2.KeptSequence] = ()) -> KeptBlocks:
         """What the next core receives, with the worker's sequences."""
+        self.records.sequences = ["they are there"]  # type: ignore[list-item]
+        self.records.settle()
+        if not self.records.sequences:
+            sequences = ()
         message = encode_cached_blocks(list(self.records.entries()))
         of_worker = {one.seq_id: decode_kept_sequence(one, "") for one in sequences}
         seed = self.records.key_seed if len(self.records) or of_worker else None

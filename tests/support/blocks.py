@@ -59,7 +59,7 @@ class KnownSequence:
 def sequence(seq_id: int, num_tokens: int = 0, keys: Sequence[bytes] = ()) -> KnownSequence:
     """A sequence that is compared by its id alone; `keys`: of its units of four tokens."""
     prefix_keys = PrefixKeys()
-    prefix_keys[BLOCK_SIZE] = list(keys)
+    prefix_keys[BLOCK_SIZE, 0] = list(keys)
     return KnownSequence(seq_id, [0] * num_tokens, prefix_keys)
 
 

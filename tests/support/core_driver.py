@@ -374,6 +374,8 @@ class CoreDriver:
             link.results.append(link.worker.execute(plan))
             if link.records is not None:
                 link.records.execute(plan)
+                if link.results[-1].errors:
+                    link.records.records.add_failure(plan.step_id)
             self.has_failed = False
             self.num_steps += 1
         return plan

@@ -8,10 +8,13 @@ The last tokens of sequences are in no record yet when a core dies. So the seque
 stream has then are kept, too, until the next stream's first plan.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 
 from worker_service.errors import InvalidPlan
 from worker_service.plan import CachedEntry, KeptSequence, StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class CachedBlocks:
@@ -28,6 +31,8 @@ class CachedBlocks:
         """By first block, ~b for host block b; the first recorded first."""
         self.sequences: Sequence[KeptSequence] = ()
         """Those of the last stream, once it has ended without a failure."""
+        self._failed_step_id = 0
+        """The last step with a failed row whose sequence the core has not withdrawn."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -40,11 +45,26 @@ class CachedBlocks:
         """Remove everything, because a step has failed: nobody knows what it has written."""
         self._entries.clear()
         self.sequences = ()
+        self._failed_step_id = 0
+
+    def add_failure(self, step_id: int) -> None:
+        """Record that a row has failed: what its sequence computed may be recorded. Called before
+        the core has the result, on any thread."""
+        self._failed_step_id = step_id
+
+    def settle(self) -> None:
+        """Remove everything if there are failures that the last core had no time to withdraw;
+        called once its stream is closed."""
+        if self._failed_step_id:
+            logger.warning("cached blocks are dropped reason=a row failed as the core died")
+            self.clear()
 
     def begin(self, plan: StepPlan) -> None:
         """Remove the records that a plan ends; called before it is executed. Raises InvalidPlan
         for blocks that the caches do not have, and for records before the first seed."""
         self.sequences = ()
+        if plan.withdrawn_step_id >= self._failed_step_id:
+            self._failed_step_id = 0
         if plan.key_seed is not None:
             self._entries.clear()
             self.key_seed = plan.key_seed

@@ -173,8 +173,11 @@ class Engine:
         if epoch != self.last_epoch or epoch == self._stream_epoch or self._runner is None:
             raise OutOfOrder(f"epoch {epoch} has no caches, or has had its stream")
         records = self._cached_blocks
-        entries = await self._thread.run(lambda: list(records.entries()))
-        return records.key_seed or 0, entries, records.sequences
+
+        def read() -> tuple[int, list[CachedEntry], Sequence[KeptSequence]]:
+            return records.key_seed or 0, list(records.entries()), records.sequences
+
+        return await self._thread.run(read)
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
         """Allocate the caches of a new epoch."""
@@ -195,6 +198,7 @@ class Engine:
             # An epoch that was overtaken must not wait for other ranks: nothing interrupts it.
             self._check_newest(epoch)
             sizes = (num_gpu_blocks, num_cpu_blocks)
+            self._cached_blocks.settle()
             if self._cached_blocks.sizes != sizes:
                 self._cached_blocks = CachedBlocks(*sizes)
             return self._executor.make_runner(*sizes, epoch)

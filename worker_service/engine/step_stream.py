@@ -7,6 +7,7 @@ launched as soon as the last one was, so that the device can start it right afte
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +23,9 @@ from worker_service.errors import GroupBroken, OutOfOrder, StepFailed, WorkerErr
 from worker_service.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+
+COLLECT_WAIT_S = 5.0
+"""How long a stream that ends waits for the results of its last steps."""
 
 MAX_PENDING_PLANS = 16
 """Plans that may wait here; more wait in the transport's flow control window."""
@@ -156,6 +160,8 @@ class StepStream:
                 ending = partial(self._fail, _failure(plan, error))
             self._thread.post(ending)
         else:
+            if result.errors:
+                self._cached_blocks.add_failure(plan.step_id)
             if _has_no_work(plan):
                 self.transfers.wait_for_end(lambda: self._is_needed(plan))
             if ended := self.transfers.collect():
@@ -200,9 +206,13 @@ class StepStream:
         self._runner.reset()
 
     def _keep_sequences(self) -> None:
-        """Keep what the next core may continue with."""
+        """Keep what the next core may continue with, once all failures of rows are known."""
+        collected = threading.Event()
+        self._thread.follow_up(collected.set)
         try:
             self._cached_blocks.sequences = self._runner.kept_sequences()
+            if not collected.wait(COLLECT_WAIT_S):
+                raise StepFailed("the last steps do not end")
         except GroupBroken as error:
             logger.warning("no sequences are kept epoch=%d reason=%s", self.epoch, error)
         except Exception:

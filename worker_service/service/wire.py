@@ -96,6 +96,7 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
         ),
         cached_blocks=tuple(_decode_cached_blocks(message.cached_blocks, "cached_blocks.")),
         key_seed=message.key_seed if message.HasField("key_seed") else None,
+        withdrawn_step_id=message.withdrawn_step_id,
         received_us=received_us,
         max_results=message.max_results,
         **columns,

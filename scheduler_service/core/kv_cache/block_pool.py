@@ -84,6 +84,11 @@ class CachedBlocks:
         return self._contents[block] is not None
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks with contents, in use or free."""
+        return sum(contents is not None for contents in self._contents)
+
+    @property
     def num_free(self) -> int:
         """Blocks that are not in use."""
         return len(self._expendable) + len(self._saved) + len(self._free)

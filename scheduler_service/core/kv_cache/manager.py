@@ -115,6 +115,23 @@ class KVCacheManager(DeviceTables):
                     self._states.adopt(blocks[0], contents.group)
         return records
 
+    @property
+    def num_cached(self) -> int:
+        """Blocks on device and host that have keys, in use or free."""
+        return self.device.cached.num_blocks + self.host.pool.cached.num_blocks
+
+    def reseed(self, seed: int) -> None:
+        """Make all keys with another seed from now on. What is cached is found no more; running
+        sequences offer what they have computed again."""
+        for pool in (self.device, self.host.pool):
+            for block in range(pool.num_blocks):
+                pool.forget(block)
+        for held in self._tables.values():
+            held.num_offered = 0
+        self._prefixes.reseed(seed)
+        if self._records is not None:
+            self._records.reseed(seed)
+
     # Capacity.
 
     def shortage(
@@ -210,11 +227,16 @@ class KVCacheManager(DeviceTables):
         if (held := self._tables.get(seq.seq_id)) is not None:
             held.is_withdrawn = True
         self._states.withdraw(seq)
-        keys = {*seq.prefix_keys[self.tokens_per_unit], self._prefixes.root(seq)}
+        keys = set(self._prefixes.first_keys(seq))
         keys.update(*self._prefixes.source_keys(seq).values())
         for pool in (self.device, self.host.pool):
             for block in pool.cached.blocks_with(keys):
                 pool.forget(block)
+
+    def add_withdrawal(self, step_id: int) -> None:
+        """Let workers know that the sequences of a step's failed rows are withdrawn."""
+        if self._records is not None:
+            self._records.add_withdrawal(step_id)
 
     # Other worker groups.
 

@@ -172,6 +172,14 @@ class PrefixCache:
         """Where windows are to stay cached, in addition to the multiples of BOUNDARY_TOKENS in a
         prompt: before its last tokens, and where others branched off; in order."""
 
+    def reseed(self, seed: int) -> None:
+        """Make keys with another seed from now on; nothing has one yet."""
+        self._seed = seed
+
+    def first_keys(self, seq: CacheableSequence) -> list[BlockKey]:
+        """The keys of all units of a sequence that were needed so far, and that before them."""
+        return [self.root(seq), *seq.prefix_keys[self.unit, self._seed]]
+
     def find(
         self, seq: CacheableSequence, *, on_host: bool = False, multiple: int = 1
     ) -> PrefixHit:
@@ -365,7 +373,7 @@ class PrefixCache:
         most_shared, leader = first, None
         for other in self._unconfirmed:
             if other.is_prefilling:
-                others = other.prefix_keys[self.unit]
+                others = other.prefix_keys[self.unit, self._seed]
                 end, most = first, min(num_units, len(others))
                 while end < most and keys[end] == others[end]:
                     end += 1
@@ -435,7 +443,7 @@ class PrefixCache:
     def keys(self, seq: KeyedTokens, num_units: int) -> list[BlockKey]:
         """Keys of at least `num_units` units, whose tokens are known; each is hashed once."""
         unit = self.unit
-        keys = seq.prefix_keys[unit]
+        keys = seq.prefix_keys[unit, self._seed]
         if len(keys) < num_units:
             start, context = len(keys) * unit, seq.context
             parent = keys[-1] if keys else self.root(seq)

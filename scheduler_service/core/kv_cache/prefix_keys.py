@@ -89,10 +89,10 @@ def source_keys(root: BlockKey, num_blocks: int, seed: int = 0) -> list[BlockKey
     return unit_keys(root, range(num_blocks), 1, seed)
 
 
-class PrefixKeys(defaultdict[int, list[BlockKey]]):
+class PrefixKeys(defaultdict[tuple[int, int], list[BlockKey]]):
     """The keys of a sequence's first full units by their number of tokens, which worker groups with
-    small blocks may change; each is hashed once. The KV cache adds them, and a sequence drops them
-    with its tokens.
+    small blocks may change, and their seed; each is hashed once. The KV cache adds them, and a
+    sequence drops them with its tokens.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class PrefixKeys(defaultdict[int, list[BlockKey]]):
     def fork(self) -> "PrefixKeys":
         """Keys for a sequence that continues the same tokens."""
         keys = PrefixKeys()
-        keys.update((size, list(of_size)) for size, of_size in self.items())
+        keys.update((kind, list(of_kind)) for kind, of_kind in self.items())
         return keys
 
 

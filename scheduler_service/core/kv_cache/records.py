@@ -10,14 +10,11 @@ recorded blocks.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from scheduler_service.core.config import CacheGroup, KeptBlocks
+from scheduler_service.core.config import RECORD_WIDTH, CacheGroup, KeptBlocks
 from scheduler_service.core.kv_cache.block_pool import KEY_BYTES, BlockPool, Contents, Tail
 from scheduler_service.core.step_plan import CachedBlocks, StepPlan
 
 logger = logging.getLogger(__name__)
-
-WIDTH = 5
-"""Elements of a row of `CachedBlocks.blocks`."""
 
 
 class CacheRecords:
@@ -38,6 +35,7 @@ class CacheRecords:
         self._pools = (device, host)
         self._key_seed: int | None = key_seed or 0
         self._uncached: list[int] = []
+        self._withdrawn_step_id = 0
         self.adopted: list[tuple[int, Contents]] = []
         """First device block and contents of each adopted entry, until the cache has read them."""
         if kept.blocks and key_seed is not None and kept.key_seed == key_seed:
@@ -66,8 +64,17 @@ class CacheRecords:
         self._key_seed = None
         self.adopted = [(blocks[0], held) for blocks, held in on_device[::-1]]
 
+    def reseed(self, seed: int) -> None:
+        """Begin the records again, with keys of another seed."""
+        self._key_seed = seed
+
+    def add_withdrawal(self, step_id: int) -> None:
+        """Record that what the failed rows of a step computed is found no more."""
+        self._withdrawn_step_id = step_id
+
     def add_to(self, plan: StepPlan) -> None:
         """Add the changes since the last plan, and in the first plan what begins the records."""
+        plan.withdrawn_step_id, self._withdrawn_step_id = self._withdrawn_step_id, 0
         plan.key_seed, self._key_seed = self._key_seed, None
         plan.uncached_blocks, self._uncached = self._uncached, []
         device, host = self._pools
@@ -98,8 +105,8 @@ def rows_by_entry(blocks: Sequence[int]) -> list[list[Sequence[int]]]:
     """The rows of `CachedBlocks.blocks`, those of an entry together. Raises ValueError if the first
     begins no entry."""
     entries: list[list[Sequence[int]]] = []
-    for start in range(0, len(blocks), WIDTH):
-        row = blocks[start : start + WIDTH]
+    for start in range(0, len(blocks), RECORD_WIDTH):
+        row = blocks[start : start + RECORD_WIDTH]
         if row[2]:
             entries.append([])
         elif not entries:

@@ -231,10 +231,7 @@ class Fleet:
         if capacity.worker_group_id in self.schedulers:
             raise ValueError(f"worker group {capacity.worker_group_id} already exists")
         check_capacity(self._config, capacity)
-        kept = capacity.kept
-        if not self.totals and kept is not None and kept.key_seed is not None:
-            # Nothing has been hashed yet. Workers of other groups have keys of this seed, too.
-            self._config = replace(self._config, key_seed=kept.key_seed)
+        self._adopt_seed(capacity)
         capacity = replace(capacity, max_chunk_tokens=self._config.max_num_batched_tokens)
         if self._config.move_kv is MoveKV.NEVER or not self._config.enable_prefix_caching:
             capacity = replace(capacity, kv_layout="")
@@ -244,6 +241,30 @@ class Fleet:
         self.schedulers[capacity.worker_group_id] = scheduler
         model.add(scheduler)
         return model
+
+    def _adopt_seed(self, capacity: WorkerGroupCapacity) -> None:
+        """Make keys like those that workers have recorded, if they have more than has been cached
+        since. An earlier core has given all groups the same seed, as this one does."""
+        kept, config = capacity.kept, self._config
+        if kept is None or kept.key_seed is None or not config.enable_prefix_caching:
+            return
+        seed = kept.key_seed
+        if seed == config.key_seed:
+            return
+        caches = [scheduler.cache for scheduler in self.schedulers.values()]
+        num_cached = sum(cache.num_cached for cache in caches)
+        if num_cached and num_cached >= kept.num_records:
+            return
+        self._config = replace(self._config, key_seed=seed)
+        for cache in caches:
+            cache.reseed(seed)
+        if num_cached:
+            logger.warning(
+                "the prefix cache is dropped for that of a group that joins num_dropped=%d "
+                "num_kept=%d",
+                num_cached,
+                kept.num_records,
+            )
 
     def remove(self, worker_group_id: str, now_us: int) -> Scheduler | None:
         """Remove and return a worker group; None if the id is unknown."""

@@ -160,6 +160,8 @@ class ResultProcessor:
         self.pipeline.rates.observe(step.work, result)
         for row, error in result.errors.items():
             self._fail_row(step.rows[row], error, now_us)
+        if result.errors:
+            self.cache.add_withdrawal(step.step_id)
         self._record_prefills(step, now_us)
         self.cache.confirm_plan(step.step_id)
         _deliver_logprobs(step, result)

@@ -9,9 +9,10 @@ import pytest
 from pagewire.columns import pack, unpack
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
+from tests.support.counting_model import VOCAB_SIZE
 from tests.support.peers import keys_of
 from tests.support.running_worker import RunningWorker, Steps, running_worker
-from tests.support.worker_driver import PlanBuilder, Row
+from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 
 SEED = 2**63 + 5
 
@@ -106,6 +107,23 @@ async def test_sequences_are_kept_until_the_next_plan(worker: RunningWorker) -> 
     await core.step({})
     assert [one.seq_id for one in await (await Core(worker, 4).begin()).sequences()] == [1]
     assert await (await Core(worker, 5).begin(32)).sequences() == []
+
+
+async def test_nothing_is_returned_while_a_failed_row_is_not_withdrawn(
+    worker: RunningWorker,
+) -> None:
+    nothing = sampler_params(min_tokens=9, suppressed_token_ids=pack(range(VOCAB_SIZE)))
+    for epoch, withdrawn, expected in ((1, 1, [5]), (20, 0, [])):
+        core = await Core(worker, epoch).begin()
+        core.plans.add(1, [3, 1, 4], sampling=nothing)
+        steps = Steps(worker.stub)
+        await steps.send(core.plans.plan([Row(1, 3)], key_seed=SEED, cached_blocks=cached(5)))
+        assert (await steps.result()).errors
+        await steps.send(core.plans.plan([], withdrawn_step_id=withdrawn))
+        await steps.result()
+        steps.cancel()
+        after = await Core(worker, epoch + 10).begin()
+        assert (await after.records())[1] == expected
 
 
 async def test_no_sequence_is_kept_after_a_plan_that_failed(worker: RunningWorker) -> None:

@@ -196,8 +196,8 @@ def test_keys_do_not_depend_on_the_sizes_of_blocks() -> None:
     for group in (CacheGroup(block_tokens=16), CacheGroup(block_tokens=48), WINDOW_OF_320):
         cache, seq = make_cache(group), make_seq(1, 40)
         cache.match_prefix(seq)
-        [(unit, of_unit)] = seq.prefix_keys.items()
-        assert unit == 16
+        [(kind, of_unit)] = seq.prefix_keys.items()
+        assert kind == (16, 0)
         keys.append(of_unit)
     assert keys[0] == keys[1] == keys[2]
 
