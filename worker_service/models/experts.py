@@ -242,7 +242,6 @@ class ExpertWeights(nn.Module):
         super().__init__()
         self._gate = spec.gate or Gate(activation=ACTIVATIONS[spec.activation])
         self._context, self._inner, self._storage = context, inner, spec.storage
-        self._has_bias = spec.bias
         num_experts, double = spec.routing.num_experts, inner.times(2)
         num_first = num_experts * double.size * size
         self.weight: Tensor | None = context.empty_weight(

@@ -39,7 +39,11 @@ _PATHS_BY_ADVICE = {
     "use /v1/completions": ("/generate", "/generate_stream", "/api/generate"),
     "use /v1/models": ("/api/tags",),
     "use /v1/responses or /v1/chat/completions": ("/v1/assistants", "/v1/threads"),
-    "only models that generate text are served": ("/v1/images/generations", "/v1/moderations"),
+    "only models that generate text are served": (
+        *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+        *("/v1/audio/speech", "/v1/videos", "/v1/moderations"),
+    ),
+    "models are not trained": ("/v1/fine_tuning/jobs",),
     "batches are not stored; send the requests at once, they are batched as they run": (
         *("/v1/chat/completions/batch", "/v1/batches", "/v1/files"),
     ),
