@@ -189,7 +189,8 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
     assert (experts._packed is None) == (dtype == torch.float16 or library() is None)
     x, logits = torch.randn(9, size, generator=generator), torch.randn(9, 4, generator=generator)
     shared = torch.randn(9, size, generator=generator)
-    found = experts(x.to(dtype), logits, spec.routing, None, shared.to(dtype), None)
+    factors = torch.rand(4, generator=generator) + 0.5
+    found = experts(x.to(dtype), logits, spec.routing, None, factors, shared.to(dtype), None)
     gate_up, down = _dense(stored, storage)
     of_gate_up, of_down = (stored.get(name, torch.zeros(4, 1)) for name in BIASES)
     if has_bias and storage is ExpertStorage.SEPARATE:
@@ -201,7 +202,7 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
         of_gate_up = torch.cat([of_gate_up[:, ::2], of_gate_up[:, 1::2]], dim=1)
     total = reference.gated_experts(
         x,
-        *reference.route(logits, spec.routing),
+        *reference.route(logits, spec.routing, factors=factors),
         lambda e, rows: rows @ gate_up[e].T + of_gate_up[e],
         lambda e, rows: rows @ down[e].T + of_down[e],
         spec.gate or Gate(),
