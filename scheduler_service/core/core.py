@@ -80,7 +80,7 @@ class SchedulerCore:
         scheduler = self._fleet.remove(worker_group_id, to_us(now))
         if scheduler is None:
             return
-        self._leave_transfers(scheduler)
+        self._leave_transfers(scheduler, to_us(now))
         seq_groups, computing = scheduler.lose(to_us(now))
         # A group without requests was most likely drained: no request is affected.
         level = logging.WARNING if seq_groups else logging.INFO
@@ -104,7 +104,7 @@ class SchedulerCore:
         scheduler = self._fleet.remove(worker_group_id, to_us(now))
         if scheduler is None:
             return
-        self._leave_transfers(scheduler)
+        self._leave_transfers(scheduler, to_us(now))
         model = self._fleet.model_of(scheduler)
         error = GenerationFailed(
             f"the scheduler failed with {reason} while it worked on this request; it may be tried "
@@ -350,9 +350,9 @@ class SchedulerCore:
 
     # Inside.
 
-    def _leave_transfers(self, scheduler: Scheduler) -> None:
+    def _leave_transfers(self, scheduler: Scheduler, now_us: int) -> None:
         """End the transfers of a worker group that is gone."""
-        self._fleet.model_of(scheduler).woken |= self._transfers.remove(scheduler)
+        self._fleet.model_of(scheduler).woken |= self._transfers.remove(scheduler, now_us)
 
     def _check_tenants(self, seq_groups: list[SequenceGroup]) -> None:
         self._tenants.check()

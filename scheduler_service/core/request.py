@@ -172,6 +172,7 @@ class RequestTimings:
     sample_us: int = 0
     preempted_us: int = 0
     recovery_us: int = 0
+    transfer_us: int = 0
     num_inexact_recoveries: int = 0
     """Times it was resumed on a worker group of another arithmetic."""
     num_accepted_drafts: int = 0

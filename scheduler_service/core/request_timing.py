@@ -131,6 +131,8 @@ class RequestClock:
     timings: RequestTimings = field(default_factory=RequestTimings)
     """Durations of the phases that have ended."""
     timeline: Timeline = field(default_factory=Timeline)
+    awaits_kv: bool = False
+    """Whether it waits for the KV of another worker group."""
     entered: tuple[StepClock, tuple[int, ...]] | None = None
     """The worker group's clock, and its totals when the request entered the batch."""
 
@@ -141,6 +143,7 @@ class RequestClock:
 
     def enter_batch(self, steps: StepClock, now_us: int) -> None:
         """Record that its first sequence has entered the batch."""
+        self.end_kv_wait(now_us)
         self._close_waiting(now_us)
         self.phase = RequestPhase.RUNNING
         self.entered = steps, steps.totals
@@ -166,9 +169,22 @@ class RequestClock:
         self.phase = phase
         self.since_us += elapsed
 
+    def await_kv(self, now_us: int) -> None:
+        """Record that it waits for KV from now on, if it is outside the batch."""
+        if self.phase is not RequestPhase.RUNNING and not self.awaits_kv:
+            self._close_waiting(now_us)
+            self.awaits_kv = True
+
+    def end_kv_wait(self, now_us: int) -> None:
+        """Record that it waits for no KV any more, but for what it has waited for before."""
+        if self.awaits_kv:
+            self._close_waiting(now_us)
+            self.awaits_kv = False
+
     def recover(self, now_us: int) -> None:
         """Record that it lost its worker group outside the batch and waits for another one."""
         assert self.phase is not RequestPhase.RUNNING
+        self.end_kv_wait(now_us)
         self._close_waiting(now_us)
         self.phase = RequestPhase.RECOVERY
 
@@ -182,7 +198,9 @@ class RequestClock:
 
     def _close_waiting(self, now_us: int) -> None:
         elapsed = max(0, now_us - self.since_us)
-        if self.phase is RequestPhase.QUEUE:
+        if self.awaits_kv:
+            self.timings.transfer_us += elapsed
+        elif self.phase is RequestPhase.QUEUE:
             self.timings.queue_us += elapsed
         elif self.phase is RequestPhase.PREEMPTED:
             self.timings.preempted_us += elapsed

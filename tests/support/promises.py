@@ -139,6 +139,7 @@ def _check_timings(record: RequestRecord, timings: RequestTimings, now: float) -
         + timings.sample_us
         + timings.preempted_us
         + timings.recovery_us
+        + timings.transfer_us
     )
     assert parts == timings.total_us
     assert timings.total_us <= round((now - record.submitted) * 1e6) + 1

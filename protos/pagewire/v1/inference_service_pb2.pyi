@@ -928,6 +928,7 @@ class Timings(_message.Message):
     NUM_INEXACT_RECOVERIES_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    TRANSFER_US_FIELD_NUMBER: _builtins.int
     total_us: _builtins.int
     """Wall time."""
     queue_us: _builtins.int
@@ -965,6 +966,8 @@ class Timings(_message.Message):
     """Drafts computed for the request's steps, whether or not they were right. The
     difference to num_accepted_drafts was computed and discarded.
     """
+    transfer_us: _builtins.int
+    """Waiting for KV that another worker had computed."""
     def __init__(
         self,
         *,
@@ -981,10 +984,11 @@ class Timings(_message.Message):
         num_inexact_recoveries: _builtins.int = ...,
         num_accepted_drafts: _builtins.int = ...,
         num_drafts: _builtins.int = ...,
+        transfer_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detokenize_us", b"detokenize_us", "forward_us", b"forward_us", "num_accepted_drafts", b"num_accepted_drafts", "num_drafts", b"num_drafts", "num_inexact_recoveries", b"num_inexact_recoveries", "plan_us", b"plan_us", "preempted_us", b"preempted_us", "queue_us", b"queue_us", "recovery_us", b"recovery_us", "sample_us", b"sample_us", "total_us", b"total_us", "unaccounted_us", b"unaccounted_us", "wire_us", b"wire_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detokenize_us", b"detokenize_us", "forward_us", b"forward_us", "num_accepted_drafts", b"num_accepted_drafts", "num_drafts", b"num_drafts", "num_inexact_recoveries", b"num_inexact_recoveries", "plan_us", b"plan_us", "preempted_us", b"preempted_us", "queue_us", b"queue_us", "recovery_us", b"recovery_us", "sample_us", b"sample_us", "total_us", b"total_us", "transfer_us", b"transfer_us", "unaccounted_us", b"unaccounted_us", "wire_us", b"wire_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

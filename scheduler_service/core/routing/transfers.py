@@ -126,7 +126,7 @@ class Transfers:
             if transfer is None:
                 missing.append(entry)
             else:
-                self._wait_for(transfer, seq_group)
+                self._wait_for(transfer, seq_group, now_us)
         always = self._config.move_kv is MoveKV.ALWAYS
         if missing and (always or _pays(num_tokens, missing, source, target)):
             self._begin(seq_group, missing, source, target, now_us)
@@ -166,7 +166,7 @@ class Transfers:
         lease = source.lease(entries, self._token(source), LEASE_MS)
         transfer = Transfer(source, target, entries, lease, now_us)
         self._open[transfer] = None
-        self._wait_for(transfer, seq_group)
+        self._wait_for(transfer, seq_group, now_us)
 
     def _token(self, source: Scheduler) -> bytes:
         """What a reader of the next lease presents: unguessable without the core's key."""
@@ -175,9 +175,10 @@ class Transfers:
         name = f"{capacity.worker_group_id} {capacity.epoch} {source.port.num_leases + 1}"
         return blake2b(name.encode(), key=key, digest_size=_TOKEN_BYTES).digest()
 
-    def _wait_for(self, transfer: Transfer, seq_group: SequenceGroup) -> None:
+    def _wait_for(self, transfer: Transfer, seq_group: SequenceGroup, now_us: int) -> None:
         transfer.waiting[seq_group] = None
         transfer.target.placed.awaiting_kv[seq_group] = None
+        seq_group.clock.await_kv(now_us)
 
     # What results say.
 
@@ -190,33 +191,33 @@ class Transfers:
         for lease_id in scheduler.port.granted(step_id):
             for transfer in [t for t in self._of(scheduler) if t.lease.lease_id == lease_id]:
                 transfer.is_granted = True
-                woken |= self._fetch_next(transfer.target)
+                woken |= self._fetch_next(transfer.target, now_us)
         for fetch_id, reports in scheduler.port.ended([*results]):
             for transfer in [*self._open]:
                 if transfer.target is scheduler and transfer.fetch_id == fetch_id:
                     woken |= self._end(transfer, reports, now_us)
-            woken |= self._fetch_next(scheduler)
+            woken |= self._fetch_next(scheduler, now_us)
         return woken
 
     def _of(self, source: Scheduler) -> Iterator[Transfer]:
         return (transfer for transfer in self._open if transfer.source is source)
 
-    def _fetch_next(self, target: Scheduler) -> set[str]:
+    def _fetch_next(self, target: Scheduler, now_us: int) -> set[str]:
         """Begin fetches of leases that were granted, the first first, up to `MAX_FETCHES`."""
         woken: set[str] = set()
         for transfer in [*self._open]:
             if len(target.port.open_fetches) >= MAX_FETCHES:
                 break
             if transfer.target is target and transfer.is_granted and transfer.fetch_id is None:
-                woken |= self._fetch(transfer)
+                woken |= self._fetch(transfer, now_us)
         return woken
 
-    def _fetch(self, transfer: Transfer) -> set[str]:
+    def _fetch(self, transfer: Transfer, now_us: int) -> set[str]:
         """Copy what was leased, if it is still wanted."""
         source, target = transfer.source, transfer.target
         self._drop_gone(transfer)
         if not transfer.waiting or not target.cache.can_receive(transfer.size):
-            return self._close(transfer)
+            return self._close(transfer, now_us)
         transfer.fetch_id, transfer.copies = target.fetch(
             source.capacity, transfer.lease, transfer.entries, FETCH_MS
         )
@@ -254,9 +255,9 @@ class Transfers:
                 duration_us,
                 now_us - transfer.since_us,
             )
-        return self._close(transfer)
+        return self._close(transfer, now_us)
 
-    def _close(self, transfer: Transfer) -> set[str]:
+    def _close(self, transfer: Transfer, now_us: int) -> set[str]:
         """End a transfer's lease, and let its requests be admitted; copies are kept for them."""
         source, target = transfer.source, transfer.target
         del self._open[transfer]
@@ -266,7 +267,9 @@ class Transfers:
             woken.add(source.capacity.worker_group_id)
         others = {g for t in self._open if t.target is target for g in t.waiting}
         for seq_group in transfer.waiting.keys() - others:
-            target.placed.awaiting_kv.pop(seq_group, None)
+            if seq_group in target.placed.awaiting_kv:
+                del target.placed.awaiting_kv[seq_group]
+                seq_group.clock.end_kv_wait(now_us)
         return woken
 
     # Ends.
@@ -285,7 +288,7 @@ class Transfers:
                 scheduler.release_copies(transfer.copies)
                 del self._arrived[transfer]
 
-    def remove(self, scheduler: Scheduler) -> set[str]:
+    def remove(self, scheduler: Scheduler, now_us: int) -> set[str]:
         """End the transfers of a worker group that is gone; returns the ids of others that have
         something to plan now. Fetches from it that are open will fail."""
         woken: set[str] = set()
@@ -295,7 +298,7 @@ class Transfers:
             if transfer.target is scheduler or (
                 not transfer.has_lease and transfer.fetch_id is None
             ):
-                woken |= self._close(transfer)
+                woken |= self._close(transfer, now_us)
         return woken - {scheduler.capacity.worker_group_id}
 
     def is_source(self, model: ServedModel, scheduler: Scheduler) -> bool:

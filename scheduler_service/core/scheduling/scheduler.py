@@ -111,6 +111,7 @@ class Scheduler:
     def accept(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group that was routed here."""
         self.placed.add(seq_group)
+        seq_group.clock.end_kv_wait(now_us)
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
         self.totals.num_inexact_recoveries += seq_group.enter(self.capacity)
         max_output_tokens = seq_group.max_output_tokens(self.capacity)
@@ -156,6 +157,7 @@ class Scheduler:
                 seq_group.clock.leave_batch(min(done_us, now_us), RequestPhase.RECOVERY)
             elif seq_group.clock.phase is RequestPhase.PREEMPTED:
                 seq_group.clock.recover(now_us)
+            seq_group.clock.end_kv_wait(now_us)
             if not seq_group.is_before_loss:
                 seq_group.losses.pass_point()
             for seq in seq_group.unfinished():
