@@ -6,6 +6,7 @@ written once, and no product is computed for masked scores.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -19,10 +20,12 @@ from pagewire_kernels.batch import (
     SamplingTables,
     mask_width,
 )
+from pagewire_kernels.cpu.adapters import DeltaPart
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, stored_head_size
 from pagewire_kernels.quantized_weight import QuantizedWeight, quantize
 from pagewire_kernels.reference import swap_blocks
 from pagewire_kernels.select import Kernels, select_kernels
+from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.config import QUANTIZATIONS
 from worker_service.kv_cache.cache_engine import BlockMover, mover_for
 
@@ -81,6 +84,32 @@ def all_cases(where: Setting) -> Iterator[Case]:
     yield from linear_cases(where)
     if where.device.type == "cuda":
         yield sampling_case(where)
+        yield from adapter_cases(where)
+
+
+def adapter_cases(where: Setting) -> Iterator[Case]:
+    """What adapters of rank 16 add to a product with 4096 inputs and outputs, by number of rows and
+    of adapters that they have in turn."""
+    from pagewire_kernels import triton  # imported only on a GPU
+
+    size, rank, num_slots = 4096, 16, 8
+    for num_rows, num_adapters in ((1, 1), (64, 8), (4096, 1)):
+        x, y = where.filled(num_rows, size), where.filled(num_rows, size)
+        outputs, a_shape = [slice(0, size)], (1, size)
+        deltas = SlotDeltas(outputs, a_shape, num_slots, rank, triton.add_deltas, x)
+        part = DeltaPart(torch.ones(rank, size), torch.ones(size, rank), 1.0, 0)
+        for slot in range(num_slots):
+            deltas.fill(slot, deltas.pack([part]))
+        slots = torch.arange(num_rows, dtype=torch.int32, device=where.device) % num_adapters
+        num_numbers = x.numel() + 2 * y.numel() + num_adapters * 2 * rank * size
+        yield Case(
+            kernel="adapters",
+            size=f"{num_rows} rows, {num_adapters} adapters",
+            implementation="triton",
+            dtype=where.dtype_name,
+            run=partial(deltas.add, y, x, slots),
+            num_bytes=num_numbers * where.dtype.itemsize,
+        )
 
 
 def attention_cases(where: Setting) -> Iterator[Case]:

@@ -185,6 +185,16 @@ class AdapterRows(NamedTuple):
         return None if len(places) == 0 else AdapterRows(self.digest, places)
 
 
+RowAdapters = Sequence[AdapterRows] | Tensor
+"""The adapters of some rows: those that rows have, each once; or, where the host does not know the
+rows of a captured graph, int32 [num_rows]: the slot of each row's adapter, negative for none."""
+
+
+def have_adapters(adapters: RowAdapters) -> bool:
+    """Whether some rows may have an adapter."""
+    return isinstance(adapters, Tensor) or len(adapters) > 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatch:
     """The inputs of a model's forward pass, built once per step."""
@@ -207,13 +217,15 @@ class StepBatch:
     sampled: Tensor | None = None
     """int64 [num_sampled]: the rows whose logits will be computed; None: none, or not known yet."""
 
-    adapters: tuple[AdapterRows, ...] = ()
-    """The adapters of the rows that have one, each once."""
+    adapters: RowAdapters = ()
+    """The adapters of all rows."""
 
-    def sampled_adapters(self) -> tuple[AdapterRows, ...]:
+    def sampled_adapters(self) -> RowAdapters:
         """The adapters of the rows whose logits will be computed, by their places in `sampled`."""
         if self.sampled is None:
             return ()
+        if isinstance(self.adapters, Tensor):
+            return self.adapters[self.sampled]
         found = [adapter.among(self.sampled) for adapter in self.adapters]
         return tuple(adapter for adapter in found if adapter is not None)
 

@@ -89,6 +89,11 @@ class SlotDeltas:
         )
 
     @property
+    def device(self) -> torch.device:
+        """The device of the slots."""
+        return self._weights.device
+
+    @property
     def num_bytes(self) -> int:
         """Memory of all slots."""
         return self._weights.nbytes + self._table.scales.nbytes + self._table.ranks.nbytes

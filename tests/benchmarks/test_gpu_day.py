@@ -20,6 +20,7 @@ RESULTS = {
     6: ["large.json"],
     7: ["chaos_swap.json"],
     8: ["fp8_kv.json"],
+    9: ["adapters_tiny_float32.json"],
 }
 
 

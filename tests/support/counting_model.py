@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagewire_kernels.batch import AdapterRows, AttentionMetadata, StepBatch
+from pagewire_kernels.batch import AttentionMetadata, RowAdapters, StepBatch
 from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
 from pagewire_kernels.select import Kernels
 from worker_service.config import ModelConfig
@@ -60,7 +60,7 @@ class CountingModel:
         return torch.cat(rows).unsqueeze(1)
 
     def compute_logits(
-        self, hidden_states: torch.Tensor, adapters: Sequence[AdapterRows] = ()
+        self, hidden_states: torch.Tensor, adapters: RowAdapters = ()
     ) -> torch.Tensor:
         """Largest at the checksum, falling with the distance from it."""
         distance = (torch.arange(VOCAB_SIZE) - hidden_states) % VOCAB_SIZE

@@ -11,7 +11,9 @@ from worker_service.adapters.lora import LoraAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.models.adapters import AdapterSlots
 from worker_service.models.interface import Model
+from worker_service.models.native import NativeModel
 from worker_service.models.transformers_backend.model import TransformersModel
 from worker_service.plan import monotonic_us
 from worker_service.runner.device.cuda_graphs import CudaGraphRecorder, Replay
@@ -132,36 +134,73 @@ def speculating(
     return ModelRunner(model, cache, block_size, known, speculation=speculation, adapters=adapters)
 
 
-def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
+def _launching(
+    model: Model,
+    cache: CacheEngine,
+    block_size: int,
+    state: DeviceState,
+    make_event: Callable[[], DeviceEvent],
+    adapters: AdapterStore[LoraAdapter] | None,
+) -> ModelRunner:
+    """Launches ahead. adapters: those that sequences may have, whose slots the model has; None:
+    none."""
+    slots = None if adapters is None else _slots_of(model)
+    device = DeviceSteps(model, cache, state, make_event=make_event, adapters=slots)
+    known = grammars(model.vocab_size)
+    return ModelRunner(model, cache, block_size, known, device=device, adapters=adapters)
+
+
+def _slots_of(model: Model) -> AdapterSlots:
+    assert isinstance(model, NativeModel)
+    assert isinstance(model.adapters, AdapterSlots)
+    return model.adapters
+
+
+def eager(
+    model: Model,
+    cache: CacheEngine,
+    block_size: int,
+    adapters: AdapterStore[LoraAdapter] | None = None,
+) -> ModelRunner:
     """Launches ahead, replays nothing."""
     state = DeviceState(model, cache, block_size, StateShape())
-    known = grammars(model.vocab_size)
-    device = DeviceSteps(model, cache, state, make_event=HostEvent)
-    return ModelRunner(model, cache, block_size, known, device=device)
+    return _launching(model, cache, block_size, state, HostEvent, adapters)
 
 
-def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 64) -> ModelRunner:
+def recorded(
+    model: Model,
+    cache: CacheEngine,
+    block_size: int,
+    num_rows: int = 64,
+    adapters: AdapterStore[LoraAdapter] | None = None,
+) -> ModelRunner:
     """Replays steps in padded batches, on a device that is as late as can be, and which has room
     for `num_rows` sequences."""
-    shape = StateShape(num_rows=num_rows, sizes=SIZES, mixed=MIXED_SIZES)
+    sizes: dict[str, Any] = {"num_rows": num_rows, "sizes": SIZES, "mixed": MIXED_SIZES}
+    shape = StateShape(**sizes, with_adapters=adapters is not None)
     state = DeviceState(model, cache, block_size, shape, EagerRecorder())
-    known = grammars(model.vocab_size)
-    device = DeviceSteps(model, cache, state, make_event=LateEvent)
-    return ModelRunner(model, cache, block_size, known, device=device)
+    return _launching(model, cache, block_size, state, LateEvent, adapters)
 
 
-def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
+def recorded_on_gpu(
+    model: Model,
+    cache: CacheEngine,
+    block_size: int,
+    adapters: AdapterStore[LoraAdapter] | None = None,
+) -> ModelRunner:
     """What a worker with a GPU has, less constraints: replays decodes, if the model can be
     recorded."""
     recorder = CudaGraphRecorder(cache.device_cache.device)
+    slots = None if adapters is None else _slots_of(model)
     try:
-        shape = StateShape(sizes=SIZES, mixed=MIXED_SIZES)
+        shape = StateShape(sizes=SIZES, mixed=MIXED_SIZES, with_adapters=slots is not None)
         state = DeviceState(model, cache, block_size, shape, recorder)
     except CaptureFailed:
         if not isinstance(model, TransformersModel):  # some of which wait for the device
             raise
         state = DeviceState(model, cache, block_size, StateShape())
-    return ModelRunner(model, cache, block_size, device=DeviceSteps(model, cache, state))
+    device = DeviceSteps(model, cache, state, adapters=slots)
+    return ModelRunner(model, cache, block_size, device=device, adapters=adapters)
 
 
 MakeRunner = Callable[[Any, CacheEngine, int], ModelRunner]

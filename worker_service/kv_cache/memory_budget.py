@@ -8,12 +8,14 @@ and the forward pass only compiles kernels before the first request needs them.
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pagewire_kernels.batch import RowAdapters
+from pagewire_kernels.slot_deltas import NO_SLOT
 from worker_service.config import CacheConfig
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory
@@ -70,6 +72,8 @@ class SyntheticBatches:
     """Does what a step's sampling may need most memory for."""
     generates: bool = True
     """Whether steps sample."""
+    with_adapters: bool = False
+    """Whether rows are computed as if they had adapters."""
 
     @torch.inference_mode()
     def run(self, num_seqs: int, num_tokens: int) -> None:
@@ -89,9 +93,14 @@ class SyntheticBatches:
             spec.views(pool, self.block_size),
             self.block_size,
         )
-        hidden = model.forward(batch)
+        adapters: RowAdapters = ()
+        sampled: RowAdapters = ()
+        if self.with_adapters:
+            adapters = torch.full((sum(lengths),), NO_SLOT, dtype=torch.int32, device=device)
+            sampled = adapters[: len(lengths)]
+        hidden = model.forward(replace(batch, adapters=adapters))
         if self.generates:
-            logits = model.compute_logits(hidden[: len(lengths)])
+            logits = model.compute_logits(hidden[: len(lengths)], sampled)
             # Equal logits are all candidates, which needs the most memory.
             self.sample(logits.zero_())
 

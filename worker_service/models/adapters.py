@@ -15,8 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import AdapterRows, StepBatch
+from pagewire_kernels.batch import AdapterRows, RowAdapters, StepBatch
 from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas, PackedDelta
+from pagewire_kernels.slot_deltas import NO_SLOT, PackedSlot, SlotDeltas
 from worker_service.adapters.lora import LoraAdapter, LoraModule
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
@@ -34,6 +35,8 @@ class _Step:
     def __init__(self) -> None:
         self.adapters: Sequence[AdapterRows] = ()
         self.native_rows = ActiveRows()
+        self.slots: Tensor | None = None
+        """On a GPU: int32 [num_rows], see `RowAdapters`."""
         self.is_active = False
         """Whether the layers are ready for rows with adapters, even if the step has none."""
 
@@ -43,9 +46,13 @@ class _Step:
         self.native_rows.set(slots, [every if rows is None else rows for _, rows in adapters])
         self.adapters, self.is_active = adapters, True
 
+    def set_slots(self, slots: Tensor) -> None:
+        """As `set`, on a GPU."""
+        self.slots, self.is_active = slots, True
+
     def clear(self) -> None:
         """Let the layers compute no adapters."""
-        self.adapters, self.is_active = (), False
+        self.adapters, self.slots, self.is_active = (), None, False
 
 
 Layer = Linear | VocabEmbedding
@@ -55,8 +62,8 @@ class LayerDelta(NamedTuple):
     """What an adapter adds to one layer."""
 
     modules: Sequence[tuple[LinearPart, LoraModule]]
-    packed: PackedDelta | None
-    """As the C++ kernels read it, if they multiply the layer."""
+    packed: PackedDelta | PackedSlot | None
+    """As the kernels read it; None if torch multiplies the layer on a CPU."""
 
 
 class LayerAdapters:
@@ -65,15 +72,25 @@ class LayerAdapters:
     def __init__(self, layer: Layer, step: _Step, max_slots: int, max_rank: int) -> None:
         """max_rank: of an adapter's module."""
         self._step = step
-        self._native = layer.make_deltas(step.native_rows, max_slots, max_rank)
+        self._deltas = layer.make_deltas(step.native_rows, max_slots, max_rank)
         self._modules: dict[bytes, Sequence[tuple[LinearPart, LoraModule]]] = {}
         """By digest, of the adapters in slots that change this layer."""
         self.is_changed = False
         """Whether an adapter changes the layer, or has done so."""
 
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU that has the slots; None on a CPU."""
+        return self._deltas.device if isinstance(self._deltas, SlotDeltas) else None
+
+    @property
+    def is_active(self) -> bool:
+        """See `linear.Additions`."""
+        return self._step.is_active
+
     def pack(self, modules: Sequence[tuple[LinearPart, LoraModule]]) -> "LayerDelta":
         """What an adapter adds to the layer. May be called on any thread."""
-        if self._native is None:
+        if self._deltas is None:
             return LayerDelta(modules, None)
         parts = [
             DeltaPart(
@@ -84,26 +101,36 @@ class LayerAdapters:
             )
             for part, module in modules
         ]
-        return LayerDelta(modules, self._native.pack(parts))
+        return LayerDelta(modules, self._deltas.pack(parts))
 
     def fill(self, slot: int, digest: bytes, delta: "LayerDelta") -> None:
         """Put an adapter that changes the layer into a slot."""
         self.is_changed = True
         self._modules[digest] = delta.modules
-        if self._native is not None and delta.packed is not None:
-            self._native.fill(slot, delta.packed)
+        if isinstance(self._deltas, SlotDeltas):
+            assert isinstance(delta.packed, PackedSlot)
+            self._deltas.fill(slot, delta.packed)
+        elif self._deltas is not None:
+            assert isinstance(delta.packed, PackedDelta)
+            self._deltas.fill(slot, delta.packed)
 
     def clear(self, slot: int, digest: bytes) -> None:
         """Empty a slot."""
-        if self._modules.pop(digest, None) is not None and self._native is not None:
-            self._native.clear(slot)
+        if self._modules.pop(digest, None) is not None and self._deltas is not None:
+            self._deltas.clear(slot)
 
     def of_step(self) -> NativeDeltas | None:
         """See `linear.Additions`."""
-        return self._native if self.is_changed and self._step.is_active else None
+        if not self.is_changed or not self._step.is_active:
+            return None
+        return self._deltas if isinstance(self._deltas, NativeDeltas) else None
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """See `linear.Additions`."""
+        if isinstance(self._deltas, SlotDeltas):
+            if self._step.slots is not None:
+                self._deltas.add(y, x, self._step.slots)
+            return y
         for digest, rows in self._step.adapters:
             for part, module in self._modules.get(digest, ()):
                 chosen, a = x if rows is None else x[rows], module.a[:, part.inputs].float()
@@ -156,12 +183,17 @@ class AdapterSlots:
         """Of all adapters in the store."""
         self._slots: dict[bytes, int] = {}
         """By digest, the least recently used first."""
+        self._num_prepared = 0
+        """Layers that adapters changed when a program was recorded last."""
         for layer in layers_of(model):
             step = self._head_step if layer is model.head else self._step
             added = LayerAdapters(layer, step, max_slots, max_rank)
             layer.additions = self._layers[layer] = added
             for name, part in layer.parts():
                 self._places.setdefault(name, []).append(_Place(layer, part))
+        devices = (added.device for added in self._layers.values())
+        self._device = next((device for device in devices if device is not None), None)
+        """The GPU that has the slots; None on a CPU."""
 
     def _check(self, adapter: LoraAdapter) -> None:
         for name, module in adapter.modules.items():
@@ -207,32 +239,61 @@ class AdapterSlots:
         lacks them. Raises InvalidPlan if they exceed the slots.
         """
         adapters = batch.adapters
-        if len(adapters) > self._max_slots:
-            problem = f"expected at most {self._max_slots} adapters in a step, --max-loras"
-            raise InvalidPlan("seq_ids", f"{problem}, got {len(adapters)}")
-        num_changed = self._num_changed()
-        for digest, _ in adapters:
-            if digest not in self._slots:
-                self._slots[digest] = self._fill_slot(digest, {digest for digest, _ in adapters})
-            self._slots[digest] = self._slots.pop(digest)
-        self._step.set(adapters, self._slots_of(adapters), len(batch.token_ids))
+        num_prepared = self._num_prepared
+        if not isinstance(adapters, Tensor):
+            self.place([digest for digest, _ in adapters])
+        self._set(self._step, adapters, len(batch.token_ids))
         num_sampled = 0 if batch.sampled is None else len(batch.sampled)
         self.activate_head(batch.sampled_adapters(), num_sampled)
-        return self._num_changed() > num_changed
+        self._num_prepared = self._num_changed()
+        return self._num_prepared > num_prepared
 
-    def activate_head(self, adapters: Sequence[AdapterRows], num_rows: int) -> None:
+    def place(self, digests: Sequence[bytes]) -> list[int]:
+        """Put the adapters of a step into slots, which it keeps until the next call, and return
+        these. On a GPU, what was queued before reads the previous adapters, and the host does not
+        wait for it. Raises InvalidPlan if they exceed the slots."""
+        if len(digests) > self._max_slots:
+            problem = f"expected at most {self._max_slots} adapters in a step, --max-loras"
+            raise InvalidPlan("seq_ids", f"{problem}, got {len(digests)}")
+        for digest in digests:
+            if digest not in self._slots:
+                self._slots[digest] = self._fill_slot(digest, {*digests})
+            self._slots[digest] = self._slots.pop(digest)
+        return [self._slots[digest] for digest in digests]
+
+    def activate_head(self, adapters: RowAdapters, num_rows: int) -> None:
         """Let the LM head compute adapters of the present step, by rows of its inputs."""
         head = self._model.head
-        if head is not None and self._layers[head].is_changed:
-            self._head_step.set(adapters, self._slots_of(adapters), num_rows)
+        if head is not None and (self._device is not None or self._layers[head].is_changed):
+            self._set(self._head_step, adapters, num_rows)
+
+    def _set(self, step: _Step, adapters: RowAdapters, num_rows: int) -> None:
+        if self._device is not None:
+            step.set_slots(self._by_row(adapters, num_rows, self._device))
+            return
+        if isinstance(adapters, Tensor):
+            adapters = self._by_adapter(adapters)
+        step.set(adapters, [self._slots[digest] for digest, _ in adapters], num_rows)
+
+    def _by_row(self, adapters: RowAdapters, num_rows: int, device: torch.device) -> Tensor:
+        """The slots of rows; see `RowAdapters`."""
+        if isinstance(adapters, Tensor):
+            return adapters
+        slots = torch.full((num_rows,), NO_SLOT, dtype=torch.int32, device=device)
+        for digest, rows in adapters:
+            slots[slice(None) if rows is None else rows] = self._slots[digest]
+        return slots
+
+    def _by_adapter(self, slots: Tensor) -> Sequence[AdapterRows]:
+        """The adapters of rows by their slots, on a CPU; see `RowAdapters`."""
+        found = {slot: digest for digest, slot in self._slots.items()}
+        used = sorted({*slots.tolist()} - {NO_SLOT})
+        return [AdapterRows(found[slot], (slots == slot).nonzero().flatten()) for slot in used]
 
     def deactivate(self) -> None:
         """Let the layers compute no adapters."""
         self._step.clear()
         self._head_step.clear()
-
-    def _slots_of(self, adapters: Sequence[AdapterRows]) -> list[int]:
-        return [self._slots[digest] for digest, _ in adapters]
 
     def _num_changed(self) -> int:
         return sum(added.is_changed for added in self._layers.values())
@@ -275,12 +336,10 @@ class AdapterSlots:
         return found
 
 
-def require_native(model: object, device: torch.device) -> NativeModel:
+def require_native(model: object) -> NativeModel:
     """The model, if it computes adapters. Raises InvalidOption."""
     if not isinstance(model, NativeModel):
         architecture = getattr(model, "architecture", type(model).__name__)
         problem = f"{architecture} runs through transformers"
         raise InvalidOption(f"enable_lora: expected a native model, {problem}")
-    if device.type != "cpu":
-        raise InvalidOption(f"enable_lora: expected a CPU, got {device}")
     return model

@@ -1,14 +1,14 @@
 """The interface of models, the context in which they are built, and targets of their weights."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AdapterRows, StepBatch
+from pagewire_kernels.batch import RowAdapters, StepBatch
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.distributed.communicator import Communicator
@@ -33,7 +33,7 @@ class Model(Protocol):
         ...
 
     def compute_logits(
-        self, hidden_states: torch.Tensor, adapters: Sequence[AdapterRows] = ()
+        self, hidden_states: torch.Tensor, adapters: RowAdapters = ()
     ) -> torch.Tensor:
         """Compute the logits of some rows.
 

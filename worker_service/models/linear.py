@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from pagewire_kernels import reference
 from pagewire_kernels.cpu import linear as native
 from pagewire_kernels.cpu.adapters import ActiveRows, EmbeddingDeltas, NativeDeltas
 from pagewire_kernels.cpu.checks import DTYPES
@@ -32,6 +33,7 @@ from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight, quantize, stack
 from pagewire_kernels.reference import Gate, Routing
+from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.distributed.layout import Shard
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -317,6 +319,11 @@ class Additions(Protocol):
     """What is added to the products of a layer, or to the rows of an embedding; see
     `models/adapters.py`."""
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the present step may have rows to which something is added."""
+        ...
+
     def of_step(self) -> NativeDeltas | None:
         """What the C++ kernels add in the present step; None: nothing."""
         ...
@@ -325,6 +332,26 @@ class Additions(Protocol):
         """The sum of a product of `x` and what is added in the present step, where the C++ kernels
         do not compute it. x: rows, or the indices of an embedding's."""
         ...
+
+
+def _make_slots(
+    context: ModelContext,
+    parts: Sequence[LinearPart],
+    a_shape: tuple[int, ...],
+    max_slots: int,
+    max_rank: int,
+) -> SlotDeltas | None:
+    """Make slots for what adapters add to a layer with these parts on a GPU; None elsewhere, and if
+    the layer has no parts. a_shape: as for `SlotDeltas`."""
+    if _is_on_cpu(context) or not parts:
+        return None
+    kernels: ModuleType = reference
+    if find_spec("triton") is not None:
+        from pagewire_kernels import triton as kernels  # imported only if it is used
+
+    add = kernels.add_embedding_deltas if len(a_shape) == 1 else kernels.add_deltas
+    outputs = [part.outputs for part in parts]
+    return SlotDeltas(outputs, a_shape, max_slots, max_rank, add, context.empty(0))
 
 
 class Linear(nn.Module):
@@ -368,10 +395,15 @@ class Linear(nn.Module):
         """The weight as the C++ kernels have it; None if torch computes the product."""
         return self.packed if isinstance(self.packed, NativeWeight) else None
 
-    def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas | None:
-        """Make slots for what adapters add to the C++ product; None if torch computes it."""
+    def make_deltas(
+        self, rows: ActiveRows, max_slots: int, max_rank: int
+    ) -> NativeDeltas | SlotDeltas | None:
+        """Make slots for what adapters add to the C++ product, or on a GPU; None if torch computes
+        the product on a CPU."""
         if self.native_weight is None:
-            return None
+            parts = [part for _, part in self.parts()]
+            a_shape = len(parts), self._inputs.size
+            return _make_slots(self._context, parts, a_shape, max_slots, max_rank)
         return self.native_weight.make_deltas(rows, max_slots, len([*self.parts()]), max_rank)
 
     def parts(self) -> Iterator[tuple[str, LinearPart]]:
@@ -534,7 +566,8 @@ class GatedLinear(Linear):
         if self._gated is not None:
             deltas = None if self.additions is None else self.additions.of_step()
             return self._gated.apply(rows, self.bias, deltas)
-        if self._few_rows is not None and self._few_rows.are_few(rows):
+        has_additions = self.additions is not None and self.additions.is_active
+        if self._few_rows is not None and self._few_rows.are_few(rows) and not has_additions:
             return self._few_rows.multiply_gated(rows, self.weight, self.bias, self._activation)
         return self._kernels.act_and_mul(super().forward(rows), self._activation)
 
@@ -601,11 +634,14 @@ class VocabEmbedding(nn.Module):
         part = LinearPart([rows.size, self.shard.total], columns, rows, None, slice(0, rows.size))
         yield self._name.removesuffix(".weight"), part
 
-    def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas | None:
+    def make_deltas(
+        self, rows: ActiveRows, max_slots: int, max_rank: int
+    ) -> NativeDeltas | SlotDeltas | None:
         """As `Linear.make_deltas`."""
         native_library, dtype = _native_library(self._context.dtype), self._context.dtype
         if native_library is None or not _is_on_cpu(self._context):
-            return None
+            parts, num_tokens = [part for _, part in self.parts()], max(1, self.shard.size)
+            return _make_slots(self._context, parts, (num_tokens,), max_slots, max_rank)
         sizes = self._size, self.shard.size
         return EmbeddingDeltas(*sizes, rows, max_slots, max_rank, native_library, dtype)
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import (
-    AdapterRows,
     AttentionMetadata,
     LayerCaches,
     LayerMemory,
     LayerStates,
+    RowAdapters,
     StepBatch,
+    have_adapters,
 )
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
@@ -129,7 +130,7 @@ class ActivatesAdapters(Protocol):
         """
         ...
 
-    def activate_head(self, adapters: Sequence[AdapterRows], num_rows: int) -> None:
+    def activate_head(self, adapters: RowAdapters, num_rows: int) -> None:
         """Let the LM head compute adapters of the present step, by rows of its inputs."""
         ...
 
@@ -392,7 +393,8 @@ class NativeModel(LoadableModule):
     def forward_to_logits(self, batch: StepBatch) -> Computed:
         """As `forward`, with logits of `batch.sampled` if the LM head is part of the recorded
         program."""
-        if not batch.adapters or self.adapters is None:  # a draft model ignores them
+        if not have_adapters(batch.adapters) or self.adapters is None:
+            # A draft model ignores them.
             return self._forward(batch, self._program)
         if self.adapters.activate(batch):
             self._program_with_adapters = self._prepare()
@@ -440,14 +442,14 @@ class NativeModel(LoadableModule):
         return tuple(by_layer[layer] for layer in self._captured_layers)
 
     @torch.inference_mode()
-    def compute_logits(self, hidden_states: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, adapters: RowAdapters = ()) -> Tensor:
         """Compute the logits of some rows, see `interface.Model`: float32 [num_rows, vocab_size].
 
         A stage without the LM head returns the hidden states, which trial runs compare.
         """
         if self.head is None:
             return hidden_states.float()
-        if not adapters or self.adapters is None:
+        if not have_adapters(adapters) or self.adapters is None:
             return self._apply_head(hidden_states)
         self.adapters.activate_head(adapters, len(hidden_states))
         try:

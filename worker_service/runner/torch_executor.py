@@ -145,6 +145,8 @@ class TorchExecutor:
 
     def load(self) -> ModelFacts:
         """Load the model; raises what the loader raises."""
+        if self._runner.compile and self._adapters is not None:
+            raise InvalidOption("enable_lora: cannot be combined with --compile")
         if self._rendezvous is not None:
             self._rendezvous.open()
         self._loaded = self._load()
@@ -173,7 +175,7 @@ class TorchExecutor:
         if name is not None and self._loaded.communicator.layout.world_size > 1:
             model.kv_cache_spec = replace(model.kv_cache_spec, has_shared_drafts=True)
         if self._adapters is not None:
-            model = require_native(model, self._device)
+            model = require_native(model)
             limits = self._adapter_config.max_loras, self._adapter_config.max_lora_rank
             self._slots = model.adapters = AdapterSlots(model, self._adapters, *limits)
         self._loaded = release_windows(self._loaded, self._config)
@@ -231,19 +233,25 @@ class TorchExecutor:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         shape, size = self._state_shape, self.loaded.block_size
+        num_graphs = 2 * len(shape.sizes) + len(shape.mixed)  # see `StepGraphs`
         sample = self._sample_padding if self._has_device_steps else sample_on_host
         if self._draft is not None and not isinstance(self._draft, EagleHead):
             SyntheticBatches(self._draft, size, self._device).run(2, WARM_UP_TOKENS)
         return profile_blocks(
             SyntheticBatches(
-                self.loaded.model, size, self._device, sample, self.loaded.pooler is None
+                self.loaded.model,
+                size,
+                self._device,
+                sample,
+                generates=self.loaded.pooler is None,
+                with_adapters=self._device.type != "cpu" and self._slots is not None,
             ),
             self._config,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
             num_ranks=self.loaded.communicator.layout.world_size,
-            num_graphs=2 * len(shape.sizes) + len(shape.mixed),  # see `StepGraphs`
+            num_graphs=num_graphs * (1 + shape.with_adapters),
             largest_graph=shape.largest,
             later_bytes=self._state_bytes(shape)
             + self.loaded.communicator.bytes_to_allocate(self._device),
@@ -322,7 +330,8 @@ class TorchExecutor:
             self._state = self._make_state(cache)
         check = None if self._rendezvous is None else self.loaded.communicator.joined.check
         model, pooling = self.loaded.model, self._pooling
-        return DeviceSteps(model, cache, self._state, self._make_event, check, pooling)
+        state, event = self._state, self._make_event
+        return DeviceSteps(model, cache, state, event, check, pooling, self._slots)
 
     def _state_bytes(self, shape: StateShape) -> int:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
@@ -379,6 +388,7 @@ class TorchExecutor:
             num_seqs=self._max_num_seqs,
             sizes=graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs)),
             mixed=mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens)),
+            with_adapters=self._slots is not None,
         )
 
     def check_device(self) -> None:

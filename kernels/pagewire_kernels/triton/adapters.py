@@ -142,9 +142,8 @@ def add_deltas(y: Tensor, x: Tensor, slots: Tensor, table: DeltaTable) -> None:
 
 def add_embedding_deltas(y: Tensor, token_ids: Tensor, slots: Tensor, table: DeltaTable) -> None:
     """As `reference.add_embedding_deltas`. A row's bits do not depend on the other rows."""
-    if len(token_ids):
-        of_rows = table.a[slots.clamp(min=0), token_ids]
-        _add_products(y, of_rows.float().unsqueeze(0), slots, table)
+    of_rows = table.a[slots.clamp(min=0), token_ids]
+    _add_products(y, of_rows.float().unsqueeze(0), slots, table)
 
 
 def _launch_a(x: Tensor, slots: Tensor, a: Tensor, ranks: Tensor) -> LayoutLaunch | None:
@@ -188,7 +187,8 @@ def _add_products(y: Tensor, partial: Tensor, slots: Tensor, table: DeltaTable) 
     the parts of the products with A."""
     tiles = _tiles(table.outputs, y.device)
     launch = derived(_launch_b, y, partial, slots, table.b, table.scales, table.ranks, tiles)
-    run(launch, (y, partial, slots, table.b, table.scales, table.ranks, tiles))
+    if launch is not None:
+        run(launch, (y, partial, slots, table.b, table.scales, table.ranks, tiles))
 
 
 def _launch_b(
@@ -199,7 +199,7 @@ def _launch_b(
     scales: Tensor,
     ranks: Tensor,
     tiles: Tensor,
-) -> LayoutLaunch:
+) -> LayoutLaunch | None:
     (num_splits, num_rows, _), (num_slots, num_outputs, max_rank) = partial.shape, b.shape
     num_parts = scales.shape[1]
     expect_tensors(
@@ -214,6 +214,8 @@ def _launch_b(
         f"y: expected at least {num_outputs} columns, got {y.shape[1]}",
     )
     expect(b[0].is_contiguous(), f"b: expected contiguous slots, got strides {b.stride()}")
+    if num_rows == 0 or len(tiles) == 0:
+        return None
     return layout_launch(
         _add_b,
         (triton.cdiv(num_rows, _TILE_ROWS), len(tiles)),

@@ -91,7 +91,7 @@ DENSE_EMBEDDING = {"awq": _awq, "fp8": _fp8, "nf4": _nf4}
 """Makers of checkpoints whose embeddings are not quantized."""
 
 
-def _packed_model(path: Path, **options: Any) -> NativeModel:
+def packed_model(path: Path, **options: Any) -> NativeModel:
     """With the weights of a checkpoint as they are on a GPU."""
     config = read_config(path)
     place = ModelContext(
@@ -158,7 +158,7 @@ def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_on
 ) -> None:
     make = DENSE_EMBEDDING.get(source, partial(_gguf, source))
     path, reference = make(tmp_path)
-    model = _packed_model(path)
+    model = packed_model(path)
     assert model.embedding is not None
     of_layers = [linear for linear in _linears(model) if linear is not model.head]
     assert all(_is_packed(linear) for linear in of_layers)
@@ -178,7 +178,7 @@ def test_weights_that_are_rounded_while_loading_are_packed(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
     path = make_checkpoint(family, tmp_path, hidden_size=64, intermediate_size=96, head_dim=16)
-    model = _packed_model(path, quantization=quantization)
+    model = packed_model(path, quantization=quantization)
     assert model.embedding is not None
     assert all(_is_packed(linear) for linear in _linears(model))
     assert _is_packed(model.embedding)

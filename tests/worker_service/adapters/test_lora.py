@@ -18,7 +18,7 @@ from tests.support.lora import EMBEDDING, HEAD, LAYERS, PeftAdapter, make_adapte
 from tests.support.transformers_oracle import oracle
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
-from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
+from worker_service.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.errors import (
     AdapterNotFound,
     BadAdapter,
@@ -364,6 +364,20 @@ def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) 
 def test_models_that_run_through_transformers_refuse_adapters() -> None:
     with pytest.raises(InvalidOption, match="enable_lora: expected a native model"):
         executor("phi")
+
+
+def test_compiled_layers_refuse_adapters() -> None:
+    config = AdapterConfig(enable_lora=True)
+    runner = RunnerConfig(compile=True)
+    compiled = TorchExecutor(
+        CacheConfig(),
+        Profiler(Path()),
+        lambda: load_blocks(base_of("llama")),
+        runner=runner,
+        adapters=config,
+    )
+    with pytest.raises(InvalidOption, match="enable_lora: cannot be combined with --compile"):
+        compiled.load()
 
 
 def test_an_adapter_of_the_hub_is_read_from_its_cache(

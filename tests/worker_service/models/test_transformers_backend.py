@@ -1,6 +1,5 @@
 """Models that the transformers backend refuses, and its special cases."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagewire_kernels.batch import AdapterRows, StepBatch
+from pagewire_kernels.batch import RowAdapters, StepBatch
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.loading import load
 from tests.support.paged_driver import PagedDriver
@@ -177,7 +176,7 @@ class _Misplaced:
     def forward(self, batch: StepBatch) -> Tensor:
         return (batch.token_ids + 1000 * torch.arange(len(batch.token_ids))).float()[:, None]
 
-    def compute_logits(self, hidden_states: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, adapters: RowAdapters = ()) -> Tensor:
         return torch.sin(hidden_states * torch.arange(1, VOCAB_SIZE + 1))
 
 

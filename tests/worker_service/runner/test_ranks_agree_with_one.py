@@ -14,7 +14,7 @@ from scheduler_service.core.request import Generation
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine, Output
 from tests.support.lora import random_adapter
-from tests.support.rank_threads import ParallelEngine
+from tests.support.rank_threads import AheadExecutor, Executor, ParallelEngine
 from worker_service.adapters.lora import LoraAdapter
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption
@@ -68,13 +68,16 @@ def _adapters(model: Path) -> list[LoraAdapter]:
     return [random_adapter(loaded.model, seed, rank=rank) for seed, rank in enumerate((1, 4))]
 
 
-def _with_adapters(model: Path, tensor: int, pipeline: int) -> list[Output]:
+def _with_adapters(
+    model: Path, tensor: int, pipeline: int, executor: type[Executor] = Executor
+) -> list[Output]:
     """Outputs of the prompts; every third one has no adapter, the others have two in turn."""
     engine = ParallelEngine(
         model,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         config=SMALL,
+        executor=executor,
         adapters=AdapterConfig(enable_lora=True, max_loras=2),
     )
     names = {adapter.info.digest.hex(): str(i) for i, adapter in enumerate(_adapters(model))}
@@ -233,5 +236,17 @@ def test_ranks_with_adapters_agree_that_hold_the_same_kv_head(
 ) -> None:
     model = odd_models[FEW_KV_HEADS]
     together, expected = _with_adapters(model, tensor, pipeline), _one_rank_with_adapters(model)
+    assert [o.token_ids for o in together] == [o.token_ids for o in expected]
+    assert _largest_difference(together, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "tensor"), [("llama", 1), ("llama_tied", 2), ("gpt2", 2)])
+def test_ranks_with_adapters_that_launch_ahead_agree_with_one_rank(
+    family: str, tensor: int
+) -> None:
+    """As on GPUs: rows are replayed with the slots of their adapters."""
+    model = checkpoint(family)
+    together = _with_adapters(model, tensor, 1, AheadExecutor)
+    expected = _one_rank_with_adapters(model)
     assert [o.token_ids for o in together] == [o.token_ids for o in expected]
     assert _largest_difference(together, expected) <= TOLERANCE

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from pagewire_kernels.batch import AdapterRows, LayerCaches, StepBatch
+from pagewire_kernels.batch import LayerCaches, RowAdapters, StepBatch
 from pagewire_kernels.reference import activate
 from pagewire_kernels.select import Kernels
 from worker_service.errors import UnsupportedModel
@@ -311,7 +311,7 @@ class TransformersModel:
             self._state.batch = None
 
     @torch.inference_mode()
-    def compute_logits(self, hidden_states: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, adapters: RowAdapters = ()) -> Tensor:
         """Logits of the model's own head: float32 [num_rows, vocab_size]."""
         with self._ops:
             output = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False)

@@ -43,3 +43,7 @@ class StepColumns(NamedTuple):
     reports: StepReports
     changes: list[Column]
     """Of `DeviceRows`."""
+
+    adapter_slots: Int64Array | None = None
+    """[num_tokens]: the slot of the adapter of each token's sequence, NO_SLOT for none; None: no
+    sequence has one."""

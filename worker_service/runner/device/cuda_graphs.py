@@ -8,13 +8,18 @@ and the tensors of `DeviceRows`.
 Batches of decodes have graphs by number of sequences, and mixed batches, of decodes and chunks of
 prompts in any proportion, by number of tokens. A batch is padded to the next size with rows that
 belong to no sequence: they have row `padding_row`, write to no slot (slot mapping -1 in every cache
-group) and attend over nothing (context length 0).
+group), attend over nothing (context length 0) and have no adapter.
+
+Where sequences may have adapters, there are two graphs of each kind and size, of which one adds
+those in the slots that its column of rows names. A step without adapters replays the other one,
+which is that of a worker without adapters.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +29,14 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from pagewire_kernels.batch import LayerMemory, SamplingRows, StepBatch, StepInputs
+from pagewire_kernels.batch import (
+    LayerMemory,
+    RowAdapters,
+    SamplingRows,
+    StepBatch,
+    StepInputs,
+)
+from pagewire_kernels.slot_deltas import NO_SLOT
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Staging
@@ -40,6 +52,9 @@ Replay = Callable[[], None]
 
 _SAMPLING_COLUMNS = ("row_ids", "outputs", "mask_rows")
 """Inputs of sampling: as the first three of `SamplingRows`."""
+
+_ADAPTER_SLOTS = "adapter_slots"
+"""Of decodes and rows that sample, and in another column of the tokens of mixed batches."""
 
 _DECODE_COLUMNS = ("token_ids", "positions", "context_lens")
 
@@ -137,8 +152,10 @@ class StepGraphs:
         sampler: DeviceSampler,
         sizes: Sequence[int],
         mixed: Sequence[int] = (),
+        with_adapters: bool = False,
     ) -> None:
-        """sizes: of batches of decodes, in sequences; mixed: of other batches, in tokens.
+        """sizes: of batches of decodes, in sequences; mixed: of other batches, in tokens;
+        with_adapters: whether rows may have adapters.
 
         Records nothing yet."""
         self._model = model
@@ -150,8 +167,13 @@ class StepGraphs:
         self._slots = [f"slot_mapping_{group}" for group in range(len(device_rows.block_tables))]
         of_rows = dict.fromkeys(("row_ids", "seq_rows", "token_rows"), device_rows.padding_row)
         self._padding = of_rows | dict.fromkeys(("mask_rows", *self._slots), -1)
+        self._padding[_ADAPTER_SLOTS] = NO_SLOT
         """Values of padding rows, by name of the column, other than 0."""
-        self._decode_names = (*_SAMPLING_COLUMNS, *_DECODE_COLUMNS, *self._slots)
+        self._kinds = (True, False) if with_adapters else (False,)
+        """Whether graphs add adapters, by kind of graph."""
+        self._of_adapters = (_ADAPTER_SLOTS,) if with_adapters else ()
+        columns = _SAMPLING_COLUMNS, _DECODE_COLUMNS, self._of_adapters, self._slots
+        self._decode_names = tuple(name for names in columns for name in names)
         device, largest = device_rows.sampling.latest.device, self._sizes[-1]
         self._mixed_start = self._num_words = _aligned(len(self._decode_names) * largest)
         if mixed:
@@ -167,9 +189,10 @@ class StepGraphs:
         self.bitmask = sampler.bitmask(largest, model.vocab_size)
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
-        self._forwards: dict[int, Replay] = {}
-        self._samplings: dict[int, Replay] = {}
-        self._mixed: dict[int, Replay] = {}
+        self._forwards: dict[tuple[int, bool], Replay] = {}
+        """By size, and whether adapters are added; as the next two."""
+        self._samplings: dict[tuple[int, bool], Replay] = {}
+        self._mixed: dict[tuple[int, bool], Replay] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -190,20 +213,21 @@ class StepGraphs:
         )
         console = Console(stderr=True)
         hidden = not console.is_terminal
-        work = [*(partial(self._record_mixed, recorder, size) for size in mixed)]
-        work += [partial(self._record_decodes, recorder, size) for size in sizes]
+        recordings = [partial(self._record_mixed, size) for size in mixed]
+        recordings += [partial(self._record_decodes, size) for size in sizes]
+        work = [partial(made, recorder, adds) for made in recordings for adds in self._kinds]
         for record in track(work, "recording steps", console=console, disable=hidden):
             record()
         logger.info("steps recorded seconds=%.1f", time.monotonic() - started)
 
-    def _record_decodes(self, recorder: GraphRecorder, size: int) -> None:
+    def _record_decodes(self, size: int, recorder: GraphRecorder, adds: bool) -> None:
         self._pad(self._decode_columns(self._words, size))
-        self._forwards[size] = recorder.record(partial(self._forward, size))
-        self._samplings[size] = recorder.record(partial(self._sample, size))
+        self._forwards[size, adds] = recorder.record(partial(self._forward, size, adds))
+        self._samplings[size, adds] = recorder.record(partial(self._sample, size, adds))
 
-    def _record_mixed(self, recorder: GraphRecorder, size: int) -> None:
+    def _record_mixed(self, size: int, recorder: GraphRecorder, adds: bool) -> None:
         self._pad(self._mixed_columns(self._words, size))
-        self._mixed[size] = recorder.record(partial(self._forward_mixed, size))
+        self._mixed[size, adds] = recorder.record(partial(self._forward_mixed, size, adds))
 
     def run(self, step: StepColumns, staging: Staging) -> DevicePass | None:
         """Send the inputs of a step, and compute it up to the last hidden states by the graph of a
@@ -223,14 +247,14 @@ class StepGraphs:
         words = self._host_words(step, size, num_tokens)
         sampling_rows = self._rows(size, num_sampling)
         _, *sent = staging.send([words, *further], self.static_inputs)
-        num_reported = len(reports.columns)
+        num_reported, adds = len(reports.columns), step.adapter_slots is not None
         self._device_rows.apply(sent[num_reported:])
-        (self._forwards[size] if num_tokens is None else self._mixed[num_tokens])()
+        (self._forwards[size, adds] if num_tokens is None else self._mixed[num_tokens, adds])()
         return DevicePass(
             rows=sampling_rows,
-            logits=partial(self._logits, num_sampling),
+            logits=partial(self._logits, size, num_sampling, adds),
             reported=sent[:num_reported],
-            sample=self._samplings[size],
+            sample=self._samplings[size, adds],
             outcome=self.outcome[:num_sampling],
         )
 
@@ -254,6 +278,10 @@ class StepGraphs:
         decodes = self._decode_columns(words, size)
         self._pad(decodes)
         _fill(decodes, step.sampling._asdict())
+        of_adapters: dict[str, Int64Array] = {}
+        if step.adapter_slots is not None:
+            of_adapters[_ADAPTER_SLOTS] = step.adapter_slots
+            _fill(decodes, {_ADAPTER_SLOTS: step.adapter_slots[step.states]})
         slots = dict(zip(self._slots, inputs.slot_mappings, strict=True))
         by_token = {"token_ids": inputs.token_ids, "positions": inputs.positions, **slots}
         if num_tokens is None:
@@ -263,7 +291,7 @@ class StepGraphs:
         self._pad(mixed)
         mixed["query_start"][:] = inputs.query_start[-1]
         mixed["num_decodes"][:] = inputs.num_decodes
-        _fill(mixed, by_token)
+        _fill(mixed, by_token | of_adapters)
         by_seq = {"seq_rows": inputs.row_ids, "context_lens": inputs.context_lens}
         _fill(mixed, {**by_seq, "query_start": inputs.query_start})
         _fill(mixed, {"token_rows": inputs.token_row_ids, "last_states": step.states})
@@ -275,10 +303,14 @@ class StepGraphs:
         row_ids, outputs, mask_rows = (columns[name][:num_rows] for name in _SAMPLING_COLUMNS)
         return SamplingRows(row_ids, outputs, mask_rows, self.bitmask)
 
-    def _logits(self, num_rows: int) -> Tensor:
-        """Logits of the first rows, float32 [num_rows, vocab_size], computed eagerly."""
+    def _logits(self, size: int, num_rows: int, adds: bool) -> Tensor:
+        """Logits of the first rows of a padded size, float32 [num_rows, vocab_size], computed
+        eagerly. adds: what adapters add."""
         assert self._hidden is not None, "recorded before"
-        return self._model.compute_logits(self._hidden[:num_rows])
+        adapters: RowAdapters = ()
+        if adds:
+            adapters = self._decode_columns(self._words, size)[_ADAPTER_SLOTS][:num_rows]
+        return self._model.compute_logits(self._hidden[:num_rows], adapters)
 
     @property
     def _words(self) -> Tensor:
@@ -295,7 +327,7 @@ class StepGraphs:
         largest = self._sizes[-1]
         num_seqs = min(size, largest)
         by_seq = {"seq_rows": num_seqs, "context_lens": num_seqs, "query_start": num_seqs + 1}
-        by_token = ("token_ids", "positions", "token_rows", *self._slots)
+        by_token = ("token_ids", "positions", "token_rows", *self._of_adapters, *self._slots)
         return {**by_seq, "num_decodes": 1, "last_states": largest, **dict.fromkeys(by_token, size)}
 
     def _mixed_columns(self, words: Any, size: int) -> dict[str, Any]:
@@ -311,10 +343,10 @@ class StepGraphs:
         for name, column in columns.items():
             column[:] = self._padding.get(name, 0)
 
-    def _forward(self, size: int) -> None:
+    def _forward(self, size: int, adds: bool) -> None:
         columns = self._decode_columns(self._words, size)
         rows, query_start = columns["row_ids"], self._query_start[: size + 1]
-        batch = self._batch(columns, rows, rows, query_start, max_query_len=1)
+        batch = self._batch(columns, rows, rows, query_start, adds, max_query_len=1)
         hidden = self._model.forward(batch)
         self._states(hidden)[:size].copy_(hidden)
 
@@ -324,6 +356,7 @@ class StepGraphs:
         token_rows: Tensor,
         seq_rows: Tensor,
         query_start: Tensor,
+        adds: bool,
         **metadata: Any,
     ) -> StepBatch:
         slot_mappings = [columns[name] for name in self._slots]
@@ -336,9 +369,10 @@ class StepGraphs:
             context_lens=columns["context_lens"],
         )
         length = self._model.max_model_len
-        return self._sampler.prepare(
+        batch = self._sampler.prepare(
             inputs, slot_mappings, self._caches, query_start, length, **metadata
         )
+        return replace(batch, adapters=columns[_ADAPTER_SLOTS]) if adds else batch
 
     def _states(self, like: Tensor) -> Tensor:
         """Where graphs leave the hidden states to sample from, for the largest batch."""
@@ -346,22 +380,23 @@ class StepGraphs:
             self._hidden = like.new_zeros((self._sizes[-1], like.shape[1]))
         return self._hidden
 
-    def _forward_mixed(self, size: int) -> None:
+    def _forward_mixed(self, size: int, adds: bool) -> None:
         columns = self._mixed_columns(self._words, size)
         batch = self._batch(
             columns,
             columns["token_rows"],
             columns["seq_rows"],
             columns["query_start"],
+            adds,
             max_query_len=max(2, size),
             device_num_decodes=columns["num_decodes"],
         )
         hidden = self._model.forward(batch)
         torch.index_select(hidden, 0, columns["last_states"], out=self._states(hidden))
 
-    def _sample(self, size: int) -> None:
+    def _sample(self, size: int, adds: bool) -> None:
         rows, outcome = self._rows(size, size), self.outcome[:size]
-        logits = self._logits(size)
+        logits = self._logits(size, size, adds)
         if self._sampler.samples:
             self._sampler.sample(logits, rows, outcome)
         self._sampler.share(rows, outcome)

@@ -1,10 +1,11 @@
 """The forward pass of a step on a device, operation by operation."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from pagewire_kernels.batch import LayerMemory, SamplingRows, StepInputs
+from pagewire_kernels.batch import LayerMemory, RowAdapters, SamplingRows, StepInputs
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Staging
 from worker_service.runner.batch.inputs import whole_texts
@@ -32,6 +33,7 @@ def compute_eagerly(
         columns.states,
         *columns.sampling,
         *inputs.slot_mappings,
+        *([] if columns.adapter_slots is None else [columns.adapter_slots]),
     ]
     int32 = [column.astype(np.int32) for column in host]
     sent = iter(staging.send([*int32, *reported, *columns.changes]))
@@ -39,6 +41,11 @@ def compute_eagerly(
     context_lens, query_start, states = (next(sent) for _ in range(3))
     row_ids, outputs, mask_rows = (next(sent) for _ in columns.sampling)
     slots = [next(sent) for _ in inputs.slot_mappings]
+    adapters: RowAdapters = ()
+    of_states: RowAdapters = ()
+    if columns.adapter_slots is not None:
+        adapters = next(sent)
+        of_states = adapters.index_select(0, states)
     reports = [next(sent) for _ in reported]
     state.rows.apply([*sent])
     if inputs.token_types is not None:
@@ -53,10 +60,11 @@ def compute_eagerly(
             max_query_len=inputs.max_query_len,
             num_decodes=inputs.num_decodes,
         )
+        batch = replace(batch, adapters=adapters)
     hidden = model.forward(batch)
     return DevicePass(
         rows=SamplingRows(row_ids, outputs, mask_rows, state.sampler.no_masks),
-        logits=lambda: model.compute_logits(hidden.index_select(0, states)),
+        logits=lambda: model.compute_logits(hidden.index_select(0, states), of_states),
         reported=reports,
         hidden=hidden,
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
+from pagewire_kernels.batch import NOT_SAMPLED, AdapterRows, SamplingRows
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
@@ -71,6 +71,9 @@ class StepReports:
     targets: Int64Array
     """The tokens of all spans, concatenated."""
 
+    adapters: Sequence[Sequence[AdapterRows]]
+    """Of each span, the adapter of all of its tokens, or none."""
+
     reporting: Int64Array
     """The plan's rows with spans that do not sample."""
 
@@ -94,6 +97,7 @@ class StepReports:
             with_candidates=with_candidates,
             num_candidates=num_candidates[with_candidates],
             spans=spans,
+            adapters=[_adapter_of(span, table) for span in spans],
             targets=np.concatenate([*tokens, np.empty(0, np.int64)]).astype(np.int64),
             reporting=reporting,
             reporting_ids=rows.row_ids[reporting],
@@ -108,6 +112,11 @@ class StepReports:
     def is_empty(self) -> bool:
         """Whether no row reports anything."""
         return not any(map(len, self.columns))
+
+
+def _adapter_of(span: PromptSpan, table: SequenceTable) -> Sequence[AdapterRows]:
+    digest = table.adapters.get(span.row_id)
+    return () if digest is None else (AdapterRows(digest, None),)
 
 
 def logprob_entries(
@@ -184,7 +193,7 @@ def sample(
     the rows that only report on their prompts; and the reports. pooled: what else is copied."""
     rows, (with_logprobs, with_candidates, _, reporting) = queued.rows, queued.reported
     # A row whose prompt has an invalid log probability has failed before it samples.
-    prompts = [[*pieces] for pieces in _prompt_pieces(queued, reports.spans, sampler, model)]
+    prompts = [[*pieces] for pieces in _prompt_pieces(queued, reports, sampler, model)]
     num_rows = len(rows.row_ids)
     numbers = torch.empty(num_rows + len(reporting), dtype=torch.int64, device=reporting.device)
     outcome = numbers[:num_rows]
@@ -219,18 +228,18 @@ def sample(
 
 def _prompt_pieces(
     queued: DevicePass,
-    spans: Sequence[PromptSpan],
+    reports: StepReports,
     sampler: DeviceSampler,
     model: Model,
 ) -> Iterator[Iterator[LogprobTensors]]:
     """Yield the log probabilities of each span's tokens, in pieces; none unless this rank
     samples."""
     start, targets = 0, queued.reported[2]
-    for span in spans:
+    for span, adapters in zip(reports.spans, reports.adapters, strict=True):
         assert queued.hidden is not None, "a step with prompts is computed eagerly"
         count = span.end - span.start
         hidden = queued.hidden[span.first_state : span.first_state + count]
-        pieces = prompt_logits(model, hidden, targets[start : start + count])
+        pieces = prompt_logits(model, hidden, targets[start : start + count], adapters)
         yield (
             sampler.prompt_logprobs(*piece, span.num_top, span.row_id)
             for piece in pieces

@@ -36,6 +36,9 @@ class StateShape:
     mixed: Sequence[int] = ()
     """Padded numbers of tokens of mixed batches that are captured."""
 
+    with_adapters: bool = False
+    """Whether graphs with adapters are captured, too."""
+
     @property
     def largest(self) -> tuple[int, int]:
         """The most sequences and the most tokens of a batch that is captured; 0 without graphs."""
@@ -57,7 +60,8 @@ class StateShape:
         if not self.sizes:
             return rows.num_bytes
         sampler = DeviceSampler(rows, step_kernels(device), model.vocab_size)
-        graphs = StepGraphs(model, (), rows, sampler, self.sizes, self.mixed)
+        sizes = self.sizes, self.mixed, self.with_adapters
+        graphs = StepGraphs(model, (), rows, sampler, *sizes)
         return rows.num_bytes + graphs.num_bytes
 
 
@@ -88,7 +92,7 @@ class DeviceState:
         self.graphs: StepGraphs | None = None
         if recorder is not None and shape.sizes:
             parts = model, cache.caches, self.rows, self.sampler
-            self.graphs = StepGraphs(*parts, shape.sizes, shape.mixed)
+            self.graphs = StepGraphs(*parts, shape.sizes, shape.mixed, shape.with_adapters)
             _record(self.graphs, recorder)
 
 

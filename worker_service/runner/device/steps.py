@@ -27,16 +27,18 @@ A launch waits until the host knows tokens only in these cases:
   before; the step itself is computed on the host, which waits for the device |
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from pagewire_kernels.batch import mask_width
+from pagewire_kernels.slot_deltas import NO_SLOT
 from worker_service.array_types import Int64Array
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
-from worker_service.runner.batch.inputs import lay_out
+from worker_service.runner.batch.inputs import HostInputs, lay_out
 from worker_service.runner.batch.pooling import Pooling
 from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.batch.step_rows import resolve_rows
@@ -56,6 +58,14 @@ from worker_service.runner.state.sequence_state import NO_PLACEHOLDER, SequenceS
 from worker_service.runner.state.sequence_table import PlanRows
 
 
+class PlacesAdapters(Protocol):
+    """The adapters that the layers of a model hold; see `models/adapters.py`."""
+
+    def place(self, digests: Sequence[bytes]) -> list[int]:
+        """Put the adapters of a step into slots, and return these. Raises InvalidPlan."""
+        ...
+
+
 class DeviceSteps:
     """Launches steps on one KV cache before the results of earlier ones are known."""
 
@@ -67,11 +77,13 @@ class DeviceSteps:
         make_event: Callable[[], DeviceEvent] = CudaEvent,
         check: Callable[[], None] | None = None,
         pooling: Pooling | None = None,
+        adapters: PlacesAdapters | None = None,
     ) -> None:
         """make_event: records an event on the current stream; check: raises GroupBroken if the
         ranks that share the model were interrupted, None for one rank; pooling: None generates
-        tokens."""
+        tokens; adapters: those that sequences may have, None: none."""
         self._model = model
+        self._adapters = adapters
         self._caches = cache.caches
         self._state = state
         self._buffers = BufferPool(cache.device_cache.device)
@@ -117,7 +129,8 @@ class DeviceSteps:
         begin = self._make_event()
         num_tokens, firsts = rows.num_tokens[computes], rows.firsts[computes]
         inputs = lay_out(rows.row_ids[computes], firsts, num_tokens, table)
-        columns = StepColumns(inputs, sampling, states, reports, changes)
+        slots = _adapter_slots(inputs, self._adapters) if inputs.adapters else None
+        columns = StepColumns(inputs, sampling, states, reports, changes, slots)
         graphs = state.graphs if self._pooling is None else None  # they keep no hidden states
         queued = graphs.run(columns, buffers.staging) if graphs else None
         if queued is None:
@@ -160,6 +173,16 @@ class DeviceSteps:
         pending.add(step, row_ids, positions)
         self._buffers.add(step)
         return step
+
+
+def _adapter_slots(inputs: HostInputs, adapters: PlacesAdapters | None) -> Int64Array:
+    """Put the adapters of a step into slots; see `StepColumns.adapter_slots`."""
+    assert adapters is not None, "sequences have none"
+    slots = np.full(len(inputs.token_ids), NO_SLOT)
+    placed = adapters.place([digest for digest, _ in inputs.adapters])
+    for slot, (_, rows) in zip(placed, inputs.adapters, strict=True):
+        slots[slice(None) if rows is None else rows] = slot
+    return slots
 
 
 def _resolve_edits(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:

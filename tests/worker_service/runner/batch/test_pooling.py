@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AdapterRows, StepBatch
+from pagewire_kernels.batch import RowAdapters, StepBatch
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.counting_model import loaded_counting_model
 from tests.support.loading import load
@@ -134,7 +134,7 @@ class SumsOfTexts:
         sums = [part.sum().expand(len(part)) for part in batch.token_ids.split(lengths)]
         return torch.stack([torch.cat(sums), types], 1).float()
 
-    def compute_logits(self, hidden_states: Tensor, adapters: Sequence[AdapterRows] = ()) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, adapters: RowAdapters = ()) -> Tensor:
         """What trial runs compare."""
         return hidden_states
 

@@ -8,13 +8,20 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire.v1 import context_pb2
 from tests.support.checkpoints import checkpoint
+from tests.support.lora import random_adapter
 from tests.support.real_generations import BLOCK_SIZE, generate
-from tests.support.runners import make_cache
+from tests.support.runners import make_cache, recorded_on_gpu
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
+from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.store import AdapterStore
 from worker_service.config import ModelConfig
+from worker_service.engine.executor import Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_model
+from worker_service.models.adapters import AdapterSlots
+from worker_service.models.native import NativeModel
 from worker_service.plan import StepPlan
 from worker_service.runner.device.cuda_graphs import CudaGraphRecorder
 from worker_service.runner.device.state import DeviceState, StateShape
@@ -118,6 +125,37 @@ def test_nothing_in_a_launch_waits_for_the_device(
         steps += [runner.launch(plan([Row(1), Row(2), Row(3)])) for _ in range(3)]
     results = [step.collect() for step in steps]
     assert all((result.token_ids >= 0).all() for result in [*expected, *results])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_adapters_are_put_into_slots_without_waiting_for_the_device(loaded: LoadedModel) -> None:
+    model = loaded.model
+    assert isinstance(model, NativeModel)
+    made = [random_adapter(model, seed) for seed in range(3)]
+    store: AdapterStore[LoraAdapter] = AdapterStore(len(made))
+    slots = AdapterSlots(model, store, 2, 4)
+    for adapter in made:
+        slots.prepare(adapter)
+        store.add(adapter)
+    model.adapters = slots
+    cache = make_cache(model, BLOCK_SIZE, device=torch.device(loaded.config.device))
+    runner = recorded_on_gpu(model, cache, BLOCK_SIZE, adapters=store)
+    plans = PlanBuilder(block_size=BLOCK_SIZE)
+    for seq_id, adapter in enumerate(made, start=1):
+        digest = adapter.info.digest
+        part = context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_ADAPTER, digest=digest)
+        plans.add(seq_id, [7] * 20, sampling=sampler_params(temperature=0.0), context=[part])
+
+    def launch(*rows: Row) -> Step:
+        return runner.launch(wire.decode_plan(plans.plan(rows), 0))
+
+    steps = [launch(Row(1, 20)), launch(Row(2, 20)), launch(Row(1), Row(2))]
+    steps[-1].collect()
+    with never_waiting():
+        steps += [launch(Row(3, 20)), launch(Row(3), Row(1)), launch(Row(2), Row(3))]
+    results = [step.collect() for step in steps[3:]]
+    assert all((result.token_ids >= 0).all() for result in results)
+    model.adapters = None
 
 
 def test_what_cannot_be_recorded_leaves_no_trace() -> None:

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pagewire.v1 import context_pb2
 from pagewire_kernels import reference
+from pagewire_kernels.batch import RowAdapters, StepBatch
 from tests.support.counting_model import CountingModel
 from tests.support.runners import MIXED_SIZES, SIZES, HostEvent
 from tests.support.vocabularies import grammars
 from tests.support.worker_driver import Row, sampler_params
 from tests.worker_service.runner.device.test_launching_ahead import PARAMS, Pipeline
+from worker_service.adapters.lora import LoraAdapter, LoraModule
+from worker_service.adapters.store import AdapterStore
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.device.cuda_graphs import Replay
 from worker_service.runner.device.state import DeviceState, StateShape
@@ -99,14 +103,21 @@ class CountedModel(CountingModel):
     def __init__(self, queue: Queue) -> None:
         super().__init__()
         self._queue = queue
+        self.adapters: list[list[int] | None] = []
+        """The slots of the rows of each forward pass, then of its head; None: no row has one."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor:
         with self._queue.one("forward"):
-            return super().forward(*args, **kwargs)
+            self._record(batch.adapters)
+            return super().forward(batch)
 
-    def compute_logits(self, *args: Any, **kwargs: Any) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor, adapters: RowAdapters = ()) -> Tensor:
         with self._queue.one("head"):
-            return super().compute_logits(*args, **kwargs)
+            self._record(adapters)
+            return super().compute_logits(hidden_states, adapters)
+
+    def _record(self, adapters: RowAdapters) -> None:
+        self.adapters.append(adapters.tolist() if isinstance(adapters, Tensor) else None)
 
 
 class CountedKernels:
@@ -187,17 +198,40 @@ OTHER_PARAMS = {
 }
 
 
-def _pipeline(queue: Queue, name: str, mixed: Sequence[int] = MIXED_SIZES) -> Pipeline:
+ADAPTER = LoraAdapter.of_modules({"layer": LoraModule(torch.ones(1, 2), torch.ones(2, 1), 1.0)})
+OF_ADAPTER = [
+    context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_ADAPTER, digest=ADAPTER.info.digest)
+]
+SLOT = 3
+
+
+class OneSlot:
+    """The adapter's place. Implements `PlacesAdapters`."""
+
+    def place(self, digests: Sequence[bytes]) -> list[int]:
+        assert [*digests] == [ADAPTER.info.digest]
+        return [SLOT]
+
+
+def _pipeline(
+    queue: Queue, name: str, mixed: Sequence[int] = MIXED_SIZES, *, with_adapters: bool = False
+) -> Pipeline:
     """Two sequences that have just computed their prompts, and whose blocks have room; the first
-    has these parameters. mixed: numbers of tokens of mixed batches that are recorded."""
+    has these parameters. mixed: numbers of tokens of mixed batches that are recorded;
+    with_adapters: whether sequences may have `ADAPTER`."""
+    adapters: AdapterStore[LoraAdapter] | None = None
+    if with_adapters:
+        adapters = AdapterStore(1)
+        adapters.add(ADAPTER)
 
     def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
         counted, recorder = CountedModel(queue), CountedReplays(queue)
-        shape = StateShape(sizes=SIZES, mixed=mixed)
+        shape = StateShape(sizes=SIZES, mixed=mixed, with_adapters=with_adapters)
         kernels = CountedKernels(queue)
         state = DeviceState(counted, cache, block_size, shape, recorder, kernels=kernels)
-        device = DeviceSteps(counted, cache, state, make_event=HostEvent)
-        return ModelRunner(counted, cache, block_size, grammars(model.vocab_size), device=device)
+        device = DeviceSteps(counted, cache, state, make_event=HostEvent, adapters=OneSlot())
+        known = grammars(model.vocab_size)
+        return ModelRunner(counted, cache, block_size, known, device=device, adapters=adapters)
 
     pipeline = Pipeline(0, make_runner=make_runner, block_size=16)
     pipeline.bench.plans.add(1, [1, 2, 3], sampling=(PARAMS | OTHER_PARAMS)[name])
@@ -281,3 +315,40 @@ def test_more_blocks_cost_one_launch() -> None:
     assert queue.launches == ["index_put_", "replay", "replay"]
     assert (len(queue.copies_in), len(queue.copies_out)) == (1, 1)
     assert queue.waits == []
+
+
+def _slots_of_launch(pipeline: Pipeline, queue: Queue, rows: Sequence[Row]) -> list[Any]:
+    """Launch a step; the slots of its rows that the model and its head were called with."""
+    model = pipeline.bench.runner._model
+    assert isinstance(model, CountedModel)
+    model.adapters.clear()
+    with queue:
+        pipeline.launch(rows)
+    return model.adapters
+
+
+def test_a_step_without_adapters_costs_what_it_does_where_there_are_none() -> None:
+    queue = Queue()
+    pipeline = _pipeline(queue, "greedy", with_adapters=True)
+    assert _slots_of_launch(pipeline, queue, [Row(1), Row(2)]) == [None, None]
+    assert (queue.launches, len(queue.copies_in), queue.waits) == (REPLAYS, 1, [])
+    assert queue.replayed == [*FORWARD, "copy_", *SAMPLING]
+
+
+@pytest.mark.parametrize("mixed", [MIXED_SIZES, ()], ids=["recorded", "eager"])
+def test_rows_with_adapters_are_replayed_with_their_slots_in_the_same_copy(
+    mixed: Sequence[int],
+) -> None:
+    queue = Queue()
+    pipeline = _pipeline(queue, "greedy", mixed, with_adapters=True)
+    pipeline.bench.plans.add(3, [6] * 3, context=OF_ADAPTER)
+    rows = [Row(1), Row(2), Row(3, 3)]
+    slots, of_sampled = _slots_of_launch(pipeline, queue, rows)
+    padding = [-1] * (11 if mixed else 0)  # of 16 tokens and 4 rows
+    assert slots == [-1, -1, *[SLOT] * 3, *padding]
+    assert of_sampled == [-1, -1, SLOT, *padding[:1]]
+    assert (len(queue.copies_in), queue.waits) == (1, [])
+    decodes = _slots_of_launch(pipeline, queue, [Row(3), Row(1)])
+    assert decodes == [[SLOT, -1], [SLOT, -1]]
+    assert (queue.launches, len(queue.copies_in), queue.waits) == (REPLAYS, 1, [])
+    assert queue.replayed == [*FORWARD, "copy_", *SAMPLING]
