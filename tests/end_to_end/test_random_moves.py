@@ -29,7 +29,14 @@ FAMILIES = ("embedded", "gemma2", "llama4", "lfm2", "embedded-kv", "qwen3_5")
 
 NUM_QUICK, NUM_LONG = 18, 120
 QUICK, LONG = range(NUM_QUICK), range(NUM_QUICK, NUM_LONG)
-KINDS = ("drained workers", "fetches", "failed fetches", "lost workers", "lost cores")
+KINDS = (
+    "drained workers",
+    "fetches",
+    "failed fetches",
+    "lost workers",
+    "lost cores",
+    "kept sequences",
+)
 
 
 def moving(number: int) -> Configuration:

@@ -250,7 +250,11 @@ class Deployment:
         )
         self._load_on(worker)
         self._links[index] = Link(worker)
-        self._core.add_worker_group(replace(worker.capacity(str(index)), role=memory.role), now=0.0)
+        self._announce(index, worker)
+
+    def _announce(self, index: int, worker: InProcessWorker) -> None:
+        role = self._configuration.workers[index].role
+        self._core.add_worker_group(replace(worker.capacity(str(index)), role=role), now=0.0)
 
     def _lose(self, loss: Loss) -> None:
         if loss.worker is None:
@@ -270,7 +274,13 @@ class Deployment:
         self._note_end_of_core()
         self._core = SchedulerCore(self._configuration.scheduler)
         self._announce_adapters()
-        for index in [*self._links, *self._absent_until]:
+        for index, link in self._links.items():
+            while link.plans:
+                link.plans.popleft()()
+            link.worker.lose_core()
+            self.disturbance["kept sequences"] += len(link.worker.kept_sequences)
+            self._announce(index, link.worker)
+        for index in self._absent_until:
             self._join(index)
         self._absent_until, self._draining = {}, {}
         for received in self._open():

@@ -16,17 +16,20 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from pagewire.v1 import plan_pb2, sampling_pb2
+from pagewire.v1 import plan_pb2, sampling_pb2, worker_service_pb2
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core.config import (
     CacheGroup,
     CacheLifetime,
+    KeptBlocks,
+    KeptSequence,
     SchedulerConfig,
     WorkerGroupCapacity,
 )
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Generation, Request
 from scheduler_service.core.step_plan import FetchResult, StepResult
+from scheduler_service.core_service.kept_blocks import RankReport, common_blocks, entries_of
 from tests.support.runners import (
     AllDrafts,
     MakeDrafter,
@@ -42,6 +45,7 @@ from worker_service.adapters.store import AdapterStore
 from worker_service.array_types import Int32Array
 from worker_service.cache_groups import CacheGroup as WorkerCacheGroup
 from worker_service.config import ModelConfig
+from worker_service.engine.cached_blocks import CachedBlocks
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
 from worker_service.runner.drafting.drafter import Draft, SequenceDrafter
@@ -127,6 +131,9 @@ class InProcessWorker:
         self._number = next(ADDRESSES)
         self.address = f"worker {self._number}"
         PEERS[self.address] = self
+        self._records = CachedBlocks(num_gpu_blocks, num_cpu_blocks)
+        self._kept = KeptBlocks()
+        """What an earlier core has left."""
         self._leases: dict[int, plan_pb2.BlockLease] = {}
         self._fetches: list[tuple[int, plan_pb2.BlockFetch]] = []
         """With the plan whose result reports the end."""
@@ -146,7 +153,35 @@ class InProcessWorker:
             kv_layout="in process",
             addresses=(self.address,),
             epoch=1,
+            kept=self._kept,
         )
+
+    def lose_core(self) -> None:
+        """Forget the sequences of a core that has died, all results of which were asked for; the
+        next one receives what is in the caches."""
+        self._records.sequences = self._runner.kept_sequences()
+        self._records.settle()
+        self._runner.reset()
+        self._leases, self._fetches = {}, []
+        kept = [
+            worker_service_pb2.KeptSequence.FromString(
+                worker_wire.encode_kept_sequence(sequence).SerializeToString()
+            )
+            for sequence in self._records.sequences
+        ]
+        report = RankReport(
+            key_seed=self._records.key_seed,
+            entries=dict(
+                entries_of(worker_wire.encode_cached_blocks(list(self._records.entries())))
+            ),
+            sequences={one.seq_id: scheduler_wire.decode_kept_sequence(one, "") for one in kept},
+        )
+        self._kept = common_blocks([report])
+
+    @property
+    def kept_sequences(self) -> list[KeptSequence]:
+        """What the present core has received of sequences of the one before."""
+        return self._kept.sequences
 
     def execute(self, plan: bytes) -> StepResult:
         """The result of a serialized plan, carried over the wire's bytes."""
@@ -161,7 +196,10 @@ class InProcessWorker:
         for fetch in message.fetches:
             delay = FETCH_STEPS[fetch.fetch_id % len(FETCH_STEPS)]
             self._fetches.append((message.step_id + delay, fetch))
+        decoded = worker_wire.decode_plan(message, received_us=0)
+        self._records.begin(decoded)
         result = launch(self._runner, plan)
+        self._records.finish(decoded)
         return partial(self._with_fetches, message, result)
 
     def _with_fetches(
@@ -169,6 +207,8 @@ class InProcessWorker:
     ) -> StepResult:
         """The result of a plan, with the ends of fetches; of one without rows, with all."""
         result = make_result()
+        if result.errors:
+            self._records.add_failure(plan.step_id)
         ended = [f for at, f in self._fetches if at <= plan.step_id or not plan.seq_ids]
         self._fetches = [(at, fetch) for at, fetch in self._fetches if fetch not in ended]
         result.fetches = [self._fetch(fetch) for fetch in ended]

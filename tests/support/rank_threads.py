@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import KeptBlocks, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.step_plan import StepResult
 from tests.support.in_process import (
     MODEL,
@@ -220,6 +220,7 @@ class ParallelWorker(InProcessWorker):
         self.adapters = None
         self.num_kept = 0
         """Drafts that were right."""
+        self._kept = KeptBlocks()
         group.join(num_gpu_blocks, num_cpu_blocks)
 
     def capacity(self, group_id: str) -> WorkerGroupCapacity:
@@ -237,6 +238,10 @@ class ParallelWorker(InProcessWorker):
             num_speculative_tokens=facts.num_speculative_tokens,
             max_loras=self._group.max_loras,
         )
+
+    def lose_core(self) -> None:
+        """Begin another epoch, in which nothing is left of the one before."""
+        self._group.join(*self._num_blocks)
 
     def send(self, plan: bytes) -> Callable[[], StepResult]:
         """Hand a plan to all ranks; what is returned waits for the sampling rank's result."""
