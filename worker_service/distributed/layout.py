@@ -120,15 +120,20 @@ class Layout:
 
     def kv_head_shard(self, num_kv_heads: int) -> Shard:
         """This rank's key and value heads; where there are fewer than ranks, several hold one."""
+        return self.shared_shard(num_kv_heads, "key and value heads")
+
+    def shared_shard(self, total: int, what: str) -> Shard:
+        """This rank's part of `total` units; where there are fewer than ranks, several hold one.
+        Raises InvalidOption unless all parts are equal."""
         num_ranks = self.tensor_parallel_size
-        if num_kv_heads >= num_ranks:
-            return self.even_shard(num_kv_heads, "key and value heads")
-        if num_ranks % num_kv_heads:
+        if total >= num_ranks:
+            return self.even_shard(total, what)
+        if num_ranks % total:
             raise InvalidOption(
-                f"tensor_parallel_size: {num_ranks} ranks cannot share the model's {num_kv_heads}"
-                f" key and value heads; expected a multiple or a divisor of {num_kv_heads}"
+                f"tensor_parallel_size: {num_ranks} ranks cannot share the model's {total} {what};"
+                f" expected a multiple or a divisor of {total}"
             )
-        return Shard(self.tensor_rank * num_kv_heads // num_ranks, 1, num_kv_heads)
+        return Shard(self.tensor_rank * total // num_ranks, 1, total)
 
     def vocab_rows(self, vocab_size: int) -> int:
         """Rows of the vocabulary's matrices on every rank; the last ones' may be padding."""

@@ -128,9 +128,9 @@ class Mamba2Spec:
         self.shards(layout)
 
     def shards(self, layout: Layout) -> tuple[Shard, Shard]:
-        """The heads and groups of this rank."""
+        """The heads and groups of this rank; several ranks may have parts of one group."""
         heads = layout.even_shard(self.num_heads, "heads of Mamba")
-        return heads, layout.even_shard(self.num_groups, "groups of Mamba's heads")
+        return heads, layout.shared_shard(self.num_groups, "groups of Mamba's heads")
 
     def channels(self, layout: Layout) -> list[Shard]:
         """What goes through the convolution on this rank: heads, what they write and read."""
@@ -260,7 +260,7 @@ class Mamba1(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """See `Mamba2Spec`. Each rank has some groups of heads."""
+    """See `Mamba2Spec`. Each rank has some groups of heads, or a part of one."""
 
     def __init__(
         self,
@@ -293,7 +293,8 @@ class Mamba2(nn.Module):
         self.output = RowParallelLinear(inner, size, bias=s.output_bias, context=context)
         self._spec, self._kernels = s, kernels
         self._sizes = [part.size for part in parts]
-        self._groups = groups.size
+        self._groups, self._communicator = groups, context.communicator
+        self._shares_group = layout.tensor_parallel_size > s.num_groups
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
@@ -311,8 +312,8 @@ class Mamba2(nn.Module):
         y = kernels.mamba2_scan(
             x.unflatten(1, (heads, s.head_dim)),
             dt,
-            b.unflatten(1, (self._groups, s.state_size)),
-            c.unflatten(1, (self._groups, s.state_size)),
+            b.unflatten(1, (self._groups.size, s.state_size)),
+            c.unflatten(1, (self._groups.size, s.state_size)),
             gate.unflatten(1, (heads, s.head_dim)) if s.norm is None else None,
             self.decay.numbers,
             self.skip.numbers,
@@ -321,8 +322,10 @@ class Mamba2(nn.Module):
             inputs.metadata,
             dt_limits=s.time_step_limits,
         )
-        if s.norm is not None and self.norm is not None:
-            shape = self._groups, inner // self._groups
+        if self.norm is not None and self._shares_group:
+            y = self._norm_part(y.flatten(1), gate)
+        elif s.norm is not None and self.norm is not None:
+            shape = self._groups.size, inner // self._groups.size
             y = kernels.gated_rms_norm(
                 y.view(-1, *shape),
                 gate.unflatten(1, shape),
@@ -332,6 +335,24 @@ class Mamba2(nn.Module):
             )
         output: Tensor = self.output(y.flatten(1))
         return output if s.output_scale == 1.0 else kernels.scale(output, s.output_scale)
+
+    def _norm_part(self, y: Tensor, gate: Tensor) -> Tensor:
+        """As `gated_rms_norm`, of a part of a group, [num_tokens, channels of this rank]: the sums
+        of squares are added over the ranks, in their order on CPUs."""
+        s, norm = self._spec, self.norm
+        assert s.norm is not None
+        assert norm is not None
+        wide, gates = y.float(), gate.float()
+        gates = gates / torch.exp(-gates).add_(1)
+        if s.gates_first:
+            wide = wide * gates
+        group = self._groups.start
+        squares = wide.new_zeros(len(wide), s.num_groups)
+        squares[:, group] = wide.square().sum(1)
+        total = self._communicator.sum(squares)[:, group, None]
+        mean = total * s.num_groups / (s.num_heads * s.head_dim)
+        normed = wide / (mean + s.norm.eps).sqrt() * norm.numbers
+        return (normed if s.gates_first else normed * gates).to(y.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -203,6 +203,10 @@ def test_ranks_agree_that_hold_the_same_kv_head_and_unequal_parts_of_the_vocabul
     _check(odd_models[FEW_KV_HEADS], tensor, pipeline)
 
 
+def test_ranks_agree_that_have_parts_of_several_groups_of_heads() -> None:
+    _check(checkpoint("mamba2"), 4, 1)
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 3), (1, 2), (2, 3)])
 def test_stages_agree_that_have_unequal_numbers_of_layers(
     odd_models: dict[str, Path], tensor: int, pipeline: int
