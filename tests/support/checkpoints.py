@@ -112,6 +112,24 @@ _DELTA: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "chunk_size": 16,
+    "head_dim": 24,
+    "time_step_min": 1e-9,  # see `nemotron_h_settings`
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 2.5,
+}
+
 # Family: (configuration class, model class, what differs from the common shape).
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 24}),
@@ -179,7 +197,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bamba": (
         "BambaConfig",
         "BambaForCausalLM",
-        {**_MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+        {**_MAMBA2, "mamba_n_groups": 1, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     ),
     "granite_hybrid": (
         "GraniteMoeHybridConfig",
@@ -205,7 +223,13 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "falcon_h1_normed": (
         "FalconH1Config",
         "FalconH1ForCausalLM",
-        {**_MAMBA2, "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_rms_norm": True},
+        {
+            **_MAMBA2,
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+        },
     ),
     "nemotron_h": (
         "NemotronHConfig",
@@ -220,6 +244,12 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "head_dim": 24,
             "time_step_min": 1e-9,  # see `nemotron_h_settings`
         },
+    ),
+    "nemotron_h_moe": ("NemotronHConfig", "NemotronHForCausalLM", _NEMOTRON),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {**_NEMOTRON, "moe_latent_size": 32},
     ),
     "jamba": (
         "JambaConfig",

@@ -87,7 +87,8 @@ _ARCHITECTURES = {
 }
 
 _PAIRS_ROTATED = (
-    *("llama", "granite", "granitemoe", "granitehybrid", "mistral3", "nemotron_h", "smollm3"),
+    *("llama", "granite", "granitemoe", "granitehybrid", "mistral3", "nemotron_h"),
+    *("nemotron_h_moe", "smollm3"),
 )
 """Architectures whose converter permutes queries and keys."""
 
@@ -120,6 +121,12 @@ _LATENT = {
 }
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "shared_intermediate_size": 512}
 _MAMBA1 = ("mamba", "falcon_mamba", "jamba")
+_NEMOTRON = {
+    "mamba_head_dim": 64,
+    "head_dim": 64,
+    "moe_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 512,
+}
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.(?=(gate|up|down)_proj)")
 """As `transformers` writes Kimi Linear, and published checkpoints do not."""
 
@@ -231,6 +238,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 512},
     "mamba2": {"head_dim": 64},
     "nemotron_h": {"mamba_head_dim": 64, "head_dim": 64},
+    "nemotron_h_moe": _NEMOTRON,
+    "nemotron_h_latent": {**_NEMOTRON, "moe_latent_size": 128},
     "jamba": {"mamba_d_state": 32},
     "qwen3_moe": {**_EXPERTS, "head_dim": 64, "norm_topk_prob": True},
 }
@@ -250,6 +259,8 @@ def make_gguf(
     source = make_checkpoint(base, folder / "source", **SHAPE, **_OVERRIDES.get(family, {}))
     config = AutoConfig.from_pretrained(source)
     name, number = _ARCHITECTURES[config.architectures[0]]
+    if "moe" in getattr(config, "layers_block_type", ()):
+        name, number = "nemotron_h_moe", gguf.MODEL_ARCH.NEMOTRON_H_MOE
     file = folder / f"{family}-{kind}.gguf"
     writer = gguf.GGUFWriter(file, name, split_max_tensors=parts)
     add_config(writer, config)
@@ -296,6 +307,10 @@ def make_gguf(
             continue
         if ".experts." in tensor_name:
             stacked_name = re.sub(r"experts\.\d+", "experts", tensor_name)
+            if name == "nemotron_h_moe":  # as its converter does
+                stacked_name = re.sub(
+                    r".*layers\.(\d+)\.mixer", r"model.layers.\1.mlp", stacked_name
+                )
             if name == "lfm2moe":  # as its converter does
                 for part, usual in (("w1", "gate"), ("w3", "up"), ("w2", "down")):
                     stacked_name = stacked_name.replace(f".{part}.", f".{usual}_proj.")
@@ -327,7 +342,7 @@ def make_gguf(
         )
         if tensor_name.endswith(".sinks"):
             stored_name = f"blk.{tensor_name.split('.')[2]}.attn_sinks.weight"
-        assert stored_name is not None
+        assert stored_name is not None, tensor_name
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
         if adds_one:
             result = result - 1
@@ -336,7 +351,7 @@ def make_gguf(
     for stacked_name, of_each in experts.items():
         data, result, data_type = _quantized(np.stack(list(of_each.values())), kind)
         stored_name = names.get_name(stacked_name, try_suffixes=(".weight",))
-        assert stored_name is not None
+        assert stored_name is not None, tensor_name
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
         dequantized |= zip(of_each, torch.from_numpy(result).unbind(), strict=True)
     write(writer)
@@ -621,7 +636,9 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     size = getattr(config, "intermediate_size_mlp", config.intermediate_size)
     if kind == "nemotron_h":
-        writer.add_feed_forward_length([size * (t == "mlp") for t in config.layers_block_type])
+        with_experts = config.moe_intermediate_size
+        sizes = {"mlp": size, "moe": with_experts}
+        writer.add_feed_forward_length([sizes.get(t, 0) for t in config.layers_block_type])
     else:
         writer.add_feed_forward_length(size)
     writer.add_head_count(config.num_attention_heads)
@@ -647,7 +664,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
             writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-        if kind == "jamba":
+        if kind == "jamba" or "moe" in config.layers_block_type:
             _add_experts(writer, config)
         return
     if kind == "kimi_linear":  # without RoPE
@@ -914,6 +931,13 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_shared_count(1)
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if kind == "nemotron_h":
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_moe_latent_size(config.moe_latent_size or 0)
     if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_linear", "mistral4"):
         writer.add_expert_shared_count(config.n_shared_experts)
         is_kimi = kind == "kimi_linear"

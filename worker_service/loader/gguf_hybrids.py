@@ -160,15 +160,17 @@ class Hybrids(Metadata):
     def _nemotron_h(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields that only Nemotron-H has."""
         num_layers = config["num_hidden_layers"]
-        self._get("attention.layer_norm_epsilon", 0.0)  # of no layer
+        self._get("attention.layer_norm_rms_epsilon", 0.0)  # see `_OTHER_EPSILON`
         num_heads, head_dim = self._heads_of_states()
         sizes = self._by_layer("feed_forward_length", num_layers)
         kinds = self._mixers(num_layers, _LINEAR)
+        for layer, size in enumerate(sizes):
+            if size and kinds[layer] == _LINEAR:
+                has_experts = f"blk.{layer}.ffn_gate_inp.weight" in self._gguf.tensors
+                kinds[layer] = "moe" if has_experts else "mlp"
         return {
-            "layers_block_type": [
-                "mlp" if size and kind == _LINEAR else kind
-                for kind, size in zip(kinds, sizes, strict=True)
-            ],
+            "layers_block_type": kinds,
+            "moe_latent_size": self._get("moe_latent_size", 0) or None,
             "layer_norm_epsilon": config["rms_norm_eps"],
             "mlp_hidden_act": "relu2",
             "mlp_bias": self._has("ffn_up.bias"),

@@ -58,9 +58,10 @@ class Metadata:
         """The number of each layer."""
         counts = self._get(key, 1)
         counts = counts if isinstance(counts, list) else [counts] * num_layers
-        if len(counts) != num_layers:
+        num_further = self._get("nextn_predict_layers", 0)  # which are after the others
+        if len(counts) not in (num_layers, num_layers + num_further):
             raise self._fault(key, f"a number for each of {num_layers} layers", counts)
-        return counts
+        return counts[:num_layers]
 
     def _fault(
         self, key: str, expected: str, got: Any, kind: type[WorkerError] = BadCheckpoint

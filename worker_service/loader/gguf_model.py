@@ -49,6 +49,7 @@ _CLASSES = {
     "mamba": ("MambaForCausalLM", "mamba"),
     "mamba2": ("Mamba2ForCausalLM", "mamba2"),
     "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
+    "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h"),
     "nemotron_h": ("NemotronHForCausalLM", "nemotron_h"),
     "olmo2": ("Olmo2ForCausalLM", "olmo2"),
     "phimoe": ("PhimoeForCausalLM", "phimoe"),
@@ -75,9 +76,11 @@ _WITH_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe"),
     *("glm4_moe", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3"),
     *("lfm2_moe", "granitemoehybrid", "jamba", "phimoe", "kimi_linear", "qwen3_next"),
-    *("qwen3_5_moe_text", GEMMA4, "llama4_text", "mistral4"),
+    *("qwen3_5_moe_text", GEMMA4, "llama4_text", "mistral4", "nemotron_h"),
 )
-_SIGMOID_SCORES = ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear")
+_SIGMOID_SCORES = (
+    *("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear", "nemotron_h"),
+)
 """Mixtures of experts that are chosen by the sigmoid of their scores, not by a softmax."""
 ENCODERS = ("bert", "nomic_bert", "modernbert")
 
@@ -139,8 +142,11 @@ _ROTATED_IN_PART = (
 )
 """Architectures of which RoPE may rotate a part of each head."""
 
-_WITHOUT_ROPE = ("jamba", "nemotron_h")
+_WITHOUT_ROPE = ("jamba", "nemotron_h", "nemotron_h_moe")
 """Architectures whose files may name elements to rotate all the same."""
+
+_OTHER_EPSILON = ("cohere2", "nemotron_h")
+"""`model_type` of models with the number of layer norms, whichever norms they have."""
 
 _SOFTMAX, _SIGMOID = 1, 2
 """Values of `expert_gating_func`."""
@@ -225,7 +231,9 @@ class _Config(Hybrids, Gemma4):
         }
         if kind in ENCODERS:
             return config | self._encoder(config, window) | self._pooling(kind)
-        epsilon = "layer_norm_epsilon" if kind == "cohere2" else "layer_norm_rms_epsilon"
+        epsilon, names = "layer_norm_rms_epsilon", self._gguf.metadata
+        if f"{self._architecture}.attention.layer_norm_epsilon" in names and kind in _OTHER_EPSILON:
+            epsilon = "layer_norm_epsilon"
         config |= {
             "rms_norm_eps": self._float(f"attention.{epsilon}"),
             "hidden_act": "silu",
@@ -534,7 +542,7 @@ class _Config(Hybrids, Gemma4):
         ):
             default = max(1, intermediate_size // num_used)
         size = self._int("expert_feed_forward_length", default)
-        if kind not in ("glm4_moe", *_LATENT):
+        if kind not in ("glm4_moe", "nemotron_h", *_LATENT):
             self._require("expert_weights_scale", 1.0, "1")
         config: dict[str, Any] = {"num_experts_per_tok": num_used}
         if kind == GEMMA4:
@@ -554,7 +562,10 @@ class _Config(Hybrids, Gemma4):
             return {**config, "num_local_experts": num_experts, "intermediate_size": size}
         if kind == "ernie4_5_moe":
             return self._ernie(num_experts, num_used, size)
-        if kind == "glm4_moe":
+        if kind == "nemotron_h":
+            shared = self._int("expert_shared_feed_forward_length")
+            config["moe_shared_expert_intermediate_size"] = shared
+        if kind in ("glm4_moe", "nemotron_h"):
             return {**config, **self._scored(num_experts, size)}
         if kind in _LATENT:
             config |= self._scored(num_experts, size)

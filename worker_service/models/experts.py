@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, gated experts of which each row has a few, and shared experts.
+"""Mixture of experts: a router, experts of which each row has a few, and shared experts.
 
 The experts of a layer are packed together: for the C++ kernels on CPUs, which a recorded program
 includes, and for the Triton kernels on GPUs. Where there are no kernels, and for formats that they
@@ -44,7 +44,7 @@ class ExpertStorage(Enum):
     them; `*` in a name stands for the expert's index."""
 
     SEPARATE = auto()
-    """Each expert has modules, with their biases: gate, up and down."""
+    """Each expert has modules, with their biases: gate, if there is one, up and down."""
 
     STACK = auto()
     """Tensors of all experts: rows of gate, then of up, [num_experts, 2 * inner_size, hidden_size],
@@ -74,7 +74,8 @@ class ExpertsSpec:
     """Experts in place of an MLP. Implements `decoder.FeedForwardSpec`.
 
     Attributes of `Experts` with tensors, for `LayerSpec.names`: `router`, `experts`, and if there
-    are any `correction`, `factors`, `shared.up`, `shared.down` and `shared.gate`.
+    are any `correction`, `factors`, `shared.up`, `shared.down`, `shared.gate`, `latents.up` (to
+    latents) and `latents.down` (to rows).
     """
 
     routing: Routing
@@ -83,6 +84,14 @@ class ExpertsSpec:
 
     activation: str
     """The activation's name in `config.json`."""
+
+    is_gated: bool = True
+    """Whether the activation of a gate multiplies up, in shared experts, too; otherwise it is that
+    of up. Without gates storage is `SEPARATE`."""
+
+    latent_size: int | None = None
+    """Of latents, linear functions of rows, which all but shared experts read and write in their
+    place; None: there are none."""
 
     shared: SharedSpec | None = None
     corrects: bool = False
@@ -101,7 +110,7 @@ class ExpertsSpec:
     """Whether the router's weight is float32, whatever the dtype of the others."""
 
     gate: Gate | None = None
-    """How an expert's gate acts; None: by the activation alone."""
+    """How an expert's gate acts; None: as the two fields say."""
 
     storage: ExpertStorage = ExpertStorage.SEPARATE
 
@@ -137,10 +146,16 @@ class Experts(nn.Module):
         if spec.corrects:
             self.correction = Vector(outputs, context, axes_before=int(spec.correction_is_row))
         self.factors = Vector(outputs, context) if spec.has_factors else None
-        self.experts = ExpertWeights(spec, size, inner, context)
+        self.latents = (
+            None if spec.latent_size is None else Latents(size, spec.latent_size, context)
+        )
+        self.experts = ExpertWeights(spec, spec.latent_size or size, inner, context)
+        self._kernels = kernels
         self.shared: SharedExperts | None = None
         if spec.shared is not None:
-            self.shared = SharedExperts(spec.shared, size, activation, context, kernels)
+            self.shared = SharedExperts(
+                spec.shared, size, activation, context, kernels, is_gated=spec.is_gated
+            )
 
     def forward(self, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """x: [num_tokens, size]; routed: the router's rows, None for the same. Returns the same
@@ -150,9 +165,26 @@ class Experts(nn.Module):
         bias = None if self.correction is None else self.correction.numbers
         shared, gate = (None, None) if self.shared is None else self.shared(x)
         factors = None if self.factors is None else self.factors.numbers
-        y = self.experts(x, logits, self._routing, bias, factors, shared, gate)
+        if self.latents is None:
+            y = self.experts(x, logits, self._routing, bias, factors, shared, gate)
+        else:
+            assert gate is None, "no family has both"
+            y = self.latents.up(x)
+            y = self.latents.down(self.experts(y, logits, self._routing, bias, factors, None, None))
+            y = y if shared is None else self._kernels.add(y, shared)
         layout = self._communicator.layout
         return y if layout.tensor_parallel_size == 1 else self._communicator.sum(y)
+
+
+class Latents(nn.Module):
+    """See `ExpertsSpec.latent_size`. Every rank has both weights in full, and multiplies its
+    summand of latents."""
+
+    def __init__(self, size: int, latent_size: int, context: ModelContext) -> None:
+        super().__init__()
+        full, latent = Shard.full(size), Shard.full(latent_size)
+        self.up = Linear(full, [latent], bias=False, context=context)
+        self.down = Linear(latent, [full], bias=False, context=context)
 
 
 class FloatRouter(Linear):
@@ -203,19 +235,26 @@ class SharedExperts(nn.Module):
         activation: str,
         context: ModelContext,
         kernels: LayerKernels,
+        *,
+        is_gated: bool,
     ) -> None:
+        """is_gated: as in `ExpertsSpec`."""
         super().__init__()
         layout, full = context.communicator.layout, Shard.full(size)
         inner = layout.even_shard(spec.inner_size, "columns of shared experts")
-        self.up = GatedLinear(
-            size,
-            consecutive([inner] * 2) if spec.is_fused else [inner] * 2,
-            activation,
-            kernels,
-            bias=False,
-            context=context,
-            sources=[0] * 2 if spec.is_fused else None,
-        )
+        self._activation, self._kernels = None if is_gated else activation, kernels
+        if is_gated:
+            self.up: Linear = GatedLinear(
+                size,
+                consecutive([inner] * 2) if spec.is_fused else [inner] * 2,
+                activation,
+                kernels,
+                bias=False,
+                context=context,
+                sources=[0] * 2 if spec.is_fused else None,
+            )
+        else:
+            self.up = Linear(full, [inner], bias=False, context=context)
         self.down = Linear(inner, [full], bias=False, context=context)
         self.gate: Linear | None = None
         if spec.is_gated:
@@ -226,7 +265,10 @@ class SharedExperts(nn.Module):
         """x: [num_tokens, size]. Returns this rank's summand of the output, of the same shape, and
         the logits of the gate, float32 [num_tokens, 1]."""
         gate = None if self.gate is None else self.gate.multiply(x, None, torch.float32)
-        return self.down(self.up(x)), gate
+        y: Tensor = self.up(x)
+        if self._activation is not None:
+            y = self._kernels.activate(y, self._activation)
+        return self.down(y), gate
 
 
 def _loaded(linears: Sequence[Linear]) -> list[Tensor | QuantizedWeight]:
@@ -240,21 +282,24 @@ class ExpertWeights(nn.Module):
     def __init__(self, spec: ExpertsSpec, size: int, inner: Shard, context: ModelContext) -> None:
         """inner: this rank's columns of each expert."""
         super().__init__()
-        self._gate = spec.gate or Gate(activation=ACTIVATIONS[spec.activation])
+        self._gate = spec.gate or Gate(
+            activation=ACTIVATIONS[spec.activation], multiplies=spec.is_gated
+        )
         self._context, self._inner, self._storage = context, inner, spec.storage
-        num_experts, double = spec.routing.num_experts, inner.times(2)
-        num_first = num_experts * double.size * size
+        num_experts, parts = spec.routing.num_experts, [inner] * (1 + spec.is_gated)
+        num_outputs = len(parts) * inner.size
+        num_first = num_experts * num_outputs * size
         self.weight: Tensor | None = context.empty_weight(
             num_first + num_experts * size * inner.size
         )
         """All weights in one memory, so that they are packed when the last one is filled; None once
         they are packed."""
 
-        gate_up = self.weight[:num_first].view(num_experts, double.size, size)
+        gate_up = self.weight[:num_first].view(num_experts, num_outputs, size)
         down = self.weight[num_first:].view(num_experts, size, inner.size)
         self._stacks = [gate_up, down]
         full = Shard.full(size)
-        outputs = [double] if self._takes_turns else [inner] * 2
+        outputs = [inner.times(2)] if self._takes_turns else parts
         # In lists: modules of their own would be packed one by one.
         self._gate_up = [
             Linear(full, outputs, bias=False, context=context, weight=weight) for weight in gate_up
@@ -262,7 +307,7 @@ class ExpertWeights(nn.Module):
         self._down = [
             Linear(inner, [full], bias=False, context=context, weight=weight) for weight in down
         ]
-        self._gate_up_bias = context.empty(num_experts, double.size) if spec.bias else None
+        self._gate_up_bias = context.empty(num_experts, num_outputs) if spec.bias else None
         self._down_bias = context.empty(num_experts, size) if spec.bias else None
         self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
         self._packed: PackedExperts | None = None
@@ -285,9 +330,10 @@ class ExpertWeights(nn.Module):
             yield from self._double_targets(biases[0], self._gate_up_bias)
             yield WeightTarget(biases[1], self._down_bias)
             return
-        all_biases = zip(*self._gate_up_bias.chunk(2, dim=1), self._down_bias, strict=True)
+        num_parts = len(modules) - 1
+        all_biases = zip(*self._gate_up_bias.chunk(num_parts, 1), self._down_bias, strict=True)
         for i, of_expert in enumerate(all_biases):
-            shards = (self._inner, self._inner, None)
+            shards = (*[self._inner] * num_parts, None)
             for name, target, shard in zip(modules, of_expert, shards, strict=True):
                 yield WeightTarget(f"{name.replace('*', str(i))}.bias", target, shard=shard)
 

@@ -36,7 +36,7 @@ from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.experts import SCORINGS, Gate, Routing
 
 _CLAMPED = len(reference.ACTIVATIONS)
-"""`kClampedSilu` of src/activation.h."""
+"""`kClampedSilu` of src/activation.h, which `kNone` follows."""
 
 
 def can_pack_experts(weights: Sequence[Tensor | QuantizedWeight]) -> bool:
@@ -109,7 +109,7 @@ def route(
 
 
 class NativeExperts:
-    """The gated experts of a layer, packed for the C++ kernels. A row has the same bits in any
+    """The experts of a layer, packed for the C++ kernels. A row has the same bits in any
     batch."""
 
     def __init__(
@@ -125,8 +125,9 @@ class NativeExperts:
     ) -> None:
         """Pack the weights of all experts.
 
-        gate_up: of each expert gate, then up, [2 * inner_size, hidden_size]; down: [hidden_size,
-        inner_size]; all of one kind (`can_pack_experts`); the others as for `NativeWeight`.
+        gate_up: of each expert gate, then up, [2 * inner_size, hidden_size], or if the gate does
+        not multiply, up alone, [inner_size, hidden_size]; down: [hidden_size, inner_size]; all of
+        one kind (`can_pack_experts`); the others as for `NativeWeight`.
         """
         require(can_pack_experts(gate_up) and can_pack_experts(down), "experts of one format")
         require(len(gate_up) == len(down), "as many weights of one kind as of the other")
@@ -135,10 +136,16 @@ class NativeExperts:
         options: list[dict[str, Any]] = [
             {"consume": consume, "encoding": _encoding_of(weights)} for weights in (gate_up, down)
         ]
-        self._gate_up = [
-            NativeGatedWeight(weight, gate.activation, library, pieces[0], dtype, **options[0])
-            for weight in gate_up
-        ]
+        self._gate_up: Sequence[NativeWeight] | Sequence[NativeGatedWeight]
+        if gate.multiplies:
+            self._gate_up = [
+                NativeGatedWeight(weight, gate.activation, library, pieces[0], dtype, **options[0])
+                for weight in gate_up
+            ]
+        else:
+            self._gate_up = [
+                NativeWeight(weight, library, pieces[0], dtype, **options[0]) for weight in gate_up
+            ]
         self._down = [
             NativeWeight(weight, library, pieces[1], dtype, **options[1]) for weight in down
         ]
@@ -162,13 +169,14 @@ class NativeExperts:
         """The weighted sum of the outputs of each row's experts, and of shared experts.
 
         x: [num_rows, hidden_size]; logits: float32 [num_rows, num_experts]; bias, factors:
-        float32 [num_experts], as in `reference.route`; gate_up_bias: [num_experts, 2 * inner_size];
+        float32 [num_experts], as in `reference.route`; gate_up_bias: [num_experts, rows of
+        gate_up];
         down_bias: [num_experts, hidden_size]; shared: as x, the output of shared experts;
         shared_gate: float32 [num_rows, 1], as in `reference.add_shared`. Returns as x.
         """
         self._check(x, logits, routing, bias, factors)
         for name, found, size in (
-            ("gate_up_bias", gate_up_bias, 2 * self.inner_size),
+            ("gate_up_bias", gate_up_bias, self._gate_up[0].out_features),
             ("down_bias", down_bias, self.hidden_size),
         ):
             shape = (self._num_experts, size)
@@ -214,7 +222,12 @@ class NativeExperts:
     ) -> None:
         """gathers: whether x has the rows of a step, and not those of slots."""
         first, part = weights[0], int(weights is self._down)
-        limit = self._gate.limit
+        limit, is_gated = self._gate.limit, isinstance(first, NativeGatedWeight)
+        activation = reference.ACTIVATIONS.index(self._gate.activation)
+        if limit is not None:
+            activation = _CLAMPED
+        if part:
+            activation = _CLAMPED + 1
         num_products = plan.num_slots * first.in_features * first.out_features
         task = ExpertsTask(
             num_threads=threads.count_for(num_products, SERIAL_PRODUCTS),
@@ -223,9 +236,7 @@ class NativeExperts:
             bias=address(bias),
             in_features=first.in_features,
             out_features=first.out_features,
-            activation=(
-                reference.ACTIVATIONS.index(self._gate.activation) if limit is None else _CLAMPED
-            ),
+            activation=activation,
             **first.quantization,
             expert_bytes=self._expert_bytes[part],
             plan=ctypes.addressof(plan.task),
@@ -234,7 +245,7 @@ class NativeExperts:
             limit=limit or 0.0,
             offset=self._gate.offset,
         )
-        name = f"{('gated_experts', 'experts')[part]}_{DTYPES[self.dtype]}{first.suffix}"
+        name = f"{'gated_experts' if is_gated else 'experts'}_{DTYPES[self.dtype]}{first.suffix}"
         launch(self._library.kernel(name), task, task.num_threads)
 
     def _scatter(self, x: Tensor, plan: Plan, routing: Routing) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire_kernels.reference.layers import ACTIVATIONS, act_and_mul
+from pagewire_kernels.reference.layers import ACTIVATIONS, act_and_mul, activate
 
 SCORINGS = ("softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparsemixer")
 """How logits become scores, which are compared, and weights: over all experts, of each expert
@@ -84,7 +84,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """The gated activation of an expert: activation(gate) * up, or with a limit
+    """The activation of an expert, most with a gate: activation(gate) * up, or with a limit
     (up + offset) * gate * sigmoid(alpha * gate), after gate was limited from above, and up from
     both sides (gpt-oss)."""
 
@@ -94,6 +94,8 @@ class Gate:
     limit: float | None = None
     alpha: float = 1.0
     offset: float = 0.0
+    multiplies: bool = True
+    """Whether there is a gate, which multiplies up; otherwise the activation is that of up."""
 
     def __post_init__(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -101,9 +103,13 @@ class Gate:
             raise ValueError(f"activation: expected one of {expected}, got {self.activation}")
         if self.limit is not None and self.activation != "silu":
             raise ValueError(f"activation: expected silu with a limit, got {self.activation}")
+        if self.limit is not None and not self.multiplies:
+            raise ValueError(f"limit: expected none without a gate, got {self.limit}")
 
     def apply(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [num_rows, 2 * size], gate, then up. Returns [num_rows, size]."""
+        """gate_up: [num_rows, 2 * size], gate, then up, or up alone. Returns [num_rows, size]."""
+        if not self.multiplies:
+            return activate(gate_up, self.activation)
         if self.limit is None:
             return act_and_mul(gate_up, self.activation)
         gate, up = gate_up.float().chunk(2, dim=-1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pagewire_kernels.interface import FLOATS
 from pagewire_kernels.reference import Gate, Routing, route
 from pagewire_kernels.triton.checks import dense, expect_tensors
-from pagewire_kernels.triton.layers import act_and_mul
+from pagewire_kernels.triton.layers import act_and_mul, activate
 
 _FEW_ROWS = 16
 """Rows of a tile if experts have few, and of every tile if rows must have the same bits in any
@@ -154,16 +154,21 @@ def _sort(chosen: Tensor, num_experts: int, tile_rows: int) -> _Slots:
 
 
 class TritonExperts:
-    """The gated experts of a layer on a GPU, in dense weights."""
+    """The experts of a layer on a GPU, in dense weights."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, gate: Gate, *, batch_invariant: bool) -> None:
-        """gate_up: of each expert gate, then up, [num_experts, 2 * inner_size, hidden_size]; down:
-        [num_experts, hidden_size, inner_size], both contiguous; batch_invariant: whether the bits
-        of a row must not depend on the other rows."""
-        num_experts, double, hidden = gate_up.shape
+        """gate_up: of each expert gate, then up, [num_experts, 2 * inner_size, hidden_size], or if
+        the gate does not multiply, up alone; down: [num_experts, hidden_size, inner_size], both
+        contiguous; batch_invariant: whether the bits of a row must not depend on the other rows."""
+        num_experts, num_first, hidden = gate_up.shape
         expect_tensors(
-            ("gate_up", gate_up, FLOATS, (num_experts, double, hidden)),
-            ("down", down, (gate_up.dtype,), (num_experts, hidden, double // 2)),
+            ("gate_up", gate_up, FLOATS, (num_experts, num_first, hidden)),
+            (
+                "down",
+                down,
+                (gate_up.dtype,),
+                (num_experts, hidden, num_first // (1 + gate.multiplies)),
+            ),
         )
         self._gate_up, self._down = gate_up.contiguous(), down.contiguous()
         self._gate, self._is_invariant = gate, batch_invariant
@@ -183,11 +188,11 @@ class TritonExperts:
     ) -> Tensor:
         """As `cpu.experts.NativeExperts.apply`. Raises TypeError or ValueError for unsupported
         tensors."""
-        x, (num_experts, double, hidden) = dense(x), self._gate_up.shape
+        x, (num_experts, num_first, hidden) = dense(x), self._gate_up.shape
         expect_tensors(
             ("x", x, (self._gate_up.dtype,), (None, hidden)),
             ("logits", logits, (torch.float32,), (len(x), routing.num_experts)),
-            ("gate_up_bias", gate_up_bias, FLOATS, (num_experts, double)),
+            ("gate_up_bias", gate_up_bias, FLOATS, (num_experts, num_first)),
             ("down_bias", down_bias, FLOATS, (num_experts, hidden)),
             ("shared", shared, FLOATS, (len(x), hidden)),
             ("shared_gate", shared_gate, (torch.float32,), (len(x), 1)),
@@ -209,11 +214,12 @@ class TritonExperts:
         gate_up = self._multiply(
             rows, self._gate_up, gate_up_bias, slots, x.dtype, gathers=rows is x
         )
-        inner = (
-            act_and_mul(gate_up, self._gate.activation)
-            if self._gate.limit is None
-            else self._gate.apply(gate_up)
-        )
+        if not self._gate.multiplies:
+            inner = activate(gate_up, self._gate.activation)
+        elif self._gate.limit is None:
+            inner = act_and_mul(gate_up, self._gate.activation)
+        else:
+            inner = self._gate.apply(gate_up)
         results = self._multiply(inner, self._down, down_bias, slots, torch.float32, gathers=False)
         output = x.new_empty(x.shape)
         tile = min(triton.next_power_of_2(hidden), 1024)

@@ -19,6 +19,7 @@ from tests.support.quantized_files import NF4
 from tests.support.quantized_weights import random_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
+UNGATED = Gate(activation="relu2", multiplies=False)
 CLAMPED = Gate(limit=0.7, alpha=1.702, offset=1.0)
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="nothing to build the kernels with")
@@ -160,6 +161,10 @@ KINDS = [
 ]
 
 
+def _first_rows(weight: Tensor | QuantizedWeight, count: int) -> Tensor | QuantizedWeight:
+    return weight[:count] if isinstance(weight, Tensor) else weight.rows(slice(count))
+
+
 def _dense(weight: Tensor | QuantizedWeight) -> Tensor:
     return (weight if isinstance(weight, Tensor) else weight.dequantize()).float()
 
@@ -168,7 +173,7 @@ def _dense(weight: Tensor | QuantizedWeight) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "gate"),
     [
-        *((kind, gate) for kind in KINDS for gate in (Gate(), CLAMPED)),
+        *((kind, gate) for kind in KINDS for gate in (Gate(), CLAMPED, UNGATED)),
         *(("dense", Gate(activation=name)) for name in ("gelu", "gelu_tanh", "relu")),
     ],
     ids=str,
@@ -178,10 +183,12 @@ def test_experts_agree_with_the_reference(
 ) -> None:
     num_experts, hidden, inner, num_rows = 6, 128, 64, 150
     gate_up, down = _expert_weights(kind, num_experts, hidden, inner, dtype)
+    if not gate.multiplies:
+        gate_up = [_first_rows(weight, inner) for weight in gate_up]
     packed = NativeExperts(gate_up, down, gate, kernels, HugeMemory(), dtype)
     routing = Routing(num_experts=num_experts, num_chosen=2, normalizes=True)
     x, logits = _random(num_rows, hidden).to(dtype), _random(num_rows, num_experts, seed=1)
-    biases = (_random(num_experts, 2 * inner) * 0.1, _random(num_experts, hidden) * 0.1)
+    biases = (_random(num_experts, gate_up[0].shape[0]) * 0.1, _random(num_experts, hidden) * 0.1)
     shared, shared_gate = _random(num_rows, hidden, seed=2).to(dtype), _random(num_rows, 1)
     correction = _random(num_experts, seed=3) * 0.1
     factors = _random(num_experts, seed=4).abs()
@@ -243,13 +250,17 @@ def test_scaled_inputs_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "gate"), [*((kind, Gate()) for kind in KINDS), ("dense", UNGATED), ("int4", UNGATED)]
+)
 def test_a_row_has_the_same_bits_in_any_batch(
-    kernels: Library, kind: str, dtype: torch.dtype
+    kernels: Library, kind: str, gate: Gate, dtype: torch.dtype
 ) -> None:
     num_experts, hidden, inner = 5, 128, 64
     gate_up, down = _expert_weights(kind, num_experts, hidden, inner, dtype)
-    packed = NativeExperts(gate_up, down, Gate(), kernels, HugeMemory(), dtype)
+    if not gate.multiplies:
+        gate_up = [_first_rows(weight, inner) for weight in gate_up]
+    packed = NativeExperts(gate_up, down, gate, kernels, HugeMemory(), dtype)
     routing = Routing(num_experts=num_experts, num_chosen=2)
     x, logits = _random(1300, hidden).to(dtype), _random(1300, num_experts, seed=1)
     expected = packed.apply(x, logits, routing)

@@ -30,6 +30,8 @@ def test_unknown_activations_are_refused() -> None:
         Gate(activation="swish")
     with pytest.raises(ValueError, match="activation: expected silu with a limit, got gelu"):
         Gate(activation="gelu", limit=7.0)
+    with pytest.raises(ValueError, match="limit: expected none without a gate, got 7"):
+        Gate(limit=7.0, multiplies=False)
 
 
 def test_the_bias_decides_the_choice_but_not_the_weights() -> None:

@@ -48,6 +48,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
         *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe", "jamba", "nemotron_h"),
+        *("nemotron_h_moe", "nemotron_h_latent"),
         *("mamba", "falcon_mamba", "mamba2", "falcon_h1", "falcon_h1_normed", "kimi_linear"),
         *("qwen3_next", "qwen3_next_joined", "qwen3_5", "qwen3_5_square", "qwen3_5_moe"),
         *("granitemoe", "minimax_m2", "olmo2", "olmo3", "seed_oss", "smollm3"),

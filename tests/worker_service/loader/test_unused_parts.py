@@ -112,6 +112,16 @@ def test_names_of_a_text_model_inside_another_are_recognised(
     assert_same(path, checkpoint(family))
 
 
+@pytest.mark.parametrize("family", ["nemotron_h_latent", "qwen3_5"])
+def test_layers_that_predict_further_tokens_are_named_in_a_warning(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copy_checkpoint(family, tmp_path)
+    edit_tensors(path, lambda t: t.update({"mtp.layers.0.eh_proj.weight": torch.ones(2, 2)}))
+    assert_same(path, path)
+    assert "mtp.layers.0.eh_proj.weight" in _warnings(caplog)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_other_parts_of_a_multimodal_model_are_named_in_a_warning(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -66,7 +66,7 @@ def test_a_faulty_field_is_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers_block_type": ["moe", "mamba"]}, "experts without gates"),
+        ({"layers_block_type": ["moe", "mamba"], "mlp_bias": True}, "mlp_bias with experts"),
         ({"sliding_window": 64}, "sliding_window"),
     ],
 )
@@ -101,8 +101,9 @@ def test_infinite_limits_of_time_steps_are_read_as_transformers_writes_them() ->
 
 
 def test_ranks_that_cannot_share_groups_are_refused() -> None:
-    mixer = _settings(_config("falcon_h1") | {"mamba_n_groups": 1}).layers[0].attention
+    sizes = {"mamba_n_groups": 4, "mamba_n_heads": 12, "mamba_d_ssm": 192}
+    mixer = _settings(_config("falcon_h1") | sizes).layers[0].attention
     assert isinstance(mixer, ParallelMixerSpec)
-    mixer.require_shards(Layout())
-    with pytest.raises(InvalidOption, match="groups of Mamba's heads"):
-        mixer.require_shards(Layout(tensor_parallel_size=2))
+    mixer.mamba.require_shards(Layout(tensor_parallel_size=2))
+    with pytest.raises(InvalidOption, match="6 ranks cannot share the model's 4 groups of Mamba's"):
+        mixer.mamba.require_shards(Layout(tensor_parallel_size=6))

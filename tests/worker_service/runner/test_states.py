@@ -19,7 +19,7 @@ from worker_service.errors import InvalidOption
 from worker_service.loader import load_draft_model
 
 FAMILIES = (
-    *("lfm2", "lfm2_moe", "mamba", "granite_hybrid", "falcon_h1", "nemotron_h", "jamba"),
+    *("lfm2", "lfm2_moe", "mamba", "granite_hybrid", "falcon_h1", "nemotron_h_moe", "jamba"),
     *("qwen3_next", "qwen3_5", "kimi_linear"),
 )
 NUM_TOKENS = 60

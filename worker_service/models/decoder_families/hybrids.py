@@ -72,6 +72,20 @@ _GRANITE_SEPARATE_EXPERT_NAMES = {
 }
 """Where each projection has a module."""
 
+_NEMOTRON_EXPERT_NAMES = by_lines("""
+feed_forward_norm         norm
+feed_forward.router       mixer.gate
+feed_forward.correction   mixer.gate.e_score_correction_bias
+feed_forward.experts      mixer.experts.*.up_proj mixer.experts.*.down_proj
+feed_forward.shared.up    mixer.shared_experts.up_proj
+feed_forward.shared.down  mixer.shared_experts.down_proj
+""")
+
+_NEMOTRON_LATENT_NAMES = {
+    "feed_forward.latents.up": "mixer.fc1_latent_proj",
+    "feed_forward.latents.down": "mixer.fc2_latent_proj",
+}
+
 _JAMBA_NORM_NAMES = by_lines("""
 attention.time_step_norm  mamba.dt_layernorm
 attention.write_norm      mamba.b_layernorm
@@ -273,7 +287,8 @@ def _within(part: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 def nemotron_h_settings(config: Config) -> DecoderSettings:
-    """Nemotron-H: layers of one part, Mamba-2, attention without RoPE, or an MLP without gate.
+    """Nemotron-H: layers of one part, Mamba-2, attention without RoPE, or an MLP or experts without
+    gates.
 
     Time steps are at least `time_step_limit` says, as where the models were trained. `transformers`
     raises those of prompts to `time_step_min`, but not those of decoded tokens.
@@ -285,8 +300,6 @@ def nemotron_h_settings(config: Config) -> DecoderSettings:
     kinds = _kinds(
         config, kinds or [letters.get(letter, letter) for letter in pattern], *letters.values()
     )
-    if "moe" in kinds:
-        raise NotNative("experts without gates (moe in layers_block_type)")
     if config.get("sliding_window"):
         raise NotNative("sliding_window")
     norm = NormSpec(eps=config.get("layer_norm_epsilon", 1e-5))
@@ -331,7 +344,40 @@ def nemotron_h_settings(config: Config) -> DecoderSettings:
         ),
         "mlp": LayerSpec(attention=None, feed_forward=mlp, norm=norm, names=of_mlp),
     }
-    return decoder_of(config, [layers[kind] for kind in kinds], norm)
+    if "moe" in kinds:
+        experts = _nemotron_experts(config)
+        names = _NEMOTRON_EXPERT_NAMES
+        if experts.latent_size is not None:
+            names = names | _NEMOTRON_LATENT_NAMES
+        layers["moe"] = LayerSpec(attention=None, feed_forward=experts, norm=norm, names=names)
+    stack = [layers[kind] for kind in kinds]
+    return decoder_of(config, stack, norm, ignores_further_layers=True)
+
+
+def _nemotron_experts(config: Config) -> ExpertsSpec:
+    """Experts that are chosen as in DeepSeek-V3."""
+    if config.get("mlp_bias"):
+        raise NotNative("mlp_bias with experts")
+    return ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("n_routed_experts", 8),
+            num_chosen=config.get("num_experts_per_tok", 2),
+            scoring="sigmoid",
+            normalizes=bool(config.get("norm_topk_prob", True)),
+            epsilon=1e-20,
+            scale=float(config.get("routed_scaling_factor", 1.0)),
+            num_groups=config.get("n_group", 1),
+            num_chosen_groups=config.get("topk_group", 1),
+            num_best=2,
+        ),
+        inner_size=config.get("moe_intermediate_size", 7688),
+        activation=config.get("mlp_hidden_act", "relu2"),
+        is_gated=False,
+        latent_size=config.get("moe_latent_size"),
+        shared=SharedSpec(inner_size=config.get("moe_shared_expert_intermediate_size", 7688)),
+        corrects=True,
+        has_float_router=True,
+    )
 
 
 def jamba_settings(config: Config) -> DecoderSettings:

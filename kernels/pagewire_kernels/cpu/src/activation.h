@@ -5,7 +5,7 @@
 
 namespace pagewire {
 
-enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSilu };
+enum Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSilu, kNone };
 
 // e^-x, with -x bounded so that it stays finite.
 inline Floats exp_of_negative(Floats x) {
@@ -70,7 +70,8 @@ inline void with_activation(Activation activation, Visit visit) {
     case kGeluTanh: return visit(GeluTanh());
     case kRelu: return visit(Relu());
     case kRelu2: return visit(Relu2());
-    case kClampedSilu: return;  // see `with_gate`
+    case kClampedSilu:  // see `with_gate`
+    case kNone: return;
   }
 }
 

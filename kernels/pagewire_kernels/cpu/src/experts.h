@@ -1,4 +1,4 @@
-// Mixture of experts: a row's output is the weighted sum of the outputs of a few of many gated MLPs.
+// Mixture of experts: a row's output is the weighted sum of the outputs of a few of many MLPs, most with gates.
 //
 // The first task chooses the experts of each row, and sorts the pairs of row and expert by expert, then
 // by row: a pair's place in this order is its slot. Then two products compute the slots of each expert,

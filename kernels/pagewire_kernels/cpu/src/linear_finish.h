@@ -13,8 +13,12 @@ inline Floats add_bias(const float* sums, const void* bias, int64_t column, int6
   return add(sum, load_some(static_cast<const Input*>(bias) + column, count));
 }
 
-// y = sums + bias
-template <class Input, class Output>
+struct Identity {
+  Floats operator()(Floats x) const { return x; }
+};
+
+// y = function(sums + bias)
+template <class Input, class Output, class Function = Identity>
 struct Finish {
   using Number = Input;
   static constexpr int64_t kColumns = kPanel, kBytes = sizeof(Output);
@@ -28,9 +32,12 @@ struct Finish {
       const int64_t column = panel * kPanel + v * kLanes;
       const int64_t count = task.out_features - column;
       if (count <= 0) return;
-      store_some(y + column, add_bias<Input>(sums + v * kLanes, task.bias, column, count), count);
+      const Floats sum = add_bias<Input>(sums + v * kLanes, task.bias, column, count);
+      store_some(y + column, function(sum), count);
     }
   }
+
+  Function function{};
 };
 
 // y = function(gate) * up

@@ -163,7 +163,7 @@ void multiply_experts(ExpertsTask& task, Finish finish) {
         const auto* first = x + block.first_slot * task.x_stride;
         product.set_rows({first, task.x_stride, nullptr}, block.num_rows);
       }
-      of_block.y = static_cast<char*>(task.y) + block.first_slot * task.y_stride * Finish::kBytes;
+      of_block.y = static_cast<char*>(task.y) + block.first_slot * task.y_stride * finish.num_bytes;
       if (task.bias != nullptr) {
         of_block.bias = static_cast<const Input*>(task.bias) + block.expert * task.out_features;
       }
@@ -179,23 +179,29 @@ void multiply_experts(ExpertsTask& task, Finish finish) {
   }
 }
 
-// y = sums + bias in float32
+// y = sums + bias in float32, or of the first product of experts without gates, function(sums + bias)
 template <class Number>
 struct FinishExperts {
-  static constexpr int64_t kBytes = sizeof(float);
   static int64_t num_panels(const LinearTask& task) {
     return Finish<Number, float>::num_panels(task);
   }
   void operator()(const LinearTask& task, int64_t num_rows, int64_t panel, const float* sums) const {
-    for (int64_t r = 0; r < num_rows; ++r) {
-      Finish<Number, float>()(task, r, panel, sums + r * kPanel);
-    }
+    if (task.activation == kNone) return finish(task, num_rows, panel, sums, Finish<Number, float>());
+    with_activation(task.activation, [&](auto function) {
+      finish(task, num_rows, panel, sums, Finish<Number, Number, decltype(function)>{function});
+    });
   }
+  template <class OfRow>
+  static void finish(const LinearTask& task, int64_t num_rows, int64_t panel, const float* sums,
+                     const OfRow& of_row) {
+    for (int64_t r = 0; r < num_rows; ++r) of_row(task, r, panel, sums + r * kPanel);
+  }
+
+  int64_t num_bytes;  // of a number of y
 };
 
 template <class Number>
 struct FinishGatedExperts {
-  static constexpr int64_t kBytes = sizeof(Number);
   static int64_t num_panels(const LinearTask& task) {
     return FinishGated<Number, Silu>::num_panels(task);
   }
@@ -207,6 +213,7 @@ struct FinishGatedExperts {
   }
 
   const ClampedSilu& clamped;
+  int64_t num_bytes = sizeof(Number);
 };
 
 template <class Product>
@@ -223,7 +230,9 @@ void multiply_gated_experts(ExpertsTask& task) {
 
 template <class Product>
 void multiply_experts(ExpertsTask& task) {
-  multiply_experts<Product>(task, FinishExperts<typename Product::Input>());
+  using Input = typename Product::Input;
+  const int64_t num_bytes = task.activation == kNone ? sizeof(float) : sizeof(Input);
+  multiply_experts<Product>(task, FinishExperts<Input>{num_bytes});
 }
 
 }  // namespace pagewire
