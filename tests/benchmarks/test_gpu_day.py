@@ -21,6 +21,7 @@ RESULTS = {
     7: ["chaos_swap.json"],
     8: ["fp8_kv.json"],
     9: ["adapters_tiny_float32.json"],
+    10: ["qwen3_5.json"],
 }
 
 

@@ -9,24 +9,36 @@ import numpy as np
 import pytest
 import torch
 
+from pagewire_kernels import triton as triton_kernels
 from pagewire_kernels.quantized_weight import quantize
 from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
 from pagewire_kernels.select import Kernels
 from pagewire_kernels.triton import TritonBackend, TritonLayerKernels, TritonQuantizedWeight
+from scheduler_service.core.config import SchedulerConfig
 from tests.support.checkpoints import checkpoint, make_checkpoint
-from tests.support.gpu_kernels import DEVICE, MARKS
-from tests.support.paged_driver import PagedDriver
+from tests.support.gpu_kernels import DEVICE, INTERPRETED, MARKS
+from tests.support.in_process import InProcessEngine, InProcessWorker
+from tests.support.paged_driver import NAN, PagedDriver
 from tests.support.quantized_files import awq, bitsandbytes, fp8, integers, make_quantized
+from tests.support.runners import EagerRecorder, HostEvent
+from tests.support.transformers_oracle import oracle
 from worker_service.config import ModelConfig
+from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
 from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import read_config
 from worker_service.loader.quantized_checkpoint import read_schemes
 from worker_service.loader.weights import EagerPacking, load_weights, open_checkpoint
 from worker_service.models.interface import ModelContext
+from worker_service.models.layers import RMSNorm
 from worker_service.models.linear import Linear, VocabEmbedding
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import build_native_model
+from worker_service.runner.device.cuda_graphs import CudaGraphRecorder
+from worker_service.runner.device.in_flight_step import CudaEvent
+from worker_service.runner.device.state import DeviceState, StateShape
+from worker_service.runner.device.steps import DeviceSteps
+from worker_service.runner.model_runner import ModelRunner
 
 pytestmark = MARKS
 
@@ -42,10 +54,11 @@ def _model(folder: Path, kernels: Kernels) -> NativeModel:
     model = build_native_model(read_config(folder), None, place, kernels)
     assert model is not None
     load_weights(model, open_checkpoint(folder))
-    if kernels is OURS:
-        for module in model.modules():
-            if isinstance(module, Linear):
-                module.fix_order()
+    for module in model.modules():
+        if isinstance(module, Linear) and kernels is OURS:
+            module.fix_order()
+        if isinstance(module, RMSNorm):
+            module.add_offset()  # not by `finish_loading`, which packs weights for a CPU
     return model
 
 
@@ -124,11 +137,54 @@ def _driver(model: NativeModel) -> PagedDriver:
     [
         *("llama", "qwen3", "opt"),
         *(pytest.param(name, marks=LONG) for name in ("mistral", "hunyuan_dense")),
+        *(pytest.param(name, marks=LONG) for name in ("lfm2", "qwen3_5", "granite_hybrid")),
     ],
 )
 def test_a_sequence_has_the_references_logits_and_the_same_bits_in_any_batch(family: str) -> None:
     folder = checkpoint(family)
     _assert_same_in_any_batch(_model(folder, OURS), _model(folder, PLAIN))
+
+
+def _launched_ahead(model: NativeModel, cache: CacheEngine, block_size: int) -> ModelRunner:
+    """A runner that replays its steps, sampling included, with these kernels; in the interpreter,
+    replays do the work again."""
+    recorder = EagerRecorder() if INTERPRETED else CudaGraphRecorder(DEVICE)
+    shape = StateShape(sizes=[1, 2, 4], mixed=[8, 16])
+    state = DeviceState(model, cache, block_size, shape, recorder, kernels=triton_kernels)
+    event = HostEvent if INTERPRETED else CudaEvent
+    device = DeviceSteps(model, cache, state, make_event=event)
+    return ModelRunner(model, cache, block_size, device=device)
+
+
+class _Engine(InProcessEngine):
+    """Computes with these kernels alone, over blocks that are full of NaN at first."""
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+        worker = InProcessWorker(
+            _model(self.loaded.model_dir, OURS),
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            block_size=self.block_size,
+            device=DEVICE,
+            make_runner=_launched_ahead,
+        )
+        worker._cache.device_cache.fill_(NAN)
+        return worker
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about rows of no sequence
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_5", marks=LONG)])
+def test_states_that_are_launched_ahead_give_the_references_tokens(family: str) -> None:
+    draw = np.random.default_rng(4)
+    prompts = [draw.integers(5, 250, size=length).tolist() for length in (19, 5, 9)]
+    expected = [oracle(checkpoint(family)).generate(prompt, 8) for prompt in prompts]
+    config = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4)
+    engine = _Engine(checkpoint(family), block_size=16, num_gpu_blocks=64, config=config)
+    together = engine.generate(prompts, 8, logprobs=0)
+    again = engine.generate(prompts[:1], 8, logprobs=0)
+    assert [output.token_ids for output in together] == expected
+    assert again[0].cached_tokens == 16, "from a saved state"
+    assert again[0].logprobs == together[0].logprobs, "the same bits alone and in a batch"
 
 
 def _assert_same_in_any_batch(model: NativeModel, reference: NativeModel) -> None:

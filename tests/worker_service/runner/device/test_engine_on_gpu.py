@@ -24,6 +24,8 @@ FAMILIES = (
     *("llama", "mistral", "qwen3", "opt", "gpt2", "gemma2", "gemma3", "olmo2", "ministral3"),
     *("glm4", "cohere2", "gptj", "falcon_groups", "bloom"),
     *("qwen2_moe", "qwen3_moe", "gpt_oss", "granitemoe", "hunyuan_moe", "llama4", "phimoe"),
+    *("lfm2", "lfm2_moe", "qwen3_5", "qwen3_next", "kimi_linear"),
+    *("granite_hybrid", "falcon_h1", "nemotron_h", "jamba", "mamba", "mamba2"),
 )
 
 CHUNKED = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16)
