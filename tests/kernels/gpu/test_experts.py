@@ -15,6 +15,13 @@ SHAPE = (5, 48, 40)
 """Experts, hidden size, inner size."""
 
 
+GATES = (
+    Gate(),
+    Gate(limit=0.7, alpha=1.702, offset=1.0),
+    Gate(activation="relu2", multiplies=False),
+)
+
+
 def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -26,7 +33,7 @@ def _weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gate", [Gate(), Gate(limit=0.7, alpha=1.702, offset=1.0)], ids=str)
+@pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 9, 200])
 @pytest.mark.parametrize("has_all", [False, True])
 def test_experts_agree_with_the_reference(
@@ -34,11 +41,13 @@ def test_experts_agree_with_the_reference(
 ) -> None:
     num_experts, hidden, inner = SHAPE
     gate_up, down = _weights(dtype)
+    if not gate.multiplies:
+        gate_up = gate_up[:, :inner].contiguous()
     routing = Routing(num_experts=num_experts, num_chosen=2, normalizes=True, scales_inputs=has_all)
     x, logits = _random(num_rows, hidden, dtype=dtype), _random(num_rows, num_experts, seed=1)
     optional = {
         "bias": _random(num_experts, seed=2),
-        "gate_up_bias": _random(num_experts, 2 * inner, dtype=dtype, seed=3),
+        "gate_up_bias": _random(num_experts, gate_up.shape[1], dtype=dtype, seed=3),
         "down_bias": _random(num_experts, hidden, dtype=dtype, seed=4),
         "shared": _random(num_rows, hidden, dtype=dtype, seed=5),
         "shared_gate": _random(num_rows, 1, seed=6),
