@@ -41,6 +41,11 @@ class MovingRatio:
             return None
         return self._cost.mean / self._number.mean
 
+    @property
+    def mean_number(self) -> float:
+        """The present number of items of a value; 0 before the first one."""
+        return self._number.mean or 0.0
+
     def add(self, cost: float, number: float) -> None:
         """Add the cost of `number` items."""
         self.num_values += 1
@@ -118,6 +123,9 @@ class PrefillCost:
 
 
 US_PER_ENTRY_UNMEASURED = 1_000.0
+FETCH_UNMEASURED = 64
+"""Entries of the fetch that a worker group has as its first measurement: that of a few entries
+measures messages."""
 COPY_ROUND_TRIP_US = 5_000.0
 """Time of the messages by which entries of another worker group's cache are copied, besides the
 steps that they wait for."""
@@ -146,10 +154,10 @@ class StepRates:
         """The lowest of these averages ever measured."""
         self.us_per_move: float | None = None
         """Cost of one move between device and host, in either direction."""
-        self.us_per_fetched_entry: float | None = None
-        """Time to copy an entry of another worker group's cache."""
         self.prefill_cost = PrefillCost()
-        self._fetched_entry = MovingAverage()
+        self._prompts = MovingRatio()
+        self._fetched_entry = MovingRatio()
+        self._fetched_entry.add(FETCH_UNMEASURED * US_PER_ENTRY_UNMEASURED, FETCH_UNMEASURED)
         self._decode_step = MovingRatio()
         self._prefill_token = MovingAverage()
         self._prefill = MovingRatio()
@@ -167,6 +175,7 @@ class StepRates:
             compute_us = min(result.busy_us, max(compute_us, without_moves_us))
         if work.num_prefill_tokens:
             beyond_us = max(0.0, compute_us - (self.us_per_decode_step or 0.0))
+            self._prompts.add(beyond_us, work.num_prefill_tokens)
             us_per_token = beyond_us / work.num_prefill_tokens
             self.us_per_prefill_token = self._prefill_token.add(us_per_token)
             if self.us_per_decode_step is not None:
@@ -181,12 +190,18 @@ class StepRates:
 
     def copy_us(self, num_entries: float) -> float:
         """Estimated time to copy entries of another worker group's cache."""
-        entry_us = self.us_per_fetched_entry or US_PER_ENTRY_UNMEASURED
+        entry_us = self._fetched_entry.mean or US_PER_ENTRY_UNMEASURED
         return COPY_ROUND_TRIP_US + num_entries * entry_us
+
+    def us_per_prompt_token(self, min_tokens: int) -> float | None:
+        """Cost of a prompt's token, with or without measured decode steps; None unless recent steps
+        with prefills had as many of them on average: the last token of a prompt whose others were
+        found says nothing about a prompt."""
+        return self._prompts.mean if self._prompts.mean_number >= min_tokens else None
 
     def observe_fetch(self, num_entries: int, duration_us: int) -> None:
         """Take in how long it took to copy entries of another worker group's cache."""
-        self.us_per_fetched_entry = self._fetched_entry.add(duration_us / num_entries)
+        self._fetched_entry.add(duration_us, num_entries)
 
 
 MIN_DELAY_S, MAX_DELAY_S = 0.1, 60.0

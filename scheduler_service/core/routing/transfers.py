@@ -26,7 +26,6 @@ from scheduler_service.core.config import MoveKV, SchedulerConfig
 from scheduler_service.core.kv_cache.exchange import CachedEntry
 from scheduler_service.core.kv_cache.transfer_port import Lease
 from scheduler_service.core.routing.fleet import ServedModel
-from scheduler_service.core.routing.router import us_per_token
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.step_plan import FetchResult
@@ -42,6 +41,10 @@ LEASE_MS, FETCH_MS = 120_000, 30_000
 
 MIN_TOKENS_UNMEASURED = 64
 """Tokens that are worth a transfer while the time to compute them is not measured."""
+
+MIN_TOKENS_MEASURED = 32
+"""Average tokens of a step that measure the time of a prompt's token. A group that only continues
+requests has computed none: its source, which computes the same bits, stands for it."""
 
 _TOKEN_BYTES = 16
 
@@ -322,7 +325,8 @@ def _pays(
     num_tokens: int, entries: list[CachedEntry], source: Scheduler, target: Scheduler
 ) -> bool:
     """Whether it is faster to copy entries than to compute tokens."""
-    token_us = us_per_token(target)
+    measured = (s.rates.us_per_prompt_token(MIN_TOKENS_MEASURED) for s in (target, source))
+    token_us = next((us for us in measured if us is not None), None)
     if token_us is None:
         return num_tokens >= MIN_TOKENS_UNMEASURED
     steps_us = sum(s.rates.us_per_decode_step or 0.0 for s in (source, target) if len(s.pipeline))

@@ -4,26 +4,47 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_service.core.config import MoveKV
+from scheduler_service.core.config import MoveKV, Role
+from scheduler_service.core.step_plan import StepPlan
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 
 PROMPT = list(range(20))
 
 
-def two_groups(**config: object) -> CoreDriver:
+def two_groups(*roles: Role, **config: object) -> CoreDriver:
     """Two worker groups that can read each other's KV."""
     groups = [
         replace(
-            make_capacity(group_id, num_gpu_blocks=32),
+            make_capacity(group_id, block_size=32, max_model_len=256),
+            role=role,
             kv_layout="one",
             addresses=(f"at {group_id}",),
             epoch=7,
         )
-        for group_id in ("g0", "g1")
+        for group_id, role in zip(("g0", "g1"), roles or (Role.BOTH, Role.BOTH), strict=True)
     ]
-    driver = make_driver(groups[0], move_kv=MoveKV.ALWAYS, **config)
+    driver = make_driver(groups[0], **{"move_kv": MoveKV.ALWAYS, **config})
     driver.add_worker_group(groups[1])
     return driver
+
+
+def test_a_group_that_has_computed_no_prompt_copies_a_long_one() -> None:
+    """Its steps are short, so a token of its largest possible step would seem to cost nothing."""
+    driver = two_groups(Role.PREFILL, Role.DECODE, move_kv=MoveKV.AUTO, max_num_batched_tokens=512)
+    plans: list[tuple[str, StepPlan]] = []
+    driver.on_plan = lambda group_id, plan: plans.append((group_id, plan))
+    driver.submit(prompt=[4, *(n % 32 for n in range(70))], max_tokens=9)
+    driver.run_until_idle()
+    assert any(plan.fetches for _, plan in plans)
+    plans.clear()
+    driver.submit(prompt=[5, *(n % 32 for n in range(200))], max_tokens=9)
+    driver.run_until_idle()
+    assert any(plan.fetches for _, plan in plans)
+    assert all(sum(plan.num_tokens or ()) < 9 for group_id, plan in plans if group_id == "g1")
+    plans.clear()
+    driver.submit(prompt=[6, *range(30)], max_tokens=9)
+    driver.run_until_idle()
+    assert not any(plan.fetches for _, plan in plans), "31 tokens are too few"
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
