@@ -1,0 +1,67 @@
+"""Adapters in steps that are launched ahead and replayed, as on a GPU, are those of PEFT."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.rank_threads import AheadExecutor
+from tests.support.worker_driver import Row
+from tests.worker_service.adapters.test_lora import (
+    NUM_TOKENS,
+    TOLERANCE,
+    Steps,
+    adapters,
+    base_of,
+    generate,
+    load_blocks,
+    of_vocabulary,
+    prompt,
+)
+from worker_service.config import AdapterConfig, CacheConfig, RunnerConfig
+from worker_service.runner.torch_executor import Profiler
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def ahead(family: str) -> AheadExecutor:
+    """With as many slots as each test has adapters, less one."""
+    made = AheadExecutor(
+        CacheConfig(),
+        Profiler(Path()),
+        lambda: load_blocks(base_of(family)),
+        runner=RunnerConfig(max_graph_batch_size=4, max_graph_tokens=32),
+        adapters=AdapterConfig(enable_lora=True, max_loras=2, max_lora_rank=64),
+    )
+    made.load()
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_tokens_and_log_probabilities_are_those_of_peft(family: str) -> None:
+    here, made = ahead(family), adapters(family)
+    digests = [here.load_adapter(str(adapter.folder)).digest for adapter in made]
+    for mix in ([0, None, 1, 0], [2, 1, None], [None]):
+        found = generate(here, [None if i is None else digests[i] for i in mix])
+        for i, ((tokens, logprobs), which) in enumerate(zip(found, mix, strict=True)):
+            if which is not None:
+                expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
+                assert tokens == expected
+                np.testing.assert_allclose(logprobs, expected_logprobs, atol=TOLERANCE, rtol=0)
+    assert here.num_recorded > 0
+
+
+def test_prompt_tokens_have_the_log_probabilities_of_the_head_of_their_adapter() -> None:
+    here, made = ahead("llama"), of_vocabulary("llama")[1:]
+    steps, tokens = Steps(here), prompt(4)
+    for i, adapter in enumerate(made):
+        digest = here.load_adapter(str(adapter.folder)).digest
+        steps.add(i + 1, tokens, digest, prompt_logprobs=0)
+    result = steps.run([Row(i + 1, len(tokens)) for i in range(len(made))])
+    for i, adapter in enumerate(made):
+        with torch.inference_mode():
+            [logits] = adapter.model(torch.tensor([tokens])).logits
+        expected = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
+        found = result.prompt_logprobs[i].logprobs[:, 0]
+        np.testing.assert_allclose(found, expected.numpy(), atol=TOLERANCE, rtol=0)
