@@ -66,7 +66,7 @@ def _check(family: str, outputs: list[Output]) -> None:
 def test_tokens_are_those_of_transformers_also_from_saved_states(
     family: str, block_size: int
 ) -> None:
-    engine = PoisonedEngine(checkpoint(family), block_size=block_size)
+    engine = PoisonedEngine(checkpoint(family), block_size=block_size, num_gpu_blocks=1024)
     for _ in range(2):  # the second time with hits
         outputs = engine.generate(prompts(), NUM_TOKENS, logprobs=0)
         _check(family, outputs)
