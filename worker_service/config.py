@@ -6,7 +6,7 @@ Nothing here imports torch.
 
 import json
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 from service_common.chat_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -461,8 +461,11 @@ class AdapterConfig:
         _expect(self.max_cpu_loras >= self.max_loras, "max_cpu_loras", at_least, self.max_cpu_loras)
         names = [module.name for module in self.modules]
         _expect(len(set(names)) == len(names), "lora_modules", "each name once", names)
-        if self.lora_modules:
-            _expect(self.enable_lora, "lora_modules", "none without --enable-lora", names)
+        if not self.enable_lora:
+            for other in fields(self):
+                make, got = other.default_factory, getattr(self, other.name)
+                default = other.default if make is MISSING else make()
+                _expect(got == default, other.name, "none without --enable-lora", got)
 
     @property
     def modules(self) -> list[AdapterModule]:

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from itertools import islice
 from typing import Annotated
 
 import grpc
@@ -14,7 +16,7 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_cli import terminal
-from pagewire_cli.options import CONNECTION, Connection, with_options
+from pagewire_cli.options import CONNECTION, MEMBERSHIP, Connection, Membership, with_options
 from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import (
     EngineStatus,
@@ -31,9 +33,17 @@ _ANY_WIDTH = 1_000
 """Columns: lines are neither folded for a narrow terminal nor for a pipe."""
 
 
-@with_options(connection=CONNECTION)
+@with_options(connection=CONNECTION, membership=MEMBERSHIP)
 def status(
     connection: Connection,
+    membership: Membership,
+    core: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="HOST:PORT or unix:PATH of a scheduler core to query instead of a frontend.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each snapshot as one line of JSON.")
     ] = False,
@@ -41,8 +51,7 @@ def status(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 10.0,
 ) -> None:
     """Show the queues, workers and memory of a deployment."""
-    with connection.client() as client:
-        snapshots = client.watch_status() if watch else iter([client.get_status(timeout=timeout)])
+    with _snapshots(connection, membership, core, None if watch else timeout) as snapshots:
         if as_json:
             for snapshot in snapshots:
                 terminal.write(json.dumps(plain(snapshot)) + "\n")
@@ -50,6 +59,21 @@ def status(
             _show_live(snapshots)
         else:
             Console(width=_ANY_WIDTH).print(_render(next(snapshots)))
+
+
+@contextmanager
+def _snapshots(
+    connection: Connection, membership: Membership, core: str | None, timeout_s: float | None
+) -> Iterator[Iterator[EngineStatus]]:
+    """Snapshots from a frontend or a core: one within `timeout_s`, or one every second."""
+    if core is not None:
+        options = membership.connection_to(core)
+        with closing(watch_core(options, 1.0, timeout_s=timeout_s)) as snapshots:
+            yield snapshots if timeout_s is None else islice(snapshots, 1)
+    else:
+        with connection.client() as client:
+            one = [client.get_status(timeout=timeout_s)] if timeout_s is not None else None
+            yield client.watch_status() if one is None else iter(one)
 
 
 def _show_live(snapshots: Iterator[EngineStatus]) -> None:

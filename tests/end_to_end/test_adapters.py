@@ -161,6 +161,10 @@ def test_http_loads_lists_and_unloads_as_vllm_does(cluster: Cluster, paths: list
         assert (sql["id"], sql["parent"], sql["root"]) == ("sql", "simulated", paths[1])
         request = {"model": "sql", "prompt": PROMPT, "max_tokens": 4}
         assert http.post("/v1/completions", json=request).json()["model"] == "sql"
+        named_badly = http.post("/v1/load_lora_adapter", json={**in_place, "lora_name": "a b"})
+        assert named_badly.json()["error"]["param"] == "lora_name"
+        unknown = http.post("/v1/completions", json={**request, "model": "none"})
+        assert "available models: simulated; adapters: sql" in unknown.text
         missing = {"lora_name": "none", "lora_path": "no/such/folder"}
         assert http.post("/v1/load_lora_adapter", json=missing).status_code == 404
         answer = http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})

@@ -2,7 +2,13 @@
 
 import pytest
 
-from worker_service.config import CacheConfig, ModelConfig, NetworkConfig, WorkerConfig
+from worker_service.config import (
+    AdapterConfig,
+    CacheConfig,
+    ModelConfig,
+    NetworkConfig,
+    WorkerConfig,
+)
 from worker_service.errors import InvalidOption
 
 
@@ -22,6 +28,15 @@ from worker_service.errors import InvalidOption
 def test_a_cache_that_cannot_be(fields: dict[str, object], named: str) -> None:
     with pytest.raises(InvalidOption, match=f"{named}: expected"):
         CacheConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_loras": 4}, {"max_lora_rank": 8}, {"lora_modules": ["a=/a"]}]
+)
+def test_settings_of_adapters_need_adapters(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidOption, match=f"{next(iter(fields))}: expected none without"):
+        AdapterConfig(**fields)  # type: ignore[arg-type]
+    AdapterConfig(enable_lora=True, **fields)  # type: ignore[arg-type]
 
 
 def test_a_worker_that_cannot_be() -> None:

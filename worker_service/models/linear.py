@@ -142,7 +142,10 @@ def round_weight(weight: Tensor, quantization: str, *, consume: bool = False) ->
     try:
         return quantize(weight, quantization, discard if consume else None)
     except ValueError as error:
-        raise InvalidOption(f"quantization: {error}") from error
+        raise InvalidOption(
+            f"quantization: a linear layer of shape {list(weight.shape)} cannot be rounded to"
+            f" {quantization}: {error}; leave --quantization out"
+        ) from error
 
 
 def pack(

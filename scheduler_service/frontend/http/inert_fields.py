@@ -37,6 +37,7 @@ them, those derived from it included."""
 
 FIXED: dict[str, Any] = {
     "background": False,
+    "detokenize": True,
     "echo": False,
     "mm_payload": "tensors",
     "modalities": ["text"],

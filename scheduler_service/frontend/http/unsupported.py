@@ -27,7 +27,7 @@ _PATHS_BY_ADVICE = {
     ),
     "workers take no calls over HTTP; `pagewire status` shows their state": ("/collective_rpc",),
     "the prefix cache cannot be emptied; it evicts unused blocks itself": ("/reset_prefix_cache",),
-    "/metrics has the requests that run and wait": ("/load",),
+    "`pagewire status` and /metrics of the core have the requests that run and wait": ("/load",),
     "`pagewire status --json` has the state of the deployment": ("/server_info",),
     "profiles are not taken over HTTP; /metrics and traces have the times of steps": (
         *("/start_profile", "/stop_profile"),

@@ -24,7 +24,11 @@ from scheduler_service.frontend.input.chat import chat_text, check_chat
 from scheduler_service.frontend.input.tool_choice import AnswerFormat, answer_format
 from scheduler_service.frontend.input.validation import value_or
 from scheduler_service.frontend.models.adapters import RequestAdapter
-from scheduler_service.frontend.models.served_models import FrontendModel, max_servable_len
+from scheduler_service.frontend.models.served_models import (
+    FrontendModel,
+    max_input_len,
+    max_servable_len,
+)
 from scheduler_service.frontend.models.tokenizer import ModelTokenizer, TooManyTokens
 from scheduler_service.frontend.output.detokenizer import ByteLevelDetokenizer, Detokenizer
 from scheduler_service.frontend.output.message import MessageStream
@@ -486,7 +490,7 @@ def _tokenize(
     return inference_pb.TokenizeResponse(
         token_ids=token_ids,
         tokens=[tokenizer.token_name(token_id) for token_id in token_ids],
-        max_model_len=max_servable_len(model.info),
+        max_model_len=max_input_len(model.info),
     )
 
 

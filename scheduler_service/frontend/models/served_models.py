@@ -199,6 +199,12 @@ def max_servable_len(info: model_pb2.ModelInfo) -> int:
     return min(info.max_model_len, info.max_cached_tokens or info.max_model_len)
 
 
+def max_input_len(info: model_pb2.ModelInfo) -> int:
+    """Most tokens of a sequence, or of a text if the model only pools and takes shorter ones."""
+    pooled = () if does(info, model_pb2.WORK_KIND_GENERATION) else (info.pooling.max_text_tokens,)
+    return min(filter(None, (max_servable_len(info), *pooled)))
+
+
 class ModelDirectory:
     """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
 
@@ -430,8 +436,15 @@ class ModelDirectory:
         """The error for a name that is not served, with the names that are."""
         usable = [n for n, info in self._named.items() if may_use(tenant, info)]
         names = ", ".join(sorted(usable))
+        adapters = [
+            adapter.name
+            for model, found in self.adapters.by_model()
+            if model in usable
+            for adapter in found
+        ]
+        with_adapters = f"; adapters: {', '.join(sorted(adapters))}" if adapters else ""
         return UnknownModel(
-            f"unknown model {name!r}; available models: {names or 'none'}",
+            f"unknown model {name!r}; available models: {names or 'none'}{with_adapters}",
             details={"model": name or "", "served": names},
         )
 

@@ -160,7 +160,9 @@ def _by_labels(request: Any, model: FrontendModel, query: str, *, is_scored: boo
     info = model.info.pooling
     options = request.score if is_scored else request.classify
     if not info.labels:
-        raise _unsupported(model, "has no labels, only vectors, which Embed returns")
+        raise _unsupported(
+            model, "has no labels, only vectors, which Embed and /v1/embeddings return"
+        )
     if is_scored and len(info.labels) != 1:
         raise _unsupported(model, f"gives a pair {len(info.labels)} labels: Classify returns them")
     requested = pooling_pb2.POOLING_TYPE_UNSPECIFIED if is_scored else options.type

@@ -159,6 +159,9 @@ def test_two_frontends_with_one_http_port_and_two_workers_serve_one_model(tmp_pa
         assert done.stderr.startswith(taken)
         with Client(address) as client:  # one worker is enough to serve
             wait_until(lambda: len(client.get_status().groups) == 2, "both workers")
+        status = command("status", "--core", core, "--json")
+        done = subprocess.run(**status, timeout=60, stdout=subprocess.PIPE)  # type: ignore[call-overload]
+        assert len(json.loads(done.stdout)["groups"]) == 2
         drain = command("drain", "worker-1", "--core", core, "--wait")
         assert subprocess.run(**drain, timeout=60).returncode == 0  # type: ignore[call-overload]
 

@@ -1,5 +1,7 @@
 """`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as in vLLM."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
@@ -65,8 +67,9 @@ async def load_lora_adapter(body: Load, services: Services, caller: Caller) -> R
         model=body.base_model_name,
         replace=body.load_inplace,
     )
-    validation.check_limits(request)
-    await services.adapters.load(request, caller)
+    with _named_as_here():
+        validation.check_limits(request)
+        await services.adapters.load(request, caller)
     return _success(f"LoRA adapter '{body.lora_name}' added")
 
 
@@ -81,9 +84,23 @@ async def unload_lora_adapter(body: Unload, services: Services, caller: Caller) 
     """Make an adapter's name unusable; requests that use it continue with it. For operators, if the
     frontend was started with `--allow-runtime-lora-updating`."""
     request = inference_pb.UnloadAdapterRequest(name=body.lora_name)
-    validation.check_limits(request)
-    await services.adapters.unload(request, caller)
+    with _named_as_here():
+        validation.check_limits(request)
+        await services.adapters.unload(request, caller)
     return _success(f"LoRA adapter '{body.lora_name}' removed")
+
+
+_FIELDS = {"name": "lora_name", "path": "lora_path", "model": "base_model_name"}
+"""The names of the fields of gRPC requests here."""
+
+
+@contextmanager
+def _named_as_here() -> Iterator[None]:
+    """Let errors name the fields of the HTTP request."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(_FIELDS.get(error.field, error.field), error.expected) from None
 
 
 def _success(what: str) -> Response:

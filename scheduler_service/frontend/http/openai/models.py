@@ -7,11 +7,10 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from pagewire.v1 import model_pb2
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, HttpServices, Services
-from scheduler_service.frontend.models.served_models import does, max_servable_len, may_use
+from scheduler_service.frontend.models.served_models import max_input_len, may_use
 
 
 class Model(BaseModel):
@@ -68,9 +67,9 @@ def _usable(services: HttpServices, caller: Principal) -> Iterator[dict[str, Any
                 "owned_by": "pagewire",
                 "root": info.name,
                 "parent": None,
-                "max_model_len": _max_len(info),
+                "max_model_len": max_input_len(info),
             }
-    lengths = {info.name: _max_len(info) for info in services.models.served}
+    lengths = {info.name: max_input_len(info) for info in services.models.served}
     for model, adapters in services.models.adapters.by_model():
         for adapter in adapters if model in lengths else ():
             if caller.may_use_lora(adapter.name, model):
@@ -83,9 +82,3 @@ def _usable(services: HttpServices, caller: Principal) -> Iterator[dict[str, Any
                     "parent": model,
                     "max_model_len": lengths[model],
                 }
-
-
-def _max_len(info: model_pb2.ModelInfo) -> int:
-    """Most tokens of a sequence, or of a text if the model only pools and takes shorter ones."""
-    pooled = () if does(info, model_pb2.WORK_KIND_GENERATION) else (info.pooling.max_text_tokens,)
-    return min(filter(None, (max_servable_len(info), *pooled)))

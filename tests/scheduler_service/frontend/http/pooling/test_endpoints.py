@@ -203,6 +203,10 @@ async def test_the_list_of_models_has_the_longest_text_of_one_that_pools(
     models = (await poolers.client.get("/v1/models")).json()["data"]
     lengths = {model["id"]: model["max_model_len"] for model in models}
     assert (lengths["tiny"], lengths["embedder"], lengths["late"]) == (256, 256, 128)
+    for model, length in lengths.items():
+        call = {"model": model, "prompt": "a"}
+        told = (await poolers.client.post("/tokenize", json=call)).json()
+        assert told["max_model_len"] == length
 
 
 async def test_a_model_needs_no_name_beside_those_that_do_other_work(poolers: HttpServed) -> None:
