@@ -285,7 +285,7 @@ class KVCacheManager(DeviceTables):
         `num_forks` others; returns the `swap_in` and `copy` of its tokens that were found.
         Followers that share more of its tokens will wait for them."""
         self._count_found(seq, hit)
-        self._prefixes.expect(seq)
+        self._prefixes.expect(seq, hit.num_tokens)
         moves = Moves()
         numbers = self._demand.after(seq.length, hit, self.device.is_used, num_forks=num_forks)
         taken = self._pin([hit], self._num_available - sum(numbers))

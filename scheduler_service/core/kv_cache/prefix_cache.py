@@ -34,6 +34,10 @@ BOUNDARY_TOKENS = 512
 """Windows that end at a multiple of this number of prompt tokens stay cached as long as the
 prompt."""
 
+MIN_BRANCH_TOKENS = 64
+"""Fewest tokens that it has to spare the next prompt to keep a window, or save a state, where one
+branches off from what was computed for others."""
+
 
 class _GroupMatch:
     """The blocks of one cache group that hold a sequence's first tokens, looked up as needed."""
@@ -165,12 +169,15 @@ class PrefixCache:
         self._seed = seed
         self._states = [number for number, group in enumerate(groups) if group.is_state]
         self._sources = [(number, group) for number, group in enumerate(groups) if group.is_fixed]
+        self._complete = [n for n, g in enumerate(groups) if g.has_tokens and not g.span]
+        """Groups that keep all tokens of what they have of a prompt."""
         self._unconfirmed: dict[CacheableSequence, None] = {}
         """Sequences whose first tokens are being computed, and at most as many others."""
         self._max_unconfirmed = 0
         self._boundaries: dict[CacheableSequence, list[int]] = {}
         """Where windows are to stay cached, in addition to the multiples of BOUNDARY_TOKENS in a
-        prompt: before its last tokens, and where others branched off; in order."""
+        prompt: before its last tokens, where others branched off, and where it branched off from
+        others; in order."""
 
     def reseed(self, seed: int) -> None:
         """Make keys with another seed from now on; nothing has one yet."""
@@ -385,13 +392,28 @@ class PrefixCache:
         self.add_boundary(leader, most_shared * self.unit)
         return True
 
-    def expect(self, seq: CacheableSequence) -> None:
-        """Record that a sequence is admitted: its first tokens will be computed."""
+    def expect(self, seq: CacheableSequence, num_found: int) -> None:
+        """Record that a sequence is admitted: its tokens after the first `num_found` will be
+        computed.
+
+        If groups that keep all tokens have more of its first ones, it shares that prefix, and so
+        may others: the next one is to find the window or the state that this one lacks."""
         if len(self._unconfirmed) > self._max_unconfirmed:
             self._unconfirmed = {other: None for other in self._unconfirmed if other.is_prefilling}
             self._max_unconfirmed = 2 * len(self._unconfirmed)
         self._unconfirmed[seq] = None
         self.add_boundary(seq, (seq.num_prompt_tokens - 1) // self.unit * self.unit)
+        if len(self._complete) < len(self._groups):
+            branch = self._end_of_complete(seq)
+            if branch >= num_found + MIN_BRANCH_TOKENS:
+                self.add_boundary(seq, branch)
+
+    def _end_of_complete(self, seq: CacheableSequence) -> int:
+        """How many of a sequence's first tokens all groups have on the device that keep all."""
+        num_units = self._max_reusable_tokens(seq) // self.unit if self._complete else 0
+        keys = self.keys(seq, num_units)[:num_units]
+        matches = self._matches(keys, [self._device])
+        return _common_end({n: matches[n] for n in self._complete}, num_units * self.unit)
 
     def forget(self, seq: CacheableSequence) -> None:
         """Record that a sequence has lost its memory."""

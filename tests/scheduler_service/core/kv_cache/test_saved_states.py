@@ -82,6 +82,33 @@ def test_states_of_a_long_prompt_are_saved_every_512_tokens_where_others_may_bra
         assert life.num_found == num_found
 
 
+WINDOW = CacheGroup(block_tokens=4, lifetime=CacheLifetime.WINDOW, span=8)
+
+
+@pytest.mark.parametrize("groups", [(ALL, STATE), (ALL, WINDOW, STATE)])
+def test_the_third_prompt_with_one_beginning_computes_it_no_more(
+    groups: tuple[CacheGroup, ...],
+) -> None:
+    life = Life(*groups, max_num_batched_tokens=1200, num_gpu_blocks=2000)
+    system = [i * i % 29 for i in range(340)]
+    found = []
+    for number in range(4):
+        life.ask([*system, *([number] * 60)])
+        found.append(life.num_found)
+    assert found == [0, 0, 340, 340]
+
+
+@pytest.mark.parametrize(("num_equal", "num_saves"), [(64, 2), (60, 1)])
+def test_no_state_is_saved_that_would_spare_the_next_prompt_little(
+    num_equal: int, num_saves: int
+) -> None:
+    life = Life(max_num_batched_tokens=1200, num_gpu_blocks=2000)
+    system = [i * i % 29 for i in range(num_equal)]
+    life.ask([*system, *([1] * 40)])
+    life.ask([*system, *([2] * 40)])
+    assert sum(bool(plan.copy) for plan in life.plans) == num_saves
+
+
 def test_the_next_turn_continues_exactly_where_the_last_one_ended() -> None:
     life = Life()
     prompt = PROMPT[:13]
