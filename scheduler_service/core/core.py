@@ -1,6 +1,7 @@
 """The scheduler core: every request from its submission to its end."""
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable
 from math import inf
 
@@ -159,6 +160,14 @@ class SchedulerCore:
         return sum(
             seq_group.adapter == adapter and seq_group.request.model == model
             for seq_group in self._registry.seq_groups()
+        )
+
+    def requests_by_adapter(self) -> Counter[tuple[str, bytes, bool]]:
+        """Live requests with an adapter by model, adapter, and whether a sequence runs."""
+        return Counter(
+            (seq_group.request.model, seq_group.adapter, bool(seq_group.num_running))
+            for seq_group in self._registry.seq_groups()
+            if seq_group.adapter is not None
         )
 
     # Requests.

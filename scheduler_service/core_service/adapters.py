@@ -20,6 +20,7 @@ worker that is alive registers, it announces its tables as *settling*.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -189,6 +190,8 @@ class AdapterDirectory:
 
     def __post_init__(self) -> None:
         self._models: dict[str, _Model] = {}
+        self.num_changes: Counter[tuple[str, ...]] = Counter()
+        """Loads and unloads by outcome, `done` or `failed`."""
         self._settled_at = self.driver.clock() + self.settle_s
 
     @property
@@ -211,11 +214,13 @@ class AdapterDirectory:
             for name in sorted(self._models)
         ]
 
-    def usage(self) -> Iterator[tuple[str, Adapter, int]]:
-        """(model, adapter, live requests) of all contents."""
+    def usage(self) -> Iterator[tuple[str, Adapter, str, int]]:
+        """(model, adapter, `running` or `waiting`, live requests) of all contents."""
+        numbers = self.driver.core.requests_by_adapter()
         for model in self._models.values():
             for digest, adapter in contents(model.table).items():
-                yield model.name, adapter, self.driver.core.num_requests_with(model.name, digest)
+                for state, runs in (("running", True), ("waiting", False)):
+                    yield model.name, adapter, state, numbers[model.name, digest, runs]
 
     async def run(self) -> NoReturn:
         """Announce that the tables are settled, and drop retained contents that nobody uses."""
@@ -350,19 +355,30 @@ class AdapterDirectory:
                 )
         model = self._model(model_name)
         # The change is completed or undone even if its caller leaves.
-        return await _shielded(self._load_on_all(model, name, path, replace=replace))
+        change = self._load_on_all(model, name, path, replace=replace)
+        return await _shielded(self._counted("load", change))
 
     async def unload(self, name: str) -> int:
         """Make a name mean nothing; returns how many live requests still use the content. Raises
         UnknownAdapter, and Unavailable if a worker fails, with nothing changed."""
         for model in self._models.values():
             if find(model.table, name) is not None:
-                return await _shielded(self._unload_on_all(model, name))
+                return await _shielded(self._counted("unload", self._unload_on_all(model, name)))
         loaded = sorted(a.name for model in self._models.values() for a in model.table.adapters)
         raise UnknownAdapter(
             f"no adapter {name!r} is loaded; adapters: {', '.join(loaded) or 'none'}",
             details={"name": name},
         )
+
+    async def _counted(self, kind: str, change: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a change, which `num_changes` counts."""
+        outcome = "failed"
+        try:
+            result = await change
+            outcome = "done"
+            return result
+        finally:
+            self.num_changes[kind, outcome] += 1
 
     def _model(self, name: str) -> _Model:
         model = self._models.get(name)

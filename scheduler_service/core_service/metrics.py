@@ -260,13 +260,19 @@ FAILED_FETCHES = counter(
 )
 LORA_REQUESTS = gauge(
     "pagewire_lora_requests",
-    "Live requests with an adapter that is loaded or retained, running or waiting.",
-    ("model", "lora", "digest"),
+    "Live requests with an adapter that is loaded or retained; `state` is `running` or `waiting`.",
+    ("model", "lora", "digest", "state"),
+)
+LORA_CHANGES = counter(
+    "pagewire_lora_changes_total",
+    "Adapters that were loaded or unloaded (`change`), and attempts that failed.",
+    ("change", "outcome"),
 )
 
 ALL = (
     FAILED_FETCHES,
     LORA_REQUESTS,
+    LORA_CHANGES,
     UPTIME,
     FRONTENDS,
     WORKER_LOSSES,
@@ -340,10 +346,11 @@ class CoreMetrics:
         yield self._tenants(snapshot.num_by_tenant)
         yield LORA_REQUESTS.family(
             {
-                (model, adapter.name, adapter.digest.hex()[:12]): number
-                for model, adapter, number in self.adapters.usage()
+                (model, adapter.name, adapter.digest.hex()[:12], state): number
+                for model, adapter, state, number in self.adapters.usage()
             }
         )
+        yield LORA_CHANGES.family(self.adapters.num_changes)
         yield from self._groups(snapshot.worker_groups)
         yield from self._registered()
         yield from self._steps()

@@ -114,5 +114,8 @@ def test_adapters_that_workers_lack_and_too_many_of_a_tenant_are_refused() -> No
         submit(driver, "b", tenant="t")
     submit(driver, "b")
     assert driver.core.num_requests_with(MODEL, DIGESTS["a"]) == 2
+    found = {(MODEL, DIGESTS["a"], False): 2, (MODEL, DIGESTS["b"], False): 1}
+    assert driver.core.requests_by_adapter() == found
     driver.run_until_idle()
+    assert not driver.core.requests_by_adapter()
     driver.check_empty()

@@ -91,6 +91,7 @@ async def test_a_worker_whose_answers_were_lost_gets_the_valid_table_later(
         two.loses_answers = True
         with pytest.raises(Unavailable, match="lost"):
             await directory.load("new", "/new", MODEL, replace=False, names=())
+        assert directory.num_changes == {("load", "done"): 1, ("load", "failed"): 1}
         if has_lost_content:
             two.table, two.contents = AdapterSet(), {}
         two.loses_answers = False
@@ -106,3 +107,5 @@ async def test_a_worker_whose_answers_were_lost_gets_the_valid_table_later(
         assert list(two.table.adapters) == [kept]
         assert two.contents == one.contents == {kept.digest: "/kept"}
         assert two.num_put == has_lost_content
+        usage = [(adapter.name, state, number) for _, adapter, state, number in directory.usage()]
+        assert usage == [("kept", "running", 0), ("kept", "waiting", 0)]
