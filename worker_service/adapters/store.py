@@ -1,12 +1,20 @@
 """The adapters that a worker holds on the host, by digest. Nothing here imports torch."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from worker_service.errors import AdapterNotFound, AdaptersFull, BadAdapter, InvalidPlan
+from worker_service.config import AdapterConfig
+from worker_service.errors import (
+    AdapterNotFound,
+    AdaptersFull,
+    BadAdapter,
+    InvalidOption,
+    InvalidPlan,
+)
 from worker_service.plan import ContextKind, NewSequence
 
 CHUNK_BYTES = 1 << 20
@@ -149,3 +157,59 @@ class AdapterStore(Generic[AdapterT]):
                 problem = f"expected an adapter that is loaded here, got {found.hex()}"
                 raise InvalidPlan(f"{path}.digest", problem)
         return found
+
+
+class AdapterLoader(ABC, Generic[AdapterT]):
+    """What `engine.executor.Executor` does with adapters of some kind. May be used on any thread.
+
+    Its methods raise InvalidOption without --enable-lora, NotReady before the model is loaded, and
+    AdapterNotFound, BadAdapter and AdaptersFull.
+    """
+
+    def __init__(self, config: AdapterConfig, max_bytes: int) -> None:
+        """max_bytes: of an adapter that another worker sends."""
+        self._max_bytes = max_bytes
+        self.store: AdapterStore[AdapterT] | None = None
+        """None without --enable-lora."""
+        if config.enable_lora:
+            self.store = AdapterStore(config.max_cpu_loras)
+
+    @abstractmethod
+    def _read(self, path: str) -> AdapterT:
+        """Read an adapter."""
+
+    @abstractmethod
+    def _of_content(self, content: bytearray) -> AdapterT:
+        """The adapter with this content."""
+
+    @abstractmethod
+    def _prepare(self, adapter: AdapterT) -> None:
+        """Check an adapter, and prepare it for steps."""
+
+    def load(self, path: str) -> AdapterInfo:
+        """See `Executor.load_adapter`."""
+        self.require_store()
+        return self._hold(self._read(path))
+
+    def add(self, chunks: Iterable[bytes]) -> AdapterInfo:
+        """See `Executor.add_adapter`."""
+        self.require_store()
+        return self._hold(self._of_content(join(chunks, self._max_bytes)))
+
+    def chunks(self, digest: bytes) -> Iterator[bytes]:
+        """See `Executor.adapter_chunks`."""
+        return self.require_store().chunks(digest)
+
+    def retain(self, digests: Set[bytes]) -> None:
+        """See `Executor.retain_adapters`."""
+        self.require_store().retain(digests)
+
+    def require_store(self) -> AdapterStore[AdapterT]:
+        """The adapters that are held."""
+        if self.store is None:
+            raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
+        return self.store
+
+    def _hold(self, adapter: AdapterT) -> AdapterInfo:
+        self._prepare(adapter)
+        return self.require_store().add(adapter)

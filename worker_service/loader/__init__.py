@@ -15,6 +15,7 @@
 | `gguf_gemma4.py` | what only Gemma 4 has in it |
 | `gguf_metadata.py` | typed access to the metadata of a GGUF file |
 | `gguf_names.py` | tensors of a GGUF file under the names of `transformers` |
+| `adapters.py` | LoRA adapters of a loaded model, in folders and files |
 | `gguf_adapter.py` | LoRA adapters in GGUF files |
 | `gguf_tokenizer.py` | tokenizer and chat template of a GGUF file, as files for frontends |
 | `quantized_checkpoint.py` | `quantization_config`, and quantized weights under dense names |

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from worker_service.adapters.lora import LoraAdapter
-from worker_service.adapters.store import AdapterInfo, AdapterStore, join
+from worker_service.adapters.store import AdapterInfo
 from worker_service.config import AdapterConfig, CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts, WorkKind
-from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, NotReady, OutOfOrder
+from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import (
     WARM_UP_TOKENS,
@@ -27,7 +26,6 @@ from worker_service.kv_cache.memory_budget import (
     sample_on_host,
 )
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
-from worker_service.loader.adapters import read_adapter
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
 from worker_service.models.adapters import AdapterSlots, require_native
 from worker_service.models.eagle import EagleHead
@@ -48,15 +46,13 @@ from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.drafting.eagle_drafter import EagleDrafter
 from worker_service.runner.drafting.speculation import DraftLengths, Speculation
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
+from worker_service.runner.lora_adapters import LoraAdapters
 from worker_service.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
 
 logger = logging.getLogger(__name__)
-
-MAX_ADAPTER_BYTES = 1 << 32
-"""Maximum size of an adapter that another worker sends."""
 
 
 def compile_layers(
@@ -127,11 +123,7 @@ class TorchExecutor:
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._adapter_config = adapters or AdapterConfig()
-        self._adapters: AdapterStore[LoraAdapter] | None = None
-        """None without --enable-lora."""
-        if self._adapter_config.enable_lora:
-            self._adapters = AdapterStore(self._adapter_config.max_cpu_loras)
-        self._slots: AdapterSlots | None = None
+        self._adapters = LoraAdapters(self._adapter_config)
         self._loaded: LoadedModel | None = None
         self._draft: Model | EagleHead | None = None
         self._draft_lengths = draft_lengths or DraftLengths()
@@ -174,10 +166,11 @@ class TorchExecutor:
             model.kv_cache_spec = model.kv_cache_spec.with_drafts(self._draft.kv_cache_spec)
         if name is not None and self._loaded.communicator.layout.world_size > 1:
             model.kv_cache_spec = replace(model.kv_cache_spec, has_shared_drafts=True)
-        if self._adapters is not None:
+        if self._adapters.store is not None:
             model = require_native(model)
             limits = self._adapter_config.max_loras, self._adapter_config.max_lora_rank
-            self._slots = model.adapters = AdapterSlots(model, self._adapters, *limits)
+            model.adapters = slots = AdapterSlots(model, self._adapters.store, *limits)
+            self._adapters.serve(self._loaded, slots)
         self._loaded = release_windows(self._loaded, self._config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -244,7 +237,7 @@ class TorchExecutor:
                 self._device,
                 sample,
                 generates=self.loaded.pooler is None,
-                with_adapters=self._device.type != "cpu" and self._slots is not None,
+                with_adapters=self._device.type != "cpu" and self._adapters.slots is not None,
             ),
             self._config,
             max_num_seqs=max_num_seqs,
@@ -292,7 +285,7 @@ class TorchExecutor:
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
             speculation=speculation,
-            adapters=self._adapters,
+            adapters=self._adapters.store,
         )
 
     @property
@@ -331,7 +324,7 @@ class TorchExecutor:
         check = None if self._rendezvous is None else self.loaded.communicator.joined.check
         model, pooling = self.loaded.model, self._pooling
         state, event = self._state, self._make_event
-        return DeviceSteps(model, cache, state, event, check, pooling, self._slots)
+        return DeviceSteps(model, cache, state, event, check, pooling, self._adapters.slots)
 
     def _state_bytes(self, shape: StateShape) -> int:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
@@ -388,7 +381,7 @@ class TorchExecutor:
             num_seqs=self._max_num_seqs,
             sizes=graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs)),
             mixed=mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens)),
-            with_adapters=self._slots is not None,
+            with_adapters=self._adapters.slots is not None,
         )
 
     def check_device(self) -> None:
@@ -413,33 +406,19 @@ class TorchExecutor:
 
     def load_adapter(self, path: str) -> AdapterInfo:
         """Read a folder of PEFT or the hub, or a GGUF file; see `Executor.load_adapter`."""
-        self._require_adapters()
-        return self._hold(read_adapter(path, self.loaded))
+        return self._adapters.load(path)
 
     def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
         """The content of an adapter."""
-        return self._require_adapters().chunks(digest)
+        return self._adapters.chunks(digest)
 
     def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
         """As `load_adapter`, from the content that another worker has sent."""
-        self._require_adapters()
-        return self._hold(LoraAdapter.of_content(join(chunks, MAX_ADAPTER_BYTES)))
+        return self._adapters.add(chunks)
 
     def retain_adapters(self, digests: Set[bytes]) -> None:
         """Drop all other adapters, those in use once no sequence uses them."""
-        self._require_adapters().retain(digests)
-
-    def _require_adapters(self) -> AdapterStore[LoraAdapter]:
-        if self._adapters is None:
-            raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
-        if self._slots is None:
-            raise NotReady("the model is still loading")
-        return self._adapters
-
-    def _hold(self, adapter: LoraAdapter) -> AdapterInfo:
-        assert self._slots is not None
-        self._slots.prepare(adapter)
-        return self._require_adapters().add(adapter)
+        self._adapters.retain(digests)
 
     def start_profile(self) -> None:
         """Begin a trace of this thread."""

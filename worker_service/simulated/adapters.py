@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from worker_service.adapters.store import AdapterInfo, AdapterStore, join
+from worker_service.adapters.store import AdapterInfo, AdapterLoader
 from worker_service.config import AdapterConfig
-from worker_service.errors import AdapterNotFound, BadAdapter, InvalidOption
+from worker_service.errors import AdapterNotFound, BadAdapter
 
 _MAX_BYTES = 1 << 30
 
@@ -56,34 +55,20 @@ class SimulatedAdapter:
         return cls(b"\n".join([header, b"".join(contents.values())]))
 
 
-class SimulatedAdapters:
+class SimulatedAdapters(AdapterLoader[SimulatedAdapter]):
     """Loads the adapters of a simulated worker."""
 
     def __init__(self, config: AdapterConfig) -> None:
-        self._config = config
-        self.store: AdapterStore[SimulatedAdapter] | None = None
-        """None without --enable-lora."""
-        if config.enable_lora:
-            self.store = AdapterStore(config.max_cpu_loras)
+        super().__init__(config, _MAX_BYTES)
+        self._max_rank = config.max_lora_rank
 
-    def require_store(self) -> AdapterStore[SimulatedAdapter]:
-        """The adapters. Raises InvalidOption without --enable-lora."""
-        if self.store is None:
-            raise InvalidOption("enable_lora: expected --enable-lora on a worker with adapters")
-        return self.store
+    def _read(self, path: str) -> SimulatedAdapter:
+        return SimulatedAdapter.read(Path(path))
 
-    def load(self, path: str) -> AdapterInfo:
-        """See `Executor.load_adapter`."""
-        self.require_store()
-        return self._hold(SimulatedAdapter.read(Path(path)))
+    def _of_content(self, content: bytearray) -> SimulatedAdapter:
+        return SimulatedAdapter(bytes(content))
 
-    def add(self, chunks: Iterable[bytes]) -> AdapterInfo:
-        """See `Executor.add_adapter`."""
-        self.require_store()
-        return self._hold(SimulatedAdapter(bytes(join(chunks, _MAX_BYTES))))
-
-    def _hold(self, adapter: SimulatedAdapter) -> AdapterInfo:
-        if not 1 <= adapter.info.rank <= self._config.max_lora_rank:
-            expected = f"1 to {self._config.max_lora_rank}, --max-lora-rank"
+    def _prepare(self, adapter: SimulatedAdapter) -> None:
+        if not 1 <= adapter.info.rank <= self._max_rank:
+            expected = f"1 to {self._max_rank}, --max-lora-rank"
             raise BadAdapter(f"r: expected {expected}, got {adapter.info.rank}")
-        return self.require_store().add(adapter)

@@ -368,7 +368,7 @@ class SimulatedExecutor:
 
     def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
         """The content of an adapter."""
-        return self._adapters.require_store().chunks(digest)
+        return self._adapters.chunks(digest)
 
     def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
         """Hold the content that another worker has sent."""
@@ -376,7 +376,7 @@ class SimulatedExecutor:
 
     def retain_adapters(self, digests: Set[bytes]) -> None:
         """Drop all other adapters, those in use once no sequence uses them."""
-        self._adapters.require_store().retain(digests)
+        self._adapters.retain(digests)
 
     def check_device(self) -> None:
         """Nothing to check: there is no device."""

@@ -356,7 +356,7 @@ def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) 
     with pytest.raises(BadAdapter, match="chunks: expected"):
         here.add_adapter([b'{"modules":[]}\n'])
     small = executor("llama")
-    small._slots._max_rank = 8  # type: ignore[union-attr]
+    small._adapters.slots._max_rank = 8  # type: ignore[union-attr]
     with pytest.raises(BadAdapter, match="r: expected at most 8, --max-lora-rank, got 16"):
         small.load_adapter(str(adapters("llama")[1].folder))
 
