@@ -447,8 +447,7 @@ class WorkerGroupCapacity:
         num_blocks = {name: getattr(self, name) for name in ("num_gpu_blocks", "num_cpu_blocks")}
         minima = dict.fromkeys(num_blocks, 0)
         if self.cache_groups:
-            num_state_blocks = sum(group.num_blocks for group in self.cache_groups)
-            minima["num_gpu_blocks"] = max(1, num_state_blocks)
+            minima["num_gpu_blocks"] = max(1, self.num_state_blocks)
         elif not self.whole_prompt:
             raise ValueError("cache_groups must not be empty unless whole_prompt is true")
         elif any(num_blocks.values()):
@@ -494,10 +493,16 @@ class WorkerGroupCapacity:
         """Whether the model attends to an encoder's output, the *source* of a sequence."""
         return any(group.is_fixed for group in self.cache_groups)
 
-    def num_cache_tokens_beside(self, num_source_tokens: int) -> int:
-        """Tokens of the longest sequence that fits together with its source; below 0 if the source
-        alone does not fit."""
-        sizes = self.num_gpu_blocks, self.cache_groups, self.max_chunk_tokens
+    @property
+    def num_state_blocks(self) -> int:
+        """Blocks of a sequence's states."""
+        return sum(group.num_blocks for group in self.cache_groups)
+
+    def num_cache_tokens_beside(self, num_source_tokens: int, num_states: int = 0) -> int:
+        """Tokens of the longest sequence that fits together with its source, and with the states of
+        `num_states` other sequences; below 0 if these alone do not fit."""
+        num_blocks = self.num_gpu_blocks - num_states * self.num_state_blocks
+        sizes = num_blocks, self.cache_groups, self.max_chunk_tokens
         return _longest_sequence(*sizes, num_source_tokens if self.reads_sources else 0)
 
     @property

@@ -532,8 +532,14 @@ class SequenceGroup:
         )
 
     def num_cache_tokens(self, capacity: WorkerGroupCapacity) -> int:
-        """Tokens of the longest of its sequences that a worker group's cache can hold."""
-        return capacity.num_cache_tokens_beside(self.num_source_tokens)
+        """Tokens of the longest of its sequences that a worker group's cache can hold, with the
+        states of the others if they run in lockstep."""
+        return capacity.num_cache_tokens_beside(self.num_source_tokens, self.num_joint - 1)
+
+    @property
+    def num_joint(self) -> int:
+        """How many of its sequences must be on the device together."""
+        return len(self.sequences) if self.strategy.is_lockstep else 1
 
     def max_length(self, capacity: WorkerGroupCapacity) -> int:
         """Maximum number of tokens that it requests and that a worker group's model allows."""

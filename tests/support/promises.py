@@ -127,7 +127,9 @@ class Promises:
 
 def num_cache_tokens(record: RequestRecord, capacity: WorkerGroupCapacity) -> int:
     """Tokens of the longest sequence of a request that a worker can hold."""
-    return capacity.num_cache_tokens_beside(num_source_tokens(record.request.context))
+    beams = record.request.work.beam_search
+    num_states = 0 if beams is None else beams.width - 1
+    return capacity.num_cache_tokens_beside(num_source_tokens(record.request.context), num_states)
 
 
 def _check_timings(record: RequestRecord, timings: RequestTimings, now: float) -> None:

@@ -123,10 +123,12 @@ def _too_long_error(
     num_cache_tokens = seq_group.num_cache_tokens(capacity)
     if num_tokens > num_cache_tokens:
         num_source = seq_group.num_source_tokens if capacity.reads_sources else 0
-        source = f" beside the {num_source} tokens of the request's media" if num_source else ""
+        num_states = capacity.num_state_blocks and seq_group.num_joint - 1
+        others = f" beside the {num_source} tokens of the request's media" if num_source else ""
+        others += f" beside the states of {num_states} other beams" if num_states else ""
         return PromptTooLong(
             f"the prompt's {num_tokens} tokens do not fit the KV cache of "
-            f"{max(0, num_cache_tokens)}{source}",
+            f"{max(0, num_cache_tokens)}{others}",
             reason="PROMPT_LARGER_THAN_CACHE",
             details=details
             | {

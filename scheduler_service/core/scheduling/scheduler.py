@@ -187,8 +187,12 @@ class Scheduler:
     def fail_exceeding(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End a group that exceeds the cache and that no other worker group can continue."""
         tokens = seq_group.placement.num_cache_tokens
+        num_joint = seq_group.num_joint
         error = GenerationFailed(
-            f"the request has outgrown the KV cache of {tokens} tokens",
+            f"the request has outgrown the KV cache of {tokens} tokens"
+            if num_joint == 1
+            else f"{num_joint} beams of {seq_group.max_known_tokens} tokens have outgrown the KV "
+            "cache together: use fewer beams, or give the worker more memory",
             reason="KV_CACHE_TOO_SMALL",
             details={"num_tokens": seq_group.max_known_tokens, "num_cache_tokens": tokens},
         )

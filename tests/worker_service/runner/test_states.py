@@ -7,9 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagewire.v1 import sampling_pb2
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from scheduler_service.core.request import Generation, Request
+from scheduler_service.errors import PromptTooLong
+from tests.support.beams import BeamCase
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
-from tests.support.in_process import InProcessEngine, InProcessWorker, Output
+from tests.support.in_process import (
+    FRONTEND,
+    GREEDY,
+    MODEL,
+    InProcessEngine,
+    InProcessWorker,
+    Output,
+)
 from tests.support.loading import load
 from tests.support.paged_driver import NAN
 from tests.support.speculation import loaded_executor
@@ -106,6 +117,71 @@ def test_choices_continue_from_a_copy_of_their_prompts_state(family: str) -> Non
     tokens = [[(o.token_ids, o.logprobs) for o in of_engine] for of_engine in outputs]
     assert tokens[0] == tokens[1] == tokens[2]
     assert len({tuple(token_ids) for token_ids, _ in tokens[0]}) == len(tokens[0])
+
+
+def _num_blocks(engine: InProcessEngine, num_tokens: int, num_sequences: int) -> int:
+    """Blocks of this many sequences of this length that share nothing."""
+    groups = engine.worker.capacity("").cache_groups
+    return num_sequences * sum(group.max_blocks(num_tokens, 0) for group in groups)
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "mamba2"])
+def test_sixteen_choices_are_the_same_wherever_one_of_them_fits(
+    family: str, mode: PreemptionMode
+) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 7, "logprobs": 0}
+    prompt = prompts()[2:3]
+    engine = PoisonedEngine(checkpoint(family), num_gpu_blocks=2000)
+    expected = engine.generate(prompt, 20, 16, **sampling)
+    assert len({tuple(output.token_ids) for output in expected}) == 16
+    one = _num_blocks(engine, len(prompt[0]) + 19, 1)
+    for num_blocks in (one, 3 * one + 1, 16 * one):
+        config = SchedulerConfig(preemption_mode=mode, watermark=0.0, max_num_seqs=16)
+        engine.reset(num_gpu_blocks=num_blocks, num_cpu_blocks=4 * num_blocks, config=config)
+        outputs = engine.generate(prompt, 20, 16, **sampling)
+        assert [(o.token_ids, o.logprobs) for o in outputs] == [
+            (o.token_ids, o.logprobs) for o in expected
+        ]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "mamba2"])
+def test_four_beams_are_the_same_in_a_pool_that_just_fits_and_beside_others(family: str) -> None:
+    case = BeamCase(prompt=prompts()[1], width=4, n=4, max_tokens=12)
+    engine = PoisonedEngine(checkpoint(family), num_gpu_blocks=2000)
+    expected = [output.token_ids for output in engine.run([case.request(1)]).values()]
+    assert [len(tokens) for tokens in expected] == [12] * 4
+    alone = _num_blocks(engine, len(case.prompt) + 11, 4)
+    others = [_request(prompt, handle) for handle, prompt in enumerate(prompts(), 5)]
+    for num_blocks, neighbours in ((alone, []), (alone, others), (2 * alone, others)):
+        config = SchedulerConfig(watermark=0.0, max_num_seqs=8, max_num_batched_tokens=16)
+        engine.reset(num_gpu_blocks=num_blocks, num_cpu_blocks=0, config=config)
+        outputs = engine.run([*neighbours, case.request(1)])
+        assert [outputs[handle].token_ids for handle in range(1, 5)] == expected
+        assert [len(outputs[other.handle].token_ids) for other in neighbours] == [
+            9 for _ in neighbours
+        ]
+
+
+def test_beams_whose_states_do_not_fit_together_are_refused_with_both_numbers() -> None:
+    case = BeamCase(prompt=prompts()[1], width=4, n=1, max_tokens=12)
+    engine = PoisonedEngine(checkpoint("lfm2"), num_gpu_blocks=2000)
+    num_blocks = _num_blocks(engine, len(case.prompt), 1)
+    engine.reset(num_gpu_blocks=num_blocks, config=SchedulerConfig())
+    with pytest.raises(PromptTooLong, match="beside the states of 3 other beams"):
+        engine.run([case.request(1)])
+
+
+def _request(prompt: list[int], handle: int) -> Request:
+    params = sampling_pb2.SamplerParams(**GREEDY)  # type: ignore[arg-type]
+    return Request(
+        frontend_id=FRONTEND,
+        handle=handle,
+        request_id=str(handle),
+        model=MODEL,
+        prompt_token_ids=prompt,
+        work=Generation(max_tokens=9, num_choices=1, sampling=params),
+    )
 
 
 def test_a_turn_of_a_chat_begins_where_the_one_before_ended() -> None:
