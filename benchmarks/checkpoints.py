@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -45,7 +46,7 @@ def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
     weights = dict(_weights(shape, getattr(torch, dtype)))
     save_torch_state_dict(weights, partial, max_shard_size=MAX_SHARD_BYTES)
     write_tokenizer(partial, shape.vocab_size, shape.max_position_embeddings)
-    (partial / "config.json").write_text(json.dumps(_config(shape, dtype), indent=2) + "\n")
+    (partial / "config.json").write_text(json.dumps(config_of(shape, dtype), indent=2) + "\n")
     partial.rename(path)
     return path
 
@@ -61,7 +62,8 @@ def gguf(shape: Shape, dtype: str, folder: Path) -> Path:
     return path
 
 
-def _config(shape: Shape, dtype: str) -> dict[str, object]:
+def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
+    """The content of a shape's `config.json`."""
     config = _transformers_config(shape).to_dict()
     config.pop("transformers_version", None)
     architectures = [_skeleton(shape).__class__.__name__]
