@@ -172,11 +172,15 @@ class KVCacheManager(DeviceTables):
     def is_to_come(self, seq: CacheableSequence, hit: PrefixHit) -> bool:
         """Whether most of the tokens that a waiting sequence would compute are being computed for
         another one, and will be found soon."""
-        return self._prefixes.is_to_come(seq, hit.num_tokens, self._num_offered)
+        return self._prefixes.is_to_come(seq, hit.num_tokens, self._num_offered, self._is_saving)
 
     def _num_offered(self, seq: CacheableSequence) -> int:
         held = self._tables.get(seq.seq_id)
         return held.num_offered if held else 0
+
+    def _is_saving(self, seq: CacheableSequence, position: int) -> bool:
+        held = self._tables.get(seq.seq_id)
+        return held is not None and self._states.is_saving(seq, held, position)
 
     def offer(self, seq: CacheableSequence, num_tokens: int) -> None:
         """Let others find a sequence's first `num_tokens` tokens, which are computed: the results

@@ -368,10 +368,12 @@ class PrefixCache:
         seq: CacheableSequence,
         num_found: int,
         num_offered: Callable[[CacheableSequence], int],
+        is_saving: Callable[[CacheableSequence, int], bool],
     ) -> bool:
         """Whether most of the tokens that a waiting sequence would compute after its first
         `num_found` ones are being computed for another one, and will be found soon: they are not
-        among its `num_offered` units. Others then keep what the sequence reads."""
+        among its `num_offered` units, or its state after them `is_saving`. Others then keep what
+        the sequence reads."""
         num_units = self._max_reusable_tokens(seq) // self.unit
         first = num_found // self.unit
         if num_units <= first:
@@ -379,18 +381,26 @@ class PrefixCache:
         keys = self.keys(seq, num_units)
         most_shared, leader = first, None
         for other in self._unconfirmed:
-            if other.is_prefilling:
-                others = other.prefix_keys[self.unit, self._seed]
-                end, most = first, min(num_units, len(others))
-                while end < most and keys[end] == others[end]:
-                    end += 1
-                if end > most_shared and end > num_offered(other):
+            if other.is_prefilling or self._states:
+                end = self._num_common(keys, other, first, num_units)
+                is_computing = other.is_prefilling and end > num_offered(other)
+                if end > most_shared and (is_computing or is_saving(other, end * self.unit)):
                     most_shared, leader = end, other
         num_missing = seq.num_known - num_found
         if leader is None or 2 * (most_shared - first) * self.unit <= num_missing:
             return False
         self.add_boundary(leader, most_shared * self.unit)
         return True
+
+    def _num_common(
+        self, keys: Sequence[BlockKey], other: CacheableSequence, first: int, num_units: int
+    ) -> int:
+        """How many of the first `num_units` units another sequence has, of which it has `first`."""
+        others = other.prefix_keys[self.unit, self._seed]
+        end, most = first, min(num_units, len(others))
+        while end < most and keys[end] == others[end]:
+            end += 1
+        return end
 
     def expect(self, seq: CacheableSequence, num_found: int) -> None:
         """Record that a sequence is admitted: its tokens after the first `num_found` will be

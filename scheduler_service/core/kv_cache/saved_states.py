@@ -56,6 +56,11 @@ class SavedStates:
             if any(self._device.cached.find(key, number) is None for number in self._groups):
                 self._due.append((seq, held, position, False))
 
+    def is_saving(self, seq: CacheableSequence, held: SequenceTables, position: int) -> bool:
+        """Whether the state of a sequence at a position is saved, and will be found soon."""
+        is_due = any(other is seq and at == position for other, _, at, _ in self._due)
+        return is_due or any(s.position == position and not s.is_found for s in held.saved)
+
     def roll(self, seq: CacheableSequence, held: SequenceTables) -> None:
         """Save the state of a sequence that decodes, if it is due. Where drafts are in flight, its
         position is unknown."""

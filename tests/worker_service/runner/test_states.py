@@ -194,6 +194,45 @@ def test_a_turn_of_a_chat_begins_where_the_one_before_ended() -> None:
     assert second.cached_tokens >= len(prompt) + 16
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "mamba2"])
+def test_a_chat_computes_only_its_new_tokens_and_answers_as_one_without_a_cache(
+    family: str,
+) -> None:
+    engine = PoisonedEngine(checkpoint(family), num_gpu_blocks=400)
+    without = SchedulerConfig(enable_prefix_caching=False)
+    alone = PoisonedEngine(checkpoint(family), num_gpu_blocks=400, config=without)
+    draw, history = np.random.default_rng(8), list[int]()
+    for _ in range(8):
+        message = draw.integers(5, VOCAB_SIZE, size=19).tolist()
+        history += message
+        outputs = [served.generate([history], 8, logprobs=0)[0] for served in (engine, alone)]
+        assert outputs[0].token_ids == outputs[1].token_ids
+        assert outputs[0].logprobs == outputs[1].logprobs
+        assert len(history) - outputs[0].cached_tokens <= len(message) + 16
+        history += outputs[0].token_ids
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_requests_that_share_a_prefix_continue_from_the_state_where_they_differ(
+    family: str,
+) -> None:
+    draw = np.random.default_rng(9)
+    shared = draw.integers(5, VOCAB_SIZE, size=100).tolist()
+    ends = [draw.integers(5, VOCAB_SIZE, size=30).tolist() for _ in range(4)]
+    engine = PoisonedEngine(checkpoint(family), num_gpu_blocks=400)
+    without = SchedulerConfig(enable_prefix_caching=False)
+    alone = PoisonedEngine(checkpoint(family), num_gpu_blocks=400, config=without)
+    cached = []
+    for end in ends:
+        outputs = [
+            served.generate([[*shared, *end]], 8, logprobs=0)[0] for served in (engine, alone)
+        ]
+        assert outputs[0].token_ids == outputs[1].token_ids
+        assert outputs[0].logprobs == outputs[1].logprobs
+        cached.append(outputs[0].cached_tokens)
+    assert cached == [0, 0, 100, 100], "the second one saves the state, with blocks of 4 tokens"
+
+
 def test_drafts_are_refused_beside_states() -> None:
     with pytest.raises(InvalidOption, match="speculative: expected none for Lfm2ForCausalLM"):
         loaded_executor(checkpoint("lfm2"), speculative="ngram")

@@ -34,7 +34,7 @@ class Life:
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
             cache_groups=groups or (ALL, STATE),
-            max_model_len=2000,
+            max_model_len=4000,
             num_speculative_tokens=num_speculative_tokens,
         )
         self.driver.add_worker_group(capacity)
@@ -107,6 +107,70 @@ def test_no_state_is_saved_that_would_spare_the_next_prompt_little(
     life.ask([*system, *([1] * 40)])
     life.ask([*system, *([2] * 40)])
     assert sum(bool(plan.copy) for plan in life.plans) == num_saves
+
+
+NUM_SHARED = 2000
+SYSTEM = [(7 * i * i + i) % 31 for i in range(NUM_SHARED)]
+
+
+def followers() -> list[list[int]]:
+    """64 prompts that share 2,000 tokens and then differ."""
+    return [
+        [*SYSTEM, k % 31, k // 31, *[(k * j + j * j) % 31 for j in range(40)]] for k in range(64)
+    ]
+
+
+def num_computed_again(life: Life, prompts: list[list[int]]) -> int:
+    """Tokens of prefills beyond those of each prompt's own part."""
+    life.driver.core.check()
+    num_own = sum(len(prompt) - NUM_SHARED for prompt in prompts)
+    return life.driver.core.snapshot().num_prefill_tokens - num_own
+
+
+WIDE = {"num_gpu_blocks": 4000, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("groups", [(CacheGroup(block_tokens=64), STATE), (STATE,)])
+def test_what_requests_share_that_arrive_together_is_computed_once(
+    groups: tuple[CacheGroup, ...], depth: int
+) -> None:
+    life = Life(*groups, pipeline_depth=depth, **WIDE)  # type: ignore[arg-type]
+    prompts = followers()
+    records = [life.driver.submit(prompt=prompt, max_tokens=4) for prompt in prompts]
+    life.driver.run_until_idle()
+    assert all(len(record.choices[0].tokens) == 4 for record in records)
+    assert num_computed_again(life, prompts) <= NUM_SHARED + 16 * len(prompts)
+
+
+@pytest.mark.parametrize("budget", [256, 2048])
+@pytest.mark.parametrize("is_together", [False, True])
+def test_what_requests_share_is_computed_at_most_twice_whenever_they_come(
+    budget: int, is_together: bool
+) -> None:
+    config = WIDE | {"max_num_batched_tokens": budget}
+    life = Life(CacheGroup(block_tokens=64), STATE, **config)  # type: ignore[arg-type]
+    prompts = followers()
+    for prompt in prompts:
+        life.driver.submit(prompt=prompt, max_tokens=4)
+        if not is_together:
+            life.driver.run_until_idle()
+    life.driver.run_until_idle()
+    assert num_computed_again(life, prompts) <= 2 * NUM_SHARED + 16 * len(prompts)
+
+
+@pytest.mark.parametrize("groups", [(CacheGroup(block_tokens=64), STATE), (STATE,)])
+def test_a_chat_of_eight_turns_computes_at_most_16_tokens_of_a_turn_twice(
+    groups: tuple[CacheGroup, ...],
+) -> None:
+    life = Life(*groups, **WIDE | {"num_gpu_blocks": 400})  # type: ignore[arg-type]
+    history: list[int] = []
+    for turn in range(8):
+        message = [(turn * j + j * j) % 31 for j in range(300)]
+        history += message
+        answer = life.ask(history, max_tokens=57 + turn)
+        assert len(history) - life.num_found <= len(message) + 16
+        history += [*answer, 3]  # the template ends a turn
 
 
 def test_the_next_turn_continues_exactly_where_the_last_one_ended() -> None:
