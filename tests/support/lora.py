@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker_service.adapters.lora import LoraAdapter, LoraModule
+from worker_service.adapters.lora import STACKS, LoraAdapter, LoraModule
 from worker_service.models.adapters import layers_of
 from worker_service.models.native import NativeModel
 
-LAYERS, EMBEDDING, HEAD = "layers", "embedding", "head"
+LAYERS, EXPERTS, EMBEDDING, HEAD = "layers", "experts", "embedding", "head"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def make_adapter(
     """An adapter with random matrices.
 
     generates: of a model with an LM head; else of one that makes vectors; targets: some of
-    `LAYERS`, which are all linear layers without the LM head, `EMBEDDING` and `HEAD`.
+    `LAYERS`, which are all linear layers without the LM head, `EXPERTS`, `EMBEDDING`, `HEAD`.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModel, AutoModelForCausalLM
@@ -63,7 +63,11 @@ def make_adapter(
         kind = next((kind for kind, part in vocabulary.items() if part is module), LAYERS)
         if kind in targets and (kind != LAYERS or isinstance(module, nn.Linear | Conv1D)):
             names.add(name.rpartition(".")[2])
-    defaults = {"target_modules": sorted(names), "init_lora_weights": False}
+    defaults: dict[str, Any] = {"target_modules": sorted(names) or None, "init_lora_weights": False}
+    if EXPERTS in targets:
+        found = (name for name, _ in model.named_parameters() if ".experts." in name)
+        ends = {".".join(name.rsplit(".", 2)[1:]) for name in found}
+        defaults["target_parameters"] = sorted(end for end in ends if end.endswith("proj"))
     torch.manual_seed(seed)
     task_type = "CAUSAL_LM" if generates else "FEATURE_EXTRACTION"
     config = LoraConfig(task_type=task_type, **(defaults | settings))
@@ -85,6 +89,8 @@ def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> LoraAdapt
     modules = {}
     for layer in layers_of(model):
         for name, part in layer.parts():
+            if name.endswith(STACKS):  # experts have modules of their own, too
+                continue
             num_outputs, num_inputs = part.source_shape
             a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
             b = torch.randn(num_outputs, rank, generator=generator) * rank**-0.5

@@ -9,10 +9,12 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from worker_service.adapters.store import AdapterInfo
-from worker_service.errors import AdapterNotFound, BadAdapter
+from worker_service.errors import AdapterNotFound, AdaptersFull, BadAdapter
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -39,6 +41,7 @@ _WITHOUT_EFFECT = {
     "inference_mode",
     "peft_version",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "layers_to_transform",
     "layers_pattern",
@@ -66,6 +69,11 @@ _ALIGNMENT = 64
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
 _BASE_NAME = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
 
+_EXPERTS, _INSIDE = ".experts", ".base_layer"
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+STACKS = (f"{_EXPERTS}.{_GATE_UP}", f"{_EXPERTS}.{_DOWN}")
+"""Ends of the names of parameters with the weights of all experts."""
+
 CheckBase = Callable[[str, Tensor], None]
 """Raises BadAdapter unless a module of the base has this weight."""
 
@@ -81,11 +89,19 @@ class LoraModule(NamedTuple):
     """[out_features, rank]."""
 
     scale: float
+    num_experts: int = 1
+    """Experts whose weights are one parameter, if it is one of those. Then A has the rows of all
+    experts, one after the other, and in B their columns take turns."""
 
     @property
     def rank(self) -> int:
         """Its rank."""
-        return self.a.shape[0]
+        return self.a.shape[0] // self.num_experts
+
+    def of_expert(self, expert: int) -> "LoraModule":
+        """The change of one expert's weight."""
+        rows = slice(expert * self.rank, (expert + 1) * self.rank)
+        return LoraModule(self.a[rows], self.b[:, expert :: self.num_experts], self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +111,9 @@ class LoraAdapter:
     modules: Mapping[str, LoraModule]
     """By name, as in the checkpoint of the base. Their matrices are parts of the content."""
 
-    content: bytearray
-    """See the module's docstring; not to be changed."""
+    content: mmap
+    """See the module's docstring; not to be changed. It is in a file without a name, so that the
+    memory is only what is read of it: steps use copies of the matrices."""
 
     @cached_property
     def info(self) -> AdapterInfo:
@@ -120,6 +137,7 @@ class LoraAdapter:
                 "outputs": module.b.shape[0],
                 "dtype": str(module.a.dtype).removeprefix("torch."),
                 "scale": module.scale,
+                **({"experts": module.num_experts} if module.num_experts > 1 else {}),
             }
             for name, module in ordered
         ]
@@ -132,13 +150,17 @@ class LoraAdapter:
         return cls.of_content(content)
 
     @classmethod
-    def of_content(cls, content: bytearray) -> "LoraAdapter":
+    def of_content(cls, numbers: bytearray) -> "LoraAdapter":
         """The adapter with this content. Raises BadAdapter if it is malformed."""
+        if not numbers:
+            raise BadAdapter("chunks: expected an adapter's content, got none")
+        content = _in_file(numbers)
         at = content.find(b"\n") + 1
         modules = {}
         try:
             for described in json.loads(content[:at])["modules"]:
-                rank, dtype = int(described["rank"]), _DTYPES[described["dtype"]]
+                num_experts, dtype = int(described.get("experts", 1)), _DTYPES[described["dtype"]]
+                rank = int(described["rank"]) * num_experts
                 matrices = []
                 for rows, columns in (
                     (rank, int(described["inputs"])),
@@ -149,12 +171,24 @@ class LoraAdapter:
                     matrices.append(matrix.view(rows, columns))
                     at += count * dtype.itemsize
                 a, b = matrices
-                modules[str(described["name"])] = LoraModule(a, b, float(described["scale"]))
+                scale = float(described["scale"])
+                modules[str(described["name"])] = LoraModule(a, b, scale, num_experts)
         except (ValueError, KeyError, TypeError) as error:
             raise BadAdapter(f"chunks: expected an adapter's content, got {error!r}") from None
         if at != len(content) or not modules:
             raise BadAdapter(f"chunks: expected {at} bytes, got {len(content)}")
         return cls(modules, content)
+
+
+def _in_file(content: bytearray) -> mmap:
+    """The same content in a file. Raises AdaptersFull if there is no room for it."""
+    try:
+        with TemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            return mmap(file.fileno(), len(content), access=ACCESS_COPY)
+    except OSError as error:
+        raise AdaptersFull(f"TMPDIR: no room for {len(content)} bytes: {error}") from error
 
 
 def _refuse_base(name: str, weight: Tensor) -> None:
@@ -222,7 +256,29 @@ def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
         pairs.setdefault(match[1], {})[match[2] or match[3]] = tensor
     if not pairs:
         raise BadAdapter(f"{WEIGHTS_FILE}: expected at least one module, got none")
-    return {name: module_of(name, pair, settings) for name, pair in pairs.items()}
+    found = {_parameter_of(name, pairs, settings): pair for name, pair in pairs.items()}
+    return {name: module_of(name, pair, settings) for name, pair in found.items()}
+
+
+def _parameter_of(name: str, names: Container[str], settings: Mapping[str, Any]) -> str:
+    """The name of a module, or of a parameter with the weights of all experts.
+
+    PEFT names a parameter by its module. That of gate and up projection is before that of the down
+    projection; if both are changed, it is the module inside.
+    """
+    module = name.removesuffix(_INSIDE)
+    if not module.endswith(_EXPERTS):
+        return name
+    if name != module:
+        return f"{module}.{_GATE_UP}"
+    if f"{module}{_INSIDE}" in names:
+        return f"{module}.{_DOWN}"
+    given = settings.get("target_parameters") or ()
+    kinds = {parameter.rpartition(".")[2] for parameter in given} & {_GATE_UP, _DOWN}
+    if len(kinds) != 1:
+        expected = f"one of {_GATE_UP} and {_DOWN}, as only one of them is in {name}"
+        raise BadAdapter(f"target_parameters: expected {expected}, got {given!r}")
+    return f"{module}.{kinds.pop()}"
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
@@ -242,13 +298,17 @@ def module_of(name: str, pair: Mapping[str, Tensor], settings: Mapping[str, Any]
         raise BadAdapter(f"{name}: expected lora_A and lora_B, got only lora_{next(iter(pair))}")
     a, b = pair["A"], pair["B"]
     rank = _number(settings, "r", "rank_pattern", name)
-    if a.shape[0] != rank or b.shape[1] != rank:
+    num_experts = 1
+    if name.endswith(STACKS) and a.shape[0] % rank == 0:
+        num_experts = max(1, int(a.shape[0] // rank))
+    if not a.shape[0] == b.shape[1] == rank * num_experts:
         got = f"A {list(a.shape)} and B {list(b.shape)}"
         raise BadAdapter(f"{name}: expected matrices of rank {rank:g}, got {got}")
     if a.dtype != b.dtype:
         raise BadAdapter(f"{name}: expected one dtype, got {a.dtype} and {b.dtype}")
     alpha = _number(settings, "lora_alpha", "alpha_pattern", name)
-    return LoraModule(a, b, alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank))
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return LoraModule(a, b, scale, num_experts)
 
 
 def _number(settings: Mapping[str, Any], field: str, patterns: str, name: str) -> float:

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from mmap import mmap
 from typing import Generic, Protocol, TypeVar
 
 from worker_service.config import AdapterConfig
@@ -47,7 +48,7 @@ class Adapter(Protocol):
         ...
 
     @property
-    def content(self) -> bytes | bytearray:
+    def content(self) -> bytes | mmap:
         """What its digest is that of, and what another worker makes it from."""
         ...
 

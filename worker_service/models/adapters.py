@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import AdapterRows, RowAdapters, StepBatch
 from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas, PackedDelta
 from pagewire_kernels.slot_deltas import NO_SLOT, PackedSlot, SlotDeltas
-from worker_service.adapters.lora import LoraAdapter, LoraModule
+from worker_service.adapters.lora import STACKS, LoraAdapter, LoraModule
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
+from worker_service.models.experts import ExpertProduct, ExpertWeights
 from worker_service.models.linear import Linear, LinearPart, VocabEmbedding
 from worker_service.models.native import NativeModel
 
@@ -43,7 +44,8 @@ class _Step:
     def set(self, adapters: Sequence[AdapterRows], slots: Sequence[int], num_rows: int) -> None:
         """slots: of the adapters; num_rows: with and without one."""
         every = torch.arange(num_rows)
-        self.native_rows.set(slots, [every if rows is None else rows for _, rows in adapters])
+        chosen = [every if rows is None else rows for _, rows in adapters]
+        self.native_rows.set(slots, chosen, num_rows)
         self.adapters, self.is_active = adapters, True
 
     def set_slots(self, slots: Tensor) -> None:
@@ -55,7 +57,7 @@ class _Step:
         self.adapters, self.slots, self.is_active = (), None, False
 
 
-Layer = Linear | VocabEmbedding
+Layer = Linear | VocabEmbedding | ExpertProduct
 
 
 class LayerDelta(NamedTuple):
@@ -93,12 +95,7 @@ class LayerAdapters:
         if self._deltas is None:
             return LayerDelta(modules, None)
         parts = [
-            DeltaPart(
-                module.a[:, part.inputs],
-                part.rows_of(module.b),
-                module.scale,
-                part.outputs.start,
-            )
+            DeltaPart(*_matrices(part, module), module.scale, part.outputs.start, part.expert or 0)
             for part, module in modules
         ]
         return LayerDelta(modules, self._deltas.pack(parts))
@@ -132,18 +129,40 @@ class LayerAdapters:
                 self._deltas.add(y, x, self._step.slots)
             return y
         for digest, rows in self._step.adapters:
-            for part, module in self._modules.get(digest, ()):
-                chosen, a = x if rows is None else x[rows], module.a[:, part.inputs].float()
-                is_token = not chosen.is_floating_point()
-                inner = a.t()[chosen] if is_token else nn.functional.linear(chosen.float(), a)
-                b = part.rows_of(module.b).float()
-                added = nn.functional.linear(inner, b).mul_(module.scale)
-                columns = y[:, part.outputs]
-                if rows is None:
-                    columns.add_(added)
-                else:
-                    columns[rows] = (columns[rows] + added).to(y.dtype)
+            self._add_to(y, x, digest, rows, None)
         return y
+
+    def add_of_expert(self, y: Tensor, x: Tensor, expert: int, rows: Tensor) -> Tensor:
+        """See `linear.Additions`."""
+        for adapter in self._step.adapters:
+            if (found := adapter.among(rows)) is not None:
+                self._add_to(y, x, *found, expert)
+        return y
+
+    def _add_to(
+        self, y: Tensor, x: Tensor, digest: bytes, rows: Tensor | None, expert: int | None
+    ) -> None:
+        for part, module in self._modules.get(digest, ()):
+            if part.expert != expert:
+                continue
+            chosen, (a, b) = x if rows is None else x[rows], _matrices(part, module)
+            is_token = not chosen.is_floating_point()
+            a, b = a.float(), b.float()
+            inner = a.t()[chosen] if is_token else nn.functional.linear(chosen.float(), a)
+            added = nn.functional.linear(inner, b).mul_(module.scale)
+            columns = y[:, part.outputs]
+            if rows is None:
+                columns.add_(added)
+            else:
+                columns[rows] = (columns[rows] + added).to(y.dtype)
+
+
+def _matrices(part: LinearPart, module: LoraModule) -> tuple[Tensor, Tensor]:
+    """A and B of a part of a module, [rank, in_features] and [out_features, rank]."""
+    if part.expert is not None and module.num_experts > 1:
+        module = module.of_expert(part.expert)
+    a, b = (module.b.t(), module.a.t()) if part.is_transposed else (module.a, module.b)
+    return a[:, part.inputs], part.rows_of(b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +174,13 @@ class _Place:
 
 
 def layers_of(model: NativeModel) -> Iterator[Layer]:
-    """The layers that adapters may change: all linear ones, the embedding of tokens and the LM
-    head, which is last."""
+    """The layers that adapters may change: all linear ones, the experts on CPUs, the embedding of
+    tokens and the LM head, which is last."""
     for layer in model.modules():
         if isinstance(layer, Linear | VocabEmbedding) and layer not in (model.head, model.score):
             yield layer
+        if isinstance(layer, ExpertWeights) and layer.can_adapt:
+            yield from layer.products
     if model.head is not None:
         yield model.head
 
@@ -190,7 +211,7 @@ class AdapterSlots:
             added = LayerAdapters(layer, step, max_slots, max_rank)
             layer.additions = self._layers[layer] = added
             for name, part in layer.parts():
-                self._places.setdefault(name, []).append(_Place(layer, part))
+                self._places.setdefault(_joined(name), []).append(_Place(layer, part))
         devices = (added.device for added in self._layers.values())
         self._device = next((device for device in devices if device is not None), None)
         """The GPU that has the slots; None on a CPU."""
@@ -208,16 +229,26 @@ class AdapterSlots:
                     f" has {', '.join(kinds)}, got {name!r}"
                 )
             for place in places:
-                expected_shape = place.part.source_shape
-                got = [module.b.shape[0], module.a.shape[1]]
-                if got != expected_shape:
-                    raise BadAdapter(f"{name}: expected a weight of {expected_shape}, got {got}")
+                self._check_shape(name, module, place)
+
+    def _check_shape(self, name: str, module: LoraModule, place: _Place) -> None:
+        expected, got = place.part.source_shape, [module.b.shape[0], module.a.shape[1]]
+        if place.part.is_transposed:
+            expected = expected[::-1]
+        if got != expected:
+            raise BadAdapter(f"{name}: expected a weight of {expected}, got {got}")
+        num_experts = len(self._places_of(name))
+        if module.num_experts not in (1, num_experts) or (
+            name.endswith(STACKS) and module.num_experts != num_experts
+        ):
+            problem = f"expected weights of {num_experts} experts, got {module.num_experts}"
+            raise BadAdapter(f"{name}: {problem}")
 
     def _places_of(self, name: str) -> Sequence[_Place]:
         return self._places.get(self._canonical(name), ())
 
     def _canonical(self, name: str) -> str:
-        return self._model.canonical_name(f"{name}.weight").removesuffix(".weight")
+        return _joined(self._model.canonical_name(f"{name}.weight").removesuffix(".weight"))
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether a module is in a layer of another pipeline stage, which checks it. Layers differ:
@@ -334,6 +365,18 @@ class AdapterSlots:
             for place in self._places_of(name):
                 found.setdefault(place.layer, []).append((place.part, modules[name]))
         return found
+
+
+_OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_EXPERT = re.compile(r"(.+\.layers\.\d+)\.(?:\w+\.)?(experts\..+?)(w[123])?")
+
+
+def _joined(name: str) -> str:
+    """One name of modules that have several: `transformers` calls the modules of mixtures
+    otherwise than some checkpoints do."""
+    if (match := _EXPERT.fullmatch(name)) is not None:
+        return f"{match[1]}.{match[2]}{_OF_EXPERT.get(match[3], '')}"
+    return name.replace(".block_sparse_moe.", ".mlp.")
 
 
 def require_native(model: object) -> NativeModel:

@@ -8,6 +8,7 @@ of experts, so that it has the same bits in any batch if the products have.
 Each rank has some columns of every expert.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels import reference
+from pagewire_kernels.cpu.adapters import ActiveRows, ExpertDeltas, NativeDeltas
+from pagewire_kernels.cpu.experts import NativeExperts
 from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference import Gate, Routing
@@ -24,7 +27,14 @@ from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import ACTIVATIONS, Vector
-from worker_service.models.linear import GatedLinear, Linear, PackedExperts, pack_experts
+from worker_service.models.linear import (
+    Additions,
+    GatedLinear,
+    Linear,
+    LinearPart,
+    PackedExperts,
+    pack_experts,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,6 +286,32 @@ def _loaded(linears: Sequence[Linear]) -> list[Tensor | QuantizedWeight]:
     return [weight for weight in found if weight is not None]
 
 
+class ExpertProduct:
+    """The products of all experts of a layer with their weights of gate and up projection, or of
+    the down projection, as adapters change them."""
+
+    def __init__(self, weights: "ExpertWeights", part: int) -> None:
+        """part: 0 of gate and up, 1 of down."""
+        self._weights, self._part = weights, part
+        self.additions: Additions | None = None
+        """What adapters add to the products."""
+
+    def parts(self) -> Iterator[tuple[str, LinearPart]]:
+        """As `Linear.parts`, by the names of modules of one expert, and of a parameter with the
+        weights of all."""
+        return self._weights.parts(self._part)
+
+    def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas | None:
+        """As `Linear.make_deltas`."""
+        return self._weights.make_deltas(self._part, rows, max_slots, max_rank)
+
+    def deltas(self) -> ExpertDeltas | None:
+        """What the C++ products add in the present step; None: nothing."""
+        found = None if self.additions is None else self.additions.of_step()
+        assert found is None or isinstance(found, ExpertDeltas)
+        return found
+
+
 class ExpertWeights(nn.Module):
     """The weights of all experts of a layer, and their products."""
 
@@ -311,9 +347,60 @@ class ExpertWeights(nn.Module):
         self._down_bias = context.empty(num_experts, size) if spec.bias else None
         self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
         self._packed: PackedExperts | None = None
+        self._size, self._num_experts = size, num_experts
+        self._place = ""
+        """The name of the layer."""
+        self.products = ExpertProduct(self, 0), ExpertProduct(self, 1)
+
+    @property
+    def can_adapt(self) -> bool:
+        """Whether adapters may change them: gated experts, by C++ kernels or by torch on a CPU."""
+        is_on_cpu = self._context.device.type == "cpu" and not self._context.packs_with_triton
+        return is_on_cpu and self._gate.multiplies
+
+    def parts(self, part: int) -> Iterator[tuple[str, LinearPart]]:
+        """See `ExpertProduct.parts`."""
+        inner, size, name = self._inner, self._size, f"{self._place}.experts"
+        inputs, all_inputs = slice(inner.start, inner.start + inner.size), slice(0, size)
+        is_transposed = self._storage is ExpertStorage.TRANSPOSED_HALVES
+        if part == 1:
+            full, outputs = Shard.full(size), slice(0, size)
+            of_down = LinearPart([size, inner.total], inputs, full, None, outputs)
+            for expert in range(self._num_experts):
+                of_expert = of_down._replace(expert=expert)
+                yield f"{name}.{expert}.down_proj", of_expert
+                yield f"{name}.down_proj", of_expert._replace(is_transposed=is_transposed)
+            return
+        of_gate = LinearPart([inner.total, size], all_inputs, inner, None, slice(0, inner.size))
+        of_up = of_gate._replace(outputs=slice(inner.size, 2 * inner.size))
+        rows = torch.arange(inner.start, inner.start + inner.size)
+        both = [2 * rows, 2 * rows + 1] if self._takes_turns else [rows, rows + inner.total]
+        of_both = LinearPart(
+            [2 * inner.total, size],
+            all_inputs,
+            Shard.full(2 * inner.total),
+            torch.cat(both),
+            slice(0, 2 * inner.size),
+            is_transposed=is_transposed,
+        )
+        for expert in range(self._num_experts):
+            yield f"{name}.{expert}.gate_proj", of_gate._replace(expert=expert)
+            yield f"{name}.{expert}.up_proj", of_up._replace(expert=expert)
+            yield f"{name}.gate_up_proj", of_both._replace(expert=expert)
+
+    def make_deltas(
+        self, part: int, rows: ActiveRows, max_slots: int, max_rank: int
+    ) -> NativeDeltas | None:
+        """See `ExpertProduct.make_deltas`."""
+        if not isinstance(self._packed, NativeExperts):
+            return None
+        num_modules = (3, 2)[part]
+        return self._packed.make_deltas(part, rows, max_slots, num_modules, max_rank)
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destinations of the tensors with these names; see `ExpertStorage`."""
+        layer = re.match(r".*?\.\d+(?=\.)", names[0])
+        self._place = "" if layer is None else layer[0]
         modules, biases = names, names[2:]
         if self._storage is not ExpertStorage.SEPARATE:
             modules = names[:2]
@@ -407,6 +494,21 @@ class ExpertWeights(nn.Module):
     ) -> Tensor:
         """See `NativeExperts.apply`."""
         gate_up_bias, down_bias = self._biases
+        if isinstance(self._packed, NativeExperts):
+            gate_up_deltas, down_deltas = (product.deltas() for product in self.products)
+            return self._packed.apply(
+                x,
+                logits,
+                routing,
+                bias=bias,
+                factors=factors,
+                gate_up_bias=gate_up_bias,
+                down_bias=down_bias,
+                shared=shared,
+                shared_gate=shared_gate,
+                gate_up_deltas=gate_up_deltas,
+                down_deltas=down_deltas,
+            )
         if self._packed is not None:
             return self._packed.apply(
                 x,
@@ -420,14 +522,18 @@ class ExpertWeights(nn.Module):
                 shared_gate=shared_gate,
             )
 
-        def product(linears: list[Linear], biases: Tensor | None) -> reference.Product:
-            def multiply(expert: int, rows: Tensor) -> Tensor:
-                return linears[expert].multiply(rows, None if biases is None else biases[expert])
+        def product(part: int, linears: list[Linear], biases: Tensor | None) -> reference.Product:
+            additions = self.products[part].additions
+
+            def multiply(expert: int, inputs: Tensor, rows: Tensor) -> Tensor:
+                bias = None if biases is None else biases[expert]
+                y = linears[expert].multiply(inputs, bias)
+                return y if additions is None else additions.add_of_expert(y, inputs, expert, rows)
 
             return multiply
 
         chosen, weights = reference.route(logits, routing, bias, factors)
-        first, second = product(self._gate_up, gate_up_bias), product(self._down, down_bias)
+        first, second = product(0, self._gate_up, gate_up_bias), product(1, self._down, down_bias)
         total = reference.gated_experts(
             x,
             chosen,

@@ -312,6 +312,13 @@ class LinearPart(NamedTuple):
     outputs: slice
     """Where they are in the product."""
 
+    expert: int | None = None
+    """Whose weight it is, if it is an expert's."""
+
+    is_transposed: bool = False
+    """Whether the checkpoint's weight is [in_features, out_features] to those that adapt it, while
+    the shape and all others describe it as [out_features, in_features]."""
+
     def rows_of(self, matrix: Tensor) -> Tensor:
         """This part of a matrix with a row for each row of the checkpoint's weight."""
         rows = matrix[self.shard.start : self.shard.start + self.shard.size]
@@ -334,6 +341,10 @@ class Additions(Protocol):
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """The sum of a product of `x` and what is added in the present step, where the C++ kernels
         do not compute it. x: rows, or the indices of an embedding's."""
+        ...
+
+    def add_of_expert(self, y: Tensor, x: Tensor, expert: int, rows: Tensor) -> Tensor:
+        """As `add`, for the product of an expert. rows: of the step, that x has, int64 [n]."""
         ...
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.cpu import threads
-from pagewire_kernels.cpu.checks import DTYPES
+from pagewire_kernels.cpu.checks import DTYPES, require
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import batch_of, launch, new_tensor
 from pagewire_kernels.cpu.tasks import (
@@ -18,6 +18,7 @@ from pagewire_kernels.cpu.tasks import (
     AdapterSpan,
     AdapterTask,
     EmbeddingDeltaTask,
+    ExpertAdapterTask,
     address,
     rows_of,
 )
@@ -49,8 +50,15 @@ class ActiveRows:
         """Of the structure that kernels read, which is never moved."""
         return ctypes.addressof(self._rows)
 
-    def set(self, slots: Sequence[int], rows: Sequence[Tensor]) -> None:
-        """Set the rows of the adapters in some slots: int64 [n] each, ascending."""
+    def set(self, slots: Sequence[int], rows: Sequence[Tensor], num_rows: int = 0) -> None:
+        """Set the rows of the adapters in some slots: int64 [n] each, ascending.
+
+        num_rows: of the step, whatever their adapter, if `ExpertDeltas` are used.
+        """
+        groups = np.full(num_rows, -1, np.int32)
+        for group, chosen in enumerate(rows) if num_rows else ():
+            groups[chosen.numpy()] = group
+        self._write("groups", groups)
         starts = np.cumsum([0, *map(len, rows)])
         self._write("slots", np.array(slots, np.int32))
         self._write("starts", starts)
@@ -76,21 +84,25 @@ class DeltaPart(NamedTuple):
 
     scale: float
     first_output: int
+    expert: int = 0
 
 
 class PackedDelta(NamedTuple):
     """What an adapter adds to the products of one layer, as the kernels read it."""
 
+    slots: ctypes.Array[AdapterSlot]
+    """By expert; one of another layer."""
+
     a: Tensor
     scales: Tensor
     b: Tensor
     spans: ctypes.Array[AdapterSpan]
-    rank: int
 
     @property
     def num_bytes(self) -> int:
         """Its memory."""
-        return self.a.nbytes + self.scales.nbytes + self.b.nbytes + ctypes.sizeof(self.spans)
+        arrays = ctypes.sizeof(self.slots) + ctypes.sizeof(self.spans)
+        return self.a.nbytes + self.scales.nbytes + self.b.nbytes + arrays
 
 
 class NativeDeltas:
@@ -105,49 +117,66 @@ class NativeDeltas:
         max_rank: int,
         library: Library,
         dtype: torch.dtype,
+        num_experts: int = 1,
     ) -> None:
         """outputs: how many the layer has, of gate and up projection apart; rows: of steps;
         num_modules: the most parts of an adapter; max_rank: of a part; dtype: of the layer's rows,
-        float32 or bfloat16."""
+        float32 or bfloat16; num_experts: that have weights of these shapes."""
         self._outputs, self._rows, self._dtype = outputs, rows, dtype
         self._max_rank = num_modules * _padded(max_rank)
-        self._slots = (AdapterSlot * max_slots)()
+        self._num_experts = num_experts
+        self._slots = (AdapterSlot * (max_slots * num_experts))()
         self._kept: dict[int, PackedDelta] = {}
         """By slot."""
-        self._kernel = library.kernel(f"multiply_a_{DTYPES[dtype]}")
+        self._library = library
 
     def pack(self, parts: Sequence[DeltaPart]) -> PackedDelta:
         """Pack what an adapter adds to the layer; it may be put into slots any number of times."""
-        rank = sum(_padded(part.a.shape[0]) for part in parts)
-        number_bytes = self._dtype.itemsize
+        firsts, ranks = [], [0] * self._num_experts
+        for part in parts:
+            firsts.append(ranks[part.expert])
+            ranks[part.expert] += _padded(part.a.shape[0])
+        rank, number_bytes = max(ranks), self._dtype.itemsize
+        require(rank <= self._max_rank, f"at most {self._max_rank} ranks of an adapter")
         in_features = parts[0].a.shape[1]
         row_bytes = -(-in_features * number_bytes // _ROW_BYTES) * _ROW_BYTES
-        a = torch.zeros(rank, row_bytes // number_bytes, dtype=self._dtype)
+        a = torch.zeros(self._num_experts, rank, row_bytes // number_bytes, dtype=self._dtype)
         sizes = [-(-size // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS for size in self._outputs]
         # The last panel may have a block beyond the outputs.
-        b = torch.zeros(sum(sizes) + _BLOCK_OUTPUTS, rank, dtype=self._dtype)
-        scales = torch.zeros(rank + _BLOCK_OUTPUTS)  # of whole registers
-        first = 0
-        for part in parts:
-            size = part.a.shape[0]
-            ranks = slice(first, first + size)
-            a[ranks, :in_features] = part.a
-            scales[ranks] = part.scale
+        b = torch.zeros(self._num_experts, sum(sizes) + _BLOCK_OUTPUTS, rank, dtype=self._dtype)
+        scales = torch.zeros(self._num_experts, rank + _BLOCK_OUTPUTS)  # of whole registers
+        for first, part in zip(firsts, parts, strict=True):
+            expert, ranks_of_part = part.expert, slice(first, first + part.a.shape[0])
+            a[expert, ranks_of_part, :in_features] = part.a
+            scales[expert, ranks_of_part] = part.scale
             for start, rows in self._in_blocks(part.first_output, part.b, sizes):
-                b[start : start + len(rows), ranks] = rows
-            first += _padded(size)
-        return PackedDelta(a, scales, *self._pack_b(b), rank)
+                b[expert, start : start + len(rows), ranks_of_part] = rows
+        a = self._arranged(a, scales)
+        packed, spans = self._pack_b(b)
+        slots = (AdapterSlot * self._num_experts)()
+        span_bytes = ctypes.sizeof(spans) // self._num_experts
+        for expert in range(self._num_experts):
+            if ranks[expert] == 0:
+                continue
+            slots[expert] = AdapterSlot(
+                a=address(a[expert]),
+                a_row_bytes=a.stride(1) * a.element_size(),
+                rank=rank,
+                scales=address(scales[expert]),
+                spans=ctypes.addressof(spans) + expert * span_bytes,
+            )
+        return PackedDelta(slots, a, scales, packed, spans)
+
+    def _arranged(self, a: Tensor, scales: Tensor) -> Tensor:
+        """A as the kernel reads it. a: [num_experts, rank, padded inputs]; scales: [num_experts,
+        padded rank]."""
+        return a
 
     def fill(self, slot: int, packed: PackedDelta) -> None:
         """Put an adapter that changes the layer into a slot."""
         self._kept[slot] = packed
-        self._slots[slot] = AdapterSlot(
-            a=address(packed.a),
-            a_row_bytes=packed.a.stride(0) * packed.a.element_size(),
-            rank=packed.rank,
-            scales=address(packed.scales),
-            spans=ctypes.addressof(packed.spans),
-        )
+        size = ctypes.sizeof(packed.slots)
+        ctypes.memmove(ctypes.addressof(self._slots) + slot * size, packed.slots, size)
 
     def _in_blocks(self, first: int, b: Tensor, sizes: Sequence[int]) -> list[tuple[int, Tensor]]:
         """The rows of B for outputs from `first` on, where they are if each of the layer's parts
@@ -162,32 +191,36 @@ class NativeDeltas:
 
     def _pack_b(self, b: Tensor) -> tuple[Tensor, ctypes.Array[AdapterSpan]]:
         """The blocks of B, without the columns before the first and after the last that is not
-        zero."""
+        zero for any expert, and the spans of all experts. b: [num_experts, padded outputs, rank].
+        """
         # Columns that are multiplied in one step stay together.
-        of_blocks = b.unflatten(0, (-1, _BLOCK_OUTPUTS))
-        of_blocks = of_blocks.unflatten(2, (-1, _STEP_BYTES // b.element_size())).transpose(1, 2)
-        is_used = of_blocks.ne(0).flatten(2).any(dim=2)
+        of_blocks = b.unflatten(1, (-1, _BLOCK_OUTPUTS))
+        of_blocks = of_blocks.unflatten(3, (-1, _STEP_BYTES // b.element_size())).transpose(2, 3)
+        is_used = of_blocks.ne(0).flatten(3).any(dim=3).any(dim=0)
         steps = torch.arange(is_used.shape[1])
         first = torch.where(is_used, steps, len(steps)).amin(dim=1, keepdim=True)
         last = torch.where(is_used, steps, -1).amax(dim=1, keepdim=True)
-        packed = of_blocks[(steps >= first) & (steps <= last)]
+        packed = of_blocks[:, (steps >= first) & (steps <= last)].contiguous()
         ranges, sizes = torch.cat([first, (last + 1 - first).clamp(min=0)], 1).unique_consecutive(
             return_counts=True, dim=0
         )
-        spans = (AdapterSpan * len(sizes))()
-        block, at = 0, packed.data_ptr()
-        described = zip(spans, ranges.tolist(), sizes.tolist(), strict=True)
-        for span, (first_step, num_steps), num_blocks in described:
-            block_bytes = num_steps * _BLOCK_OUTPUTS * _STEP_BYTES
-            span.b = at - block * block_bytes
-            block, at = block + num_blocks, at + num_blocks * block_bytes
-            span.end, span.first_step, span.num_steps = block, first_step, num_steps
+        spans = (AdapterSpan * (len(b) * len(sizes)))()
+        described = list(zip(ranges.tolist(), sizes.tolist(), strict=True))
+        for expert, of_expert in enumerate(packed):
+            block, at = 0, of_expert.data_ptr()
+            for i, ((first_step, num_steps), num_blocks) in enumerate(described):
+                span = spans[expert * len(described) + i]
+                block_bytes = num_steps * _BLOCK_OUTPUTS * _STEP_BYTES
+                span.b = at - block * block_bytes
+                block, at = block + num_blocks, at + num_blocks * block_bytes
+                span.end, span.first_step, span.num_steps = block, first_step, num_steps
         return packed, spans
 
     def clear(self, slot: int) -> None:
         """Let the adapter of a slot change nothing."""
-        self._slots[slot] = AdapterSlot()
-        self._kept.pop(slot, None)
+        if (packed := self._kept.pop(slot, None)) is not None:
+            size = ctypes.sizeof(packed.slots)
+            ctypes.memset(ctypes.addressof(self._slots) + slot * size, 0, size)
 
     def multiply(self, x: Tensor) -> Tensor:
         """Launch the products with A: [num_rows, *], which `fields` expects.
@@ -204,7 +237,7 @@ class NativeDeltas:
             slots=ctypes.addressof(self._slots),
             rows=self._rows.address,
         )
-        launch(self._kernel, task, num_threads)
+        launch(self._library.kernel(f"multiply_a_{DTYPES[self._dtype]}"), task, num_threads)
         return inner
 
     def fields(self, inner: Tensor) -> dict[str, int]:
@@ -232,12 +265,11 @@ class EmbeddingDeltas(NativeDeltas):
         """size: of a row; num_tokens: that the embedding has; the others: as of `NativeDeltas`."""
         super().__init__([size], rows, max_slots, 1, max_rank, library, dtype)
         self._num_tokens = num_tokens
-        self._add = library.kernel(f"add_embedding_deltas_{DTYPES[dtype]}")
 
-    def pack(self, parts: Sequence[DeltaPart]) -> PackedDelta:
-        packed = super().pack(parts)
-        scaled = packed.a[:, : self._num_tokens] * packed.scales[: packed.rank, None]
-        return packed._replace(a=scaled.t().to(self._dtype).contiguous())
+    def _arranged(self, a: Tensor, scales: Tensor) -> Tensor:
+        """A row of numbers for each token, which are scaled."""
+        scaled = a[:, :, : self._num_tokens] * scales[:, : a.shape[1], None]
+        return scaled.mT.to(self._dtype).contiguous()
 
     def add(self, y: Tensor, token_ids: Tensor) -> None:
         """Add to rows of the embedding, [num_rows, size]. token_ids: int64 [num_rows]."""
@@ -252,7 +284,38 @@ class EmbeddingDeltas(NativeDeltas):
             size=y.shape[1],
         )
         num_threads = threads.count_for(y.numel() * _RANK_UNIT)
-        launch(self._add, task, num_threads)
+        kernel = self._library.kernel(f"add_embedding_deltas_{DTYPES[self._dtype]}")
+        launch(kernel, task, num_threads)
+
+
+class ExpertDeltas(NativeDeltas):
+    """What the adapters in slots add to the products of all experts of a layer with one of their
+    weights."""
+
+    def multiply_slots(
+        self, x: Tensor, plan_address: int, num_slots: int, *, gathers: bool
+    ) -> Tensor:
+        """Launch the products of the slots of experts with A, as `multiply`: [num_slots, *].
+
+        x: [num_rows or num_slots, in_features]; plan_address: of the step's `ExpertPlan`; gathers:
+        whether x has the rows of a step, and not those of slots.
+        """
+        in_features = x.shape[1]
+        inner = new_tensor((num_slots, self._max_rank), self._dtype)
+        num_threads = threads.count_for(num_slots * in_features * _RANK_UNIT)
+        task = ExpertAdapterTask(
+            num_threads=num_threads,
+            **rows_of(x=x, inner=inner),
+            in_features=in_features,
+            slots=ctypes.addressof(self._slots),
+            rows=self._rows.address,
+            plan=plan_address,
+            gathers=gathers,
+            num_experts=self._num_experts,
+        )
+        kernel = self._library.kernel(f"multiply_a_of_experts_{DTYPES[self._dtype]}")
+        launch(kernel, task, num_threads)
+        return inner
 
 
 def _padded(rank: int) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.adapters import ActiveRows, ExpertDeltas
 from pagewire_kernels.cpu.checks import DTYPES, require
 from pagewire_kernels.cpu.linear import (
     SERIAL_PRODUCTS,
@@ -165,6 +166,8 @@ class NativeExperts:
         down_bias: Tensor | None = None,
         shared: Tensor | None = None,
         shared_gate: Tensor | None = None,
+        gate_up_deltas: ExpertDeltas | None = None,
+        down_deltas: ExpertDeltas | None = None,
     ) -> Tensor:
         """The weighted sum of the outputs of each row's experts, and of shared experts.
 
@@ -172,7 +175,8 @@ class NativeExperts:
         float32 [num_experts], as in `reference.route`; gate_up_bias: [num_experts, rows of
         gate_up];
         down_bias: [num_experts, hidden_size]; shared: as x, the output of shared experts;
-        shared_gate: float32 [num_rows, 1], as in `reference.add_shared`. Returns as x.
+        shared_gate: float32 [num_rows, 1], as in `reference.add_shared`; gate_up_deltas,
+        down_deltas: what adapters add to the products. Returns as x.
         """
         self._check(x, logits, routing, bias, factors)
         for name, found, size in (
@@ -184,10 +188,22 @@ class NativeExperts:
         plan = route(self._library, logits, routing, bias, factors)
         inner = new_rows(plan.num_slots, self.inner_size, self.dtype)
         rows = self._scatter(x, plan, routing) if routing.scales_inputs else x
-        self._multiply(self._gate_up, rows, plan, gate_up_bias, inner, gathers=rows is x)
+        self._multiply(
+            self._gate_up, rows, plan, gate_up_bias, inner, gate_up_deltas, gathers=rows is x
+        )
         output = new_rows(plan.num_slots, self.hidden_size, torch.float32)
-        self._multiply(self._down, inner, plan, down_bias, output)
+        self._multiply(self._down, inner, plan, down_bias, output, down_deltas)
         return self._combine(output, plan, routing, x, shared, shared_gate)
+
+    def make_deltas(
+        self, weight: int, rows: ActiveRows, max_slots: int, num_modules: int, max_rank: int
+    ) -> ExpertDeltas:
+        """Make slots for what adapters add to the products with the weights of gate and up, 0, or
+        of down, 1. num_modules: the most parts of an adapter for one expert; the others as for
+        `NativeWeight.make_deltas`."""
+        sizes = ([self.inner_size] * 2, [self.hidden_size])[weight]
+        limits = max_slots, num_modules, max_rank
+        return ExpertDeltas(sizes, rows, *limits, self._library, self.dtype, self._num_experts)
 
     def _check(
         self, x: Tensor, logits: Tensor, routing: Routing, *of_experts: Tensor | None
@@ -217,10 +233,16 @@ class NativeExperts:
         plan: Plan,
         bias: Tensor | None,
         y: Tensor,
+        deltas: ExpertDeltas | None,
         *,
         gathers: bool = False,
     ) -> None:
         """gathers: whether x has the rows of a step, and not those of slots."""
+        plan_address = ctypes.addressof(plan.task)
+        added: dict[str, int] = {}
+        if deltas is not None:
+            inner = deltas.multiply_slots(x, plan_address, plan.num_slots, gathers=gathers)
+            added = deltas.fields(inner)
         first, part = weights[0], int(weights is self._down)
         limit, is_gated = self._gate.limit, isinstance(first, NativeGatedWeight)
         activation = reference.ACTIVATIONS.index(self._gate.activation)
@@ -239,8 +261,10 @@ class NativeExperts:
             activation=activation,
             **first.quantization,
             expert_bytes=self._expert_bytes[part],
-            plan=ctypes.addressof(plan.task),
+            plan=plan_address,
             gathers=gathers,
+            num_experts=self._num_experts,
+            **added,
             alpha=self._gate.alpha,
             limit=limit or 0.0,
             offset=self._gate.offset,

@@ -269,7 +269,7 @@ class AdapterSlot(NativeStruct):
 class AdapterRows(NativeStruct):
     """`AdapterRows` of src/adapters.h."""
 
-    _fields_ = fields_of("num_groups slots starts rows")
+    _fields_ = fields_of("num_groups slots starts rows groups")
 
 
 class AdapterTask(NativeStruct):
@@ -277,6 +277,15 @@ class AdapterTask(NativeStruct):
 
     _fields_ = fields_of(
         "next_item num_threads x x_stride in_features slots rows inner inner_stride"
+    )
+
+
+class ExpertAdapterTask(NativeStruct):
+    """`ExpertAdapterTask` of src/experts.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads x x_stride in_features slots rows inner inner_stride plan gathers "
+        "num_experts"
     )
 
 
@@ -310,7 +319,7 @@ class ExpertsTask(NativeStruct):
         + _DELTAS
         + "activation"
         + _QUANTIZATION
-        + " expert_bytes plan gathers",
+        + " expert_bytes plan gathers num_experts",
         "alpha limit offset",
     )
 

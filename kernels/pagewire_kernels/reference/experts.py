@@ -174,8 +174,9 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-Product = Callable[[int, Tensor], Tensor]
-"""The product of rows with the weight of one expert, given its index."""
+Product = Callable[[int, Tensor, Tensor], Tensor]
+"""The product of inputs with the weight of one expert, given its index, and the rows, int64 [n],
+that the inputs are of."""
 
 
 def gated_experts(
@@ -202,7 +203,7 @@ def gated_experts(
         inputs, weight = x[rows], weights[rows, places, None]
         if scales_inputs:
             inputs, weight = (inputs.float() * weight).to(x.dtype), torch.ones_like(weight)
-        output = down(expert, gate.apply(gate_up(expert, inputs))).float()
+        output = down(expert, gate.apply(gate_up(expert, inputs, rows)), rows).float()
         if total is None:
             total = output.new_zeros(x.shape[0], output.shape[1])
         total[rows] += output * weight

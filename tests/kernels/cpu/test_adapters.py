@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagewire_kernels import reference
 from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, EmbeddingDeltas, NativeDeltas
+from pagewire_kernels.cpu.experts import NativeExperts
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.quantized_weight import quantize
+from pagewire_kernels.reference import Gate, Routing
 from tests.support.native import native_libraries
 
 pytestmark = pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_rows_of_an_embedding_are_those_of_torch_and_the_same_in_any_batch(
     found, expected = add(0, num_rows), gathered.float().clone()
     for i, slot in enumerate(slots):
         if slot in (0, 2) and token_ids[i] < num_tokens:
-            a, b, scale, _ = parts[0 if slot == 0 else 1]
+            a, b, scale, *_ = parts[0 if slot == 0 else 1]
             expected[i] += a[:, token_ids[i]].float() * scale @ b.float().T
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
@@ -196,3 +199,92 @@ def test_rows_of_an_embedding_are_those_of_torch_and_the_same_in_any_batch(
     assert torch.equal(found[without], gathered[without])
     for first, end in ((0, 1), (17, 22), (40, 150)) if num_rows == 150 else ((0, 1),):
         assert torch.equal(add(first, end), found[first:end])
+
+
+@DTYPES
+@pytest.mark.parametrize("format_name", ["dense", "int8"])
+@pytest.mark.parametrize("scales_inputs", [False, True])
+def test_what_adapters_add_to_experts_is_the_sum_of_torch_and_the_same_in_any_batch(
+    library: Library, dtype: torch.dtype, format_name: str, *, scales_inputs: bool
+) -> None:
+    """Adapters of some experts, of which each has a rank of its own."""
+    num_experts, hidden, inner, num_rows = 5, INPUTS, 64, 120
+    shapes = ((2 * inner, hidden), (hidden, inner))
+    plain = [
+        [(_random(*shape, seed=e + 20 * i) / 10).to(dtype) for e in range(num_experts)]
+        for i, shape in enumerate(shapes)
+    ]
+    stored = [
+        [weight if format_name == "dense" else quantize(weight, format_name) for weight in weights]
+        for weights in plain
+    ]
+    packed = NativeExperts(*stored, Gate(), library, HugeMemory(), dtype)
+    rows = ActiveRows()
+    deltas = [packed.make_deltas(i, rows, 3, 2, MAX_RANK) for i in range(2)]
+    parts: dict[int, list[list[DeltaPart]]] = {}
+    for slot in (0, 2):
+        parts[slot] = [
+            [
+                DeltaPart(
+                    (_random(1 + e + slot, shape[1], seed=e + slot) / 10).to(dtype),
+                    (_random(shape[0], 1 + e + slot, seed=e + slot + 40) / 10).to(dtype),
+                    0.5 + e,
+                    0,
+                    e,
+                )
+                for e in range(num_experts)
+                if e != slot
+            ]
+            for shape in shapes
+        ]
+        for i in range(2):
+            deltas[i].fill(slot, deltas[i].pack(parts[slot][i]))
+    routing = Routing(num_experts=num_experts, num_chosen=2, scales_inputs=scales_inputs)
+    x, logits = _random(num_rows, hidden, seed=3).to(dtype), _random(num_rows, num_experts, seed=4)
+    slots = _slots(num_rows)
+
+    def apply(first: int, end: int) -> Tensor:
+        present = sorted({slot for slot in slots[first:end] if slot is not None})
+        chosen = [[i for i, s in enumerate(slots[first:end]) if s == one] for one in present]
+        rows.set(present, [torch.tensor(places) for places in chosen], end - first)
+        return packed.apply(
+            x[first:end],
+            logits[first:end],
+            routing,
+            gate_up_deltas=deltas[0],
+            down_deltas=deltas[1],
+        )
+
+    def product(part: int) -> reference.Product:
+        def multiply(expert: int, inputs: Tensor, of_rows: Tensor) -> Tensor:
+            weight = stored[part][expert]
+            dense = weight if isinstance(weight, Tensor) else weight.dequantize()
+            y = inputs.float() @ dense.float().T
+            for i, row in enumerate(of_rows.tolist()):
+                for delta in (
+                    parts.get(slots[row] or 0, [[], []])[part] if slots[row] in parts else ()
+                ):
+                    if delta.expert == expert:
+                        inner = inputs[i].float() @ delta.a.float().T * delta.scale
+                        y[i] += inner @ delta.b.float().T
+            return y
+
+        return multiply
+
+    found = apply(0, num_rows)
+    expected = reference.gated_experts(
+        x.float(),
+        *reference.route(logits, routing),
+        product(0),
+        product(1),
+        Gate(),
+        scales_inputs=scales_inputs,
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    assert (found.float() - expected).abs().amax() <= expected.abs().amax() * tolerance
+    base = packed.apply(x, logits, routing)
+    without = [i for i, slot in enumerate(slots) if slot not in parts]
+    assert torch.equal(found[without], base[without])
+    assert not torch.equal(found, base)
+    for first, end in ((0, 1), (17, 22), (40, num_rows)):
+        assert torch.equal(apply(first, end), found[first:end])

@@ -208,8 +208,8 @@ def test_experts_agree_with_the_reference(
         x.float(),
         chosen,
         weights,
-        lambda e, rows: rows @ _dense(gate_up[e]).T + biases[0][e].to(dtype).float(),
-        lambda e, rows: rows @ _dense(down[e]).T + biases[1][e].to(dtype).float(),
+        lambda e, rows, _: rows @ _dense(gate_up[e]).T + biases[0][e].to(dtype).float(),
+        lambda e, rows, _: rows @ _dense(down[e]).T + biases[1][e].to(dtype).float(),
         gate,
     )
     expected = reference.add_shared(total, shared, shared_gate)
@@ -235,8 +235,8 @@ def test_scaled_inputs_agree_with_the_reference(
     x, logits = _random(num_rows, hidden).to(dtype), _random(num_rows, num_experts, seed=1)
     found, chosen = packed.apply(x, logits, routing), reference.route(logits, routing)
     products = (
-        lambda e, rows: rows.float() @ _dense(gate_up[e]).T,
-        lambda e, rows: rows @ _dense(down[e]).T,
+        lambda e, rows, _: rows.float() @ _dense(gate_up[e]).T,
+        lambda e, rows, _: rows @ _dense(down[e]).T,
     )
     expected, by_outputs = (
         reference.gated_experts(x, *chosen, *products, Gate(), scales_inputs=scales_inputs)
@@ -283,8 +283,8 @@ def test_any_sizes_agree_with_the_reference(
     total = reference.gated_experts(
         x.float(),
         *reference.route(logits, routing),
-        lambda e, rows: rows @ _dense(gate_up[e]).T,
-        lambda e, rows: rows @ _dense(down[e]).T,
+        lambda e, rows, _: rows @ _dense(gate_up[e]).T,
+        lambda e, rows, _: rows @ _dense(down[e]).T,
         Gate(),
     )
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2}

@@ -57,12 +57,12 @@ def test_experts_agree_with_the_reference(
     total = reference.gated_experts(
         x,
         *reference.route(logits, routing, given.get("bias")),
-        lambda e, rows: (
+        lambda e, rows, _: (
             (
                 rows.float() @ gate_up[e].float().T + (given["gate_up_bias"][e] if given else none)
             ).to(dtype)
         ).float(),
-        lambda e, rows: (
+        lambda e, rows, _: (
             rows.to(dtype).float() @ down[e].float().T + (given["down_bias"][e] if given else none)
         ),
         gate,

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.v1 import context_pb2
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
-from tests.support.lora import EMBEDDING, HEAD, LAYERS, PeftAdapter, make_adapter
+from tests.support.lora import (
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    LAYERS,
+    PeftAdapter,
+    make_adapter,
+    random_adapter,
+)
 from tests.support.transformers_oracle import oracle
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
@@ -90,12 +98,14 @@ def load_blocks(path: Path, **options: Any) -> LoadedModel:
     return load_model(model, CacheConfig(block_size=BLOCK_SIZE))
 
 
-def executor(family: str, *, max_loras: int = 3, **options: Any) -> TorchExecutor:
+def executor(
+    family: str, *, max_loras: int = 3, base: Path | None = None, **options: Any
+) -> TorchExecutor:
     config = AdapterConfig(enable_lora=True, max_loras=max_loras, max_lora_rank=64)
     made = TorchExecutor(
         CacheConfig(),
         Profiler(Path()),
-        lambda: load_blocks(base_of(family), **options),
+        lambda: load_blocks(base or base_of(family), **options),
         adapters=config,
     )
     made.load()
@@ -166,23 +176,29 @@ def of_vocabulary(family: str) -> list[PeftAdapter]:
 
 
 def assert_equal_to_peft(
-    family: str, made: Sequence[PeftAdapter], chosen: Sequence[int | None], **options: Any
+    family: str,
+    made: Sequence[PeftAdapter],
+    chosen: Sequence[int | None],
+    base: Path | None = None,
+    **options: Any,
 ) -> None:
     """Compare sequences with adapters in one batch with PEFT. chosen: their adapters."""
-    here = executor(family, **options)
+    here = executor(family, base=base, **options)
     digests = [here.load_adapter(str(adapter.folder)).digest for adapter in made]
     found = generate(here, [None if i is None else digests[i] for i in chosen])
-    base = oracle(base_of(family))
+    plain_model, changed = oracle(base or base_of(family)), set()
     for i, (tokens, logprobs) in enumerate(found):
         which = chosen[i]
-        plain = base.generate(prompt(i), NUM_TOKENS)
+        plain = plain_model.generate(prompt(i), NUM_TOKENS)
         if which is None:
             assert tokens == plain
             continue
         expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
         assert tokens == expected
-        assert tokens != plain, "the adapter changes nothing"
+        if tokens != plain:
+            changed.add(which)
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=TOLERANCE, rtol=0)
+    assert changed == {*chosen} - {None}, "an adapter changes nothing"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma", "opt_350m", "bloom"])
@@ -190,6 +206,125 @@ def test_the_embedding_and_the_head_are_those_of_peft(family: str) -> None:
     """Also heads that are tied to the embedding, which PEFT changes on its own, an embedding that
     is scaled, and one whose rows are projected."""
     assert_equal_to_peft(family, of_vocabulary(family), [0, 1, 2, None, 1, 0])
+
+
+MIXTURES: Mapping[str, Mapping[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {},
+    "granitemoe": {},
+    "glm4_moe": {},
+    "minimax_m2": {},
+    "hunyuan_moe": {},
+    "gpt_oss": {"layer_types": ["full_attention"] * 2},
+    "llama4": {"attention_chunk_size": None, "layer_types": ["full_attention"] * 2},
+}
+"""Checkpoints without windows."""
+
+
+DOWN = "experts.down_proj"
+
+
+@cache
+def mixture(family: str) -> Path:
+    return make_checkpoint(family, _folder() / f"{family}-base", **MIXTURES[family])
+
+
+@cache
+def quantizable() -> Path:
+    """Mixtral of sizes that can be quantized."""
+    return make_checkpoint("mixtral", _folder() / "mixtral-96", intermediate_size=96)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_those_of_peft(family: str) -> None:
+    """Parameters with the weights of all experts: of gate and up, of down, and of both."""
+    base = mixture(family)
+    made = [
+        make_adapter(
+            base,
+            _folder() / f"{family}-experts-{i}",
+            seed=i,
+            targets=targets,
+            exclude_modules=["router"],  # of llama4, which PEFT cannot adapt
+            **settings,
+        )
+        for i, (targets, settings) in enumerate(
+            [
+                ((EXPERTS,), {"r": 4}),
+                ((LAYERS, EXPERTS), {"rank_pattern": {DOWN: 6}}),
+                (
+                    (),
+                    {
+                        "target_parameters": ["experts.down_proj"],
+                        "alpha_pattern": {"experts.down_proj": 30},
+                    },
+                ),
+            ]
+        )
+    ]
+    assert_equal_to_peft(family, made, [0, 1, 2, None, 1, 0, 2], base=base)
+
+
+OF_EXPERTS = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+"""Older names of the modules of experts: gate, up and down."""
+
+
+@pytest.mark.parametrize("family", OF_EXPERTS)
+def test_modules_of_experts_in_older_adapters_change_their_weights(
+    family: str, tmp_path: Path
+) -> None:
+    """PEFT still reads those of Mixtral, and passes over those of Qwen2-MoE."""
+    from transformers import AutoModelForCausalLM
+
+    base, (place, *kinds) = mixture(family), OF_EXPERTS[family]
+    model = AutoModelForCausalLM.from_pretrained(
+        base, attn_implementation="eager", dtype=torch.float32
+    )
+    generator, tensors, scale = torch.Generator().manual_seed(5), {}, 0.5
+    for number, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts
+        for expert in range(4):
+            gate, up = experts.gate_up_proj.data[expert].chunk(2)
+            weights = zip(kinds, (gate, up, experts.down_proj.data[expert]), strict=True)
+            for kind, weight in weights:
+                a = torch.randn(4, weight.shape[1], generator=generator) / 8
+                b = torch.randn(weight.shape[0], 4, generator=generator)
+                weight += scale * b @ a
+                name = f"base_model.model.model.layers.{number}.{place}.experts.{expert}.{kind}"
+                tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    folder = tmp_path / "old"
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS_FILE)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, "target_modules": kinds}
+    (folder / CONFIG_FILE).write_text(json.dumps(settings))
+    assert_equal_to_peft(family, [PeftAdapter(folder, model)], [0, None, 0, None], base=base)
+
+
+def test_experts_have_the_same_bits_in_any_mix() -> None:
+    base = quantizable()
+    for options in ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}):
+        here = executor("mixtral", base=base, **options)
+        made = [random_adapter(here.loaded.model, i, rank=4 + i) for i in range(3)]
+        a, b, c = (here._adapters._hold(adapter).digest for adapter in made)
+        alone = {digest: generate(here, [digest] * 4) for digest in (a, b, c, None)}
+        for mix in ([a, None, b, c], [None, a, a, None], [c, b, None, a]):
+            for i, (tokens, logprobs) in enumerate(generate(here, mix)):
+                expected = alone[mix[i]][i]
+                assert tokens == expected[0]
+                assert logprobs.tobytes() == expected[1].tobytes()
+
+
+def test_experts_of_another_number_are_refused(tmp_path: Path) -> None:
+    base = mixture("mixtral")
+    made = make_adapter(base, tmp_path / "adapter", targets=(EXPERTS,), r=4)
+    tensors = load_file(made.folder / WEIGHTS_FILE)
+    half = {name: t[:8] if "lora_A" in name else t[:, :8] for name, t in tensors.items()}
+    save_file({name: t.contiguous() for name, t in half.items()}, made.folder / WEIGHTS_FILE)
+    with pytest.raises(BadAdapter, match="expected weights of 4 experts, got 2"):
+        executor("mixtral", base=base).load_adapter(str(made.folder))
 
 
 def test_prompt_tokens_have_the_log_probabilities_of_the_head_of_their_adapter() -> None:
@@ -304,7 +439,6 @@ def edited(tmp_path: Path) -> Path:
         ("bias", "all", "bias: expected 'none', got 'all'"),
         ("init_lora_weights", "pissa", "init_lora_weights: expected one of"),
         ("alora_invocation_tokens", [1], "alora_invocation_tokens: expected none"),
-        ("target_parameters", ["x"], "target_parameters: expected none"),
         ("a_setting_of_tomorrow", 1, "a_setting_of_tomorrow: expected none"),
         ("r", 8, "expected matrices of rank 8"),
         ("lora_alpha", -1, "lora_alpha: expected a positive number, got -1"),

@@ -203,8 +203,8 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
     total = reference.gated_experts(
         x,
         *reference.route(logits, spec.routing, factors=factors),
-        lambda e, rows: rows @ gate_up[e].T + of_gate_up[e],
-        lambda e, rows: rows @ down[e].T + of_down[e],
+        lambda e, rows, _: rows @ gate_up[e].T + of_gate_up[e],
+        lambda e, rows, _: rows @ down[e].T + of_down[e],
         spec.gate or Gate(),
     )
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2

@@ -1,8 +1,7 @@
 // The products of rows with A of their adapters, and rows of embeddings; see adapters.h.
 #include "adapters.h"
 
-#include "rows.h"
-#include "share.h"
+#include "linear_multiply.h"
 
 namespace pagewire {
 namespace {
@@ -48,6 +47,31 @@ void multiply_ranks(const char* const* x, const char* a, int64_t a_row_bytes, in
   }
   PAGEWIRE_UNROLL for (int r = 0; r < kRows; ++r) {
     PAGEWIRE_UNROLL for (int k = 0; k < kRanks; ++k) to[r][k] = sum_lanes(sums[r][k]);
+  }
+}
+
+// The same for any number of rows up to `kItemRows`, and of ranks up to `kItemRanks`.
+template <class Dot>
+void multiply_item(const char* const* x, int64_t num_rows, const char* a, int64_t a_row_bytes,
+                   int64_t num_ranks, int64_t num_bytes, float (*sums)[kItemRanks]) {
+  for (int64_t k = 0; k < num_ranks; k += kRanks) {
+    const char* from = a + k * a_row_bytes;
+    auto* to = reinterpret_cast<float(*)[kItemRanks]>(&sums[0][k]);
+    if (num_rows == 1) multiply_ranks<Dot, 1>(x, from, a_row_bytes, num_bytes, to);
+    if (num_rows == 2) multiply_ranks<Dot, 2>(x, from, a_row_bytes, num_bytes, to);
+    if (num_rows == 3) multiply_ranks<Dot, 3>(x, from, a_row_bytes, num_bytes, to);
+    if (num_rows == 4) multiply_ranks<Dot, 4>(x, from, a_row_bytes, num_bytes, to);
+  }
+}
+
+// Stores the scaled products of a row with some ranks.
+template <class Number>
+void store_inner(const AdapterTask& task, const AdapterSlot& slot, int64_t row, int64_t first_rank,
+                 int64_t num_ranks, const float* sums) {
+  Number* to = static_cast<Number*>(task.inner) + row * task.inner_stride + first_rank;
+  for (int64_t k = 0; k < num_ranks; k += kLanes) {
+    const Floats scaled = multiply(load_floats(sums + k), load_floats(slot.scales + first_rank + k));
+    store_some(to + k, scaled, num_ranks - k);
   }
 }
 
@@ -105,23 +129,46 @@ void multiply_a(AdapterTask& task) {
     for (int64_t r = 0; r < item.num_rows; ++r) {
       x[r] = static_cast<const char*>(task.x) + item.rows[r] * task.x_stride * sizeof(Number);
     }
-    for (int64_t k = 0; k < item.num_ranks; k += kRanks) {
-      const char* a = static_cast<const char*>(item.slot->a);
-      const int64_t bytes = item.slot->a_row_bytes;
-      a += (item.first_rank + k) * bytes;
-      auto* to = reinterpret_cast<float(*)[kItemRanks]>(&sums[0][k]);
-      if (item.num_rows == 1) multiply_ranks<Dot, 1>(x, a, bytes, num_bytes, to);
-      if (item.num_rows == 2) multiply_ranks<Dot, 2>(x, a, bytes, num_bytes, to);
-      if (item.num_rows == 3) multiply_ranks<Dot, 3>(x, a, bytes, num_bytes, to);
-      if (item.num_rows == 4) multiply_ranks<Dot, 4>(x, a, bytes, num_bytes, to);
-    }
+    const char* a = static_cast<const char*>(item.slot->a) + item.first_rank * item.slot->a_row_bytes;
+    multiply_item<Dot>(x, item.num_rows, a, item.slot->a_row_bytes, item.num_ranks, num_bytes, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < item.num_rows; ++r) {
-      const int64_t first = item.rows[r] * task.inner_stride + item.first_rank;
-      const float* scales = item.slot->scales + item.first_rank;
-      for (int64_t k = 0; k < item.num_ranks; k += kLanes) {
-        const Floats scaled = multiply(load_floats(sums[r] + k), load_floats(scales + k));
-        store_some(static_cast<Number*>(task.inner) + first + k, scaled, item.num_ranks - k);
+      store_inner<Number>(task, *item.slot, item.rows[r], item.first_rank, item.num_ranks, sums[r]);
+    }
+  }
+}
+
+// A work item is a few slots of one expert.
+template <class Number>
+void multiply_a_of_experts(ExpertAdapterTask& task) {
+  using Dot = DotOf<Number>;
+  constexpr int64_t kItemSlots = 16;
+  const AdapterRows& all = *task.rows;
+  const int64_t num_bytes = task.in_features * static_cast<int64_t>(sizeof(Number));
+  const ExpertBlocks blocks(*task.plan, kItemSlots);
+  for (int64_t item = take_item(task); item < blocks.size(); item = take_item(task)) {
+    const ExpertBlocks::Block block = blocks[item];
+    for (int64_t g = 0; g < all.num_groups; ++g) {
+      const AdapterSlot& slot = task.slots[all.slots[g] * task.num_experts + block.expert];
+      if (slot.rank == 0) continue;
+      int32_t slots[kItemSlots];
+      const int64_t count = slots_of_group(*task.plan, all, g, block, slots);
+      for (int64_t first = 0; first < count; first += kItemRows) {
+        const int64_t num_rows = count - first < kItemRows ? count - first : kItemRows;
+        const char* x[kItemRows];
+        for (int64_t r = 0; r < num_rows; ++r) {
+          const int64_t row = task.gathers ? task.plan->rows[slots[first + r]] : slots[first + r];
+          x[r] = static_cast<const char*>(task.x) + row * task.x_stride * sizeof(Number);
+        }
+        for (int64_t rank = 0; rank < slot.rank; rank += kItemRanks) {
+          const int64_t num_ranks = slot.rank - rank < kItemRanks ? slot.rank - rank : kItemRanks;
+          alignas(64) float sums[kItemRows][kItemRanks] = {};
+          const char* a = static_cast<const char*>(slot.a) + rank * slot.a_row_bytes;
+          multiply_item<Dot>(x, num_rows, a, slot.a_row_bytes, num_ranks, num_bytes, sums);
+          for (int64_t r = 0; r < num_rows; ++r) {
+            store_inner<Number>(task, slot, slots[first + r], rank, num_ranks, sums[r]);
+          }
+        }
       }
     }
   }
@@ -159,6 +206,13 @@ using namespace pagewire;
 
 PAGEWIRE_KERNEL pw_multiply_a_float32(AdapterTask* task) { multiply_a<float>(*task); }
 PAGEWIRE_KERNEL pw_multiply_a_bfloat16(AdapterTask* task) { multiply_a<BFloat16>(*task); }
+
+PAGEWIRE_KERNEL pw_multiply_a_of_experts_float32(ExpertAdapterTask* task) {
+  multiply_a_of_experts<float>(*task);
+}
+PAGEWIRE_KERNEL pw_multiply_a_of_experts_bfloat16(ExpertAdapterTask* task) {
+  multiply_a_of_experts<BFloat16>(*task);
+}
 
 PAGEWIRE_KERNEL pw_add_embedding_deltas_float32(EmbeddingDeltaTask* task) {
   add_embedding_deltas<float>(*task);

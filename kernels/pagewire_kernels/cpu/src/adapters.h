@@ -44,6 +44,7 @@ struct AdapterRows {
   const int32_t* slots;   // [num_groups]
   const int32_t* starts;  // [num_groups + 1]: of `rows`
   const int32_t* rows;    // ascending within a group
+  const int32_t* groups;  // of each row of the step, -1 without one; only experts read it
 };
 
 // A part of the task of a product.
@@ -150,6 +151,22 @@ inline const int32_t* first_from(const int32_t* rows, const int32_t* end, int64_
   return rows;
 }
 
+// Adds what one adapter changes to the two registers of a panel's sums, of `count` rows.
+template <class Dot>
+void add_deltas_of(const Deltas& deltas, const AdapterSlot& slot, const int32_t* rows, int64_t count,
+                   int64_t first_row, const int64_t (&columns)[2], float* sums, int64_t sums_stride) {
+  const AdapterOutputs outputs[] = {{slot, columns[0]}, {slot, columns[1]}};
+  if (outputs[0].first_step == outputs[1].first_step &&
+      outputs[0].num_steps == outputs[1].num_steps) {
+    add_delta_of_rows<Dot, 2>(deltas, rows, count, first_row, outputs, sums, sums_stride);
+    return;
+  }
+  for (int64_t v = 0; v < 2; ++v) {
+    add_delta_of_rows<Dot, 1>(deltas, rows, count, first_row, outputs + v, sums + v * kLanes,
+                              sums_stride);
+  }
+}
+
 // Adds to the two registers of a panel's sums of `num_rows` rows from `first_row` on. columns: of the
 // outputs in each register, counted so that gate and up projection begin with a block each; next: the
 // same of the panel that will be computed next.
@@ -171,16 +188,7 @@ void add_deltas(const Deltas& deltas, int64_t first_row, int64_t num_rows,
         __builtin_prefetch(fetched.b + k * kBlockStepBytes, 0, 2);
       }
     }
-    const AdapterOutputs outputs[] = {{slot, columns[0]}, {slot, columns[1]}};
-    if (outputs[0].first_step == outputs[1].first_step &&
-        outputs[0].num_steps == outputs[1].num_steps) {
-      add_delta_of_rows<Dot, 2>(deltas, rows, count, first_row, outputs, sums, sums_stride);
-      continue;
-    }
-    for (int64_t v = 0; v < 2; ++v) {
-      add_delta_of_rows<Dot, 1>(deltas, rows, count, first_row, outputs + v, sums + v * kLanes,
-                                sums_stride);
-    }
+    add_deltas_of<Dot>(deltas, slot, rows, count, first_row, columns, sums, sums_stride);
   }
 }
 

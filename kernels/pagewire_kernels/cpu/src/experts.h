@@ -54,7 +54,15 @@ struct ExpertsTask : LinearTask {
   int64_t expert_bytes;  // from one expert's weight to the next
   const ExpertPlan* plan;
   int64_t gathers;  // whether x has the rows of a step, and not those of slots
+  int64_t num_experts;  // `deltas` has as many weights in each slot of adapters
   ClampedSilu clamped;
+};
+
+// The products of the slots of experts with A of the adapters of their rows, as `AdapterTask`.
+struct ExpertAdapterTask : AdapterTask {
+  const ExpertPlan* plan;
+  int64_t gathers;
+  int64_t num_experts;
 };
 
 // Multiplies the rows of slots by their weights: y[slot] = x[row] * weight.

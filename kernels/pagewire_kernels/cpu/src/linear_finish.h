@@ -63,19 +63,28 @@ struct FinishGated {
   Function function{};
 };
 
+// The outputs in both registers of a panel, counted so that the blocks of U begin after those of G.
+template <class Finish>
+struct PanelColumns {
+  PanelColumns(const LinearTask& task, int64_t panel) {
+    static_assert(kPanelVectors == 2);
+    const int64_t up = divide_up(task.out_features / 2, kBlockOutputs) * kBlockOutputs;
+    columns[0] = panel * Finish::kColumns;
+    columns[1] = columns[0] + (Finish::kIsGated ? up : kLanes);
+  }
+
+  int64_t columns[2];
+};
+
 // Adds what adapters change to the sums of a panel, [num_rows, kPanel], of the rows from `row` on. next:
 // the panel that will be computed next.
 template <class Finish>
 inline void add_adapters(const LinearTask& task, int64_t row, int64_t num_rows, int64_t panel,
                          int64_t next, float* sums) {
   if (task.deltas.slots == nullptr) return;
-  // The blocks of U begin after those of G.
-  const int64_t up = divide_up(task.out_features / 2, kBlockOutputs) * kBlockOutputs;
-  const int64_t second = Finish::kIsGated ? up : kLanes;
-  static_assert(kPanelVectors == 2);
-  const int64_t first = panel * Finish::kColumns, first_of_next = next * Finish::kColumns;
-  add_deltas<DotOf<typename Finish::Number>>(task.deltas, row, num_rows, {first, first + second},
-                                             {first_of_next, first_of_next + second}, sums, kPanel);
+  const PanelColumns<Finish> of_panel(task, panel), of_next(task, next);
+  add_deltas<DotOf<typename Finish::Number>>(task.deltas, row, num_rows, of_panel.columns,
+                                             of_next.columns, sums, kPanel);
 }
 
 }  // namespace pagewire

@@ -137,6 +137,34 @@ class ExpertBlocks {
   Expert experts_[kMaxExperts + 1];
 };
 
+// The slots of a block whose rows have the adapter of a group, in order; returns their number.
+inline int64_t slots_of_group(const ExpertPlan& plan, const AdapterRows& rows, int64_t group,
+                              const ExpertBlocks::Block& block, int32_t* slots) {
+  int64_t count = 0;
+  for (int64_t slot = block.first_slot; slot < block.first_slot + block.num_rows; ++slot) {
+    if (rows.groups[plan.rows[slot]] == group) slots[count++] = static_cast<int32_t>(slot);
+  }
+  return count;
+}
+
+// Adds what adapters change to the sums of a block of slots, [num_rows, kPanel].
+template <class Finish, int64_t kMostRows>
+inline void add_adapters_of_experts(const ExpertsTask& task, const ExpertBlocks::Block& block,
+                                    int64_t panel, float* sums) {
+  if (task.deltas.slots == nullptr) return;
+  const AdapterRows& all = *task.deltas.rows;
+  const PanelColumns<Finish> of_panel(task, panel);
+  int32_t slots[kMostRows];
+  for (int64_t g = 0; g < all.num_groups; ++g) {
+    const AdapterSlot& slot = task.deltas.slots[all.slots[g] * task.num_experts + block.expert];
+    if (slot.rank == 0) continue;
+    const int64_t count = slots_of_group(*task.plan, all, g, block, slots);
+    if (count == 0) continue;
+    add_deltas_of<DotOf<typename Finish::Number>>(task.deltas, slot, slots, count, block.first_slot,
+                                                  of_panel.columns, sums, kPanel);
+  }
+}
+
 // The same product for the slots of all experts, each with its own weight. `finish` is called with the
 // task of an expert's block, the number of its rows, a panel and sums.
 template <class Product, class Finish>
@@ -174,6 +202,7 @@ void multiply_experts(ExpertsTask& task, Finish finish) {
     product(weights + block.expert * task.expert_bytes + panel * product.panel_bytes(),
             weights + next_expert * task.expert_bytes + next % num_panels * product.panel_bytes(),
             sums);
+    add_adapters_of_experts<typename Finish::OfRow, Product::kMostRows>(task, block, panel, sums);
     if (!items.may_write()) return;
     finish(of_block, block.num_rows, panel, sums);
   }
@@ -182,6 +211,7 @@ void multiply_experts(ExpertsTask& task, Finish finish) {
 // y = sums + bias in float32, or of the first product of experts without gates, function(sums + bias)
 template <class Number>
 struct FinishExperts {
+  using OfRow = Finish<Number, float>;
   static int64_t num_panels(const LinearTask& task) {
     return Finish<Number, float>::num_panels(task);
   }
@@ -202,6 +232,7 @@ struct FinishExperts {
 
 template <class Number>
 struct FinishGatedExperts {
+  using OfRow = FinishGated<Number, Silu>;  // of any activation
   static int64_t num_panels(const LinearTask& task) {
     return FinishGated<Number, Silu>::num_panels(task);
   }
