@@ -7,6 +7,7 @@ numbers begin at a multiple of `_ALIGNMENT` bytes.
 
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Container, Mapping
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from worker_service.adapters.store import AdapterInfo
 from worker_service.errors import AdapterNotFound, AdaptersFull, BadAdapter
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -215,7 +218,27 @@ def read_lora(folder: Path, check_base: CheckBase = _refuse_base) -> LoraAdapter
     for name in [*tensors]:
         if match := _BASE_NAME.fullmatch(name):
             check_base(match[1], tensors.pop(name))
-    return LoraAdapter.of_modules(_modules(tensors, settings))
+    modules = _modules(tensors, settings)
+    base = settings.get("base_model_name_or_path")
+    logger.info("adapter read folder=%s base=%s num_modules=%d", folder, base, len(modules))
+    if others := [name for name in modules if not _is_target(name, settings)]:
+        logger.warning(
+            "adapter changes modules that its target_modules do not name, which PEFT would not"
+            " folder=%s num=%d first=%s",
+            folder,
+            len(others),
+            others[0],
+        )
+    return LoraAdapter.of_modules(modules)
+
+
+def _is_target(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether PEFT changes a module, as far as it depends on names alone."""
+    targets = settings.get("target_modules") or []
+    if isinstance(targets, str):
+        return targets == "all-linear" or re.fullmatch(targets, name) is not None
+    ends = [*targets, *(settings.get("target_parameters") or [])]
+    return not ends or any(f".{name}".endswith(f".{end}") for end in ends)
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

@@ -226,7 +226,7 @@ class AdapterSlots:
                 kinds = sorted({known.rpartition(".")[2] for known in self._places})
                 raise BadAdapter(
                     f"target_modules: expected linear layers of {self._model.architecture}, which"
-                    f" has {', '.join(kinds)}, got {name!r}"
+                    f" has {', '.join(kinds)} in {self._model.num_layers} layers, got {name!r}"
                 )
             for place in places:
                 self._check_shape(name, module, place)

@@ -25,7 +25,7 @@ from tests.support.lora import (
 )
 from tests.support.transformers_oracle import oracle
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
-from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
+from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE, read_lora
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.errors import (
     AdapterNotFound,
@@ -431,6 +431,25 @@ def edited(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("targets", "is_named"),
+    [
+        (["foo"], False),
+        (["q_proj"], False),
+        (r".*\.(self_attn|mlp)\.[a-z]+_proj", True),
+        ("all-linear", True),
+        (None, True),
+    ],
+)
+def test_modules_that_the_settings_do_not_name_are_a_warning(
+    edited: Path, targets: object, *, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = json.loads((edited / CONFIG_FILE).read_text())
+    (edited / CONFIG_FILE).write_text(json.dumps(settings | {"target_modules": targets}))
+    read_lora(edited)
+    assert ("PEFT would not" not in caplog.text) == is_named
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("peft_type", "PREFIX_TUNING", "peft_type: expected LORA, got 'PREFIX_TUNING'"),
@@ -482,7 +501,9 @@ def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) 
     with pytest.raises(AdapterNotFound, match=CONFIG_FILE):
         here.load_adapter(str(edited / "nowhere"))
     other = adapters("gpt2")[0]
-    with pytest.raises(BadAdapter, match="target_modules: expected linear layers of Llama"):
+    with pytest.raises(
+        BadAdapter, match=r"linear layers of Llama.* in 2 layers, got .transformer.h"
+    ):
         here.load_adapter(str(other.folder))
     (edited / WEIGHTS_FILE).rename(edited / "adapter_model.bin")
     with pytest.raises(BadAdapter, match="pickled weights are not read"):
