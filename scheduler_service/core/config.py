@@ -219,8 +219,6 @@ class SchedulerConfig:
         if self.move_kv not in tuple(MoveKV):
             expected = ", ".join(MoveKV)
             raise ValueError(f"move_kv must be one of {expected}, is {self.move_kv}")
-        if self.move_kv is MoveKV.ALWAYS and not self.enable_prefix_caching:
-            raise ValueError("move_kv must not be always without prefix caching: KV moves from one")
         if self.preemption_mode not in tuple(PreemptionMode):
             expected = ", ".join(PreemptionMode)
             raise ValueError(

@@ -4,7 +4,7 @@ from pathlib import Path
 from secrets import randbits
 
 from scheduler_service.command_line import service_command
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import MoveKV, SchedulerConfig
 from scheduler_service.core_service.config import NO_TENANTS, CoreServiceConfig, read_tenants
 from scheduler_service.core_service.step_watchdog import StepTimeout
 from service_common.cluster import ClusterConfig
@@ -56,6 +56,8 @@ async def _serve(config: CoreServiceConfig) -> None:
 def scheduler(flags: Flags) -> CoreServiceConfig:
     """Run the scheduler core: the request queues, the KV blocks, and the plans for workers."""
     tenants = NO_TENANTS if flags["tenants"] is None else read_tenants(flags["tenants"])
+    if flags["move_kv"] == MoveKV.ALWAYS and not flags["enable_prefix_caching"]:
+        raise ValueError("move_kv: expected auto or never without prefix caching, got always")
     timeout = STEP_TIMEOUT.fields_of(flags)
     timeout["first_floor_s"] = max(timeout["first_floor_s"], timeout["floor_s"])
     service = SERVICE.fields_of(flags) | {"metrics": metrics_address(flags["metrics_port"])}

@@ -137,7 +137,7 @@ class TorchExecutor:
 
     def load(self) -> ModelFacts:
         """Load the model; raises what the loader raises."""
-        if self._runner.compile and self._adapters is not None:
+        if self._runner.compile and self._adapter_config.enable_lora:
             raise InvalidOption("enable_lora: cannot be combined with --compile")
         if self._rendezvous is not None:
             self._rendezvous.open()

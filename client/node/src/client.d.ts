@@ -151,13 +151,13 @@ export interface Timings {
   preemptedUs: string;
   recoveryUs: string;
   unaccountedUs: string;
-  transferUs: string;
   /** How often it was resumed on workers of another arithmetic; later tokens may then differ. */
   numInexactRecoveries: number;
   /** Output tokens that came as drafts of speculative decoding. */
   numAcceptedDrafts: number;
   /** Drafts that were computed, whether or not they were right. */
   numDrafts: number;
+  transferUs: string;
 }
 
 export interface Answer {

@@ -8,7 +8,7 @@ import pytest
 from scheduler_service.core import (
     SchedulerConfig,
 )
-from scheduler_service.core.config import CacheGroup, CacheLifetime, MoveKV
+from scheduler_service.core.config import CacheGroup, CacheLifetime
 from tests.support.core_driver import make_capacity, make_driver
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
@@ -22,7 +22,6 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         ({"watermark": 1.0}, "watermark must be in"),
         ({"pipeline_depth": 0}, "pipeline_depth must be at least 1"),
         ({"queue_retry_delay_s": 0.0}, "queue_retry_delay_s must be above 0"),
-        ({"move_kv": MoveKV.ALWAYS, "enable_prefix_caching": False}, "move_kv must not be always"),
     ],
 )
 def test_contradictory_configuration_is_refused(changes: dict[str, object], message: str) -> None:

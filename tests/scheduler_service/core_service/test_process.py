@@ -87,6 +87,12 @@ async def test_a_flag_out_of_range_is_one_clear_line() -> None:
     assert output.count("\n") == 1
 
 
+async def test_kv_that_is_to_move_without_a_prefix_cache_is_one_clear_line() -> None:
+    code, output = await run("scheduler", "--move-kv", "always", "--no-enable-prefix-caching")
+    assert code == 2
+    assert output == "error: move_kv: expected auto or never without prefix caching, got always\n"
+
+
 async def test_a_wrong_file_of_tenants_is_one_clear_line(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.acme]\nmax_requests = -1\n")

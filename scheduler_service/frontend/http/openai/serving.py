@@ -416,8 +416,11 @@ def streamed_or_whole(answer: type[Any], chunk: type[Any] | None = None) -> Any:
 
 
 def describe_answer(answer: type[Any], description: str, events: str) -> Any:
-    """The OpenAPI description of an answer that is JSON, or with `stream` the `events`."""
-    event_stream = {"schema": {"type": "string", "description": events}}
+    """The OpenAPI description of an answer that is JSON, or with `stream` the `events`.
+
+    Some tools compare a stream with its schema as a text, others each event, so it has no type.
+    """
+    event_stream = {"schema": {"description": events}}
     content = {"text/event-stream": event_stream}
     return {200: {"model": answer, "description": description, "content": content}}
 

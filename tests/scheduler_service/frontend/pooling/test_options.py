@@ -229,7 +229,7 @@ async def test_what_a_model_does_not_have_is_refused(
     ("method", "pooling", "expected"),
     [
         ("Embed", RERANKER, "makes no vectors, only labels, which Classify returns"),
-        ("Classify", {}, "has no labels, only vectors, which Embed returns"),
+        ("Classify", {}, "has no labels, only vectors, which Embed and /v1/embeddings return"),
         ("Score", RERANKER | {"labels": ["no", "yes"]}, "gives a pair 2 labels"),
         ("Score", RERANKER | {"scores_pairs": False}, "makes no vectors"),
         ("Score", RERANKER | {"pair_template": "{{"}, "template of pairs cannot be used: line 1"),
