@@ -392,8 +392,9 @@ class SymbolicWorker:
             if group.has_tokens:
                 first = group.first_needed(seq.num_computed) // group.block_tokens
             blocks = [block for index, block in sorted(table.items()) if index >= first]
-            is_whole = end == seq.num_computed and self._is_confirmed((blocks[0], 0))
-            if is_whole or not group.is_state:
+            if not group.is_state or (
+                end == seq.num_computed and self._is_confirmed((blocks[0], 0))
+            ):
                 column = pack(blocks)
                 tables.append(BlockTable(group=number, first_index=first, block_ids=column))
         return KeptSequence(
