@@ -17,7 +17,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
@@ -38,6 +38,14 @@ from pagewire_client.sampling_params import SamplingParams
 DEFAULT_CORE = "127.0.0.1:7610"
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in the certificates of a cluster's members."""
+
+CoreToQuery: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="HOST:PORT or unix:PATH of a scheduler core to query instead of a frontend.",
+    ),
+]
 
 _IMPATIENT = RetryPolicy(max_retries=2)
 """Few retries: a user is waiting, so that a missing server is reported soon."""

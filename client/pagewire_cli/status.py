@@ -16,7 +16,14 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_cli import terminal
-from pagewire_cli.options import CONNECTION, MEMBERSHIP, Connection, Membership, with_options
+from pagewire_cli.options import (
+    CONNECTION,
+    MEMBERSHIP,
+    Connection,
+    CoreToQuery,
+    Membership,
+    with_options,
+)
 from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import (
     EngineStatus,
@@ -37,13 +44,7 @@ _ANY_WIDTH = 1_000
 def status(
     connection: Connection,
     membership: Membership,
-    core: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="HOST:PORT or unix:PATH of a scheduler core to query instead of a frontend.",
-        ),
-    ] = None,
+    core: CoreToQuery = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each snapshot as one line of JSON.")
     ] = False,

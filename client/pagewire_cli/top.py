@@ -9,7 +9,14 @@ from rich.console import Console
 from rich.live import Live
 
 from pagewire.status_rates import RecentStatuses
-from pagewire_cli.options import CONNECTION, MEMBERSHIP, Connection, Membership, with_options
+from pagewire_cli.options import (
+    CONNECTION,
+    MEMBERSHIP,
+    Connection,
+    CoreToQuery,
+    Membership,
+    with_options,
+)
 from pagewire_cli.status import watch_core
 from pagewire_cli.top_screen import Screen
 from pagewire_client.deployment import EngineStatus
@@ -21,13 +28,7 @@ _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
 def top(
     connection: Connection,
     membership: Membership,
-    core: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="HOST:PORT or unix:PATH of a scheduler core to query instead of a frontend.",
-        ),
-    ] = None,
+    core: CoreToQuery = None,
     interval: Annotated[
         float,
         typer.Option(min=_MIN_INTERVAL_S, max=_MAX_INTERVAL_S, help="Seconds between updates."),
