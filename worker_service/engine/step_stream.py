@@ -215,7 +215,7 @@ class StepStream:
                 raise StepFailed("the last steps do not end")
         except GroupBroken as error:
             logger.warning("no sequences are kept epoch=%d reason=%s", self.epoch, error)
-        except Exception:
+        except Exception:  # the device may raise anything; the next core then begins cold
             logger.exception("no sequences are kept epoch=%d", self.epoch)
             self._cached_blocks.clear()
 

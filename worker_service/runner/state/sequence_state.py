@@ -128,7 +128,7 @@ class PendingTokens:
         end = time.monotonic() + seconds
         self.resolve_available()
         while self._steps and time.monotonic() < end:
-            time.sleep(0.001)
+            time.sleep(0.001)  # nothing announces that a step's tokens have come; they are polled
             self.resolve_available()
         self._record({row.row_id for row in self._without_token})
 
