@@ -4,15 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.rank_threads import AheadExecutor
-from tests.support.worker_driver import Row
 from tests.worker_service.adapters.test_lora import (
     NUM_TOKENS,
     TOLERANCE,
-    Steps,
     adapters,
+    assert_prompts_equal_to_peft,
     base_of,
     generate,
     load_blocks,
@@ -53,15 +51,4 @@ def test_tokens_and_log_probabilities_are_those_of_peft(family: str) -> None:
 
 
 def test_prompt_tokens_have_the_log_probabilities_of_the_head_of_their_adapter() -> None:
-    here, made = ahead("llama"), of_vocabulary("llama")[1:]
-    steps, tokens = Steps(here), prompt(4)
-    for i, adapter in enumerate(made):
-        digest = here.load_adapter(str(adapter.folder)).digest
-        steps.add(i + 1, tokens, digest, prompt_logprobs=0)
-    result = steps.run([Row(i + 1, len(tokens)) for i in range(len(made))])
-    for i, adapter in enumerate(made):
-        with torch.inference_mode():
-            [logits] = adapter.model(torch.tensor([tokens])).logits
-        expected = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
-        found = result.prompt_logprobs[i].logprobs[:, 0]
-        np.testing.assert_allclose(found, expected.numpy(), atol=TOLERANCE, rtol=0)
+    assert_prompts_equal_to_peft(ahead("llama"), of_vocabulary("llama")[1:])

@@ -327,8 +327,8 @@ def test_experts_of_another_number_are_refused(tmp_path: Path) -> None:
         executor("mixtral", base=base).load_adapter(str(made.folder))
 
 
-def test_prompt_tokens_have_the_log_probabilities_of_the_head_of_their_adapter() -> None:
-    here, made = executor("llama"), of_vocabulary("llama")
+def assert_prompts_equal_to_peft(here: TorchExecutor, made: Sequence[PeftAdapter]) -> None:
+    """Compare the log probabilities of a prompt's tokens with each adapter."""
     steps, tokens = Steps(here), prompt(4)
     for i, adapter in enumerate(made):
         digest = here.load_adapter(str(adapter.folder)).digest
@@ -340,6 +340,10 @@ def test_prompt_tokens_have_the_log_probabilities_of_the_head_of_their_adapter()
         expected = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
         found = result.prompt_logprobs[i].logprobs[:, 0]
         np.testing.assert_allclose(found, expected.numpy(), atol=TOLERANCE, rtol=0)
+
+
+def test_prompt_tokens_have_the_log_probabilities_of_the_head_of_their_adapter() -> None:
+    assert_prompts_equal_to_peft(executor("llama"), of_vocabulary("llama"))
 
 
 @pytest.mark.parametrize("what", ["other numbers", "other shape", "other name"])
