@@ -11,7 +11,6 @@
 | `kernels` | kernels against the ceilings, products with fewer bits among them |
 | `speculation` | decoding with drafts against decoding without |
 | `recovery` | time from the death of a process to the next token of its streams |
-| `block_moves` | bytes of blocks per second between two workers, against copies within one |
 | `gpu_day` | stages for a short time on a GPU machine, with `tune_attention` |
 
 `report` copies results into docs/benchmarks.md.
