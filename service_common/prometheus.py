@@ -4,8 +4,8 @@ Frontends and core keep counters and histograms on their event loop, which makes
 scrape: no locks, and almost no cost per token. The client library's own metrics take a lock for
 each change, and search a histogram's buckets one by one.
 
-The metrics of each service are in its own package, such as
-`scheduler_service/frontend/metrics.py`.
+The metrics of each service are a table in its own package, such as
+`scheduler_service/frontend/metrics.toml`, and a module of the same name collects their samples.
 
 Names: a metric with the meaning of one of vLLM's has its name (`vllm:…`), so that dashboards,
 alerts and autoscalers made for vLLM work with a Pagewire deployment. All others begin with
@@ -15,15 +15,16 @@ alerts and autoscalers made for vLLM work with a Pagewire deployment. All others
 import asyncio
 import concurrent.futures
 import threading
+import tomllib
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -104,22 +105,36 @@ class Metric:
         return family
 
 
-counter = partial(Metric, Kind.COUNTER)
-"""A number that only grows; its name ends with `_total`."""
-gauge = partial(Metric, Kind.GAUGE)
-"""A number that grows and falls."""
-histogram = partial(Metric, Kind.HISTOGRAM)
-"""The distribution of a quantity."""
+Section: TypeAlias = dict[str, Metric]
+"""Metrics by key."""
+
+
+def read_metrics(path: Path) -> dict[str, Section]:
+    """The metrics of a TOML file by section, in its order.
+
+    An entry is a list of kind, name and meaning, and of the labels that the metric has besides the
+    `labels` of its section.
+    """
+    sections = tomllib.loads(path.read_text())
+    return {name: dict(_metrics_of(section)) for name, section in sections.items()}
+
+
+def _metrics_of(section: dict[str, Any]) -> Iterator[tuple[str, Metric]]:
+    shared = section.pop("labels", [])
+    for key, (kind, name, text, *labels) in section.items():
+        yield key, Metric(Kind(kind), name, text, (*shared, *chain(*labels)))
 
 
 def families(
     metrics: Mapping[str, Metric], sources: Mapping[LabelValues, object]
 ) -> Iterator[Family]:
-    """The samples of counters and gauges that are named by the attribute of a source that each
-    reads, such as `totals.num_preemptions`."""
+    """The samples of metrics that are named by the attribute of a source that each reads, such as
+    `totals.num_preemptions`."""
     for path, metric in metrics.items():
         read = attrgetter(path)
-        yield metric.family({labels: read(source) for labels, source in sources.items()})
+        values = {labels: read(source) for labels, source in sources.items()}
+        is_histogram = metric.kind is Kind.HISTOGRAM
+        yield metric.histograms(values.items()) if is_histogram else metric.family(values)
 
 
 OTHER = "other"

@@ -1,8 +1,9 @@
-"""A frontend's metrics: names, meanings and buckets, and what is counted for them."""
+"""What is counted for the metrics of `metrics.toml`, and how they are collected."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from prometheus_client.metrics_core import Metric as Family
@@ -15,14 +16,9 @@ from service_common.prometheus import (
     BoundedLabel,
     Histogram,
     LabelValues,
-    counter,
     families,
-    gauge,
-    histogram,
+    read_metrics,
 )
-
-MODEL = ("model_name",)
-TENANT = ("tenant", "priority")
 
 # Seconds. Narrower than a factor of two in the range of latency goals, since percentiles are
 # estimated from these.
@@ -43,120 +39,23 @@ CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
-OPEN_REQUESTS = gauge("pagewire_frontend_open_requests", "Open requests of clients.")
-ATTACHED = gauge(
-    "pagewire_frontend_attached",
-    "Whether the frontend's stream to the core is open (1) or not (0).",
-)
-CORE_LOSSES = counter(
-    "pagewire_frontend_core_losses_total",
-    "Number of times that the stream to the core broke; open requests continue on the next one.",
-)
-REQUESTS = counter(
-    "pagewire_requests_total",
-    "Requests that ended, by outcome: `ok`, the status code of the failure or refusal, such as "
-    "`deadline_exceeded`, or `cancelled` by their client.",
-    (*TENANT, "outcome"),
-)
-TENANT_TOKENS = counter(
-    "pagewire_tenant_tokens_total",
-    "Tokens of requests that ended well: `prompt`, `cached_prompt` (a part of it) and `generated`.",
-    (*TENANT, "kind"),
-)
-TENANT_FIRST_TOKEN = histogram(
-    "pagewire_tenant_time_to_first_token_seconds",
-    "As vllm:time_to_first_token_seconds, of requests that ended well.",
-    TENANT,
-)
-
-COUNTED = {
-    "num_prompt_tokens": counter(
-        "vllm:prompt_tokens_total",
-        "Prompt tokens of requests that have a first token or a vector, cached ones included.",
-        MODEL,
-    ),
-    "num_cached_tokens": counter(
-        "pagewire_cached_prompt_tokens_total",
-        "Prompt tokens that were found in the prefix cache, of requests that ended well.",
-        MODEL,
-    ),
-    "num_generated_tokens": counter(
-        "vllm:generation_tokens_total", "Output tokens received from the core.", MODEL
-    ),
-    "num_worker_losses": counter(
-        "pagewire_request_worker_losses_total",
-        "Times that a request's worker was lost while computing it; the request continued.",
-        MODEL,
-    ),
-}
-"""Metrics by the attribute of `ModelCounts`."""
-
-FINISHED = counter(
-    "vllm:request_success_total",
-    "Choices that ended by `stop` or `length`, and requests that ended early: `abort` if by their "
-    "client, else `error`.",
-    (*MODEL, "finished_reason"),
-)
-FIRST_TOKEN, TOKEN_GAP = "time_to_first_token_seconds", "inter_token_latency_seconds"
-_OF_MODELS: Mapping[tuple[float, ...], Mapping[str, str]] = {
-    FIRST_TOKEN_BOUNDS: {FIRST_TOKEN: "Seconds from a request's arrival to its first token."},
-    TOKEN_BOUNDS: {
-        TOKEN_GAP: "Seconds between two tokens of a choice; tokens of one message share the time "
-        "equally.",
-        "request_time_per_output_token_seconds": "Seconds per output token, from a request's first "
-        "token to its last.",
-    },
-    REQUEST_BOUNDS: {
-        "e2e_request_latency_seconds": "Seconds from a request's arrival to its last token.",
-        "request_queue_time_seconds": "Seconds until a request's first place in a batch.",
-        "request_prefill_time_seconds": "Seconds from a request's first place in a batch to its "
-        "first token.",
-        "request_decode_time_seconds": "Seconds from a request's first token to its last.",
-        "request_inference_time_seconds": "Seconds from a request's first place in a batch to its "
-        "last token.",
-    },
-    LENGTH_BOUNDS: {
-        "request_prompt_tokens": "Prompt tokens of a request.",
-        "request_prefill_kv_computed_tokens": "Prompt tokens not found in the prefix cache.",
-        "request_generation_tokens": "Output tokens of a request, of all its choices together.",
-        "request_max_num_generation_tokens": "Output tokens of a request's longest choice.",
-        "request_params_max_tokens": "Limit of output tokens of each of a request's choices.",
-    },
-    CHOICES_BOUNDS: {"request_params_n": "Number of choices of a request."},
+METRICS = read_metrics(Path(__file__).with_suffix(".toml"))
+ALL = tuple(metric for section in METRICS.values() for metric in section.values())
+_COMPUTED = METRICS["computed"]
+_BOUNDS = {
+    "first_token": FIRST_TOKEN_BOUNDS,
+    "token": TOKEN_BOUNDS,
+    "request": REQUEST_BOUNDS,
+    "length": LENGTH_BOUNDS,
+    "choices": CHOICES_BOUNDS,
 }
 OF_MODELS = {
-    name: (histogram(f"vllm:{name}", text, MODEL), bounds)
-    for bounds, texts in _OF_MODELS.items()
-    for name, text in texts.items()
+    name: (metric, bounds)
+    for section, bounds in _BOUNDS.items()
+    for name, metric in METRICS[section].items()
 }
-"""Histograms by model and their buckets, by the names that vLLM has for them. All but the first two
-are observed once per request, when it has completed."""
-
-POOLED = counter(
-    "pagewire_pooled_inputs_total",
-    "Texts, pairs and documents of calls of `embed`, `score`, `rank` and `classify`, by outcome: "
-    "`ok`, `error`, or `unanswered` if the call ended before.",
-    (*MODEL, "call", "outcome"),
-)
-POOLING_SECONDS = histogram(
-    "pagewire_pooling_call_seconds",
-    "Seconds from the arrival of such a call to its end.",
-    (*MODEL, "call"),
-)
-
-REQUEST_PARTS = histogram(
-    "pagewire_request_part_seconds",
-    "Seconds of a request by part, as in its `timings`; the parts add up to the time that its "
-    "client waited.",
-    (*MODEL, "part"),
-)
-
-ALL = (
-    *(OPEN_REQUESTS, ATTACHED, CORE_LOSSES, REQUESTS, TENANT_TOKENS, TENANT_FIRST_TOKEN),
-    *(*COUNTED.values(), FINISHED, *(metric for metric, _ in OF_MODELS.values()), REQUEST_PARTS),
-    *(POOLED, POOLING_SECONDS),
-)
-"""All metrics, in the order in which they are exported."""
+"""Histograms by model and their buckets, by their names in `metrics.toml`."""
+FIRST_TOKEN, TOKEN_GAP = "time_to_first_token_seconds", "inter_token_latency_seconds"
 
 MAX_TENANTS = 100
 """Label values per frontend; further tenants share one."""
@@ -330,14 +229,16 @@ class FrontendMetrics:
         self, *, num_open: int, is_attached: bool, num_core_losses: int
     ) -> Iterator[Family]:
         """All samples as of now."""
-        yield OPEN_REQUESTS.family(num_open)
-        yield ATTACHED.family(is_attached)
-        yield CORE_LOSSES.family(num_core_losses)
-        yield REQUESTS.family(self._requests)
-        yield TENANT_TOKENS.family(self._tokens)
-        yield TENANT_FIRST_TOKEN.histograms(self._tenant_first_token.items())
-        yield from families(COUNTED, {(name,): counts for name, counts in self._models.items()})
-        yield FINISHED.family(
+        yield _COMPUTED["open_requests"].family(num_open)
+        yield _COMPUTED["attached"].family(is_attached)
+        yield _COMPUTED["core_losses"].family(num_core_losses)
+        yield _COMPUTED["requests"].family(self._requests)
+        yield _COMPUTED["tenant_tokens"].family(self._tokens)
+        yield _COMPUTED["tenant_first_token"].histograms(self._tenant_first_token.items())
+        yield from families(
+            METRICS["counts"], {(name,): counts for name, counts in self._models.items()}
+        )
+        yield _COMPUTED["finished"].family(
             {
                 (name, reason): counts.finishes[reason]
                 for name, counts in self._models.items()
@@ -348,19 +249,19 @@ class FrontendMetrics:
             yield metric.histograms(
                 ((model,), counts.histograms[name]) for model, counts in self._models.items()
             )
-        yield REQUEST_PARTS.histograms(
+        yield _COMPUTED["request_parts"].histograms(
             ((name, part), durations)
             for name, counts in self._models.items()
             for part, durations in counts.parts.items()
         )
-        yield POOLED.family(
+        yield _COMPUTED["pooled"].family(
             {
                 (model, *labels): number
                 for model, counts in self._models.items()
                 for labels, number in counts.pooled.items()
             }
         )
-        yield POOLING_SECONDS.histograms(
+        yield _COMPUTED["pooling_seconds"].histograms(
             ((model, name), durations)
             for model, counts in self._models.items()
             for name, durations in counts.pooling_seconds.items()
