@@ -1,4 +1,4 @@
-"""What a format consists of: the marks around thoughts and calls, as data."""
+"""What a format of `formats.toml` consists of: the marks around thoughts and calls."""
 
 import re
 from collections.abc import Iterable
@@ -33,7 +33,6 @@ class Dialect:
 
 
 JSON = Dialect()
-PYTHON = Dialect(('"', "'"), in_parentheses=True)
 LITERAL = Dialect(('"', "'"))
 """One value: JSON, or Python's literals."""
 
