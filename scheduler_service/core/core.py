@@ -299,9 +299,10 @@ class SchedulerCore:
         Raises ResultMismatch, with nothing changed, if it is not that: the group should be removed.
         """
         scheduler = self._fleet.schedulers[worker_group_id]
-        scheduler.update(result, to_us(now))
-        self._close_ended([scheduler], now)
         model = self._fleet.model_of(scheduler)
+        for seq in scheduler.update(result, to_us(now)):
+            self._transfers.withdraw(model, scheduler, seq)
+        self._close_ended([scheduler], now)
         model.woken |= self._transfers.receive(
             scheduler, result.step_id, result.fetches, to_us(now)
         )

@@ -122,6 +122,10 @@ class PrefillCost:
         return us_per_token, us_per_pair
 
 
+MIN_PROMPT_TOKENS = 32
+"""Average tokens of a step that measure the cost of a prompt's token: the last token of a prompt
+whose others were found says nothing about it. A group that only continues requests has computed
+none, so that others stand for it."""
 US_PER_ENTRY_UNMEASURED = 1_000.0
 FETCH_UNMEASURED = 64
 """Entries of the fetch that a worker group has as its first measurement: that of a few entries
@@ -147,9 +151,6 @@ class StepRates:
         """Lowest average cost of decode steps ever measured."""
         self.us_per_prefill_token: float | None = None
         """Cost of one more token of a prompt, or of a recomputation."""
-        self.us_per_further_token: float | None = None
-        """Average cost of a prompt token, as far as it can be separated from decodes; tokens of
-        large steps, which are computed faster, have more weight."""
         self.min_us_per_prefill_token: float | None = None
         """The lowest of these averages ever measured."""
         self.us_per_move: float | None = None
@@ -180,7 +181,6 @@ class StepRates:
             self.us_per_prefill_token = self._prefill_token.add(us_per_token)
             if self.us_per_decode_step is not None:
                 self._prefill.add(beyond_us, work.num_prefill_tokens)
-                self.us_per_further_token = self._prefill.mean
                 self.min_us_per_prefill_token = self._prefill.min
                 self.prefill_cost.add(work.num_prefill_tokens, work.num_prefill_pairs, beyond_us)
         elif result.token_ids:
@@ -193,10 +193,10 @@ class StepRates:
         entry_us = self._fetched_entry.mean or US_PER_ENTRY_UNMEASURED
         return COPY_ROUND_TRIP_US + num_entries * entry_us
 
-    def us_per_prompt_token(self, min_tokens: int) -> float | None:
+    def us_per_prompt_token(self, min_tokens: int = MIN_PROMPT_TOKENS) -> float | None:
         """Cost of a prompt's token, with or without measured decode steps; None unless recent steps
-        with prefills had as many of them on average: the last token of a prompt whose others were
-        found says nothing about a prompt."""
+        with prefills had as many of them on average. Tokens of large steps, which are computed
+        faster, have more weight."""
         return self._prompts.mean if self._prompts.mean_number >= min_tokens else None
 
     def observe_fetch(self, num_entries: int, duration_us: int) -> None:

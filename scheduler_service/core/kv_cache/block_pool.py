@@ -44,6 +44,11 @@ class Contents:
         """The key at the end, which stands for all of them."""
         return self.units[-1]
 
+    def has_any(self, units: Container[BlockKey]) -> bool:
+        """Whether these tokens, or those just before them, are among these units: the keys of a
+        sequence, from its first token on."""
+        return self.units[0] in units or (self.tail is not None and self.tail.parent in units)
+
 
 class CachedBlocks:
     """Blocks whose contents have keys, whether in use or free.
@@ -255,12 +260,11 @@ class CachedBlocks:
         return entries
 
     def blocks_with(self, units: Container[BlockKey]) -> list[int]:
-        """All blocks with any of these units: the keys of a sequence, from its first token on."""
+        """All blocks with any of these units."""
         return [
             block
             for block, held in enumerate(self._contents)
-            if held is not None
-            and (held.units[0] in units or (held.tail is not None and held.tail.parent in units))
+            if held is not None and held.has_any(units)
         ]
 
     def check(self, ref_counts: dict[int, int]) -> None:

@@ -10,7 +10,7 @@ from math import lcm
 
 from scheduler_service.core.config import KeptBlocks, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.block_pool import BlockMap, Contents, map_blocks
+from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockMap, Contents, map_blocks
 from scheduler_service.core.kv_cache.block_table import BlockUpdate, Moves, SequenceTables, Table
 from scheduler_service.core.kv_cache.device_tables import DeviceTables
 from scheduler_service.core.kv_cache.exchange import CachedEntry, CacheExchange
@@ -225,9 +225,9 @@ class KVCacheManager(DeviceTables):
         """Let the states be found that ended sequences have left: a plan's result is in."""
         self._states.confirm_plan(plan)
 
-    def withdraw(self, seq: CacheableSequence) -> None:
-        """Let nobody find any token, on device or host, that a failed sequence may have
-        computed."""
+    def withdraw(self, seq: CacheableSequence) -> set[BlockKey]:
+        """Let nobody find any token, on device or host, that a failed sequence may have computed,
+        here or elsewhere; returns the keys of these tokens."""
         if (held := self._tables.get(seq.seq_id)) is not None:
             held.is_withdrawn = True
         self._states.withdraw(seq)
@@ -236,6 +236,7 @@ class KVCacheManager(DeviceTables):
         for pool in (self.device, self.host.pool):
             for block in pool.cached.blocks_with(keys):
                 pool.forget(block)
+        return keys
 
     def add_withdrawal(self, step_id: int) -> None:
         """Let workers know that the sequences of a step's failed rows are withdrawn."""

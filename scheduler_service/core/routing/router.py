@@ -141,18 +141,15 @@ class Router:
     ) -> list[RouteEstimate]:
         """Estimates of all worker groups, except full ones that could not be the best even if they
         had the whole prompt: looking up the prompt is the expensive part."""
-        token_us = [us_per_token(scheduler) for scheduler in schedulers]
-        measured = [us for us in token_us if us is not None]
-        typical_us = fmean(measured) if measured else 1.0  # if nothing is measured: compare tokens
         num_output = self._num_output_tokens(seq_group)
         estimates: list[RouteEstimate] = []
         full: list[tuple[Scheduler, float, float]] = []
         min_us = float("inf")
-        for scheduler, us in zip(schedulers, token_us, strict=True):
+        for scheduler, us in zip(schedulers, us_per_token(schedulers), strict=True):
             probe = scheduler.probe
             num_rows = probe.num_sequences + seq_group.num_unfinished
             num_tokens = probe.num_tokens_to_prefill + num_output * num_rows
-            load = scheduler, num_tokens, us or typical_us
+            load = scheduler, num_tokens, us
             if not probe.has_room:
                 full.append(load)
                 continue
@@ -173,17 +170,33 @@ class Router:
         return max(1.0, min(usual, seq_group.request.work.max_tokens) - num_generated)
 
 
-def us_per_token(scheduler: Scheduler) -> float | None:
-    """The time that one more token adds to a worker group's work; None if nothing was measured.
+def us_per_token(schedulers: Sequence[Scheduler]) -> list[float]:
+    """The time that one more token adds to each worker group's work.
 
     It is at least a token's share of the largest possible step, which takes no less time than a
     decode step: where a step takes the same time whatever it computes, these shares are compared.
+    A group that has computed no prompts of late counts like those that have, so that it does not
+    seem to compute them at no cost.
     """
-    rates = scheduler.rates
-    step_us, token_us = rates.us_per_decode_step, rates.us_per_further_token
-    if step_us is None:
-        return token_us
-    return max(token_us or 0.0, step_us / scheduler.config.max_num_batched_tokens)
+    rates = [scheduler.rates for scheduler in schedulers]
+    of_prompts = [rate.us_per_prompt_token() for rate in rates]
+    if all(us is None for us in of_prompts):  # all prompts are short
+        of_prompts = [rate.us_per_prompt_token(1) for rate in rates]
+    usual_us = _mean(of_prompts)
+    times: list[float | None] = []
+    for scheduler, prompt_us in zip(schedulers, of_prompts, strict=True):
+        step_us = scheduler.rates.us_per_decode_step
+        share_us = step_us and step_us / scheduler.config.max_num_batched_tokens
+        token_us = usual_us if prompt_us is None else prompt_us
+        measured = [us for us in (token_us, share_us) if us is not None]
+        times.append(max(measured, default=None))
+    typical_us = _mean(times) or 1.0  # if nothing is measured: compare tokens
+    return [us or typical_us for us in times]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    measured = [value for value in values if value is not None]
+    return fmean(measured) if measured else None
 
 
 def _estimate(

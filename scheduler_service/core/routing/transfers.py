@@ -27,7 +27,7 @@ from scheduler_service.core.kv_cache.exchange import CachedEntry
 from scheduler_service.core.kv_cache.transfer_port import Lease
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.scheduling.scheduler import Scheduler
-from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.step_plan import FetchResult
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,6 @@ LEASE_MS, FETCH_MS = 120_000, 30_000
 
 MIN_TOKENS_UNMEASURED = 64
 """Tokens that are worth a transfer while the time to compute them is not measured."""
-
-MIN_TOKENS_MEASURED = 32
-"""Average tokens of a step that measure the time of a prompt's token. A group that only continues
-requests has computed none: its source, which computes the same bits, stands for it."""
 
 _TOKEN_BYTES = 16
 
@@ -69,6 +65,8 @@ class Transfer:
     """Set while the target's workers may write to the copies."""
     has_lease: bool = True
     """Whether the source is there, and keeps the entries."""
+    is_withdrawn: bool = False
+    """Whether a sequence has failed since that may have computed them."""
 
     @property
     def size(self) -> int:
@@ -219,7 +217,8 @@ class Transfers:
         """Copy what was leased, if it is still wanted."""
         source, target = transfer.source, transfer.target
         self._drop_gone(transfer)
-        if not transfer.waiting or not target.cache.can_receive(transfer.size):
+        is_wanted = transfer.waiting and not transfer.is_withdrawn
+        if not is_wanted or not target.cache.can_receive(transfer.size):
             return self._close(transfer, now_us)
         transfer.fetch_id, transfer.copies = target.fetch(
             source.capacity, transfer.lease, transfer.entries, FETCH_MS
@@ -231,9 +230,10 @@ class Transfers:
         source, target = transfer.source, transfer.target
         failed = [report for report in reports if report.failure]
         transfer.fetch_id = None
-        if failed:
+        if failed or transfer.is_withdrawn:
             target.release_copies(transfer.copies)
             transfer.copies = []
+        if failed:
             target.totals.num_failed_fetches[failed[0].failure] += 1
             logger.warning(
                 "KV did not arrive, and is computed again group_id=%s source=%s reason=%s "
@@ -244,7 +244,7 @@ class Transfers:
                 len(transfer.entries),
                 failed[0].message,
             )
-        else:
+        elif not transfer.is_withdrawn:
             target.add_copies(transfer.copies)
             target.totals.add_fetch(transfer.size, reports)
             duration_us = max(report.duration_us for report in reports)
@@ -276,6 +276,18 @@ class Transfers:
         return woken
 
     # Ends.
+
+    def withdraw(self, model: ServedModel, here: Scheduler, seq: Sequence) -> None:
+        """Let nobody find in other worker groups what a sequence has computed that has failed in
+        one, nor what may have come from there. A core that dies before the next plans of the others
+        has not withdrawn their records: a request that finds these fails like the sequence did, and
+        then they are withdrawn."""
+        keys: set[bytes] = set()
+        for other in model.schedulers:
+            if other is not here and other.capacity.stores_like(here.capacity):
+                keys |= other.cache.withdraw(seq)
+        for transfer in self._open:
+            transfer.is_withdrawn |= any(entry.contents.has_any(keys) for entry in transfer.entries)
 
     def _drop_gone(self, transfer: Transfer) -> None:
         """Forget the requests that have ended, run, or left the worker group."""
@@ -325,7 +337,7 @@ def _pays(
     num_tokens: int, entries: list[CachedEntry], source: Scheduler, target: Scheduler
 ) -> bool:
     """Whether it is faster to copy entries than to compute tokens."""
-    measured = (s.rates.us_per_prompt_token(MIN_TOKENS_MEASURED) for s in (target, source))
+    measured = (s.rates.us_per_prompt_token() for s in (target, source))
     token_us = next((us for us in measured if us is not None), None)
     if token_us is None:
         return num_tokens >= MIN_TOKENS_UNMEASURED

@@ -152,9 +152,9 @@ class ResultProcessor:
     policy: Policy
     totals: ModelTotals
 
-    def receive(self, result: StepResult, now_us: int) -> None:
-        """Process the result of the oldest step in flight. Raises ResultMismatch and changes
-        nothing if it is another step's."""
+    def receive(self, result: StepResult, now_us: int) -> list[Sequence]:
+        """Process the result of the oldest step in flight; returns the sequences of its failed
+        rows. Raises ResultMismatch and changes nothing if it is another step's."""
         step = self.pipeline.pop(result)
         waited_us = self.pipeline.clock.advance(now_us, result)
         self.pipeline.rates.observe(step.work, result)
@@ -179,6 +179,7 @@ class ResultProcessor:
             finish_choice(seq.frontend, seq.handle, stop_token_id)
             status = LENGTH_CAPPED if stop_token_id is None else STOPPED
             self.departures.end_sequence(seq, status, now_us)
+        return [step.rows[row] for row in result.errors]
 
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed, unless the sequence has ended since the row

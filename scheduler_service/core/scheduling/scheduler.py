@@ -262,11 +262,12 @@ class Scheduler:
             return 1
         return self.pipeline.max_results(self.running.max_hold_us)
 
-    def update(self, result: StepResult, now_us: int) -> None:
-        """Process the result of the oldest step in flight. Raises ResultMismatch and changes
-        nothing if it is another step's."""
-        self.results.receive(result, now_us)
+    def update(self, result: StepResult, now_us: int) -> list[Sequence]:
+        """Process the result of the oldest step in flight; returns the sequences that failed.
+        Raises ResultMismatch and changes nothing if it is another step's."""
+        failed = self.results.receive(result, now_us)
         self.num_steps += 1
+        return failed
 
     def check(self) -> None:
         """Assert the invariants that hold between calls."""

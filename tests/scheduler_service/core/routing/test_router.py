@@ -131,6 +131,19 @@ def test_a_group_that_is_twice_as_fast_gets_twice_as_much() -> None:
     assert places.count("fast") == 4
 
 
+@pytest.mark.parametrize("num_found", [None, 1])
+def test_a_group_that_has_computed_no_prompts_counts_as_others_do(num_found: int | None) -> None:
+    """Whether or not it has computed the last tokens of prompts that it has found."""
+    used, other = make_scheduler("used"), make_scheduler("other")
+    measure(used, token_us=1_000)
+    for num_tokens in (0, num_found or 0):
+        work = make_work(num_tokens=1 + num_tokens, num_prefill_tokens=num_tokens)
+        other.rates.observe(work, StepResult(step_id=1, token_ids=[1], busy_us=STEP_US))
+    deployment = Deployment(used, other)
+    places = [deployment.put(prompt(i, 8)) for i in range(4)]
+    assert sorted(places) == ["other", "other", "used", "used"]  # type: ignore[type-var]
+
+
 def test_a_group_that_was_never_measured_counts_as_others_do() -> None:
     known, new = make_scheduler("known"), make_scheduler("new")
     measure(known, token_us=1_000)

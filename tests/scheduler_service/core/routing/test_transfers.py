@@ -1,5 +1,6 @@
 """Requests that move take their KV along, and their timings say how long they waited for it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -7,12 +8,15 @@ import pytest
 from scheduler_service.core.config import MoveKV, Role
 from scheduler_service.core.step_plan import StepPlan
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
+from tests.support.symbolic_worker import Sampling
 
 PROMPT = list(range(20))
 
 
-def two_groups(*roles: Role, **config: object) -> CoreDriver:
-    """Two worker groups that can read each other's KV."""
+def two_groups(
+    *roles: Role, changes: Mapping[str, object] | None = None, **config: object
+) -> CoreDriver:
+    """Two worker groups that can read each other's KV, but for `changes` of the second one."""
     groups = [
         replace(
             make_capacity(group_id, block_size=32, max_model_len=256),
@@ -24,7 +28,7 @@ def two_groups(*roles: Role, **config: object) -> CoreDriver:
         for group_id, role in zip(("g0", "g1"), roles or (Role.BOTH, Role.BOTH), strict=True)
     ]
     driver = make_driver(groups[0], **{"move_kv": MoveKV.ALWAYS, **config})
-    driver.add_worker_group(groups[1])
+    driver.add_worker_group(replace(groups[1], **changes or {}))  # type: ignore[arg-type]
     return driver
 
 
@@ -45,6 +49,47 @@ def test_a_group_that_has_computed_no_prompt_copies_a_long_one() -> None:
     driver.submit(prompt=[6, *range(30)], max_tokens=9)
     driver.run_until_idle()
     assert not any(plan.fetches for _, plan in plans), "31 tokens are too few"
+
+
+LONG = [4, *(n % 32 for n in range(70))]
+
+
+def test_what_a_failed_row_has_computed_is_found_in_no_group() -> None:
+    """Its prompt is computed in one group, and it fails in another one."""
+    driver = two_groups(Role.PREFILL, Role.DECODE)
+    plans: list[tuple[str, StepPlan]] = []
+    driver.on_plan = lambda group_id, plan: plans.append((group_id, plan))
+    record = driver.submit(prompt=LONG, max_tokens=9, sampling=Sampling(seed=1, fails_at=5))
+    driver.run_until_idle()
+    assert record.error is not None
+    assert [group_id for group_id, plan in plans if plan.fetches] == ["g1"]
+    for expected in (0, 64):
+        record = driver.submit(prompt=LONG, max_tokens=9)
+        driver.run_until_idle()
+        assert record.cached_tokens == expected
+    driver.check_empty()
+
+
+def test_copies_that_arrive_after_a_row_has_failed_are_not_found() -> None:
+    driver = two_groups(max_num_seqs=1)
+    failing = driver.submit(prompt=LONG, max_tokens=30, sampling=Sampling(seed=1, fails_at=9))
+    driver.step("g0", times=8)
+    record = driver.submit(prompt=LONG, max_tokens=9)
+    plan = driver.schedule("g1")
+    for _ in range(20):
+        if plan is not None and plan.fetches:
+            break
+        driver.step("g0")
+        plan = driver.schedule("g1")
+    assert plan is not None
+    assert plan.fetches
+    assert failing.is_live
+    while failing.is_live:
+        driver.step("g0")
+    driver.run_until_idle()
+    assert record.finished is not None
+    assert record.cached_tokens == 0
+    driver.check_empty()
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
