@@ -140,6 +140,7 @@ def _table(rows: list[tuple[str, ...]]) -> Table:
         "weights",
         "arithmetic",
         "cache",
+        "KV moves",
     ):
         table.add_column(name, overflow="fold")
     for row in rows:
@@ -161,6 +162,7 @@ def _workers(groups: Iterable[WorkerGroupStatus]) -> Iterator[tuple[str, ...]]:
             group.weights or "unknown",
             group.arithmetic or "unknown",
             group.cache_layout or "unknown",
+            group.kv_moves or "unknown",
         )
 
 

@@ -235,10 +235,12 @@ def _group_line(group: WorkerGroupStatus, rates: RecentStatuses) -> Text:
 
 
 def _cache_lines(group: WorkerGroupStatus) -> Iterable[Text]:
-    """The group's cache groups, if there are several."""
+    """The group's cache groups, if there are several, and reasons why KV does not move."""
     for cache_group in group.cache_groups if len(group.cache_groups) > 1 else ():
         name, use = describe_cache_group(cache_group)
         yield Text.assemble((f"  {name}  ", "dim"), use)
+    if group.kv_moves not in ("", "with all", "no other group"):
+        yield Text.assemble(("  KV moves  ", "dim"), group.kv_moves)
 
 
 def _request_row(request: RequestStatus, uptime_s: float, *, in_colour: bool) -> list[Text]:

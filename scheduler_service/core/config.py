@@ -400,9 +400,9 @@ class WorkerGroupCapacity:
     """Whether a prompt must be computed in one row, and no cached prefix can be reused."""
     max_loras: int = 0
     """Maximum number of adapters that the sequences of its workers may have together; 0: none."""
-    kv_layout: str = ""
-    """Identity of the contents of blocks: groups can copy each other's if theirs are equal, and
-    their arithmetic is. Empty if the workers copy none."""
+    kv_layout: tuple[tuple[str, str], ...] = ()
+    """What the contents of blocks depend on, by name, besides arithmetic and cache groups: groups
+    can copy each other's if all are equal. Empty if the workers copy none."""
     addresses: tuple[str, ...] = ()
     """Where its workers listen for each other, by rank."""
     epoch: int = 0
@@ -458,15 +458,25 @@ class WorkerGroupCapacity:
             found = ", ".join(group.lifetime for group in self.cache_groups)
             raise ValueError(f"cache_groups must include one of {needed}, are {found}")
 
+    @property
+    def _kv_facts(self) -> tuple[tuple[str, object], ...]:
+        facts = ("arithmetic", self.arithmetic), ("cache groups", self.cache_groups)
+        return *self.kv_layout, *facts
+
     def stores_like(self, other: "WorkerGroupCapacity") -> bool:
         """Whether a block of it has the bits that one of another group has for the same tokens, so
         that either can read the other's."""
-        return (
-            bool(self.kv_layout)
-            and self.kv_layout == other.kv_layout
-            and self.arithmetic == other.arithmetic
-            and self.cache_groups == other.cache_groups
-        )
+        return bool(self.kv_layout) and self._kv_facts == other._kv_facts
+
+    def kv_differences(self, other: "WorkerGroupCapacity") -> list[str]:
+        """Names of what must be equal where both copy blocks, and is not."""
+        theirs = dict(other._kv_facts)
+        return [name for name, value in self._kv_facts if theirs[name] != value]
+
+    def is_partner_of(self, other: "WorkerGroupCapacity") -> bool:
+        """Whether it is for the part of requests that the other group is not for, and can read what
+        is computed there."""
+        return self.role is not other.role and self.stores_like(other)
 
     @property
     def is_on_cpu(self) -> bool:

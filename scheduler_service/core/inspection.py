@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from scheduler_service.core.config import MoveKV, Role
 from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.request_timing import RequestPhase, TimelineEntry
 from scheduler_service.core.scheduler_stats import (
@@ -115,7 +116,38 @@ def _end_state(seq_group: SequenceGroup) -> RequestState:
     return RequestState.FINISHED
 
 
-def _worker_group_snapshot(scheduler: Scheduler) -> WorkerGroupSnapshot:
+def _kv_moves(here: Scheduler, others: Iterable[Scheduler]) -> str:
+    """With which other groups of its model a worker group exchanges KV, and why not with others."""
+    config, capacity = here.config, here.capacity
+    if not capacity.cache_groups:
+        return "none: nothing of a sequence is kept"
+    facts = []
+    if not here.has_partner:
+        rest = "decoding" if capacity.role is Role.PREFILL else "prefills"
+        facts.append(f"no group for {rest}, so it does both")
+    if config.move_kv is MoveKV.NEVER:
+        facts.append("none: --move-kv never")
+    elif not config.enable_prefix_caching:
+        facts.append("none: the prefix cache is off")
+    elif not capacity.kv_layout:
+        facts.append("none: its workers copy no blocks")
+    else:
+        others = [other for other in others if other.capacity.model == capacity.model]
+        for other in (other.capacity for other in others if other is not here):
+            if other.kv_layout:
+                reason = ", ".join(f"another {name}" for name in capacity.kv_differences(other))
+            else:
+                reason = "its workers copy no blocks"
+            if reason:
+                facts.append(f"not with {other.worker_group_id}: {reason}")
+        if not facts:
+            facts.append("with all" if len(others) > 1 else "no other group")
+    return "; ".join(facts)
+
+
+def _worker_group_snapshot(
+    scheduler: Scheduler, schedulers: Collection[Scheduler]
+) -> WorkerGroupSnapshot:
     capacity, rates, clock = scheduler.capacity, scheduler.rates, scheduler.clock
     num_free_gpu_blocks, num_free_cpu_blocks = scheduler.cache.num_free_blocks
     return WorkerGroupSnapshot(
@@ -137,6 +169,7 @@ def _worker_group_snapshot(scheduler: Scheduler) -> WorkerGroupSnapshot:
         forward_us=clock.forward_us,
         sample_us=clock.sample_us,
         cache_groups=scheduler.cache.usage(),
+        kv_moves=_kv_moves(scheduler, schedulers),
     )
 
 
@@ -218,7 +251,10 @@ class Inspector:
             inter_token_counts=summed(total.inter_token for total in totals),
             models=listed,
             num_by_tenant=Counter(seq_group.tenant.name for seq_group in seq_groups),
-            worker_groups=[_worker_group_snapshot(s) for s in self._schedulers.values()],
+            worker_groups=[
+                _worker_group_snapshot(scheduler, self._schedulers.values())
+                for scheduler in self._schedulers.values()
+            ],
         )
 
     def inspect(self, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail) -> Inspection:

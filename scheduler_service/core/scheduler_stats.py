@@ -169,6 +169,8 @@ class WorkerGroupSnapshot:
     forward_us: int
     sample_us: int
     cache_groups: list[CacheGroupUsage]
+    kv_moves: str
+    """Groups with which it exchanges KV, and reasons why not with others, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -281,7 +281,7 @@ class WorkerSession:
                 work_kinds=frozenset(map(_work_kind, model.work_kinds)) or GENERATION_ONLY,
                 whole_prompt=model.whole_prompt,
                 max_loras=model.max_loras,
-                kv_layout=self._kv_layout() if moves_blocks else "",
+                kv_layout=self._kv_layout() if moves_blocks else (),
                 addresses=tuple(rank.address for rank in self.ranks),
                 epoch=self.epoch,
                 role=role_of(self.ranks[0]),
@@ -291,12 +291,17 @@ class WorkerSession:
         except ValueError as error:
             raise CannotServe(str(error)) from error
 
-    def _kv_layout(self) -> str:
-        """What must be equal, besides the arithmetic, where a block has the same bytes for the same
-        tokens: the model, how its weights are stored, and what is where in a block."""
+    def _kv_layout(self) -> tuple[tuple[str, str], ...]:
+        """The model, how its weights are stored, and what is where in a block."""
         model = self.ranks[0].model
-        stored = f"{model.fingerprint} {model.dtype} {model.weights} {model.cache_layout}"
-        return " ".join([stored, *(str(rank.model.block_bytes) for rank in self.ranks)])
+        return (
+            ("model files", model.fingerprint),
+            ("dtype", model.dtype),
+            ("weights", model.weights),
+            ("cache layout", model.cache_layout),
+            ("number of ranks", str(len(self.ranks))),
+            ("bytes of blocks", " ".join(str(rank.model.block_bytes) for rank in self.ranks)),
+        )
 
     async def _execute_steps(self, stubs: Stubs, capacity: WorkerGroupCapacity) -> None:
         """Step until drained; at the end, in any case, remove the group from the core."""

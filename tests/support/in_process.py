@@ -150,7 +150,7 @@ class InProcessWorker:
             vocab_size=self._model.vocab_size,
             num_speculative_tokens=self._num_speculative_tokens,
             max_loras=self._max_loras,
-            kv_layout="in process",
+            kv_layout=(("layout", "in process"),),
             addresses=(self.address,),
             epoch=1,
             kept=self._kept,

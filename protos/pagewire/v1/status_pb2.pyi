@@ -675,6 +675,7 @@ class WorkerGroupStatus(_message.Message):
     CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     CACHE_GROUPS_FIELD_NUMBER: _builtins.int
+    KV_MOVES_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group's id."""
     state: Global___WorkerState.ValueType
@@ -721,6 +722,11 @@ class WorkerGroupStatus(_message.Message):
     """Its cache groups, as in ModelInfo.cache_layout."""
     role: _builtins.str
     """What the group is for: prefill, decode or both."""
+    kv_moves: _builtins.str
+    """For people: the groups of its model with which it exchanges KV, and reasons why not with
+    others, for example "with all", "none: --move-kv never" or "not with g1: another arithmetic".
+    Empty before a step can be planned.
+    """
     @_builtins.property
     def gpu_blocks(self) -> Global___BlockMap:
         """If requested: the blocks in device memory."""
@@ -761,10 +767,11 @@ class WorkerGroupStatus(_message.Message):
         cache_layout: _builtins.str = ...,
         role: _builtins.str = ...,
         cache_groups: _abc.Iterable[Global___CacheGroupStatus] | None = ...,
+        kv_moves: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_blocks", b"cpu_blocks", "gpu_blocks", b"gpu_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "role", b"role", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "kv_moves", b"kv_moves", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "role", b"role", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -190,15 +190,27 @@ class ServedModel:
                 capacity = scheduler.capacity
                 key = capacity.size, capacity.arithmetic, capacity.role, scheduler.is_draining
                 equivalent.setdefault(key, []).append(scheduler)
-            for scheduler in self.schedulers:
-                scheduler.hands_over = scheduler.capacity.role is Role.PREFILL and any(
-                    other.capacity.role is not Role.PREFILL and not other.is_draining
-                    for other in self.schedulers
-                )
+            self._find_partners()
             self.equivalent = [tuple(schedulers) for schedulers in equivalent.values()]
             self.waiting.reorder()
             for seq_group in self.waiting:
                 seq_group.placement.refusals.clear()  # ids may be used again
+
+    def _find_partners(self) -> None:
+        for here in self.schedulers:
+            capacity, had_partner = here.capacity, here.has_partner
+            here.has_partner = capacity.role is Role.BOTH or any(
+                other.capacity.is_partner_of(capacity) and not other.is_draining
+                for other in self.schedulers
+            )
+            if had_partner and not here.has_partner and not here.is_draining:
+                logger.warning(
+                    "no group exchanges KV with this one to do the rest of its requests, so it "
+                    "does all of them group_id=%s model=%s role=%s",
+                    capacity.worker_group_id,
+                    self.name,
+                    capacity.role,
+                )
 
     def _present(self) -> list[tuple[Scheduler, bool]]:
         """The worker groups that are present, and whether they are draining."""
@@ -234,7 +246,7 @@ class Fleet:
         self._adopt_seed(capacity)
         capacity = replace(capacity, max_chunk_tokens=self._config.max_num_batched_tokens)
         if self._config.move_kv is MoveKV.NEVER or not self._config.enable_prefix_caching:
-            capacity = replace(capacity, kv_layout="")
+            capacity = replace(capacity, kv_layout=())
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())
         scheduler = make_scheduler(self._config, capacity, totals, model.policy, now_us)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 
-from scheduler_service.core.config import Role, WorkerGroupCapacity
+from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import eligible
 from scheduler_service.core.scheduling.scheduler import Scheduler
@@ -42,9 +42,7 @@ def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
     others = [
         other
         for other in model.schedulers
-        if other.capacity.role is not Role.PREFILL
-        and not other.is_draining
-        and other.capacity.stores_like(here.capacity)
+        if other.capacity.is_partner_of(here.capacity) and not other.is_draining
     ]
     prefilling = here.prefilling_seq_groups()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import Role, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.exchange import CachedEntry
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.kv_cache.transfer_port import Lease, TransferPort
@@ -74,8 +74,8 @@ class Scheduler:
     results: ResultProcessor
     port: TransferPort
     is_draining: bool = False
-    hands_over: bool = False
-    """Whether requests go elsewhere once their prompts are computed."""
+    has_partner: bool = True
+    """Whether a group that does not drain is for the part of requests that this one is not for."""
     num_steps: int = 0
     num_changes: int = 0
     """Increases with every call that may change anything, so that there may be more capacity."""
@@ -97,6 +97,11 @@ class Scheduler:
         if self.hands_over or (self.is_draining and self.capacity.kv_layout):
             return len(self.pipeline) > 0  # then all that its requests have computed can move
         return self.pipeline.is_full(self._max_results(is_awaited))
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether requests go elsewhere once their prompts are computed."""
+        return self.has_partner and self.capacity.role is Role.PREFILL
 
     @property
     def is_idle(self) -> bool:

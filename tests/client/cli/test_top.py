@@ -28,6 +28,7 @@ def make_status(
     tokens: int = 0,
     num_requests: int = 3,
     cache_groups: Sequence[pb.CacheGroupStatus] = (),
+    kv_moves: str = "",
 ) -> pb.EngineStatus:
     status = pb.EngineStatus(
         uptime_s=uptime_s, version="1.2.3", models=["m"], num_running=3, num_generated_tokens=tokens
@@ -43,6 +44,7 @@ def make_status(
         num_cpu_blocks=2,
         num_steps=tokens,
         cache_groups=cache_groups,
+        kv_moves=kv_moves,
     )
     group.gpu_blocks.CopyFrom(block_map([0, 7, 7, 9, 9, -1, -1, 0], [0, 2, 1, 1, 1, 0, 0, 0]))
     group.cpu_blocks.CopyFrom(block_map([0, 11], [0, 1]))
@@ -104,6 +106,14 @@ def test_a_picture_has_rates_latencies_memory_and_requests() -> None:
 def test_it_fits_the_terminal(width: int, height: int, in_colour: bool) -> None:
     lines, _ = rendered(width, height, in_colour=in_colour, num_requests=90)
     assert len(lines) <= height
+
+
+def test_it_shows_why_kv_does_not_move() -> None:
+    for moves in ("with all", "no other group"):
+        assert "KV moves" not in rendered(80, 24, kv_moves=moves)[1]
+    assert (
+        "KV moves  none: --move-kv never" in rendered(80, 24, kv_moves="none: --move-kv never")[1]
+    )
 
 
 def test_it_shows_cache_groups_if_there_are_several() -> None:

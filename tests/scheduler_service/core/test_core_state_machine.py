@@ -210,7 +210,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_loras=self.max_loras,
             kept=KeptBlocks() if self.has_records else None,
             work_kinds=frozenset(WorkKind if self.cache_groups else {WorkKind.POOLING}),
-            kv_layout="symbolic" if self.cache_groups else "",
+            kv_layout=(("layout", "symbolic"),) if self.cache_groups else (),
             addresses=(f"w{self.num_groups}",),
             epoch=self.num_groups + 1,
         )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_service.core.config import MoveKV, Role
+from scheduler_service.core.config import CacheGroup, MoveKV, Role
 from scheduler_service.core.step_plan import StepPlan
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 from tests.support.symbolic_worker import Sampling
@@ -21,7 +21,7 @@ def two_groups(
         replace(
             make_capacity(group_id, block_size=32, max_model_len=256),
             role=role,
-            kv_layout="one",
+            kv_layout=(("layout", "one"),),
             addresses=(f"at {group_id}",),
             epoch=7,
         )
@@ -90,6 +90,58 @@ def test_copies_that_arrive_after_a_row_has_failed_are_not_found() -> None:
     assert record.finished is not None
     assert record.cached_tokens == 0
     driver.check_empty()
+
+
+def kv_moves(driver: CoreDriver) -> list[str]:
+    return [group.kv_moves for group in driver.core.snapshot().worker_groups]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "with all"),
+        ({"arithmetic": "other"}, "not with {}: another arithmetic"),
+        ({"kv_layout": (("layout", "two"),)}, "not with {}: another layout"),
+        ({"cache_groups": (CacheGroup(block_tokens=16),)}, "not with {}: another cache groups"),
+        ({"model": "other"}, "no other group"),
+    ],
+)
+def test_a_snapshot_says_with_which_groups_kv_moves(
+    changes: dict[str, object], expected: str
+) -> None:
+    driver = two_groups(changes=changes)
+    assert kv_moves(driver) == [expected.format("g1"), expected.format("g0")]
+
+
+def test_a_snapshot_says_why_kv_does_not_move() -> None:
+    assert kv_moves(two_groups(move_kv=MoveKV.NEVER)) == ["none: --move-kv never"] * 2
+    assert (
+        kv_moves(two_groups(enable_prefix_caching=False)) == ["none: the prefix cache is off"] * 2
+    )
+    driver = two_groups(changes={"kv_layout": ()})
+    assert kv_moves(driver) == [
+        "not with g1: its workers copy no blocks",
+        "none: its workers copy no blocks",
+    ]
+
+
+def test_a_group_without_a_partner_does_everything_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = two_groups(Role.PREFILL, Role.PREFILL)
+    assert kv_moves(driver) == ["no group for decoding, so it does both"] * 2
+    warnings = [record for record in caplog.records if "no group exchanges KV" in record.message]
+    assert [record.message.split()[-3] for record in warnings] == ["group_id=g0", "group_id=g1"]
+    record = driver.submit(prompt=PROMPT, max_tokens=9)
+    driver.run_until_idle()
+    assert len(record.choices[0].tokens) == 9
+
+    caplog.clear()
+    driver = two_groups(Role.PREFILL, Role.DECODE)
+    assert kv_moves(driver) == ["with all"] * 2
+    driver.core.drain_worker_group("g0", driver.now)
+    assert kv_moves(driver)[1] == "no group for prefills, so it does both"
+    assert [r.levelname for r in caplog.records if "group_id=g1" in r.message] == ["WARNING"]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

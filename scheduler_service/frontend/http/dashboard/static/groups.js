@@ -81,6 +81,7 @@ export class Groups {
       ["step time", group.decode_step_us ? duration(group.decode_step_us / 1000) : "–"],
       ["heartbeat", `${seconds(this.view.uptime - group.last_heartbeat_at_s)} ago`],
       ["losses", count(losses)],
+      ["KV moves", group.kv_moves || "–"],
     ]);
     let maps = this.maps.get(name);
     if (!maps) {
