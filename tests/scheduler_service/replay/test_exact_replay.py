@@ -33,7 +33,7 @@ def one_request(*, with_plans: bool = False) -> Recording:
 
 
 def test_thousands_of_plans_of_a_random_life_come_out_again() -> None:
-    recording = recorded_life(num_moves=8000)
+    recording = recorded_life(num_moves=9000)
     summary = recording.replay()
     assert summary.is_exact
     assert summary.num_plans > 2000
