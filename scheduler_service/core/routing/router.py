@@ -175,7 +175,7 @@ def us_per_token(schedulers: Sequence[Scheduler]) -> list[float]:
 
     It is at least a token's share of the largest possible step, which takes no less time than a
     decode step: where a step takes the same time whatever it computes, these shares are compared.
-    A group that has computed no prompts of late counts like those that have, so that it does not
+    A group that has computed no prompts recently counts like those that have, so that it does not
     seem to compute them at no cost.
     """
     rates = [scheduler.rates for scheduler in schedulers]
