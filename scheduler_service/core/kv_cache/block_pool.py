@@ -115,6 +115,10 @@ class CachedBlocks:
         """A block of the group that this key leads to; None if there is none."""
         return self._index[group].get(key)
 
+    def found(self, group: int) -> set[int]:
+        """All blocks of the group that are found."""
+        return set(self._index[group].values())
+
     def has_any(self, group: int) -> bool:
         """Whether any block of the group is found."""
         return bool(self._index[group])
@@ -402,6 +406,14 @@ class BlockPool:
                     self.cached.use(member)
                     self._free.append(member)
             self.cached.discard(block)
+
+    def evict(self, block: int, *, is_kept: bool) -> None:
+        """Free the entry of a block that is not in use, as if its memory were needed; `is_kept`:
+        whether it is worth a copy."""
+        contents = self.cached.contents_of(block)
+        if is_kept and self._on_evict and contents is not None and self.cached.is_confirmed(block):
+            self._on_evict(self.cached.entry(block), contents)
+        self.forget(block)
 
     def forget_contents(self, block: int, contents: Contents) -> None:
         """Remove the contents of a block if it still has these, not equal ones."""

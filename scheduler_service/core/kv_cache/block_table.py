@@ -70,6 +70,12 @@ class SavedState:
     contents: Contents = field(init=False)
     """What it has in the cache: nothing that is found until the results are in."""
     is_found: bool = False
+    previous: "SavedState | None" = None
+    """The saved state from which this one would be computed again, while it is kept."""
+    start: int = 0
+    """Position from which it would be computed again without that."""
+    clock: int = 0
+    """The worth of the last evicted state when this one was saved or found last."""
 
 
 @dataclass(slots=True)
@@ -90,6 +96,8 @@ class SequenceTables:
     state_position: int = 0
     """Position at which its state was saved last while it decodes."""
     saved: list[SavedState] = field(default_factory=list)
+    last_states: dict[int, SavedState] = field(default_factory=dict)
+    """By group: the last saved state that it has passed and that nothing replaces."""
     is_withdrawn: bool = False
     """Whether nobody may find what it has computed."""
     retained: list[Retained] = field(default_factory=list)
@@ -105,9 +113,9 @@ class SequenceTables:
     def fork(self) -> "SequenceTables":
         """The same tables for another sequence."""
         tables = [Table(table.first, list(table.blocks)) for table in self.tables]
-        return SequenceTables(tables, self.num_offered)
+        return SequenceTables(tables, self.num_offered, last_states=dict(self.last_states))
 
     def mapped(self, targets: Mapping[int, int]) -> "SequenceTables":
         """The same tables of other blocks."""
-        tables = self.tables
-        return SequenceTables([Table(t.first, [targets[b] for b in t.blocks]) for t in tables])
+        tables = [Table(t.first, [targets[b] for b in t.blocks]) for t in self.tables]
+        return SequenceTables(tables, last_states=self.last_states)

@@ -34,10 +34,9 @@ def adopt_sequences(
     groups: Sequence[CacheGroup],
     device: BlockPool,
     prefixes: PrefixCache,
-) -> list[Entry]:
-    """Let what is left of these sequences be found, in blocks that nobody uses; returns the
-    entries. Each sequence's last blocks are evicted first. What these caches cannot have is not
-    used."""
+) -> None:
+    """Let what is left of these sequences be found, in blocks that nobody uses. Each sequence's
+    last blocks are evicted first. What these caches cannot have is not used."""
     adopted: dict[int, Entry] = {}
     used: set[int] = set()
     for kept in sequences:
@@ -48,7 +47,6 @@ def adopt_sequences(
     for block in adopted:
         device.forget(block)
     device.adopt(adopted.values())
-    return [entry for block, entry in adopted.items() if block in device.cached]
 
 
 def _is_more(blocks: tuple[int, ...], contents: Contents, device: BlockPool) -> bool:

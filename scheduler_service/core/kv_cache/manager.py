@@ -104,15 +104,8 @@ class KVCacheManager(DeviceTables):
             unit=self.tokens_per_unit,
             key_seed=config.key_seed if config.enable_prefix_caching else None,
         )
-        for block, contents in records.adopted:
-            if self.groups[contents.group].is_state:
-                self._states.adopt(block, contents.group)
-        records.adopted.clear()
         if config.enable_prefix_caching:
-            found = adopt_sequences(kept.sequences, self.groups, self.device, self._prefixes)
-            for blocks, contents in found:
-                if self.groups[contents.group].is_state:
-                    self._states.adopt(blocks[0], contents.group)
+            adopt_sequences(kept.sequences, self.groups, self.device, self._prefixes)
         return records
 
     @property
@@ -190,6 +183,7 @@ class KVCacheManager(DeviceTables):
         if held is None or not self._prefixes.is_enabled or end <= held.num_offered:
             return
         keys = self._prefixes.keys(seq, end)
+        self._prefixes.record_computed(keys[held.num_offered : end])
         if not held.num_offered:
             self._offer_source(seq, held)
         for number, tokens in self._block_tokens.items():
@@ -416,6 +410,7 @@ class KVCacheManager(DeviceTables):
             if group.span:
                 num_held = sum(block not in used for block in table.blocks)
                 held.num_reserved += max(0, number - num_held)
+        self._states.begin(held, hit)
         self._tables[seq.seq_id] = held
         self._num_reserved += held.num_reserved
 

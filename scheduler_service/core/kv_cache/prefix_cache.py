@@ -14,7 +14,8 @@ the hit is cut.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.context import num_source_tokens
@@ -37,6 +38,10 @@ prompt."""
 MIN_BRANCH_TOKENS = 64
 """Fewest tokens that it has to spare the next prompt to keep a window, or save a state, where one
 branches off from what was computed for others."""
+
+MAX_COMPUTED_UNITS = 65_536
+"""Units of tokens that have been computed and are remembered, whether or not anything of them is
+still cached: about 10 MiB."""
 
 
 class _GroupMatch:
@@ -169,8 +174,9 @@ class PrefixCache:
         self._seed = seed
         self._states = [number for number, group in enumerate(groups) if group.is_state]
         self._sources = [(number, group) for number, group in enumerate(groups) if group.is_fixed]
-        self._complete = [n for n, g in enumerate(groups) if g.has_tokens and not g.span]
-        """Groups that keep all tokens of what they have of a prompt."""
+        self._has_boundaries = any(group.is_state or group.span for group in groups)
+        self._computed: OrderedDict[BlockKey, None] = OrderedDict()
+        """Keys of the units that were computed last, the oldest first, if there are boundaries."""
         self._unconfirmed: dict[CacheableSequence, None] = {}
         """Sequences whose first tokens are being computed, and at most as many others."""
         self._max_unconfirmed = 0
@@ -182,6 +188,7 @@ class PrefixCache:
     def reseed(self, seed: int) -> None:
         """Make keys with another seed from now on; nothing has one yet."""
         self._seed = seed
+        self._computed.clear()
 
     def first_keys(self, seq: CacheableSequence) -> list[BlockKey]:
         """The keys of all units of a sequence that were needed so far, and that before them."""
@@ -406,24 +413,28 @@ class PrefixCache:
         """Record that a sequence is admitted: its tokens after the first `num_found` will be
         computed.
 
-        If groups that keep all tokens have more of its first ones, it shares that prefix, and so
-        may others: the next one is to find the window or the state that this one lacks."""
+        If more of its first ones were computed for others, it shares that prefix, and so may more:
+        the next one is to find the window or the state that this one lacks."""
         if len(self._unconfirmed) > self._max_unconfirmed:
             self._unconfirmed = {other: None for other in self._unconfirmed if other.is_prefilling}
             self._max_unconfirmed = 2 * len(self._unconfirmed)
         self._unconfirmed[seq] = None
         self.add_boundary(seq, (seq.num_prompt_tokens - 1) // self.unit * self.unit)
-        if len(self._complete) < len(self._groups):
-            branch = self._end_of_complete(seq)
-            if branch >= num_found + MIN_BRANCH_TOKENS:
-                self.add_boundary(seq, branch)
+        if self._has_boundaries:
+            num_units = self._max_reusable_tokens(seq) // self.unit
+            keys = self.keys(seq, num_units)
+            min_units = -(-(num_found + MIN_BRANCH_TOKENS) // self.unit)
+            ends = range(num_units, min_units - 1, -1)
+            branch = next((end for end in ends if keys[end - 1] in self._computed), 0)
+            if branch:
+                self.add_boundary(seq, branch * self.unit)
 
-    def _end_of_complete(self, seq: CacheableSequence) -> int:
-        """How many of a sequence's first tokens all groups have on the device that keep all."""
-        num_units = self._max_reusable_tokens(seq) // self.unit if self._complete else 0
-        keys = self.keys(seq, num_units)[:num_units]
-        matches = self._matches(keys, [self._device])
-        return _common_end({n: matches[n] for n in self._complete}, num_units * self.unit)
+    def record_computed(self, keys: Iterable[BlockKey]) -> None:
+        """Remember units that have been computed, so that it is seen where others branch off."""
+        if self._has_boundaries:
+            self._computed.update(dict.fromkeys(keys))
+            while len(self._computed) > MAX_COMPUTED_UNITS:
+                self._computed.popitem(last=False)
 
     def forget(self, seq: CacheableSequence) -> None:
         """Record that a sequence has lost its memory."""

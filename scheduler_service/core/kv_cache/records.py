@@ -36,8 +36,6 @@ class CacheRecords:
         self._key_seed: int | None = key_seed or 0
         self._uncached: list[int] = []
         self._withdrawn_step_id = 0
-        self.adopted: list[tuple[int, Contents]] = []
-        """First device block and contents of each adopted entry, until the cache has read them."""
         if kept.blocks and key_seed is not None and kept.key_seed == key_seed:
             try:
                 entries = dict(_decode(kept, groups, device.num_blocks, host.num_blocks, unit))
@@ -62,7 +60,6 @@ class CacheRecords:
         refused = device.adopt(on_device) + [~block for block in host.adopt(on_host)]
         self._uncached = [*stale, *refused]
         self._key_seed = None
-        self.adopted = [(blocks[0], held) for blocks, held in on_device[::-1]]
 
     def reseed(self, seed: int) -> None:
         """Begin the records again, with keys of another seed."""

@@ -6,15 +6,22 @@ its own. A plan copies the states that the plans before it reach, and they are f
 plans' results are in. Copies get blocks that are free or hold older cached contents when the plan
 is complete, so nothing waits or is preempted for them; all of them have at most a quarter of the
 blocks.
+
+Beyond that quarter the state of least *worth* is evicted (GreedyDual; Young 1994): the tokens
+between the previous saved state and this one, which would have to be computed again, plus the worth
+of the last evicted state when this one was saved or found last.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import count
 
 from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
 from scheduler_service.core.kv_cache.block_table import SavedState, SequenceTables
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
+from scheduler_service.core.kv_cache.prefix_cache import BOUNDARY_TOKENS, PrefixCache
+from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
 
 ROLLING_TOKENS = 32
@@ -38,8 +45,14 @@ class SavedStates:
         self._most = device.num_blocks // MAX_SHARE // num_blocks if num_blocks else 0
         self.enabled = prefixes.is_enabled and self._most > 0
         """Whether any state can be saved."""
-        self._saved: dict[int, OrderedDict[int, None]] = {n: OrderedDict() for n in self._groups}
-        """By group: first blocks of saved states, the oldest first; some have been evicted."""
+        self._saved: dict[int, SavedState] = {}
+        """By first block; some have been evicted."""
+        self._order: dict[int, list[tuple[int, int, SavedState]]] = {n: [] for n in self._groups}
+        """By group: a heap of saved states by worth, as it was when they were added; it has grown
+        if they were found since, or the states before them were evicted."""
+        self._clocks = dict.fromkeys(self._groups, 0)
+        """By group: the worth of the last evicted state."""
+        self._numbers = count()
         self._due: list[tuple[CacheableSequence, SequenceTables, int, bool]] = []
         """States that the plan under construction copies: sequence, position, and whether it is
         rolling."""
@@ -72,16 +85,21 @@ class SavedStates:
             self._due.append((seq, held, position, True))
 
     def copy_due(self, num_available: int, copied: Collection[int]) -> list[int]:
-        """The plan's `copy` for the states that are due, to up to `num_available` free blocks.
+        """The plan's `copy` for the states that are due, to up to `num_available` free blocks,
+        after evicting what ended sequences have left beyond the limit.
         Those that the plan itself copies, by their first blocks, are left out. The caller releases
         the targets when nothing more is moved to the host before they are written."""
         due, self._due = self._due, []
+        for number in self._groups:
+            self._make_room(number, self._most)
         pairs: list[tuple[int, int]] = []
         for seq, held, position, is_rolling in due:
             for number, num_blocks in self._groups.items():
                 sources = held.tables[number].blocks
-                num_left = num_available - len(pairs)
-                if sources[0] not in copied and num_blocks <= num_left and self._make_room(number):
+                has_room = num_blocks <= num_available - len(pairs)
+                if sources[0] in copied or not has_room:
+                    continue
+                if self._make_room(number, self._most - 1):
                     targets = self._device.allocate(num_blocks)
                     pairs += zip(sources, targets, strict=True)
                     self._hold(held, SavedState(number, position, targets[0], is_rolling), targets)
@@ -91,27 +109,20 @@ class SavedStates:
     def _hold(self, held: SequenceTables, state: SavedState, blocks: list[int]) -> None:
         """Keep a copy until it can be found."""
         unconfirmed = Contents(state.group, (b"",), is_full=True)
-        state.contents = self._device.cached.hold(blocks[0], unconfirmed, blocks)
-        self._saved[state.group][blocks[0]] = None
-        self._saved[state.group].move_to_end(blocks[0])
+        self._add(held, state, self._device.cached.hold(blocks[0], unconfirmed, blocks))
         held.saved.append(state)
         rolling = [s for s in held.saved if s.is_rolling and s.group == state.group]
         if len(rolling) > 2:
             held.saved.remove(rolling[0])
             self._device.forget_contents(rolling[0].block, rolling[0].contents)
 
-    def _make_room(self, number: int) -> bool:
-        """Forget the oldest states where there is one too many; False if they are in use."""
-        saved = self._saved[number]
-        while len(saved) >= self._most:
-            block = next(iter(saved))
-            contents = self._device.cached.contents_of(block)
-            if contents is not None and contents.group == number:
-                if self._device.is_used(block):
-                    return False
-                self._device.forget(block)
-            del saved[block]
-        return True
+    def _add(self, held: SequenceTables, state: SavedState, contents: Contents) -> None:
+        state.contents, state.previous = contents, held.last_states.get(state.group)
+        if not state.is_rolling:
+            held.last_states[state.group] = state
+        self._saved[state.block] = state
+        state.clock = self._clocks[state.group]
+        self._push(state)
 
     def confirm(self, seq: CacheableSequence, held: SequenceTables) -> None:
         """Let a sequence's states be found that are of offered tokens."""
@@ -119,16 +130,86 @@ class SavedStates:
         for state in held.saved:
             if not state.is_found and state.position <= num_tokens:
                 contents = self._contents(seq, state.group, state.position)
-                self._device.cached.confirm(state.block, state.contents, contents)
+                self._confirm(state.block, state.contents, contents)
                 state.contents, state.is_found = contents, True
+
+    def _confirm(self, block: int, held: Contents, contents: Contents) -> None:
+        """Let a state be found, unless an equal one is: then this one is forgotten."""
+        cached = self._device.cached
+        cached.confirm(block, held, contents)
+        if cached.contents_of(block) is held and not cached.is_confirmed(block):
+            self._device.forget(block)
 
     def _contents(self, seq: CacheableSequence, group: int, position: int) -> Contents:
         key, tail = self._prefixes.key(seq, position), self._prefixes.tail(seq, position)
         return Contents(group, (key,), is_full=True, tail=tail)
 
-    def adopt(self, block: int, group: int) -> None:
-        """Count a state that an earlier core has saved."""
-        self._saved[group][block] = None
+    # Eviction.
+
+    def begin(self, held: SequenceTables, hit: PrefixHit) -> None:
+        """Record that a sequence begins with the states of a hit."""
+        for number in self._groups if hit.num_tokens else ():
+            state = self._saved.get(next(iter(hit.groups[number].blocks), -1))
+            if state is None or not self._is_kept(state):  # it is on the host, or of another cache
+                state = SavedState(number, hit.num_tokens, -1, is_rolling=False)
+                state.start = hit.num_tokens
+            else:
+                state.clock = self._clocks[number]
+            held.last_states[number] = state
+
+    def _push(self, state: SavedState) -> None:
+        heappush(self._order[state.group], (self._worth(state), next(self._numbers), state))
+
+    def _is_kept(self, state: SavedState) -> bool:
+        return state.block >= 0 and self._device.cached.contents_of(state.block) is state.contents
+
+    def _worth(self, state: SavedState) -> int:
+        while (previous := state.previous) is not None and not self._is_kept(previous):
+            state.previous, state.start = previous.previous, previous.start
+        start = state.start if previous is None else previous.position
+        return state.clock + max(0, state.position - start)
+
+    def _make_room(self, number: int, num_states: int) -> bool:
+        """Evict states that are not in use, the one of least worth first, until the group has
+        `num_states` at most; False if it has more. Copies of them are kept on the host, but for
+        those that later ones of the same sequence replace."""
+        cached, in_use = self._device.cached, []
+        self._tidy(number)
+        while cached.num_entries[number] > num_states and self._order[number]:
+            worth, _, state = heappop(self._order[number])
+            if not self._is_kept(state):
+                continue
+            if self._device.is_used(state.block):
+                in_use.append(state)
+            elif self._worth(state) > worth:
+                self._push(state)
+            else:
+                self._clocks[number] = max(self._clocks[number], worth)
+                if state.previous is not None:  # who would have found this one finds that
+                    state.previous.clock = max(state.previous.clock, state.clock)
+                self._device.evict(state.block, is_kept=not state.is_rolling)
+        for state in in_use:
+            self._push(state)
+        return cached.num_entries[number] <= num_states
+
+    def _tidy(self, number: int) -> None:
+        """Order the states again if some are missing, because an earlier core or another worker
+        group has saved them, or if too many of the order have been evicted."""
+        cached = self._device.cached
+        size = cached.num_entries[number]
+        if size <= len(self._order[number]) <= 4 * size + 16:
+            return
+        for block in cached.found(number):
+            saved, contents = self._saved.get(block), cached.contents_of(block)
+            if contents is not None and (saved is None or saved.contents is not contents):
+                saved = SavedState(number, BOUNDARY_TOKENS, block, is_rolling=False)
+                saved.contents = contents
+                self._saved[block] = saved
+        self._saved = {b: s for b, s in self._saved.items() if self._is_kept(s)}
+        self._order[number] = []
+        for state in self._saved.values():
+            if state.group == number:
+                self._push(state)
 
     # Ends.
 
@@ -144,13 +225,16 @@ class SavedStates:
             return  # others continue in it
         blocks = []
         for number in self._groups:
-            if not self._make_room(number):
-                return
             entry = list(held.tables[number].blocks)
             contents = self._contents(seq, number, position)
-            blocks.append((entry[0], self._device.cached.hold(entry[0], contents, entry), contents))
-            self._saved[number][entry[0]] = None
-            self._saved[number].move_to_end(entry[0])
+            cached = self._device.cached.hold(entry[0], contents, entry)
+            blocks.append((entry[0], cached, contents))
+            ended = SavedState(number, position, entry[0], is_rolling=False)
+            self._add(held, ended, cached)
+            for state in held.saved:
+                if state.is_rolling and state.group == number:
+                    state.previous = ended
+                    self._push(state)  # it is worth nothing while the last one is kept
         blocks += [
             (block, self._device.cached.hold(block, contents), contents)
             for block, contents in self._prefixes.last_blocks(seq, held, position)
@@ -163,7 +247,10 @@ class SavedStates:
 
     def _confirm_ended(self, blocks: Iterable[tuple[int, Contents, Contents]]) -> None:
         for block, held, contents in blocks:
-            self._device.cached.confirm(block, held, contents)
+            if held.group in self._groups:
+                self._confirm(block, held, contents)
+            else:
+                self._device.cached.confirm(block, held, contents)
 
     def confirm_plan(self, plan: int) -> None:
         """Let the states be found that sequences have left: the results up to a plan's are in."""

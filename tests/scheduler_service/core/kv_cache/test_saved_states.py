@@ -85,7 +85,7 @@ def test_states_of_a_long_prompt_are_saved_every_512_tokens_where_others_may_bra
 WINDOW = CacheGroup(block_tokens=4, lifetime=CacheLifetime.WINDOW, span=8)
 
 
-@pytest.mark.parametrize("groups", [(ALL, STATE), (ALL, WINDOW, STATE)])
+@pytest.mark.parametrize("groups", [(ALL, STATE), (ALL, WINDOW, STATE), (WINDOW, STATE)])
 def test_the_third_prompt_with_one_beginning_computes_it_no_more(
     groups: tuple[CacheGroup, ...],
 ) -> None:
@@ -145,11 +145,12 @@ def test_what_requests_share_that_arrive_together_is_computed_once(
 
 @pytest.mark.parametrize("budget", [256, 2048])
 @pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize("groups", [(CacheGroup(block_tokens=64), STATE), (STATE,)])
 def test_what_requests_share_is_computed_at_most_twice_whenever_they_come(
-    budget: int, is_together: bool
+    groups: tuple[CacheGroup, ...], budget: int, is_together: bool
 ) -> None:
     config = WIDE | {"max_num_batched_tokens": budget}
-    life = Life(CacheGroup(block_tokens=64), STATE, **config)  # type: ignore[arg-type]
+    life = Life(*groups, **config)  # type: ignore[arg-type]
     prompts = followers()
     for prompt in prompts:
         life.driver.submit(prompt=prompt, max_tokens=4)
@@ -241,16 +242,74 @@ def test_forks_are_admitted_with_their_states_or_one_after_the_other() -> None:
         assert [len(choice.tokens) for choice in life.record.choices] == [2] * 4
 
 
-def test_saved_states_have_at_most_a_quarter_of_the_blocks_and_the_oldest_goes_first() -> None:
+def test_saved_states_have_at_most_a_quarter_of_the_blocks() -> None:
     life = Life(num_gpu_blocks=32)
-    prompts = [[number, *PROMPT[:8]] for number in range(6)]
-    for prompt in prompts:
+    for number in range(6):
+        life.ask([number, *PROMPT[:8]])
+        life.driver.submit(prompt=[30], max_tokens=1)
+        life.driver.schedule("g0")  # a plan after the end
+        states = life.driver.core.snapshot().worker_groups[0].cache_groups[1]
+        assert states.num_cached <= 32 // 4 // STATE.num_blocks == 2
+        life.driver.run_until_idle()
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [0, 200])
+def test_states_leave_by_last_use_to_the_host_if_there_is_one(num_cpu_blocks: int) -> None:
+    life = Life(num_gpu_blocks=64, num_cpu_blocks=num_cpu_blocks)
+    popular, others = PROMPT[:9], [[number, *PROMPT[:8]] for number in range(12)]
+    assert 64 // 4 // STATE.num_blocks == 5
+    life.ask(popular)
+    for other in others:
+        life.ask(other)
+        life.ask([*popular, 1, 2, 3, other[0]])
+        assert life.num_found >= 8, "it was used last, though saved first"
+    life.ask(others[0])
+    assert life.num_found == (8 if num_cpu_blocks else 0)
+
+
+def test_of_states_that_were_used_equally_long_ago_the_one_that_costs_most_stays() -> None:
+    life = Life(STATE, num_gpu_blocks=400, max_num_batched_tokens=1200)
+    long = [i * i % 29 for i in range(500)]
+    shorts = [[i % 31, i // 31, *PROMPT[:20]] for i in range(40)]
+    assert len(shorts) > 400 // 4 // STATE.num_blocks
+    for prompt in [long, *shorts]:
         life.ask(prompt)
-    assert 32 // 4 // STATE.num_blocks == 2, "at the end of a prompt, and of its request"
-    life.ask(prompts[5])
-    assert life.num_found == 8
-    life.ask(prompts[4])
+    life.ask([*long, 1])
+    assert life.num_found == 496, "the last whole unit"
+    life.ask(shorts[0])
     assert life.num_found == 0
+
+
+def test_where_a_state_was_evicted_the_one_after_it_costs_more() -> None:
+    cache = make_manager(64, 0, CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=1))
+    prompt = KnownSequence(1, [i % 7 for i in range(4097)])
+    cache.admit(prompt, cache.match_prefix(prompt))
+    cache.end_plan(1, has_rows=True)
+    for start in range(0, 4096, 512):
+        assert cache.chunk_end(prompt, start, 4097) == start + 512
+        cache.offer(prompt, start)
+        cache.extend_prompt(prompt, start, start + 512)
+        cache.end_plan(start + 2, has_rows=True)
+    cache.extend_prompt(prompt, 4096, 4097)
+    cache.end_plan(5000, has_rows=True)
+    cache.offer(prompt, 4097)
+    found: list[list[int]] = []
+    for number in range(24):
+        asked = {end: KnownSequence(0, [*prompt.tokens[:end], 9]) for end in range(512, 4097, 512)}
+        found.append(
+            [end for end, seq in asked.items() if cache.match_prefix(seq).num_tokens == end]
+        )
+        other = KnownSequence(number + 3, [number + 10] * 1025)
+        cache.admit(other, cache.match_prefix(other))
+        for start in (0, 512, 1024):
+            cache.extend_prompt(other, start, min(1025, start + 512))
+            cache.end_plan(1, has_rows=True)
+        cache.offer(other, 1025)
+        cache.free(other)
+    kept = list(dict.fromkeys(map(tuple, found)))
+    assert kept[0] == tuple(range(512, 4097, 512))
+    assert (1024, 2048, 3072, 4096) in kept
+    assert kept[-2:] == [(2048, 4096), (4096,)], "thinned out evenly, not from one end"
 
 
 def test_a_state_that_left_the_device_comes_back_from_the_host_as_a_whole() -> None:
