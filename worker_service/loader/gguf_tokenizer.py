@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import (
     AddedToken,
     Regex,
@@ -149,6 +150,10 @@ text with a BOS token, whatever the file says."""
 _IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5", "youtu", "granite-embed-multi-97m")
 """Pre-tokenizers with which a word that is a token is not merged from parts."""
 
+IntArray = npt.NDArray[np.int64]
+_HASH_BASE = 0x9E3779B97F4A7C15
+"""Any large odd number."""
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _ENCODERS = ("bert", "nomic-bert", "modern-bert")
 """Architectures of models whose texts are between two special tokens."""
@@ -179,7 +184,7 @@ def tokenizer_assets(path: Path, metadata: Mapping[str, Any]) -> dict[str, bytes
         return {}
     tokenizer, config = _Vocabulary(path, metadata).build()
     assets = {
-        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer.json": tokenizer.encode(),
         "tokenizer_config.json": json.dumps(config).encode(),
     }
     for key, template in metadata.items():
@@ -198,6 +203,9 @@ class _Vocabulary:
         if metadata["tokenizer.ggml.model"] == "bert":
             self._tokens = [*map(_piece, self._tokens, self._types)]
         self._ids = {token: token_id for token_id, token in enumerate(self._tokens)}
+        self._merges: list[tuple[str, str]] | None = None
+        """Of a tokenizer that merges pairs."""
+        self._added: list[AddedToken] = []
         if len(self._ids) < len(self._tokens) or len(self._types) != len(self._tokens):
             raise BadCheckpoint(
                 f"{path}: tokenizer.ggml.tokens: expected distinct tokens, one for each entry of"
@@ -205,8 +213,8 @@ class _Vocabulary:
                 f" {len(self._ids)} are distinct, and {len(self._types)} types"
             )
 
-    def build(self) -> tuple[Tokenizer, dict[str, Any]]:
-        """Return the tokenizer and the content of `tokenizer_config.json`."""
+    def build(self) -> tuple[str, dict[str, Any]]:
+        """Return the contents of `tokenizer.json` and `tokenizer_config.json`."""
         kind = self._metadata["tokenizer.ggml.model"]
         if kind == "gpt2":
             tokenizer, begins = self._merged_pairs(self._pre_tokenizer())
@@ -225,7 +233,7 @@ class _Vocabulary:
             )
         # As in llama.cpp: the file does not say which tokens strip the white space after them.
         is_phi3 = kind == "llama" and self._metadata.get("general.architecture") == "phi3"
-        added = [
+        self._added += [
             AddedToken(
                 token,
                 special=kind == _CONTROL or token in END_TOKENS,
@@ -235,7 +243,6 @@ class _Vocabulary:
             for token, kind in zip(self._tokens, self._types, strict=True)
             if kind in (_CONTROL, _USER_DEFINED) or token in END_TOKENS
         ]
-        tokenizer.add_tokens(added)
         config: dict[str, Any] = {"clean_up_tokenization_spaces": False}
         if self._metadata.get("general.architecture") in _ENCODERS:
             tokenizer.post_processor = self._between_tokens()
@@ -246,7 +253,23 @@ class _Vocabulary:
         for name, key in _NAMED.items():
             if (token := self._token(key)) is not None:
                 config[name] = token
-        return tokenizer, config
+        return self._written(tokenizer), config
+
+    def _written(self, tokenizer: Tokenizer) -> str:
+        """The content of `tokenizer.json`. One that merges pairs, which has none of them yet, gets
+        them as text: the library would take a second to read a large vocabulary and write it."""
+        if self._merges is None:
+            tokenizer.add_tokens(self._added)
+            return tokenizer.to_str()
+        content = json.loads(tokenizer.to_str())
+        content["model"] |= {"vocab": self._ids, "merges": self._merges}
+        added = {self._ids[token.content]: token for token in self._added[::-1] if token.content}
+        content["added_tokens"] = [
+            {"id": token_id, "content": token.content, "single_word": False, "lstrip": False}
+            | {"rstrip": token.rstrip, "normalized": False, "special": token.special}
+            for token_id, token in sorted(added.items())
+        ]
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
     def _pre_tokenizer(self) -> str:
         pre = self._get("pre")
@@ -266,16 +289,16 @@ class _Vocabulary:
 
     def _merged_pairs(self, pre: str) -> tuple[Tokenizer, bool]:
         """A tokenizer that merges pairs in the order of the file. pre: its pre-tokenizer."""
-        merges = [self._merge(merge) for merge in self._list("merges", str)]
+        self._merges = [self._merge(merge) for merge in self._list("merges", str)]
         splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in PRE_TOKENIZERS[pre]]
         if pre in _SPACES_ARE_LETTERS:
-            tokenizer = self._of_letters(merges, has_prefix=False)
+            tokenizer = self._of_letters(has_prefix=False)
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits])
             if pre in _KEEPS_NEWLINES:
                 runs = [token for token in self._tokens if token and not token.strip("\n")]
-                tokenizer.add_tokens([AddedToken(run, normalized=False) for run in runs])
+                self._added += [AddedToken(run, normalized=False) for run in runs]
             return tokenizer, False
-        tokenizer = Tokenizer(models.BPE(self._ids, merges, ignore_merges=pre in _IGNORE_MERGES))
+        tokenizer = Tokenizer(models.BPE(ignore_merges=pre in _IGNORE_MERGES))
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
         if pre in _COMPOSED:
@@ -294,36 +317,24 @@ class _Vocabulary:
         return left, right
 
     def _sentence_piece(self) -> tuple[Tokenizer, bool]:
-        scores = self._scores()
-        normal = {
-            token: score
-            for token, score, kind in zip(self._tokens, scores, self._types, strict=True)
-            if kind in (_NORMAL, _USER_DEFINED)  # Gemma's runs of spaces are the latter
-        }
-        merges = [
-            (left, right, score)
-            for token, score in normal.items()
-            for cut in range(1, len(token))
-            if (left := token[:cut]) in normal and (right := token[cut:]) in normal
-        ]
+        scores = np.array(self._scores(), np.float64)
+        kinds = np.array(self._types)
+        # Gemma's runs of spaces are the latter.
+        normal = np.flatnonzero((kinds == _NORMAL) | (kinds == _USER_DEFINED))
+        left, right, merged = merges_of([self._tokens[i] for i in normal.tolist()])
+        left, right, merged = normal[left], normal[right], normal[merged]
         # By the score of the merged token, then by the scores of its parts; the sort is stable.
-        scores_of_parts = [
-            [normal[right] for _, right, _ in merges],
-            [normal[left] for left, _, _ in merges],
-        ]
-        keys = np.array([*scores_of_parts, [score for _, _, score in merges]], np.float64)
-        order = np.lexsort(-keys)
-        prefix = self._get("add_space_prefix", True)
-        merged = [merges[i][:2] for i in order.tolist()]
-        return self._of_letters(merged, has_prefix=prefix), True
+        order = np.lexsort([-scores[right], -scores[left], -scores[merged]])
+        tokens = self._tokens
+        pairs = zip(left[order].tolist(), right[order].tolist(), strict=True)
+        self._merges = [(tokens[one], tokens[other]) for one, other in pairs]
+        return self._of_letters(has_prefix=self._get("add_space_prefix", True)), True
 
-    def _of_letters(self, merges: list[tuple[str, str]], *, has_prefix: bool) -> Tokenizer:
+    def _of_letters(self, *, has_prefix: bool) -> Tokenizer:
         """A tokenizer that merges letters, of which spaces are one, and writes others as bytes."""
         unknown = self._get("unknown_token_id", 0)
         has_unknown = isinstance(unknown, int) and 0 <= unknown < len(self._tokens)
         model = models.BPE(
-            self._ids,
-            merges,
             unk_token=self._tokens[unknown] if has_unknown else None,
             fuse_unk=True,
             byte_fallback=_BYTE in self._types,
@@ -426,6 +437,47 @@ class _Vocabulary:
                 f"{self._path}: tokenizer.ggml.{key}: expected a list of {kind.__name__}"
             )
         return value
+
+
+def merges_of(tokens: Sequence[str]) -> tuple[IntArray, IntArray, IntArray]:
+    """Of all pairs of tokens that are another one together: indexes of the first, the second and
+    that one, int64 [num_pairs], ordered by the last and the length of the first.
+
+    Parts are compared by polynomial hashes modulo 2^64, since a vocabulary has a million of them.
+    """
+    lengths = np.array([len(token) for token in tokens], np.int64)
+    text = np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32).astype(np.uint64)
+    powers, inverses = (
+        np.cumprod(np.append(np.uint64(1), np.full(len(text), base, np.uint64)), dtype=np.uint64)
+        for base in (_HASH_BASE, pow(_HASH_BASE, -1, 1 << 64))
+    )
+    sums = np.append(np.uint64(0), np.cumsum(text * powers[:-1], dtype=np.uint64))
+
+    def hashes(starts: IntArray, ends: IntArray) -> npt.NDArray[np.uint64]:
+        found: npt.NDArray[np.uint64] = (sums[ends] - sums[starts]) * inverses[starts]
+        return found
+
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    all_hashes = hashes(starts, ends)
+    by_hash = np.argsort(all_hashes)
+    ordered = all_hashes[by_hash]
+
+    def look_up(first: IntArray, last: IntArray) -> IntArray:
+        """The tokens that these ranges of the text are; -1 for others."""
+        wanted = hashes(first, last)
+        places = np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)
+        found = by_hash[places]
+        is_found = (ordered[places] == wanted) & (lengths[found] == last - first)
+        return np.where(is_found, found, -1)
+
+    merged = np.repeat(np.arange(len(tokens)), np.maximum(lengths - 1, 0))
+    num_before = np.append(0, np.cumsum(np.maximum(lengths - 1, 0)))[merged]
+    cuts = starts[merged] + 1 + np.arange(len(merged)) - num_before
+    left = look_up(starts[merged], cuts)
+    merged, cuts, left = (part[left >= 0] for part in (merged, cuts, left))
+    right = look_up(cuts, ends[merged])
+    return left[right >= 0], right[right >= 0], merged[right >= 0]
 
 
 def _piece(token: str, kind: int) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -105,8 +106,9 @@ class LoadedModel:
     assets: Mapping[str, bytes]
     """The files that frontends need, by name."""
 
-    tokenizer: Tokenizer | None
-    """The one that they describe; None if there is none that can be used, or if the model pools."""
+    tokenizer: Callable[[], Tokenizer] | None
+    """Returns the one that they describe; None if there is none that can be used, or if the model
+    pools."""
 
     fingerprint: str
     weights: str
@@ -372,21 +374,31 @@ def load_model(
     return loaded
 
 
-Texts: TypeAlias = tuple[Mapping[str, bytes], Tokenizer | None]
-"""The files that frontends need, by name, and the tokenizer that they describe."""
+Texts: TypeAlias = tuple[Mapping[str, bytes], Callable[[], Tokenizer] | None]
+"""The files that frontends need, by name, and what returns the tokenizer that they describe."""
 
 
 def _start_reading_texts(model_dir: Path, *, generates: bool) -> Callable[[], Texts]:
     """Begin to make the files that frontends need and, if the model generates, their tokenizer.
     Returns a function that waits for them.
 
-    Only those of a GGUF file are made while weights are read: a large vocabulary takes seconds.
+    Only those of a GGUF file are made while weights are read: a large vocabulary takes seconds. Its
+    tokenizer is read once it is needed.
     Imports of `transformers`, which other files may need, are not safe in several threads.
     """
 
     def make() -> Texts:
         files = dict(iter_assets(model_dir))
-        return files, read_tokenizer(files) if generates else None
+        if not generates or "tokenizer.json" not in files:
+            return files, None
+        read = cache(partial(read_tokenizer, files["tokenizer.json"]))
+        try:
+            if not is_gguf(model_dir):
+                read()
+        except ValueError as error:
+            logger.warning("no structured output error=tokenizer.json: %s", error)
+            return files, None
+        return files, read
 
     if not is_gguf(model_dir):
         return make

@@ -314,15 +314,12 @@ def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
         yield file.name, file.read_bytes()
 
 
-def read_tokenizer(assets: Mapping[str, bytes]) -> Tokenizer | None:
-    """The tokenizer of these files; None without one, and with a warning if it cannot be used."""
-    if "tokenizer.json" not in assets:
-        return None
+def read_tokenizer(content: bytes) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`. Raises ValueError if it cannot be used."""
     try:
-        return Tokenizer.from_buffer(assets["tokenizer.json"])
+        return Tokenizer.from_buffer(content)
     except Exception as error:  # the library's own has no class
-        logger.warning("no structured output error=tokenizer.json: %s", error)
-        return None
+        raise ValueError(error) from error
 
 
 _TRANSFORMER_SETTINGS = "sentence_*_config.json"

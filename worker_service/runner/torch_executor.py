@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -453,4 +452,6 @@ def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
     from worker_service.structured.grammars import Grammars, special_texts, token_texts
 
     tokenizer, size = loaded.tokenizer, loaded.model.vocab_size
-    return Grammars(size, partial(token_texts, tokenizer, size), special_texts(tokenizer))
+    return Grammars(
+        size, lambda: token_texts(tokenizer(), size), lambda: special_texts(tokenizer())
+    )

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
@@ -93,6 +94,10 @@ MAX_CACHED = 32
 MAX_THREADS = 8
 """Maximum number of threads for masks. One mask takes microseconds to a few milliseconds."""
 
+PREPARE_AFTER_S = 5.0
+"""When the vocabulary is prepared unless a constraint needs it earlier: of a large one it takes
+seconds, in which the first requests would wait."""
+
 STACK_BYTES = 32 * 2**20
 """The compiler recurses; frontends check that a quarter of this suffices."""
 
@@ -127,26 +132,30 @@ class _Vocabulary:
 class Grammars:
     """Makes matchers. All methods may be called from any thread.
 
-    The vocabulary is prepared on the thread that compiles, which takes seconds if it is large.
+    The vocabulary is prepared on the thread that compiles, once a constraint needs it.
     """
 
     def __init__(
         self,
         vocab_size: int,
         token_texts: Callable[[], Sequence[bytes]],
-        special_texts: Mapping[int, bytes] | None = None,
+        special_texts: Callable[[], Mapping[int, bytes]] = dict,
     ) -> None:
         """vocab_size: number of logits; token_texts: returns as many texts, by token id, which are
-        empty for tokens without; special_texts: those of some of the tokens without, in a
-        thought."""
+        empty for tokens without; special_texts: returns those of some of the tokens without, in
+        a thought."""
         self.vocab_size = vocab_size
         self.thought = lru_cache(MAX_CACHED)(self._prepare_thought)
         """Prepares a kind of thought, in tens of milliseconds the first time."""
-        self._special_texts = special_texts or {}
+        self._special_texts = special_texts
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler = _thread_with_a_large_stack()
-        self._vocabulary = self._compiler.submit(lambda: _Vocabulary(token_texts()))
+        self._vocabulary: Future[_Vocabulary] = Future()
+        self._token_texts: Callable[[], Sequence[bytes]] | None = token_texts
+        timer = threading.Timer(PREPARE_AFTER_S, self._prepare_in_advance)
+        timer.daemon = True
+        timer.start()
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
         self.executor = LLExecutor(num_threads)
         """Computes the masks of several matchers at once."""
@@ -160,6 +169,7 @@ class Grammars:
         constraint cannot be compiled. Raises ValueError if it cannot be expressed as a grammar.
         """
         text = to_lark(constraint.kind, constraint.texts)
+        self._prepare()
         with self._lock:
             future = self._compiled.get(text)
             if future is None:
@@ -170,14 +180,31 @@ class Grammars:
                 self._compiled.move_to_end(text)
             return future
 
+    def _prepare(self) -> None:
+        """Begin to prepare the vocabulary, unless that has begun."""
+        with self._lock:
+            token_texts, self._token_texts = self._token_texts, None
+            if token_texts is not None:
+                self._compiler.submit(self._make_vocabulary, token_texts)
+
+    def _prepare_in_advance(self) -> None:
+        with suppress(RuntimeError):  # the process is ending
+            self._prepare()
+
+    def _make_vocabulary(self, token_texts: Callable[[], Sequence[bytes]]) -> None:
+        try:
+            self._vocabulary.set_result(_Vocabulary(token_texts()))
+        except Exception as error:  # raised where the vocabulary is needed
+            self._vocabulary.set_exception(error)
+
     def _compile(self, text: str) -> LLMatcher:
         tokenizer = self._vocabulary.result().tokenizer
         return LLMatcher(tokenizer, text, log_level=0, limits=lark.LIMITS)
 
     def _prepare_thought(self, thought: Thought) -> ThoughtTexts:
-        texts = enumerate(self._vocabulary.result().texts)
+        texts, special = self._vocabulary.result().texts, self._special_texts()
         return ThoughtTexts(
-            [text or self._special_texts.get(token, b"") for token, text in texts], thought
+            [text or special.get(token, b"") for token, text in enumerate(texts)], thought
         )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import GemmaTokenizer
 
@@ -18,7 +20,7 @@ from tests.support.loading import load
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_file import GgufTensor, open_gguf
 from worker_service.loader.gguf_model import gguf_config
-from worker_service.loader.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_assets
+from worker_service.loader.gguf_tokenizer import PRE_TOKENIZERS, merges_of, tokenizer_assets
 from worker_service.loader.model_files import iter_assets
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -173,6 +175,18 @@ def test_a_scale_that_is_not_finite_is_refused_at_start(family: str, tmp_path: P
     _overwrite(names[name], 0, np.nan)
     with pytest.raises(BadCheckpoint, match=f"{name}: expected finite scales of Q8_0 blocks"):
         load(file)
+
+
+@given(st.lists(st.text("ab\u2581\U0001f600", max_size=6), unique=True))
+def test_merges_are_all_pairs_of_tokens_that_are_a_token_together(tokens: list[str]) -> None:
+    expected = [
+        (token[:cut], token[cut:], token)
+        for token in tokens
+        for cut in range(1, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    ]
+    found = zip(*(part.tolist() for part in merges_of(tokens)), strict=True)
+    assert [tuple(tokens[i] for i in merge) for merge in found] == expected
 
 
 def _pieces(pre: str | None, text: str) -> list[str]:

@@ -16,7 +16,7 @@ PIECES = [b"</", b"t>", b"t>\n", b"</t>x", b"x</", b"/t>ab", b"<t>x", b"", b""]
 TEXTS = [*token_texts(110), *PIECES]
 OPEN, CLOSE, LAST = 0, 1, 4
 IN_THOUGHTS = [{OPEN: b"<t>", CLOSE: b"</t>"}.get(i, text) for i, text in enumerate(TEXTS)]
-GRAMMARS = Grammars(len(TEXTS), lambda: TEXTS, {OPEN: b"<t>", CLOSE: b"</t>"})
+GRAMMARS = Grammars(len(TEXTS), lambda: TEXTS, lambda: {OPEN: b"<t>", CLOSE: b"</t>"})
 LANGUAGE = ["ab", "abc", "<t", "<b", "a b"]
 KINDS = {
     "json_schema": ['{"enum": ["ab", 7]}'],

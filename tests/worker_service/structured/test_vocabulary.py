@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support import vocabularies
 from tests.support.tokenizers import SENTENCEPIECE_DECODERS, byte_level, sentencepiece
-from worker_service.structured.grammars import token_texts
+from worker_service.structured.grammars import Grammars, token_texts
 
 EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model/tokenizer.json"
 TEXTS = ["hello world", "naïve café 你好 😀", ' {"a": [1, 2]}\n', "  two  spaces", "\t\x00"]
@@ -43,3 +44,27 @@ def test_special_tokens_and_ids_beyond_the_vocabulary_have_none() -> None:
 
 def test_fewer_logits_than_tokens_are_enough() -> None:
     assert texts_of(byte_level(), extra=-5) == texts_of(byte_level())[:-5]
+
+
+def test_the_texts_are_prepared_once_a_constraint_needs_them() -> None:
+    calls: list[None] = []
+
+    def texts() -> list[bytes]:
+        calls.append(None)
+        return vocabularies.token_texts(256)
+
+    grammars = Grammars(256, texts)
+    assert not calls
+    for choice in ("a", "b"):
+        grammars.expect(vocabularies.constraint("choice", choice)).result()
+    assert len(calls) == 1
+
+
+def test_an_error_of_the_texts_is_that_of_each_constraint() -> None:
+    def texts() -> list[bytes]:
+        raise ValueError("no tokenizer")
+
+    grammars = Grammars(256, texts)
+    for choice in ("a", "b"):
+        with pytest.raises(ValueError, match="no tokenizer"):
+            grammars.expect(vocabularies.constraint("choice", choice)).result()
