@@ -12,53 +12,8 @@ from worker_service.loader.gguf_gemma4 import GEMMA4, Gemma4
 from worker_service.loader.gguf_hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
 from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
 
-_CLASSES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
-    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
-    "gemma4": ("Gemma4ForCausalLM", GEMMA4),
-    "llama4": ("Llama4ForCausalLM", "llama4_text"),
-    "mistral3": ("Ministral3ForCausalLM", "ministral3"),
-    "mistral4": ("Mistral4ForCausalLM", "mistral4"),
-    "phi3": ("Phi3ForCausalLM", "phi3"),
-    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
-    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
-    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
-    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
-    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
-    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
-    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
-    "deepseek2": ("DeepseekV3ForCausalLM", "deepseek_v3"),
-    "ernie4_5": ("Ernie4_5ForCausalLM", "ernie4_5"),
-    "ernie4_5-moe": ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe"),
-    "exaone4": ("Exaone4ForCausalLM", "exaone4"),
-    "glm4": ("Glm4ForCausalLM", "glm4"),
-    "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
-    "granite": ("GraniteForCausalLM", "granite"),
-    "granitemoe": ("GraniteMoeForCausalLM", "granitemoe"),
-    "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
-    "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
-    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe"),
-    "jamba": ("JambaForCausalLM", "jamba"),
-    "kimi-linear": ("KimiLinearForCausalLM", "kimi_linear"),
-    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
-    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
-    "mamba": ("MambaForCausalLM", "mamba"),
-    "mamba2": ("Mamba2ForCausalLM", "mamba2"),
-    "minimax-m2": ("MiniMaxM2ForCausalLM", "minimax_m2"),
-    "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h"),
-    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h"),
-    "olmo2": ("Olmo2ForCausalLM", "olmo2"),
-    "phimoe": ("PhimoeForCausalLM", "phimoe"),
-    "seed_oss": ("SeedOssForCausalLM", "seed_oss"),
-    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
-    "bert": ("BertModel", "bert"),
-    "nomic-bert": ("NomicBertModel", "nomic_bert"),
-    "modern-bert": ("ModernBertModel", "modernbert"),
-}
+_ROWS = Path(__file__).with_name("gguf_classes.txt").read_text().splitlines()
+_CLASSES = {row[0]: (row[1], row[2]) for row in map(str.split, _ROWS[1:])}
 """(class, `model_type`) by `general.architecture`."""
 
 _MISTRAL = ("MistralForCausalLM", "mistral")
