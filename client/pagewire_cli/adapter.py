@@ -68,12 +68,17 @@ def list_adapters(
         named = {model: list(map(_plain, found)) for model, found in by_model.items()}
         terminal.write(json.dumps(named) + "\n")
         return
-    table = Table("model", "adapter", "rank", "MiB", "digest", "path", box=None)
+    table = Table("model", "adapter", "kind", "MiB", "digest", "path", box=None)
     for model, found in by_model.items():
         for entry in found:
             size, digest = f"{entry.num_bytes / 2**20:.1f}", entry.digest.hex()[:12]
-            table.add_row(model, entry.name, str(entry.rank), size, digest, entry.path)
+            table.add_row(model, entry.name, _kind(entry), size, digest, entry.path)
     Console().print(table)
+
+
+def _kind(entry: Adapter) -> str:
+    number = entry.num_virtual_tokens
+    return f"{number} tokens" if number else f"rank {entry.rank}"
 
 
 def _plain(entry: Adapter) -> dict[str, Any]:
@@ -81,4 +86,4 @@ def _plain(entry: Adapter) -> dict[str, Any]:
 
 
 def _facts(entry: Adapter) -> str:
-    return f"rank {entry.rank}, {entry.num_bytes / 2**20:.1f} MiB, {entry.digest.hex()[:12]}"
+    return f"{_kind(entry)}, {entry.num_bytes / 2**20:.1f} MiB, {entry.digest.hex()[:12]}"

@@ -220,6 +220,9 @@ class StepBatch:
     adapters: RowAdapters = ()
     """The adapters of all rows."""
 
+    has_virtual_tokens: bool = False
+    """Whether some rows are tokens whose embeddings are their adapter's."""
+
     def sampled_adapters(self) -> RowAdapters:
         """The adapters of the rows whose logits will be computed, by their places in `sampled`."""
         if self.sampled is None:

@@ -404,6 +404,7 @@ class AdapterDirectory:
                     path=path,
                     rank=info.rank,
                     num_bytes=info.num_bytes,
+                    num_virtual_tokens=info.num_virtual_tokens,
                 )
                 if previous is not None and previous.digest == info.digest:
                     return previous

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from pagewire.v1 import worker_service_pb2 as worker_pb
@@ -22,7 +23,7 @@ from pagewire_client import Client, RequestOutput, SamplingParams
 from pagewire_client.errors import AlreadyExists, NotFound, PagewireError, Unavailable
 from tests.end_to_end.conftest import EMBEDDED
 from tests.support.cluster import Cluster
-from tests.support.lora import make_adapter
+from tests.support.lora import make_adapter, make_prompt
 from tests.support.waiting import wait_until
 from worker_service.simulated.adapters import SimulatedAdapter
 
@@ -359,3 +360,43 @@ def test_answers_with_an_adapter_are_those_of_peft(tmp_path: Path) -> None:
             )
     assert with_adapter == expected
     assert without != expected
+
+
+def test_answers_with_prompts_are_those_of_peft_and_share_no_kv(tmp_path: Path) -> None:
+    prompt, num_tokens = [5, 17, 42, 8] * 16, 8
+    made = {
+        name: make_prompt(EMBEDDED, tmp_path / name, num_tokens=20, seed=seed)
+        for seed, name in enumerate("ab")
+    }
+    greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    flags = {
+        "worker_flags": ["--dtype", "float32", "--enable-lora", "--max-loras", "2"],
+        "frontend_flags": ["--allow-runtime-lora-updating"],
+    }
+    with Cluster(tmp_path, **flags) as cluster:
+        cluster.start()
+        with client_of(cluster) as client:
+            for name, peft in made.items():
+                loaded = client.load_adapter(name, str(peft.folder))
+                assert (loaded.num_virtual_tokens, loaded.rank) == (20, 0)
+            plain = client.generate(prompt, greedy)
+            for name, peft in made.items():
+                expected, _ = peft.generate(prompt, num_tokens)
+                assert expected != plain.outputs[0].token_ids
+                for num_cached in (0, 80):
+                    found = client.generate(prompt, greedy, lora=name)
+                    assert found.outputs[0].token_ids == expected
+                    assert found.prompt_token_ids == prompt
+                    assert found.usage.prompt_tokens == len(prompt) + 20
+                    assert found.usage.cached_tokens == num_cached
+            peft, params = made["a"], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+            found = client.generate(prompt, params, lora="a")
+    [logits] = peft.model(torch.tensor([prompt])).logits.detach()
+    expected = logits.log_softmax(-1)[20:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    assert found.prompt_logprobs is not None
+    first, *entries = found.prompt_logprobs
+    assert first is None
+    logprobs = [
+        entry[token].logprob for entry, token in zip(entries, prompt[1:], strict=True) if entry
+    ]
+    assert logprobs == pytest.approx(expected.tolist(), abs=1e-4)

@@ -8,6 +8,7 @@ and unloaded when none is left, while others run.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -24,7 +25,7 @@ from tests.end_to_end.test_random_configurations import (
 )
 from tests.support.deployment import Deployment, Received
 from tests.support.in_process import AheadWorker, InProcessWorker
-from tests.support.lora import random_adapter
+from tests.support.lora import random_adapter, random_prompt
 from tests.support.random_configurations import Configuration, with_adapters
 from worker_service.adapters.lora import LoraAdapter
 from worker_service.adapters.store import AdapterStore
@@ -34,6 +35,9 @@ from worker_service.models.native import NativeModel
 
 NUM_ADAPTERS = 8
 MAX_RANK = 8
+PROMPTS = {3: 1, 6: 5}
+"""Virtual tokens of the adapters that are prompts, by number."""
+
 NUM_QUICK, NUM_LONG = 20, 64
 QUICK, LONG = range(NUM_QUICK), range(NUM_QUICK, NUM_LONG)
 DRAFTERS = ("draft", "suffix", "eagle", "ngram", "knowing")
@@ -61,16 +65,28 @@ KINDS = (
 
 
 def drawn_configuration(number: int, *, speculates: bool = False) -> Configuration:
-    return with_adapters(configuration(number, speculates), NUM_ADAPTERS)
+    drawn = with_adapters(configuration(number, speculates), NUM_ADAPTERS)
+    jobs = []
+    for job in drawn.jobs:
+        adapter = job.adapter
+        # The first tokens of a prompt are virtual ones here: others must follow.
+        if adapter in PROMPTS and len(job.tokens) <= PROMPTS[adapter]:
+            adapter = (adapter + 1) % NUM_ADAPTERS
+        jobs.append(replace(job, adapter=adapter))
+    return replace(drawn, jobs=tuple(jobs))
 
 
 @cache
 def adapters_of(name: str) -> list[LoraAdapter]:
-    """Those of a model, of several ranks."""
+    """Those of a model, of several ranks, and prompts."""
     target = model(name)
     assert isinstance(target, NativeModel)
     ranks = (1, 2, 4, MAX_RANK)
-    return [random_adapter(target, i, rank=ranks[i % len(ranks)]) for i in range(NUM_ADAPTERS)]
+    found = [random_adapter(target, i, rank=ranks[i % len(ranks)]) for i in range(NUM_ADAPTERS)]
+    if target.virtual_token_size is not None:
+        for i, num_tokens in PROMPTS.items():
+            found[i] = random_prompt(target, i, num_tokens=num_tokens)
+    return found
 
 
 def give_slots(target: Model, name: str, max_loras: int) -> None:

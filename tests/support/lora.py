@@ -1,4 +1,5 @@
-"""LoRA adapters: made by PEFT, which is also what they are compared with, or for any model."""
+"""LoRA and prompt adapters: made by PEFT, which is also what they are compared with, or for any
+model."""
 
 import warnings
 from collections.abc import Sequence
@@ -7,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from worker_service.adapters.lora import STACKS, LoraAdapter, LoraModule
+from worker_service.adapters.lora import STACKS, WEIGHTS_FILE, LoraAdapter, LoraModule
 from worker_service.models.adapters import layers_of
 from worker_service.models.native import NativeModel
 
@@ -81,6 +83,47 @@ def make_adapter(
         warnings.simplefilter("ignore")
         adapted.save_pretrained(folder)
     return PeftAdapter(folder, adapted)
+
+
+def make_prompt(
+    base: Path, folder: Path, *, num_tokens: int, seed: int = 0, is_encoded: bool = False
+) -> PeftAdapter:
+    """A prompt adapter with random embeddings. is_encoded: of P-tuning, whose encoder makes them
+    when it is saved; the model has those that are read again."""
+    from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        base, attn_implementation="eager", dtype=torch.float32
+    )
+    torch.manual_seed(seed)
+    kind = PromptEncoderConfig if is_encoded else PromptTuningConfig
+    width = model.get_input_embeddings().weight.shape[1]
+    sizes: dict[str, Any] = {"encoder_hidden_size": width} if is_encoded else {}
+    config = kind(task_type="CAUSAL_LM", num_virtual_tokens=num_tokens, token_dim=width, **sizes)
+    with warnings.catch_warnings():  # of deprecated attributes
+        warnings.simplefilter("ignore")
+        get_peft_model(model, config).save_pretrained(folder)
+    tensors = load_file(folder / WEIGHTS_FILE)
+    # Embeddings as large as those of tokens.
+    scale = (
+        model.get_input_embeddings()(torch.arange(32)).std() / tensors["prompt_embeddings"].std()
+    )
+    save_file({"prompt_embeddings": tensors["prompt_embeddings"] * scale}, folder / WEIGHTS_FILE)
+    plain = AutoModelForCausalLM.from_pretrained(
+        base, attn_implementation="eager", dtype=torch.float32
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftAdapter(folder, PeftModel.from_pretrained(plain, folder).eval())
+
+
+def random_prompt(model: NativeModel, seed: int, *, num_tokens: int) -> LoraAdapter:
+    """A prompt adapter with random embeddings."""
+    generator = torch.Generator().manual_seed(seed)
+    size = model.virtual_token_size
+    assert size is not None, "tokens cannot be replaced"
+    return LoraAdapter.of_modules({}, torch.randn(num_tokens, size, generator=generator))
 
 
 def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> LoraAdapter:

@@ -1,8 +1,9 @@
-"""LoRA adapters in the format of PEFT: reading, checking, and the content that identifies them.
+"""Adapters in the format of PEFT, of LoRA and of prompts: reading, checking, and the content that
+identifies them.
 
-The content is a JSON object that describes the modules, spaces, a line end, and the numbers of all
-matrices, in the order of the modules' names, each module's A before its B. The spaces make the
-numbers begin at a multiple of `_ALIGNMENT` bytes.
+The content is a JSON object that describes the modules and the prompt, spaces, a line end, and the
+numbers of all matrices, in the order of the modules' names, each module's A before its B, and of
+the prompt. The spaces make the numbers begin at a multiple of `_ALIGNMENT` bytes.
 """
 
 import hashlib
@@ -64,6 +65,24 @@ _WITHOUT_EFFECT = {
 }
 """Settings of training, and those that the names and shapes of tensors say again."""
 
+_PROMPT_TYPES = ("PROMPT_TUNING", "P_TUNING")
+"""Types of adapters that are the embeddings of virtual tokens. Of P-tuning, PEFT saves what its
+encoder has computed."""
+
+_PROMPT_WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
+    *("peft_version", "num_attention_heads", "num_layers"),
+    *("prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path"),
+    *("tokenizer_kwargs", "encoder_reparameterization_type", "encoder_hidden_size"),
+    *("encoder_num_layers", "encoder_dropout"),
+}
+"""Settings of prompts that do not change what is computed with their embeddings."""
+
+_PROMPT_SHAPE = {"peft_type", "num_transformer_submodules", "num_virtual_tokens", "token_dim"}
+"""Settings of prompts that are checked."""
+
+_PROMPT = "prompt_embeddings"
+
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the weights of the base as they are."""
 
@@ -109,10 +128,15 @@ class LoraModule(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """An adapter on the host. Implements `adapters.store.Adapter`."""
+    """An adapter on the host: changes of layers, or a prompt. Implements
+    `adapters.store.Adapter`."""
 
     modules: Mapping[str, LoraModule]
     """By name, as in the checkpoint of the base. Their matrices are parts of the content."""
+
+    prompt: Tensor | None
+    """[num_virtual_tokens, size]: embeddings that stand before a sequence's prompt; a part of the
+    content. None: there are none."""
 
     content: mmap
     """See the module's docstring; not to be changed. It is in a file without a name, so that the
@@ -123,14 +147,17 @@ class LoraAdapter:
         """What the core learns of it."""
         return AdapterInfo(
             digest=hashlib.sha256(self.content).digest(),
-            rank=max(module.rank for module in self.modules.values()),
+            rank=max((module.rank for module in self.modules.values()), default=0),
             num_bytes=len(self.content),
             targets=tuple(sorted({name.rpartition(".")[2] for name in self.modules})),
+            num_virtual_tokens=0 if self.prompt is None else len(self.prompt),
         )
 
     @classmethod
-    def of_modules(cls, modules: Mapping[str, LoraModule]) -> "LoraAdapter":
-        """The adapter with these modules, which are copied."""
+    def of_modules(
+        cls, modules: Mapping[str, LoraModule], prompt: Tensor | None = None
+    ) -> "LoraAdapter":
+        """The adapter with these modules and this prompt, which are copied."""
         ordered = [(name, modules[name]) for name in sorted(modules)]
         described = [
             {
@@ -138,18 +165,23 @@ class LoraAdapter:
                 "rank": module.rank,
                 "inputs": module.a.shape[1],
                 "outputs": module.b.shape[0],
-                "dtype": str(module.a.dtype).removeprefix("torch."),
+                "dtype": _name_of(module.a.dtype),
                 "scale": module.scale,
                 **({"experts": module.num_experts} if module.num_experts > 1 else {}),
             }
             for name, module in ordered
         ]
-        header = json.dumps({"modules": described}, separators=(",", ":")).encode()
+        fields: dict[str, Any] = {"modules": described}
+        matrices = [matrix for _, module in ordered for matrix in (module.a, module.b)]
+        if prompt is not None:
+            tokens, size = prompt.shape
+            fields["prompt"] = {"tokens": tokens, "size": size, "dtype": _name_of(prompt.dtype)}
+            matrices.append(prompt)
+        header = json.dumps(fields, separators=(",", ":")).encode()
         content = bytearray(header)
         content += b" " * (-(len(header) + 1) % _ALIGNMENT) + b"\n"
-        for _, module in ordered:
-            for matrix in (module.a, module.b):
-                content += matrix.contiguous().view(torch.uint8).numpy().data.cast("B")
+        for matrix in matrices:
+            content += matrix.contiguous().view(torch.uint8).numpy().data.cast("B")
         return cls.of_content(content)
 
     @classmethod
@@ -159,28 +191,35 @@ class LoraAdapter:
             raise BadAdapter("chunks: expected an adapter's content, got none")
         content = _in_file(numbers)
         at = content.find(b"\n") + 1
-        modules = {}
+        modules, prompt = {}, None
+
+        def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+            nonlocal at
+            numbers = torch.frombuffer(content, dtype=dtype, count=rows * columns, offset=at)
+            at += numbers.nbytes
+            return numbers.view(rows, columns)
+
         try:
-            for described in json.loads(content[:at])["modules"]:
+            fields = json.loads(content[:at])
+            for described in fields["modules"]:
                 num_experts, dtype = int(described.get("experts", 1)), _DTYPES[described["dtype"]]
                 rank = int(described["rank"]) * num_experts
-                matrices = []
-                for rows, columns in (
-                    (rank, int(described["inputs"])),
-                    (int(described["outputs"]), rank),
-                ):
-                    count = rows * columns
-                    matrix = torch.frombuffer(content, dtype=dtype, count=count, offset=at)
-                    matrices.append(matrix.view(rows, columns))
-                    at += count * dtype.itemsize
-                a, b = matrices
+                a = matrix(rank, int(described["inputs"]), dtype)
+                b = matrix(int(described["outputs"]), rank, dtype)
                 scale = float(described["scale"])
                 modules[str(described["name"])] = LoraModule(a, b, scale, num_experts)
+            if (described := fields.get("prompt")) is not None:
+                sizes = int(described["tokens"]), int(described["size"])
+                prompt = matrix(*sizes, _DTYPES[described["dtype"]])
         except (ValueError, KeyError, TypeError) as error:
             raise BadAdapter(f"chunks: expected an adapter's content, got {error!r}") from None
-        if at != len(content) or not modules:
+        if at != len(content) or (not modules and prompt is None):
             raise BadAdapter(f"chunks: expected {at} bytes, got {len(content)}")
-        return cls(modules, content)
+        return cls(modules, prompt, content)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _in_file(content: bytearray) -> mmap:
@@ -213,6 +252,8 @@ def read_lora(folder: Path, check_base: CheckBase = _refuse_base) -> LoraAdapter
         raise BadAdapter(f"{CONFIG_FILE}: expected JSON: {error}") from None
     if not isinstance(settings, dict):
         raise BadAdapter(f"{CONFIG_FILE}: expected an object, got {type(settings).__name__}")
+    if settings.get("peft_type") in _PROMPT_TYPES:
+        return LoraAdapter.of_modules({}, _prompt(_tensors(folder), settings))
     _check_settings(settings)
     tensors = _tensors(folder)
     for name in [*tensors]:
@@ -243,7 +284,8 @@ def _is_target(name: str, settings: Mapping[str, Any]) -> bool:
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     if (kind := settings.get("peft_type")) != "LORA":
-        raise BadAdapter(f"peft_type: expected LORA, got {kind!r}")
+        expected = ", ".join(("LORA", *_PROMPT_TYPES))
+        raise BadAdapter(f"peft_type: expected one of {expected}, got {kind!r}")
     for name, value in settings.items():
         if name == "init_lora_weights":
             if value not in _PLAIN_STARTS:
@@ -254,6 +296,23 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
                 raise BadAdapter(f"bias: expected 'none', got {value!r}")
         elif name not in _READ | _WITHOUT_EFFECT and value:
             raise BadAdapter(f"{name}: expected none, which is not computed, got {value!r}")
+
+
+def _prompt(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    """The embeddings of virtual tokens. Raises BadAdapter if they mean something else."""
+    if settings.get("num_transformer_submodules") not in (None, 1):
+        got = settings["num_transformer_submodules"]
+        raise BadAdapter(f"num_transformer_submodules: expected 1, of a decoder, got {got!r}")
+    shape = [settings.get("num_virtual_tokens"), settings.get("token_dim")]
+    for name, value in settings.items():
+        if name not in _PROMPT_WITHOUT_EFFECT | _PROMPT_SHAPE and value:
+            raise BadAdapter(f"{name}: expected none, which is not computed, got {value!r}")
+    if [*tensors] != [_PROMPT]:
+        raise BadAdapter(f"{WEIGHTS_FILE}: expected only {_PROMPT}, got {', '.join(tensors)}")
+    check_tensor(_PROMPT, prompt := tensors[_PROMPT])
+    if [*prompt.shape] != shape or not len(prompt):
+        raise BadAdapter(f"{_PROMPT}: expected the shape {shape}, got {[*prompt.shape]}")
+    return prompt
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

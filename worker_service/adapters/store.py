@@ -30,13 +30,16 @@ class AdapterInfo:
     """SHA-256 of its content, 32 bytes."""
 
     rank: int
-    """The greatest rank of its modules."""
+    """The greatest rank of its modules; 0 if it changes none."""
 
     num_bytes: int
     """Size of its content."""
 
     targets: tuple[str, ...]
     """The last parts of the names of the modules that it changes, sorted, such as `q_proj`."""
+
+    num_virtual_tokens: int = 0
+    """Tokens before a sequence's prompt whose embeddings are the adapter's."""
 
 
 class Adapter(Protocol):
@@ -139,7 +142,8 @@ class AdapterStore(Generic[AdapterT]):
     def adapter_of(self, new: NewSequence, field: str) -> bytes:
         """The digest of a sequence's adapter; empty if it has none.
 
-        Raises InvalidPlan if it has several, one that is not held here, or one for some positions.
+        Raises InvalidPlan if it has several, one that is not held here, or one for some positions,
+        and if its prompt has no tokens after the adapter's.
         """
         found = b""
         for index, part in enumerate(new.context):
@@ -153,10 +157,15 @@ class AdapterStore(Generic[AdapterT]):
                 raise InvalidPlan(path, problem)
             found = part.digest
             with self._lock:
-                is_held = found in self._held
-            if not is_held:
+                held = self._held.get(found)
+            if held is None:
                 problem = f"expected an adapter that is loaded here, got {found.hex()}"
                 raise InvalidPlan(f"{path}.digest", problem)
+            number = held.info.num_virtual_tokens
+            if new.parent_seq_id is None and 0 < new.num_prompt_tokens <= number:
+                expected = f"expected more than the {number} virtual tokens of its adapter"
+                got = new.num_prompt_tokens
+                raise InvalidPlan(f"{field}.num_prompt_tokens", f"{expected}, got {got}")
         return found
 
 

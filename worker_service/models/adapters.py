@@ -204,6 +204,8 @@ class AdapterSlots:
         """Of all adapters in the store."""
         self._slots: dict[bytes, int] = {}
         """By digest, the least recently used first."""
+        self._prompts: dict[int, Tensor] = {}
+        """By slot, the embeddings of virtual tokens, as layers get them."""
         self._num_prepared = 0
         """Layers that adapters changed when a program was recorded last."""
         for layer in layers_of(model):
@@ -217,6 +219,8 @@ class AdapterSlots:
         """The GPU that has the slots; None on a CPU."""
 
     def _check(self, adapter: LoraAdapter) -> None:
+        if adapter.prompt is not None:
+            self._check_prompt(*adapter.prompt.shape)
         for name, module in adapter.modules.items():
             if module.rank > self._max_rank:
                 expected = f"at most {self._max_rank}, --max-lora-rank"
@@ -230,6 +234,19 @@ class AdapterSlots:
                 )
             for place in places:
                 self._check_shape(name, module, place)
+
+    def _check_prompt(self, num_tokens: int, size: int) -> None:
+        model, expected_size = self._model, self._model.virtual_token_size
+        if expected_size is None:
+            raise BadAdapter(
+                "peft_type: expected LORA, since tokens of"
+                f" {model.architecture} cannot be replaced by embeddings, got those of a prompt"
+            )
+        if size != expected_size:
+            raise BadAdapter(f"token_dim: expected {expected_size}, got {size}")
+        if num_tokens >= model.max_model_len:
+            expected = f"fewer than the {model.max_model_len} tokens of a sequence"
+            raise BadAdapter(f"num_virtual_tokens: expected {expected}, got {num_tokens}")
 
     def _check_shape(self, name: str, module: LoraModule, place: _Place) -> None:
         expected, got = place.part.source_shape, [module.b.shape[0], module.a.shape[1]]
@@ -321,6 +338,15 @@ class AdapterSlots:
         used = sorted({*slots.tolist()} - {NO_SLOT})
         return [AdapterRows(found[slot], (slots == slot).nonzero().flatten()) for slot in used]
 
+    def put_prompts(self, x: Tensor, batch: StepBatch) -> Tensor:
+        """See `ActivatesAdapters`."""
+        slots = self._by_row(batch.adapters, len(x), x.device)
+        for slot, prompt in self._prompts.items():
+            is_virtual = (slots == slot) & (batch.positions < len(prompt))
+            chosen = prompt[batch.positions.clamp(max=len(prompt) - 1)]
+            x = torch.where(is_virtual.unsqueeze(1), chosen, x)
+        return x
+
     def deactivate(self) -> None:
         """Let the layers compute no adapters."""
         self._step.clear()
@@ -337,8 +363,12 @@ class AdapterSlots:
             slot = self._slots.pop(evicted)
             for added in self._layers.values():
                 added.clear(slot, evicted)
+            self._prompts.pop(slot, None)
         for layer, delta in self._prepared(adapter).items():
             self._layers[layer].fill(slot, digest, delta)
+        if adapter.prompt is not None:
+            prompt = adapter.prompt.to(self._model.hidden_like)
+            self._prompts[slot] = prompt * self._model.virtual_token_scale
         return slot
 
     def prepare(self, adapter: LoraAdapter) -> None:

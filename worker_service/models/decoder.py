@@ -350,6 +350,10 @@ class DecoderSettings(ModelSettings):
     embedding_scale: float = 1.0
     """The factor of embeddings, which is rounded to their dtype."""
 
+    scales_virtual_tokens: bool | None = False
+    """Whether it applies to embeddings that stand in place of those of tokens, too; None: there can
+    be none."""
+
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None
     """The limit that logits approach; None: there is none."""
@@ -824,6 +828,9 @@ class DecoderModel(NativeModel):
         s, layout = settings, context.communicator.layout
         self.norm_name = s.norm_name
         self._embedding_scale = torch.tensor(s.embedding_scale, dtype=context.dtype).item()
+        has_none = s.per_layer is not None or s.scales_virtual_tokens is None
+        self.virtual_token_size = None if has_none else s.embedding_size
+        self.virtual_token_scale = self._embedding_scale if s.scales_virtual_tokens else 1.0
         self._logits_scale = s.logits_scale
         self._logits_soft_cap = s.logits_soft_cap
         self._position_offset = s.position_offset or 0
@@ -891,10 +898,12 @@ class DecoderModel(NativeModel):
     def embed(self, batch: StepBatch) -> Tensor:
         assert self.embedding is not None
         x = self.embedding(batch.token_ids)
-        if self.project_in is not None:
-            x = self.project_in(x)
         if self._embedding_scale != 1.0:
             x = self._kernels.layers.scale(x, self._embedding_scale)
+        if batch.has_virtual_tokens and self.adapters is not None:
+            x = self.adapters.put_prompts(x, batch)
+        if self.project_in is not None:
+            x = self.project_in(x)
         if self.position_embedding is not None:
             positions = self.position_embedding[self._position_offset :]
             x = self._kernels.layers.embed(positions, batch.positions, x)

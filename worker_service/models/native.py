@@ -134,6 +134,11 @@ class ActivatesAdapters(Protocol):
         """Let the LM head compute adapters of the present step, by rows of its inputs."""
         ...
 
+    def put_prompts(self, x: Tensor, batch: StepBatch) -> Tensor:
+        """The embeddings `x` of the present step's tokens, [num_tokens, embedding_size], where
+        those of virtual tokens are their adapters'."""
+        ...
+
     def deactivate(self) -> None:
         """Let the layers compute no adapters."""
         ...
@@ -253,6 +258,13 @@ class NativeModel(LoadableModule):
 
     pooling: PoolingFacts
 
+    virtual_token_size: int | None = None
+    """Width of the embeddings that adapters may have in place of those of tokens; None: they may
+    have none."""
+
+    virtual_token_scale: float = 1.0
+    """The factor of these embeddings."""
+
     def __init__(
         self, settings: ModelSettings, max_model_len: int, context: ModelContext, kernels: Kernels
     ) -> None:
@@ -289,6 +301,8 @@ class NativeModel(LoadableModule):
         self.adapters: ActivatesAdapters | None = None
         """None if no sequence has an adapter."""
         self.packs_with_triton = context.packs_with_triton
+        self.hidden_like = context.empty(0)
+        """An empty tensor of the dtype and on the device of hidden states."""
         self._received_like = context.empty(s.hidden_size)
 
     @abstractmethod
@@ -398,8 +412,9 @@ class NativeModel(LoadableModule):
             return self._forward(batch, self._program)
         if self.adapters.activate(batch):
             self._program_with_adapters = self._prepare()
-        try:
-            return self._forward(batch, self._program_with_adapters)
+        try:  # programs embed tokens
+            program = None if batch.has_virtual_tokens else self._program_with_adapters
+            return self._forward(batch, program)
         finally:
             self.adapters.deactivate()
 

@@ -3,7 +3,7 @@
 from worker_service.adapters.lora import LoraAdapter
 from worker_service.adapters.store import AdapterLoader
 from worker_service.config import AdapterConfig
-from worker_service.errors import AdaptersFull, NotReady
+from worker_service.errors import AdaptersFull, BadAdapter, NotReady
 from worker_service.kv_cache.memory_budget import available_host_memory
 from worker_service.loader import LoadedModel
 from worker_service.loader.adapters import read_adapter
@@ -34,8 +34,11 @@ class LoraAdapters(AdapterLoader[LoraAdapter]):
         return LoraAdapter.of_content(content)
 
     def _prepare(self, adapter: LoraAdapter) -> None:
-        if self.slots is None:
+        if self.slots is None or self._loaded is None:
             raise NotReady("the model is still loading")
+        if adapter.prompt is not None and self._loaded.pooler is not None:
+            got = "the embeddings of a prompt"
+            raise BadAdapter(f"peft_type: expected LORA for a model that makes vectors, got {got}")
         size, available = adapter.info.num_bytes, available_host_memory()
         if size > available:
             raise AdaptersFull(

@@ -14,7 +14,11 @@ from worker_service.errors import AdapterNotFound, InvalidOption, StaleTable
 def encode_info(info: AdapterInfo) -> adapter_pb2.AdapterInfo:
     """What was found in an adapter's files, as on the wire."""
     return adapter_pb2.AdapterInfo(
-        digest=info.digest, rank=info.rank, num_bytes=info.num_bytes, targets=info.targets
+        digest=info.digest,
+        rank=info.rank,
+        num_bytes=info.num_bytes,
+        targets=info.targets,
+        num_virtual_tokens=info.num_virtual_tokens,
     )
 
 
@@ -47,6 +51,7 @@ class AdapterTable:
                 path=module.path,
                 rank=info.rank,
                 num_bytes=info.num_bytes,
+                num_virtual_tokens=info.num_virtual_tokens,
             )
 
     async def replace(self, table: AdapterSet) -> list[bytes]:

@@ -18,7 +18,8 @@ class SimulatedAdapter:
     """The names and contents of files. Implements `adapters.store.Adapter`."""
 
     content: bytes
-    """A JSON object of rank and sizes by name, a line end, and the files in this order."""
+    """A JSON object of rank, virtual tokens and sizes by name, a line end, and the files in this
+    order."""
 
     @cached_property
     def info(self) -> AdapterInfo:
@@ -27,6 +28,7 @@ class SimulatedAdapter:
         try:
             values = json.loads(header)
             rank, sizes = int(values["rank"]), list(map(int, values["sizes"].values()))
+            num_virtual_tokens = int(values.get("virtual_tokens", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadAdapter(f"chunks: expected an adapter's content, got {error!r}") from None
         if sum(sizes) != len(files):
@@ -36,22 +38,27 @@ class SimulatedAdapter:
             rank=rank,
             num_bytes=len(self.content),
             targets=("simulated",),
+            num_virtual_tokens=num_virtual_tokens,
         )
 
     @classmethod
     def read(cls, path: Path) -> "SimulatedAdapter":
-        """Read all files of a folder; the rank is that of `adapter_config.json`, if it is there."""
+        """Read all files of a folder; the rank and the number of virtual tokens are those of
+        `adapter_config.json`, if it is there."""
         if not path.is_dir():
             raise AdapterNotFound(f"path: expected the folder of an adapter, got {str(path)!r}")
         contents = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
-        rank = 1
+        values: dict[str, int] = {"rank": 1}
         if "adapter_config.json" in contents:
             try:
-                rank = int(json.loads(contents["adapter_config.json"]).get("r", 8))
+                config = json.loads(contents["adapter_config.json"])
+                values["rank"] = int(config.get("r", 8))
+                if (number := config.get("num_virtual_tokens")) is not None:
+                    values = {"rank": 0, "virtual_tokens": int(number)}
             except (ValueError, AttributeError, TypeError) as error:
                 raise BadAdapter(f"adapter_config.json: expected an object: {error}") from None
         sizes = {name: len(content) for name, content in contents.items()}
-        header = json.dumps({"rank": rank, "sizes": sizes}).encode()
+        header = json.dumps({**values, "sizes": sizes}).encode()
         return cls(b"\n".join([header, b"".join(contents.values())]))
 
 
@@ -69,6 +76,7 @@ class SimulatedAdapters(AdapterLoader[SimulatedAdapter]):
         return SimulatedAdapter(bytes(content))
 
     def _prepare(self, adapter: SimulatedAdapter) -> None:
-        if not 1 <= adapter.info.rank <= self._max_rank:
+        least = 0 if adapter.info.num_virtual_tokens else 1
+        if not least <= adapter.info.rank <= self._max_rank:
             expected = f"1 to {self._max_rank}, --max-lora-rank"
             raise BadAdapter(f"r: expected {expected}, got {adapter.info.rank}")

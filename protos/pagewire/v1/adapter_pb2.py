@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagewire/v1/adapter.proto\x12\x0bpagewire.v1\"V\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\x7f\n\nAdapterSet\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x08\x61\x64\x61pters\x18\x02 \x03(\x0b\x32\x14.pagewire.v1.Adapter\x12&\n\x08retained\x18\x03 \x03(\x0b\x32\x14.pagewire.v1.Adapter\x12\x10\n\x08unloaded\x18\x04 \x03(\t\"O\n\x0b\x41\x64\x61pterInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07targets\x18\x04 \x03(\t\"[\n\rModelAdapters\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08\x61\x64\x61pters\x18\x02 \x01(\x0b\x32\x17.pagewire.v1.AdapterSet\x12\x10\n\x08settling\x18\x03 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pagewire/v1/adapter.proto\x12\x0bpagewire.v1\"r\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x1a\n\x12num_virtual_tokens\x18\x06 \x01(\r\"\x7f\n\nAdapterSet\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x08\x61\x64\x61pters\x18\x02 \x03(\x0b\x32\x14.pagewire.v1.Adapter\x12&\n\x08retained\x18\x03 \x03(\x0b\x32\x14.pagewire.v1.Adapter\x12\x10\n\x08unloaded\x18\x04 \x03(\t\"k\n\x0b\x41\x64\x61pterInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07targets\x18\x04 \x03(\t\x12\x1a\n\x12num_virtual_tokens\x18\x05 \x01(\r\"[\n\rModelAdapters\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08\x61\x64\x61pters\x18\x02 \x01(\x0b\x32\x17.pagewire.v1.AdapterSet\x12\x10\n\x08settling\x18\x03 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,11 +32,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.adapter_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ADAPTER']._serialized_start=42
-  _globals['_ADAPTER']._serialized_end=128
-  _globals['_ADAPTERSET']._serialized_start=130
-  _globals['_ADAPTERSET']._serialized_end=257
-  _globals['_ADAPTERINFO']._serialized_start=259
-  _globals['_ADAPTERINFO']._serialized_end=338
-  _globals['_MODELADAPTERS']._serialized_start=340
-  _globals['_MODELADAPTERS']._serialized_end=431
+  _globals['_ADAPTER']._serialized_end=156
+  _globals['_ADAPTERSET']._serialized_start=158
+  _globals['_ADAPTERSET']._serialized_end=285
+  _globals['_ADAPTERINFO']._serialized_start=287
+  _globals['_ADAPTERINFO']._serialized_end=394
+  _globals['_MODELADAPTERS']._serialized_start=396
+  _globals['_MODELADAPTERS']._serialized_end=487
 # @@protoc_insertion_point(module_scope)

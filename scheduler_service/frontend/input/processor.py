@@ -88,6 +88,7 @@ class ResolvedRequest:
     model: FrontendModel
     adapter: RequestAdapter | None
     prompt_token_ids: Sequence[int]
+    """Those of the client. Virtual tokens of the adapter precede them at the core."""
     num_choices: int
     """Choices that the core generates."""
     num_returned: int
@@ -106,6 +107,16 @@ class ResolvedRequest:
     num_logprobs: int | None
     wants_prompt_logprobs: bool
     resume: Sequence[inference_pb.ResumedChoice]
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        """Tokens before the prompt whose embeddings are the adapter's."""
+        return 0 if self.adapter is None else self.adapter.num_virtual_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the output, virtual ones included."""
+        return self.num_virtual_tokens + len(self.prompt_token_ids)
 
     @property
     def is_ranked(self) -> bool:
@@ -159,9 +170,10 @@ def resolve_request(
     or UnsupportedByModel for what this model cannot do, and PromptTooLong.
     """
     check_against_model(request, model.info)
-    text, prompt = resolve_prompt(request, model)
+    virtual_tokens = [0] * (0 if adapter is None else adapter.num_virtual_tokens)
+    text, prompt = resolve_prompt(request, model, len(virtual_tokens))
     params = request.sampling_params
-    max_tokens = _max_tokens(params, model, len(prompt))
+    max_tokens = _max_tokens(params, model, len(virtual_tokens) + len(prompt))
     stop_token_ids, reported = _stop_tokens(params, model)
     seed = params.seed if params.HasField("seed") else secrets.randbits(SEED_BITS)
     if params.stop:
@@ -174,7 +186,7 @@ def resolve_request(
             request_id=request_id,
             model=model.info.name,
             priority=request.priority,
-            prompt_token_ids=pack(prompt),
+            prompt_token_ids=pack([*virtual_tokens, *prompt]),
             attempt=request.attempt,
             fingerprint=fingerprint(request, "" if adapter is None else adapter.name),
             generation=scheduler_pb.Generation(
@@ -256,16 +268,17 @@ def _below_vocab(vocab_size: int) -> str:
 
 
 def resolve_prompt(
-    request: inference_pb.GenerateRequest, model: FrontendModel
+    request: inference_pb.GenerateRequest, model: FrontendModel, num_virtual_tokens: int = 0
 ) -> tuple[str, list[int]]:
-    """The prompt's text, empty if it was given as token ids, and the tokens that the model gets.
+    """The prompt's text, empty if it was given as token ids, and its tokens.
 
-    Raises PromptTooLong for a prompt that is longer than the model allows and not to be truncated.
+    num_virtual_tokens: those that precede them. Raises PromptTooLong for a prompt that is longer
+    than the model allows and not to be truncated.
     """
     params = request.sampling_params
     keep = None
     if params.HasField("truncate_prompt_tokens"):
-        keep = params.truncate_prompt_tokens or _fitting(params, model)
+        keep = params.truncate_prompt_tokens or _fitting(params, model, num_virtual_tokens)
     kind = request.WhichOneof("prompt")
     if kind == "token_ids":
         ids = request.token_ids.ids
@@ -324,9 +337,11 @@ def check_prompt_length(num_tokens: int, model: FrontendModel, *, is_exact: bool
         )
 
 
-def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:
+def _fitting(
+    params: sampling_pb2.SamplingParams, model: FrontendModel, num_virtual_tokens: int
+) -> int:
     """Maximum number of prompt tokens that leaves room for the output's max_tokens."""
-    max_model_len = max_servable_len(model.info)
+    max_model_len = max_servable_len(model.info) - num_virtual_tokens
     num_output = value_or(params, "max_tokens", 1)
     if num_output >= max_model_len:
         raise InvalidArgument(

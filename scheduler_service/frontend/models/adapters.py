@@ -15,6 +15,8 @@ class RequestAdapter:
     """The model that it is of."""
     name: str
     digest: bytes
+    num_virtual_tokens: int = 0
+    """Tokens before the prompt whose embeddings are the adapter's."""
 
     @property
     def context_part(self) -> context_pb2.ContextPart:
@@ -68,5 +70,7 @@ class AnnouncedAdapters:
             named, retained = table.adapters.adapters, table.adapters.retained
             for adapter in (*named, *retained) if digest else named:
                 if adapter.name == name and digest in (b"", adapter.digest):
-                    return RequestAdapter(table.model, name, adapter.digest)
+                    return RequestAdapter(
+                        table.model, name, adapter.digest, adapter.num_virtual_tokens
+                    )
         return None

@@ -22,8 +22,11 @@ def token_logprobs(
 class PromptLogprobs:
     """Collects the log probabilities of one prompt, which arrive in pieces."""
 
-    def __init__(self, prompt_token_ids: Sequence[int], token_text: TokenText) -> None:
-        self._prompt = prompt_token_ids
+    def __init__(
+        self, prompt_token_ids: Sequence[int], token_text: TokenText, start: int = 0
+    ) -> None:
+        """start: position of the prompt at the core."""
+        self._prompt, self._start = prompt_token_ids, start
         self._token_text = token_text
         first = inference_pb.TokenLogprob(
             token_id=prompt_token_ids[0], text=token_text(prompt_token_ids[0])
@@ -37,12 +40,13 @@ class PromptLogprobs:
         return len(self.positions) == len(self._prompt)
 
     def receive(self, update: scheduler_pb.PromptLogprobsUpdate) -> None:
-        """Append the next positions; those that a repeated prefill sends again are skipped."""
+        """Append the next positions; those before the prompt, and those that a repeated prefill
+        sends again, are skipped."""
         token_ids = from_column(update.token_ids, "token_ids")
         logprobs = _floats(update.logprobs)
         ranks = from_column(update.ranks, "ranks")
         width = update.width
-        for row in range(len(self.positions) - update.start, len(ranks)):
+        for row in range(self._start + len(self.positions) - update.start, len(ranks)):
             columns = slice(row * width, (row + 1) * width)
             self.positions.append(
                 _position(token_ids[columns], logprobs[columns], ranks[row], self._token_text)

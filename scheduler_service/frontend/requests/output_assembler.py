@@ -51,7 +51,9 @@ class OutputAssembler:
             for position, resumed in enumerate(request.resume):
                 self.choices[resumed.index].restore(resumed, f"resume[{position}]")
         if request.wants_prompt_logprobs:
-            self._prompt_logprobs = PromptLogprobs(request.prompt_token_ids, request.token_text)
+            self._prompt_logprobs = PromptLogprobs(
+                request.prompt_token_ids, request.token_text, request.num_virtual_tokens
+            )
 
     # From the core.
 
@@ -119,7 +121,7 @@ class OutputAssembler:
         """Write the account of a complete output."""
         assert self.finished is not None
         usage = response.usage
-        usage.prompt_tokens = len(self.request.prompt_token_ids)
+        usage.prompt_tokens = self.request.num_prompt_tokens
         usage.cached_tokens = self.finished.cached_tokens
         usage.completion_tokens = self.num_tokens
         usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)

@@ -152,7 +152,7 @@ class RequestStream:
             return
         counts.num_generated_tokens += num_tokens
         if gap_s is None:
-            counts.num_prompt_tokens += len(self._begun.request.prompt_token_ids)
+            counts.num_prompt_tokens += self._begun.request.num_prompt_tokens
             counts.first_token.observe(self.stopwatch.first_token_s)
         else:  # several tokens of a choice that arrive together share the time equally
             counts.token_gap.observe(gap_s * num_choices / num_tokens, num_tokens)

@@ -23,14 +23,14 @@ from worker_service.runner.torch_executor import Profiler
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def ahead(family: str) -> AheadExecutor:
-    """With as many slots as each test has adapters, less one."""
+def ahead(family: str, max_loras: int = 2) -> AheadExecutor:
+    """With as many slots as each test has adapters here, less one."""
     made = AheadExecutor(
         CacheConfig(),
         Profiler(Path()),
         lambda: load_blocks(base_of(family)),
         runner=RunnerConfig(max_graph_batch_size=4, max_graph_tokens=32),
-        adapters=AdapterConfig(enable_lora=True, max_loras=2, max_lora_rank=64),
+        adapters=AdapterConfig(enable_lora=True, max_loras=max_loras, max_lora_rank=64),
     )
     made.load()
     return made

@@ -456,7 +456,7 @@ def test_modules_that_the_settings_do_not_name_are_a_warning(
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("peft_type", "PREFIX_TUNING", "peft_type: expected LORA, got 'PREFIX_TUNING'"),
+        ("peft_type", "PREFIX_TUNING", "peft_type: expected one of LORA, .* got 'PREFIX_TUNING'"),
         ("modules_to_save", ["lm_head"], r"modules_to_save: expected none.*\['lm_head'\]"),
         ("use_dora", True, "use_dora: expected none"),
         ("bias", "all", "bias: expected 'none', got 'all'"),

@@ -9,9 +9,10 @@ import torch
 
 from tests.support.checkpoints import checkpoint
 from tests.support.encoders import make_encoder
-from tests.support.lora import EMBEDDING, LAYERS, make_adapter
+from tests.support.lora import EMBEDDING, LAYERS, make_adapter, make_prompt
 from tests.support.pooled_texts import BLOCK_SIZE, NUM_BLOCKS, PooledTexts
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
+from worker_service.errors import BadAdapter
 from worker_service.loader import load_model
 from worker_service.plan import ContextKind, ContextPart, PoolingParams, PoolingType
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
@@ -77,3 +78,9 @@ def test_vectors_are_those_of_peft(family: str, kind: PoolingType, tmp_path: Pat
                 [hidden] = model(ids).last_hidden_state
         expected = hidden.mean(0) if kind is PoolingType.MEAN else hidden[-1]
         np.testing.assert_allclose(vectors[row], expected.numpy(), atol=TOLERANCE, rtol=1e-5)
+
+
+def test_prompts_are_refused_by_models_that_make_vectors(tmp_path: Path) -> None:
+    made = make_prompt(checkpoint("qwen3"), tmp_path / "prompt", num_tokens=4)
+    with pytest.raises(BadAdapter, match="peft_type: expected LORA for a model that makes vectors"):
+        executor_of(checkpoint("qwen3")).load_adapter(str(made.folder))

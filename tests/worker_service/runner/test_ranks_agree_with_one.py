@@ -13,7 +13,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Generation
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine, Output
-from tests.support.lora import random_adapter
+from tests.support.lora import random_adapter, random_prompt
 from tests.support.rank_threads import AheadExecutor, Executor, ParallelEngine
 from worker_service.adapters.lora import LoraAdapter
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
@@ -65,20 +65,23 @@ def _alone(model: Path) -> list[Output]:
 def _adapters(model: Path) -> list[LoraAdapter]:
     loaded = load_model(ModelConfig(model=str(model), device="cpu", dtype="float32"), CacheConfig())
     assert isinstance(loaded.model, NativeModel)
-    return [random_adapter(loaded.model, seed, rank=rank) for seed, rank in enumerate((1, 4))]
+    found = [random_adapter(loaded.model, seed, rank=rank) for seed, rank in enumerate((1, 4))]
+    if loaded.model.virtual_token_size is not None:
+        found.append(random_prompt(loaded.model, 2, num_tokens=1))
+    return found
 
 
 def _with_adapters(
     model: Path, tensor: int, pipeline: int, executor: type[Executor] = Executor
 ) -> list[Output]:
-    """Outputs of the prompts; every third one has no adapter, the others have two in turn."""
+    """Outputs of the prompts: without an adapter, and with several, in turn."""
     engine = ParallelEngine(
         model,
         tensor_parallel_size=tensor,
         pipeline_parallel_size=pipeline,
         config=SMALL,
         executor=executor,
-        adapters=AdapterConfig(enable_lora=True, max_loras=2),
+        adapters=AdapterConfig(enable_lora=True, max_loras=3),
     )
     names = {adapter.info.digest.hex(): str(i) for i, adapter in enumerate(_adapters(model))}
     contexts: list[tuple[ContextPart, ...]] = [()]
@@ -96,7 +99,7 @@ def _with_adapters(
                 request_id=str(number),
                 model=MODEL,
                 prompt_token_ids=prompt,
-                context=contexts[number % len(contexts)],
+                context=contexts[number % len(contexts) if len(prompt) > 1 else 0],
                 work=replace(work),
             )
             for number, prompt in enumerate(_prompts(), start=len(contexts))
@@ -225,7 +228,8 @@ def test_two_ranks_in_each_of_two_stages_with_adapters_agree_with_one_rank(famil
     is_changed = [
         ours.token_ids != base.token_ids for ours, base in zip(expected, alone, strict=True)
     ]
-    assert is_changed == [bool(number % 3) for number in range(len(is_changed))]
+    num_kinds = 1 + len(_adapters(model))
+    assert is_changed == [bool(number % num_kinds) for number in range(len(is_changed))]
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "gpt2", "gpt_neox"])

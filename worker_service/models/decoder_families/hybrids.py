@@ -198,6 +198,7 @@ def granite_hybrid_settings(config: Config) -> DecoderSettings:
         layers,
         norm,
         embedding_scale=config.get("embedding_multiplier", 1.0),
+        scales_virtual_tokens=True,
         logits_scale=1.0 / config.get("logits_scaling", 1.0),
     )
 
@@ -269,6 +270,7 @@ def falcon_h1_settings(config: Config) -> DecoderSettings:
         [layer] * config["num_hidden_layers"],
         norm,
         embedding_scale=config.get("embedding_multiplier", 1.0),
+        scales_virtual_tokens=None,  # PEFT embeds all tokens of a prompt without the factor
         logits_scale=config.get("lm_head_multiplier", 1.0),
     )
 

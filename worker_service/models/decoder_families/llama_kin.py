@@ -169,6 +169,7 @@ def granite_settings(
         [layer] * config["num_hidden_layers"],
         norm,
         embedding_scale=config.get("embedding_multiplier", 1.0),
+        scales_virtual_tokens=True,
         logits_scale=1.0 / config.get("logits_scaling", 1.0),
     )
 

@@ -64,6 +64,9 @@ class HostInputs:
     adapters: tuple[tuple[bytes, Int64Array | None], ...] = ()
     """Digest and rows of each adapter, [n]; None: all rows."""
 
+    has_virtual_tokens: bool = False
+    """Whether some tokens have embeddings of their adapters."""
+
 
 def lay_out(
     row_ids: Int64Array, firsts: Int64Array, num_tokens: Int32Array, table: SequenceTable
@@ -81,6 +84,7 @@ def lay_out(
         positions = np.repeat(firsts - query_start[:-1], query_lens) + np.arange(query_start[-1])
         token_row_ids = np.repeat(row_ids, query_lens)
     types = None if table.tables else _token_types(row_ids, query_lens, positions, table)
+    is_virtual = positions < table.num_virtual_tokens[token_row_ids]
     return HostInputs(
         row_ids=row_ids,
         token_row_ids=token_row_ids,
@@ -94,6 +98,7 @@ def lay_out(
         max_context_len=int(context_lens.max()),
         num_decodes=int(np.argmax(query_lens > 1)) if max_query_len > 1 else len(row_ids),
         adapters=tuple(_adapters(token_row_ids, table)) if table.adapters else (),
+        has_virtual_tokens=bool(table.adapters) and bool(is_virtual.any()),
     )
 
 
@@ -172,6 +177,7 @@ def build_batch(
         caches=caches,
         sampled=None if sampled is None else upload(sampled, device),
         adapters=_upload_adapters(inputs, device),
+        has_virtual_tokens=inputs.has_virtual_tokens,
     )
 
 

@@ -60,7 +60,7 @@ def compute_eagerly(
             max_query_len=inputs.max_query_len,
             num_decodes=inputs.num_decodes,
         )
-        batch = replace(batch, adapters=adapters)
+        batch = replace(batch, adapters=adapters, has_virtual_tokens=inputs.has_virtual_tokens)
     hidden = model.forward(batch)
     return DevicePass(
         rows=SamplingRows(row_ids, outputs, mask_rows, state.sampler.no_masks),

@@ -1,14 +1,14 @@
 """Steps on a GPU, which are launched without waiting for the device.
 
 A launch sends the changes of the plan and the inputs of the step in one copy from pinned memory;
-state that is on the device already is gathered by row (`rows.py`). Sampled tokens stay on
-the device for the next step, and are copied to the host in the background (`in_flight_step.py`). A
+state that is on the device already is gathered by row (`rows.py`). Sampled tokens stay on the
+device for the next step, and are copied to the host in the background (`in_flight_step.py`). A
 batch replays a CUDA graph if one was captured for its size (`cuda_graphs.py`): of decodes, or of
-decodes and chunks of prompts. Large prefills, prefills with a long context, and prompts whose log
-probabilities are reported run eagerly. Sampling is part of the graph, whatever the parameters; it
-is eager for rows with log probabilities or candidates, which are copied to the host together with
-the tokens. Bitmasks of constraints are sent in a separate copy, since they are computed while the
-forward pass runs.
+decodes and chunks of prompts. Large prefills, prefills with a long context, prompts whose log
+probabilities are reported, and tokens with embeddings of adapters run eagerly. Sampling is part of
+the graph, whatever the parameters; it is eager for rows with log probabilities or candidates, which
+are copied to the host together with the tokens. Bitmasks of constraints are sent in a separate
+copy, since they are computed while the forward pass runs.
 
 Ranks that share the layers of a model launch the same steps, in the same form, because each of
 their collectives takes part of a batch's shape. One of them samples; the others receive the tokens
@@ -131,7 +131,9 @@ class DeviceSteps:
         inputs = lay_out(rows.row_ids[computes], firsts, num_tokens, table)
         slots = _adapter_slots(inputs, self._adapters) if inputs.adapters else None
         columns = StepColumns(inputs, sampling, states, reports, changes, slots)
-        graphs = state.graphs if self._pooling is None else None  # they keep no hidden states
+        # Graphs keep no hidden states, and embed tokens.
+        can_replay = self._pooling is None and not inputs.has_virtual_tokens
+        graphs = state.graphs if can_replay else None
         queued = graphs.run(columns, buffers.staging) if graphs else None
         if queued is None:
             queued = compute_eagerly(columns, self._model, self._caches, state, buffers.staging)

@@ -43,6 +43,7 @@ _COLUMNS = (
     "num_tokens",
     "num_prompt_tokens",
     "num_computed_tokens",
+    "num_virtual_tokens",
     "capacity",
     "salts",
     "drafter_state",
@@ -120,6 +121,8 @@ class SequenceTable:
         self.num_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_prompt_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
+        self.num_virtual_tokens = np.zeros(_INITIAL_ROWS, np.int64)
+        """The first tokens, whose embeddings are those of a sequence's adapter."""
         self.capacity = np.zeros(_INITIAL_ROWS, np.int64)
         """Tokens for which a sequence has blocks in all groups, within the model's length."""
         self.salts = np.zeros(_INITIAL_ROWS, np.uint64)
@@ -213,6 +216,7 @@ class SequenceTable:
             self.contexts.pop(row_id, None)
             if (digest := self.adapters.pop(row_id, None)) and self._adapters is not None:
                 self._adapters.release(digest)
+                self.num_virtual_tokens[row_id] = 0
             self.sampling.remove(row_id)
             part = row_id % self.num_parts
             heappush(self._free_rows[part], row_id)
@@ -254,14 +258,15 @@ class SequenceTable:
             if digest := inherited or self._adapters.adapter_of(new, field):
                 self.adapters[row_id] = digest
                 self._adapters.acquire(digest)
+                info = self._adapters.get(digest).info
+                self.num_virtual_tokens[row_id] = info.num_virtual_tokens
         return row_id
 
     def _put_sampling(self, row_id: int, new: NewSequence) -> None:
-        prompt_end, end = self.num_prompt_tokens[row_id], self.num_tokens[row_id]
-        tokens = self.token_ids[row_id]
-        self.sampling.put(
-            row_id, new.sampling, new.choice_index, tokens[:prompt_end], tokens[prompt_end:end]
-        )
+        prompt_start, prompt_end = self.num_virtual_tokens[row_id], self.num_prompt_tokens[row_id]
+        tokens = self.token_ids[row_id, : self.num_tokens[row_id]]
+        prompt, output = tokens[prompt_start:prompt_end], tokens[prompt_end:]
+        self.sampling.put(row_id, new.sampling, new.choice_index, prompt, output)
 
     def update_blocks(self, updates: Int32Array) -> Int64Array:
         """Set or append block table entries. updates: [n, 4] as in the plan. Returns their rows."""

@@ -8,6 +8,7 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input.processor import SEED_BITS, ResolvedRequest, resolve_request
+from scheduler_service.frontend.models.adapters import RequestAdapter
 from scheduler_service.frontend.models.served_models import FrontendModel, build_model
 from scheduler_service.frontend.structured_output.constraint import to_lark
 from tests.support.fake_core import model_info
@@ -75,6 +76,25 @@ def test_a_prompt_without_room_for_a_token_is_too_long_and_numbers_tell_why() ->
     with pytest.raises(PromptTooLong) as caught:
         resolved(prompt=256)
     assert caught.value.details == {"prompt_tokens": "256", "max_model_len": "256"}
+
+
+def test_virtual_tokens_of_an_adapter_precede_the_prompt_and_count_as_tokens() -> None:
+    adapter = RequestAdapter("model", "prompt", b"d" * 32, num_virtual_tokens=6)
+
+    def with_prompt(prompt: int, **fields: Any) -> ResolvedRequest:
+        request = generate_request(list(range(3, 3 + prompt)), **fields)
+        return resolve_request(request, "r", MODEL, adapter)
+
+    found = with_prompt(10)
+    assert from_column(found.submit.prompt_token_ids, "") == [0] * 6 + list(range(3, 13))
+    assert found.prompt_token_ids == list(range(3, 13))
+    assert (found.num_prompt_tokens, found.max_tokens) == (16, 240)
+    with pytest.raises(PromptTooLong):
+        with_prompt(250)
+    short = with_prompt(100, truncate_prompt_tokens=0, max_tokens=200)
+    assert short.prompt_token_ids == list(range(53, 103))
+    with pytest.raises(InvalidArgument, match="to leave room for a prompt within 250 tokens"):
+        with_prompt(10, truncate_prompt_tokens=0, max_tokens=250)
 
 
 def test_stop_tokens_come_beside_the_ends_of_sequence() -> None:
