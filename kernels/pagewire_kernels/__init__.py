@@ -6,7 +6,7 @@ head_dim]`, so that one block, all layers, keys and values, is one contiguous pi
 layer uses two strided views `[num_blocks, block_size, num_kv_heads, head_dim]`. A sequence's block
 table maps its positions to blocks; `AttentionMetadata` describes the batch of a step.
 
-    interface.py   the interfaces of attention backends and layer kernels
+    interface.py   the interface of attention backends, and keywords of kernels
     select.py      the choice between them, by device and by the model's requirements
     self_check.py  small cases that a GPU backend must pass on the device before it is used
     batch.py       the metadata of a step's batch, tables of sampling parameters, copies of blocks

@@ -15,9 +15,9 @@ from pagewire_kernels.cpu.checks import DTYPES
 from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.recorded_model import Embed, Head, Layers, RecordedModel
-from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
+from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed
 from pagewire_kernels.quantized_weight import QuantizedWeight
-from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels, ReferenceBackend
 from pagewire_kernels.self_check import check_products, self_check
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def layer_kernels(
     is_native = device.type == "cpu" and backend.name == "cpu" and dtype in DTYPES
     if is_native and (found := library()) is not None:
         return NativeLayerKernels(found)
-    return TorchLayerKernels()
+    return LayerKernels()
 
 
 def can_keep_weights_packed(

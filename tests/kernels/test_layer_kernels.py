@@ -5,13 +5,13 @@ import torch
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.layers import NativeLayerKernels
-from pagewire_kernels.interface import LayerKernels, stored_head_size
+from pagewire_kernels.interface import stored_head_size
 from pagewire_kernels.reference import ACTIVATIONS
-from pagewire_kernels.reference.backend import TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.reference.kv_cache import dequantize_heads
 from tests.support.native import native_libraries
 
-IMPLEMENTATIONS: dict[str, LayerKernels] = {"torch": TorchLayerKernels()}
+IMPLEMENTATIONS: dict[str, LayerKernels] = {"torch": LayerKernels()}
 IMPLEMENTATIONS |= {
     found.instruction_set: NativeLayerKernels(found) for found in native_libraries()
 }

@@ -13,8 +13,7 @@ from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import Program, record
 from pagewire_kernels.cpu.tasks import describe_batch
-from pagewire_kernels.interface import LayerKernels
-from pagewire_kernels.reference.backend import TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from tests.support.native import native_libraries
 from tests.support.paged_states import PagedStates
 from tests.support.state_layers import (
@@ -27,7 +26,7 @@ from tests.support.state_layers import (
     random,
 )
 
-IMPLEMENTATIONS: dict[str, LayerKernels] = {"torch": TorchLayerKernels()}
+IMPLEMENTATIONS: dict[str, LayerKernels] = {"torch": LayerKernels()}
 IMPLEMENTATIONS |= {
     found.instruction_set: NativeLayerKernels(found) for found in native_libraries()
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pagewire_kernels.batch import AttentionMetadata, RowAdapters, StepBatch
-from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels, ReferenceBackend
 from pagewire_kernels.select import Kernels
 from worker_service.config import ModelConfig
 from worker_service.loader import LoadedModel
@@ -101,5 +101,5 @@ def loaded_counting_model(
         fingerprint="counting",
         weights="none",
         batch_invariant=True,
-        kernels=Kernels(ReferenceBackend(), TorchLayerKernels()),
+        kernels=Kernels(ReferenceBackend(), LayerKernels()),
     )

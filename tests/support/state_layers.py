@@ -13,7 +13,7 @@ from transformers.models.mamba import modeling_mamba as mamba1
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_nets
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from tests.support.paged_states import PagedStates
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata, StateUnits
-from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.interface import ModelContext, WeightTarget

@@ -12,7 +12,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.convolution import CausalConvolution, convolution_state

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout
 from worker_service.models.decoder import MLPSpec, NormSpec

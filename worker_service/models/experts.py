@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.adapters import ActiveRows, ExpertDeltas, NativeDeltas
 from pagewire_kernels.cpu.experts import NativeExperts
-from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference import Gate, Routing
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.interface import ModelContext, WeightTarget

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata, LayerCaches
-from pagewire_kernels.interface import AttentionBackend, LayerKernels
+from pagewire_kernels.interface import AttentionBackend
+from pagewire_kernels.reference.backend import LayerKernels
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel

@@ -30,9 +30,9 @@ from pagewire_kernels.cpu.experts import NativeExperts, can_pack_experts
 from pagewire_kernels.cpu.heads import NativeHeads
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight, discard
 from pagewire_kernels.cpu.native_library import Library, library
-from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight, quantize, stack
 from pagewire_kernels.reference import Gate, Routing
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.distributed.layout import Shard
 from worker_service.errors import InvalidOption, UnsupportedModel

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import ACTIVATIONS, RMSNorm, RotaryTable, norm_targets

@@ -108,7 +108,7 @@ MAX_HEAD_DIM = 1024
 
 
 class NativeLayerKernels(NativeStateKernels):
-    """Layer kernels in C++, for rows of float32 or bfloat16. Implements `LayerKernels`."""
+    """Layer kernels in C++, for rows of float32 or bfloat16."""
 
     name = "native"
 

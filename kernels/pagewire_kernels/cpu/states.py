@@ -30,14 +30,14 @@ from pagewire_kernels.cpu.tasks import (
     describe_batch,
     rows_of,
 )
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.reference.states import GATES, check_convolution
 
 MAX_STATE_SIZE = 256
 
 
-class NativeStateKernels:
-    """Kernels of layers with a state in C++, for rows of float32 or bfloat16. Implements
-    `StateKernels`."""
+class NativeStateKernels(LayerKernels):
+    """Kernels of layers with a state in C++, for rows of float32 or bfloat16."""
 
     def __init__(self, library: Library) -> None:
         self._library = library

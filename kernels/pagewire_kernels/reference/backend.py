@@ -1,6 +1,6 @@
 """The reference as an attention backend and as layer kernels."""
 
-import torch
+from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.interface import Abilities
@@ -16,12 +16,17 @@ class ReferenceBackend:
     packed_attention = staticmethod(reference.packed_attention)
 
 
-class TorchLayerKernels:
-    """Layer kernels in plain torch, on any device: the fallback."""
+class LayerKernels:
+    """Row-wise operations of layers in plain torch, on any device; those of a device replace them.
+
+    Weights, biases and tables have the dtype and device of the rows; weights of RMS norms may be
+    float32 instead. Rows have a dense last axis and otherwise arbitrary strides. Results are new
+    tensors unless a function says otherwise. The result of a row of layers with a state, and the
+    state after it, have the same bits in any batch and in any division of a sequence into steps.
+    """
 
     name = "torch"
     embed = staticmethod(reference.embed)
-    copy = staticmethod(torch.clone)
     rms_norm = staticmethod(reference.rms_norm)
     layer_norm = staticmethod(reference.layer_norm)
     activate = staticmethod(reference.activate)
@@ -41,3 +46,7 @@ class TorchLayerKernels:
     mamba2_scan = staticmethod(reference.mamba2_scan)
     gated_delta_rule = staticmethod(reference.gated_delta_rule)
     gated_rms_norm = staticmethod(reference.gated_rms_norm)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Copy the rows of x, [num_tokens, size], which are overwritten later."""
+        return x.clone()

@@ -2,12 +2,11 @@
 
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
-from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Abilities, AttentionOptions
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.triton.attention import paged_attention
 from pagewire_kernels.triton.kv_cache import write_kv
 from pagewire_kernels.triton.latents import write_latents
@@ -63,24 +62,18 @@ class TritonBackend:
         )
 
 
-class TritonLayerKernels:
+class TritonLayerKernels(LayerKernels):
     """One launch per operation. Results are bitwise independent of the batch, since a row is
     computed by a single program, in an order that depends only on its size."""
 
     name = "triton"
-    embed = staticmethod(reference.embed)
-    copy = staticmethod(torch.clone)
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
     activate = staticmethod(activate)
     act_and_mul = staticmethod(act_and_mul)
-    rotate_and_write_kv = staticmethod(rotate_and_write_kv)
+    # It takes tensors by position only.
+    rotate_and_write_kv = staticmethod(rotate_and_write_kv)  # type: ignore[assignment]
     rotate = staticmethod(rotate)
-    scale = staticmethod(reference.scale)
-    soft_cap = staticmethod(reference.soft_cap)
-    xielu = staticmethod(reference.xielu)
-    add = staticmethod(reference.add)
-    multiply = staticmethod(reference.multiply)
     multiply_sigmoid = staticmethod(multiply_sigmoid)
     sum_rows = staticmethod(sum_rows)
     write_latents = staticmethod(write_latents)

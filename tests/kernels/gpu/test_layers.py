@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.reference import ACTIVATIONS
-from pagewire_kernels.reference.backend import TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.triton import TritonLayerKernels, act_and_mul, rotate_and_write_kv
 from pagewire_kernels.triton.layers import rms_norm
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
@@ -19,7 +18,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
 
 
 KERNELS: LayerKernels = TritonLayerKernels()
-TORCH: LayerKernels = TorchLayerKernels()
+TORCH: LayerKernels = LayerKernels()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ from pagewire_kernels.quantized_weight import (
     QuantizedWeight,
     stack,
 )
-from pagewire_kernels.reference.backend import TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import can_keep_weights_packed
 from pagewire_kernels.triton import TritonLayerKernels, TritonQuantizedWeight, can_pack_codes
 from tests.support.gpu_kernels import DEVICE, INTERPRETED, MARKS
@@ -258,7 +258,7 @@ def test_weights_are_packed_if_the_kernels_are_right_on_the_device(
 ) -> None:
     assert can_keep_weights_packed(TritonLayerKernels(), DEVICE, dtype)
     assert not caplog.messages
-    assert not can_keep_weights_packed(TorchLayerKernels(), DEVICE, dtype)
+    assert not can_keep_weights_packed(LayerKernels(), DEVICE, dtype)
 
     def off(weight: QuantizedWeight) -> TritonQuantizedWeight:
         return _packed(replace(weight, scales=weight.scales * 1.01), dtype)

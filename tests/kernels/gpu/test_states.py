@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pagewire_kernels.interface import LayerKernels
-from pagewire_kernels.reference.backend import TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.triton import TritonLayerKernels
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
 from tests.support.state_layers import LAYERS, Layer, Mamba1, in_wider_rows, random
@@ -14,7 +13,7 @@ from tests.support.state_layers import LAYERS, Layer, Mamba1, in_wider_rows, ran
 pytestmark = MARKS
 
 KERNELS: LayerKernels = TritonLayerKernels()
-TORCH: LayerKernels = TorchLayerKernels()
+TORCH: LayerKernels = LayerKernels()
 
 each_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 

@@ -11,7 +11,7 @@ import torch
 
 from pagewire_kernels import triton as triton_kernels
 from pagewire_kernels.quantized_weight import quantize
-from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels, ReferenceBackend
 from pagewire_kernels.select import Kernels
 from pagewire_kernels.triton import TritonBackend, TritonLayerKernels, TritonQuantizedWeight
 from scheduler_service.core.config import SchedulerConfig
@@ -46,7 +46,7 @@ LONG = pytest.mark.long
 """For models that take many seconds in the interpreter; their kernels have short tests."""
 
 OURS = Kernels(TritonBackend(batch_invariant=True), TritonLayerKernels())
-PLAIN = Kernels(ReferenceBackend(), TorchLayerKernels())
+PLAIN = Kernels(ReferenceBackend(), LayerKernels())
 
 
 def _model(folder: Path, kernels: Kernels) -> NativeModel:

@@ -12,7 +12,7 @@ from pagewire_kernels import reference
 from pagewire_kernels.cpu import library
 from pagewire_kernels.cpu.experts import NativeExperts
 from pagewire_kernels.reference import Gate, Routing
-from pagewire_kernels.reference.backend import TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gguf_files import make_gguf
 from tests.support.loading import assert_same, copy_checkpoint, edit_tensors, load, logits
@@ -227,7 +227,7 @@ def test_a_router_that_was_rounded_when_it_was_saved_is_one_weight() -> None:
     context = ModelContext(dtype=torch.bfloat16, device=torch.device("cpu"))
     weight = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
     for rounded, num_terms in ((weight.bfloat16().float(), 1), (weight, 3)):
-        router = FloatRouter(16, 4, context, TorchLayerKernels())
+        router = FloatRouter(16, 4, context, LayerKernels())
         (target,) = router.targets("gate")
         target.target.copy_(rounded)
         router.pack()

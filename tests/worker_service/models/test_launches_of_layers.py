@@ -13,8 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels import reference
-from pagewire_kernels.interface import LayerKernels
-from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels, ReferenceBackend
 from pagewire_kernels.select import Kernels
 from pagewire_kernels.triton import TritonLayerKernels
 from tests.support.checkpoints import checkpoint
@@ -59,15 +58,14 @@ class Launches(TorchDispatchMode):
 
 
 def _kernels(launches: Launches) -> Kernels:
-    backend, layers = ReferenceBackend(), TorchLayerKernels()
+    backend, layers = ReferenceBackend(), LayerKernels()
     for name in ("paged_attention", "write_kv"):
         setattr(backend, name, launches.counted(name, getattr(backend, name)))
-    for name in (name for name in vars(TritonLayerKernels) if not name.startswith("_")):
+    for name in (name for name in dir(TritonLayerKernels) if not name.startswith("_")):
         of_gpu = getattr(TritonLayerKernels, name)
         if callable(of_gpu) and of_gpu is not getattr(reference, name, None):
             setattr(layers, name, launches.counted(name, getattr(layers, name)))
-    kernels: LayerKernels = layers
-    return Kernels(backend, kernels)
+    return Kernels(backend, layers)
 
 
 def _launches(family: str) -> list[tuple[str, ...]]:

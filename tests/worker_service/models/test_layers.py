@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.cpu.native_library import library
-from pagewire_kernels.reference.backend import TorchLayerKernels
+from pagewire_kernels.reference.backend import LayerKernels
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
     VocabEmbedding,
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tied_head_and_its_embedding_share_one_table(dtype: torch.dtype) -> None:
     context = ModelContext(dtype=dtype, device=CPU)
-    embedding = VocabEmbedding(80, 48, context, TorchLayerKernels())
+    embedding = VocabEmbedding(80, 48, context, LayerKernels())
     assert embedding.weight is not None
     table = embedding.weight.copy_(torch.randn(80, 48)).clone()
     head = VocabHead(80, 48, context, tied_to=embedding)
