@@ -34,32 +34,3 @@ from pagewire_kernels.triton.packed_attention import packed_attention
 from pagewire_kernels.triton.quantized_linear import TritonQuantizedWeight, can_pack_codes
 from pagewire_kernels.triton.rotary import rotate, rotate_and_write_kv
 from pagewire_kernels.triton.sampling import edit, gather_logprobs, prepare, sample
-
-__all__ = [
-    "InvariantWeight",
-    "Launch",
-    "TritonBackend",
-    "TritonExperts",
-    "TritonLayerKernels",
-    "TritonQuantizedWeight",
-    "act_and_mul",
-    "activate",
-    "add_deltas",
-    "add_embedding_deltas",
-    "can_pack_codes",
-    "choose_launch",
-    "edit",
-    "gather_logprobs",
-    "layer_norm",
-    "linear",
-    "move_blocks",
-    "packed_attention",
-    "paged_attention",
-    "prepare",
-    "rms_norm",
-    "rotate",
-    "rotate_and_write_kv",
-    "sample",
-    "sum_rows",
-    "write_kv",
-]
