@@ -94,6 +94,8 @@ class Worker:
             )
         self.epoch = self.info.last_epoch
         """The greatest epoch used."""
+        self.keeps_blocks = False
+        """Whether it keeps what is cached for the next core, once it has caches."""
         self._alone: dict[tuple[object, ...], Generation] = {}
 
     @property
@@ -175,7 +177,8 @@ class Worker:
 
     def initialize(self, epoch: int) -> None:
         """Create the caches."""
-        self.stub.InitializeCache(self.cache_request(epoch), timeout=self.timeout_s)
+        response = self.stub.InitializeCache(self.cache_request(epoch), timeout=self.timeout_s)
+        self.keeps_blocks = response.keeps_blocks
 
     def stream(self, epoch: int) -> StepStream:
         """A step stream of an epoch, without new caches."""

@@ -8,7 +8,7 @@ _TOPICS = (
     # `caches` comes early: one of its cases needs a worker that has had no caches.
     *("setup", "caches", "info", "steps", "ordering", "epochs"),
     *("sequences", "batches", "blocks", "forks", "cache_operations", "swaps", "groups", "contexts"),
-    *("moves", "adapters"),
+    *("moves", "records", "adapters"),
     *("sampling", "draws", "edits", "logprobs", "prompt_logprobs", "beams", "drafts", "pooling"),
     *("structured_output", "constrained_rows", "errors", "robustness"),
     "registration",  # last, since it stops the worker

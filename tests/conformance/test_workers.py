@@ -89,6 +89,7 @@ OF_ONE_GROUP = [
     )
 ] + [case.full_name for case in cases.ALL if case.group == "swaps" or case.name in ON_BLOCKS]
 OF_ONE_GROUP += ["moves: fetched blocks serve as a prefix"]
+OF_ONE_GROUP += ["records: recorded blocks keep their contents"]
 """Cases that give a sequence blocks of the main group alone."""
 
 OF_SEVERAL_GROUPS = (
@@ -121,12 +122,12 @@ A_CLASSIFIER = "pooling: a classifier brings a logit for each label"
 OTHERS = ["setup: a model without cache groups has no blocks"]
 OTHERS += ["pooling: a part of a whole prompt is refused"]
 HAS_LABELS = ("simulated", "adapters", "cache groups")
-MOVES = [case.full_name for case in cases.ALL if case.group == "moves"]
+OPTIONAL = [case.full_name for case in cases.ALL if case.group in ("moves", "records")]
 ADAPTERS = [case.full_name for case in cases.ALL if case.group == "adapters"]
 for _kind, _names in SKIPPED.items():
     _others = {*OTHERS, OF_LABELS if _kind in HAS_LABELS else A_CLASSIFIER, *_names}
     _others.update(ADAPTERS if _kind != "adapters" else ())
-    _others.update(MOVES if _kind.startswith("node") else ())
+    _others.update(OPTIONAL if _kind.startswith("node") else ())
     SKIPPED[_kind] = [case.full_name for case in cases.ALL if case.full_name in _others]
 
 OF_MODELS_WITHOUT_CACHE = {

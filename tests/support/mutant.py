@@ -25,6 +25,9 @@ class Fault:
     part: Callable[[pb.ReadBlocksResponse], None] = lambda part: None
     """Of what a reader of blocks is sent."""
 
+    kept: Callable[[pb.GetCachedBlocksResponse], None] = lambda kept: None
+    """Of what another core is sent of records and sequences."""
+
     info: Callable[[pb.GetInfoResponse], None] = lambda info: None
     num_gpu_blocks: int | None = None
     """Blocks that fit, instead of the worker's own answer."""
@@ -116,6 +119,15 @@ class Proxy(pb_grpc.WorkerServiceServicer):
             for part in self.upstream.ReadBlocks(request):
                 fault.part(part)
                 yield part
+        except grpc.RpcError as error:
+            self._end(error, context, fault)
+
+    def GetCachedBlocks(self, request: Any, context: Any) -> Iterator[Any]:
+        fault = self.make_fault()
+        try:
+            for kept in self.upstream.GetCachedBlocks(request):
+                fault.kept(kept)
+                yield kept
         except grpc.RpcError as error:
             self._end(error, context, fault)
 

@@ -150,8 +150,8 @@ class WorkerServiceServicer(object):
     def GetCachedBlocks(self, request, context):
         """Returns the records of the caches' contents (StepPlan.cached_blocks) that the plans of older
         epochs have left, and the sequences that the last of them had, in no messages if there is
-        nothing: a core may continue with them. They are secret. Refused with FAILED_PRECONDITION unless the epoch is that of the last InitializeCache
-        and has had no stream.
+        nothing: a core may continue with them. They are secret. Refused with FAILED_PRECONDITION
+        unless the epoch is that of the last InitializeCache and has had no stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

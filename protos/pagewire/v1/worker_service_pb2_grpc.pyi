@@ -57,8 +57,8 @@ class WorkerServiceStub:
     GetCachedBlocks: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.GetCachedBlocksRequest, _worker_service_pb2.GetCachedBlocksResponse]
     """Returns the records of the caches' contents (StepPlan.cached_blocks) that the plans of older
     epochs have left, and the sequences that the last of them had, in no messages if there is
-    nothing: a core may continue with them. They are secret. Refused with FAILED_PRECONDITION unless the epoch is that of the last InitializeCache
-    and has had no stream.
+    nothing: a core may continue with them. They are secret. Refused with FAILED_PRECONDITION
+    unless the epoch is that of the last InitializeCache and has had no stream.
     """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]
     """Executes plans in order and answers each, whether or not the next has arrived. A
@@ -130,8 +130,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetCachedBlocks: _aio.UnaryStreamMultiCallable[_worker_service_pb2.GetCachedBlocksRequest, _worker_service_pb2.GetCachedBlocksResponse]  # type: ignore[assignment]
     """Returns the records of the caches' contents (StepPlan.cached_blocks) that the plans of older
     epochs have left, and the sequences that the last of them had, in no messages if there is
-    nothing: a core may continue with them. They are secret. Refused with FAILED_PRECONDITION unless the epoch is that of the last InitializeCache
-    and has had no stream.
+    nothing: a core may continue with them. They are secret. Refused with FAILED_PRECONDITION
+    unless the epoch is that of the last InitializeCache and has had no stream.
     """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_worker_service_pb2.ExecuteStepsRequest, _worker_service_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
     """Executes plans in order and answers each, whether or not the next has arrived. A
@@ -230,8 +230,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.GetCachedBlocksResponse], _abc.AsyncIterator[_worker_service_pb2.GetCachedBlocksResponse]]:
         """Returns the records of the caches' contents (StepPlan.cached_blocks) that the plans of older
         epochs have left, and the sequences that the last of them had, in no messages if there is
-        nothing: a core may continue with them. They are secret. Refused with FAILED_PRECONDITION unless the epoch is that of the last InitializeCache
-        and has had no stream.
+        nothing: a core may continue with them. They are secret. Refused with FAILED_PRECONDITION
+        unless the epoch is that of the last InitializeCache and has had no stream.
         """
 
     @_abc_1.abstractmethod
