@@ -92,8 +92,8 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|embedding_(
 _BASE_NAME = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
 
 _EXPERTS, _INSIDE = ".experts", ".base_layer"
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-STACKS = (f"{_EXPERTS}.{_GATE_UP}", f"{_EXPERTS}.{_DOWN}")
+_GATE_UP, _UP, _DOWN = "gate_up_proj", "up_proj", "down_proj"
+STACKS = tuple(f"{_EXPERTS}.{kind}" for kind in (_GATE_UP, _UP, _DOWN))
 """Ends of the names of parameters with the weights of all experts."""
 
 CheckBase = Callable[[str, Tensor], None]
@@ -345,20 +345,20 @@ def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
 def _parameter_of(name: str, names: Container[str], settings: Mapping[str, Any]) -> str:
     """The name of a module, or of a parameter with the weights of all experts.
 
-    PEFT names a parameter by its module. That of gate and up projection is before that of the down
-    projection; if both are changed, it is the module inside.
+    PEFT names a parameter by its module. That of gate and up projection, or of up projection alone,
+    is before that of the down projection; if both are changed, it is the module inside.
     """
     module = name.removesuffix(_INSIDE)
     if not module.endswith(_EXPERTS):
         return name
-    if name != module:
-        return f"{module}.{_GATE_UP}"
-    if f"{module}{_INSIDE}" in names:
-        return f"{module}.{_DOWN}"
     given = settings.get("target_parameters") or ()
-    kinds = {parameter.rpartition(".")[2] for parameter in given} & {_GATE_UP, _DOWN}
+    kinds = {parameter.rpartition(".")[2] for parameter in given} & {_GATE_UP, _UP, _DOWN}
+    if name != module:
+        kinds -= {_DOWN}
+    elif f"{module}{_INSIDE}" in names:
+        return f"{module}.{_DOWN}"
     if len(kinds) != 1:
-        expected = f"one of {_GATE_UP} and {_DOWN}, as only one of them is in {name}"
+        expected = f"one of {_GATE_UP}, {_UP} and {_DOWN}, as only one of them is in {name}"
         raise BadAdapter(f"target_parameters: expected {expected}, got {given!r}")
     return f"{module}.{kinds.pop()}"
 

@@ -354,9 +354,8 @@ class ExpertWeights(nn.Module):
 
     @property
     def can_adapt(self) -> bool:
-        """Whether adapters may change them: gated experts, by C++ kernels or by torch on a CPU."""
-        is_on_cpu = self._context.device.type == "cpu" and not self._context.packs_with_triton
-        return is_on_cpu and self._gate.multiplies
+        """Whether adapters may change them: by C++ kernels or by torch on a CPU."""
+        return self._context.device.type == "cpu" and not self._context.packs_with_triton
 
     def parts(self, part: int) -> Iterator[tuple[str, LinearPart]]:
         """See `ExpertProduct.parts`."""
@@ -372,6 +371,12 @@ class ExpertWeights(nn.Module):
                 yield f"{name}.down_proj", of_expert._replace(is_transposed=is_transposed)
             return
         of_gate = LinearPart([inner.total, size], all_inputs, inner, None, slice(0, inner.size))
+        if not self._gate.multiplies:
+            for expert in range(self._num_experts):
+                of_expert = of_gate._replace(expert=expert)
+                yield f"{name}.{expert}.up_proj", of_expert
+                yield f"{name}.up_proj", of_expert
+            return
         of_up = of_gate._replace(outputs=slice(inner.size, 2 * inner.size))
         rows = torch.arange(inner.start, inner.start + inner.size)
         both = [2 * rows, 2 * rows + 1] if self._takes_turns else [rows, rows + inner.total]

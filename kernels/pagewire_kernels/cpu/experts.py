@@ -201,7 +201,8 @@ class NativeExperts:
         """Make slots for what adapters add to the products with the weights of gate and up, 0, or
         of down, 1. num_modules: the most parts of an adapter for one expert; the others as for
         `NativeWeight.make_deltas`."""
-        sizes = ([self.inner_size] * 2, [self.hidden_size])[weight]
+        first_sizes = [self.inner_size] * (1 + self._gate.multiplies)
+        sizes = (first_sizes, [self.hidden_size])[weight]
         limits = max_slots, num_modules, max_rank
         return ExpertDeltas(sizes, rows, *limits, self._library, self.dtype, self._num_experts)
 

@@ -12,8 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagewire.v1 import context_pb2
+from pagewire.v1 import context_pb2, sampling_pb2
+from scheduler_service.core import ContextKind, ContextPart, Request
+from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.request import Generation
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.support.in_process import FRONTEND, GREEDY, MODEL
 from tests.support.lora import (
     EMBEDDING,
     EXPERTS,
@@ -23,6 +27,7 @@ from tests.support.lora import (
     make_adapter,
     random_adapter,
 )
+from tests.support.rank_threads import ParallelEngine
 from tests.support.transformers_oracle import oracle
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE, read_lora
@@ -201,6 +206,51 @@ def assert_equal_to_peft(
     assert changed == {*chosen} - {None}, "an adapter changes nothing"
 
 
+def assert_core_equals_peft(
+    base: Path, made: Sequence[PeftAdapter], chosen: Sequence[int | None], before: Sequence[int]
+) -> None:
+    """As `assert_equal_to_peft`, with a core, for models with windows or states. before: virtual
+    tokens of each sequence."""
+    config = AdapterConfig(enable_lora=True, max_loras=len(made))
+    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24)
+    engine = ParallelEngine(base, config=scheduler, adapters=config)
+    read = [read_lora(adapter.folder) for adapter in made]
+    digests, requests = [adapter.info.digest for adapter in read], []
+    try:
+        for adapter in read:
+            engine.group.add_adapter(adapter)
+        engine.core.set_adapters(MODEL, {d.hex(): d.hex() for d in digests}, now=0.0)
+        sampling = sampling_pb2.SamplerParams(**GREEDY, logprobs=0)  # type: ignore[arg-type]
+        for i, (which, num_virtual) in enumerate(zip(chosen, before, strict=True)):
+            part = None if which is None else ContextPart(ContextKind.ADAPTER, digests[which])
+            request = Request(
+                frontend_id=FRONTEND,
+                handle=i + 1,
+                request_id=str(i),
+                model=MODEL,
+                prompt_token_ids=[0] * num_virtual + prompt(i),
+                context=() if part is None else (part,),
+                work=Generation(max_tokens=NUM_TOKENS, sampling=sampling, wants_logprobs=True),
+            )
+            requests.append(request)
+        found = list(engine.run(requests).values())
+    finally:
+        engine.group.close()
+    changed = set()
+    for i, (which, output) in enumerate(zip(chosen, found, strict=True)):
+        plain = oracle(base).generate(prompt(i), NUM_TOKENS)
+        if which is None:
+            assert output.token_ids == plain
+            continue
+        tokens, logprobs = made[which].generate(prompt(i), NUM_TOKENS)
+        expected = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
+        assert output.token_ids == tokens
+        if tokens != plain:
+            changed.add(which)
+        np.testing.assert_allclose(output.logprobs, expected, atol=TOLERANCE, rtol=0)
+    assert changed == {*range(len(made))}, "an adapter changes nothing"
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma", "opt_350m", "bloom"])
 def test_the_embedding_and_the_head_are_those_of_peft(family: str) -> None:
     """Also heads that are tied to the embedding, which PEFT changes on its own, an embedding that
@@ -235,22 +285,21 @@ def quantizable() -> Path:
     return make_checkpoint("mixtral", _folder() / "mixtral-96", intermediate_size=96)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-def test_experts_are_those_of_peft(family: str) -> None:
-    """Parameters with the weights of all experts: of gate and up, of down, and of both."""
-    base = mixture(family)
-    made = [
+def of_experts(family: str, base: Path, alpha: float = 8) -> list[PeftAdapter]:
+    """Adapters of the parameters with the weights of all experts: of both, also beside layers, and
+    of one."""
+    return [
         make_adapter(
             base,
             _folder() / f"{family}-experts-{i}",
             seed=i,
             targets=targets,
-            exclude_modules=["router"],  # of llama4, which PEFT cannot adapt
+            exclude_modules=["router", "out_proj"],  # of llama4 and Mamba: PEFT cannot adapt them
             **settings,
         )
         for i, (targets, settings) in enumerate(
             [
-                ((EXPERTS,), {"r": 4}),
+                ((EXPERTS,), {"r": 4, "lora_alpha": alpha}),
                 ((LAYERS, EXPERTS), {"rank_pattern": {DOWN: 6}}),
                 (
                     (),
@@ -262,7 +311,18 @@ def test_experts_are_those_of_peft(family: str) -> None:
             ]
         )
     ]
-    assert_equal_to_peft(family, made, [0, 1, 2, None, 1, 0, 2], base=base)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_those_of_peft(family: str) -> None:
+    base = mixture(family)
+    assert_equal_to_peft(family, of_experts(family, base), [0, 1, 2, None, 1, 0, 2], base=base)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h_moe", "nemotron_h_latent"])
+def test_experts_without_gates_are_those_of_peft(family: str) -> None:
+    made = of_experts(family, base_of(family), alpha=400)[:2]
+    assert_core_equals_peft(base_of(family), made, [0, 1, 0, None, 1, 0], [0] * 6)
 
 
 OF_EXPERTS = {

@@ -11,13 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagewire.v1 import sampling_pb2
-from scheduler_service.core import ContextKind, ContextPart, Request
-from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.request import Generation
-from tests.support.in_process import FRONTEND, GREEDY, MODEL
 from tests.support.lora import PeftAdapter, make_prompt
-from tests.support.rank_threads import ParallelEngine
 from tests.support.transformers_oracle import oracle
 from tests.support.worker_driver import Row
 from tests.worker_service.adapters.test_launched_ahead import ahead
@@ -27,12 +21,12 @@ from tests.worker_service.adapters.test_lora import (
     Steps,
     _folder,
     adapters,
+    assert_core_equals_peft,
     base_of,
     executor,
     prompt,
 )
-from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE, read_lora
-from worker_service.config import AdapterConfig
+from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
 from worker_service.errors import BadAdapter, InvalidPlan
 from worker_service.runner.torch_executor import TorchExecutor
 
@@ -122,41 +116,9 @@ def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str, chunk: int) -> N
 
 @pytest.mark.parametrize("family", OF_SEVERAL_GROUPS)
 def test_tokens_are_those_of_peft_beside_windows_and_states(family: str) -> None:
-    engine = ParallelEngine(
-        base_of(family),
-        config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24),
-        adapters=AdapterConfig(enable_lora=True, max_loras=3),
-    )
-    made, requests = [read_lora(adapter.folder) for adapter in prompts(family)], []
-    try:
-        for adapter in made:
-            engine.group.add_adapter(adapter)
-        digests = [adapter.info.digest for adapter in made]
-        engine.core.set_adapters(MODEL, {d.hex(): d.hex() for d in digests}, now=0.0)
-        sampling = sampling_pb2.SamplerParams(**GREEDY, logprobs=0)  # type: ignore[arg-type]
-        for i, which in enumerate(MIX):
-            context = () if which == 3 else (ContextPart(ContextKind.ADAPTER, digests[which]),)
-            request = Request(
-                frontend_id=FRONTEND,
-                handle=i + 1,
-                request_id=str(i),
-                model=MODEL,
-                prompt_token_ids=[0] * [*SIZES, 0][which] + prompt(i),
-                context=context,
-                work=Generation(max_tokens=NUM_TOKENS, sampling=sampling, wants_logprobs=True),
-            )
-            requests.append(request)
-        found = list(engine.run(requests).values())
-    finally:
-        engine.group.close()
-    for i, (which, output) in enumerate(zip(MIX, found, strict=True)):
-        if which == 3:
-            assert output.token_ids == oracle(base_of(family)).generate(prompt(i), NUM_TOKENS)
-            continue
-        tokens, logprobs = prompts(family)[which].generate(prompt(i), NUM_TOKENS)
-        expected = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
-        assert output.token_ids == tokens
-        np.testing.assert_allclose(output.logprobs, expected, atol=TOLERANCE, rtol=0)
+    chosen = [None if which == 3 else which for which in MIX]
+    before = [0 if which is None else SIZES[which] for which in chosen]
+    assert_core_equals_peft(base_of(family), prompts(family), chosen, before)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "granite"])
