@@ -170,7 +170,7 @@ class AdapterStore(Generic[AdapterT]):
 
 
 class AdapterLoader(ABC, Generic[AdapterT]):
-    """What `engine.executor.Executor` does with adapters of some kind. May be used on any thread.
+    """Loads adapters of some kind for an executor. May be used on any thread.
 
     Its methods raise InvalidOption without --enable-lora, NotReady before the model is loaded, and
     AdapterNotFound, BadAdapter and AdaptersFull.
@@ -197,21 +197,22 @@ class AdapterLoader(ABC, Generic[AdapterT]):
         """Check an adapter, and prepare it for steps."""
 
     def load(self, path: str) -> AdapterInfo:
-        """See `Executor.load_adapter`."""
+        """Read an adapter from a folder or file and hold it until `retain` is called without it;
+        again if it is held already."""
         self.require_store()
         return self._hold(self._read(path))
 
     def add(self, chunks: Iterable[bytes]) -> AdapterInfo:
-        """See `Executor.add_adapter`."""
+        """As `load`, from the content that another worker has sent."""
         self.require_store()
         return self._hold(self._of_content(join(chunks, self._max_bytes)))
 
     def chunks(self, digest: bytes) -> Iterator[bytes]:
-        """See `Executor.adapter_chunks`."""
+        """The content of an adapter, for `add` of another worker of the model."""
         return self.require_store().chunks(digest)
 
     def retain(self, digests: Set[bytes]) -> None:
-        """See `Executor.retain_adapters`."""
+        """Drop all other adapters, those in use once no sequence uses them."""
         self.require_store().retain(digests)
 
     def require_store(self) -> AdapterStore[AdapterT]:

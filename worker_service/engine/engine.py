@@ -6,10 +6,10 @@ epoch takes the worker over, and the caches and the stream of an older one are d
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
-from worker_service.adapters.store import AdapterInfo
+from worker_service.adapters.store import AdapterLoader
 from worker_service.block_transfer.leases import LeasedBlocks
 from worker_service.block_transfer.transfers import Peers, Transfers
 from worker_service.block_transfer.transport import ReadRequest
@@ -110,26 +110,11 @@ class Engine:
         self._check_loaded()
         return self._executor.assets()
 
-    async def load_adapter(self, path: str) -> AdapterInfo:
-        """Read an adapter and hold its content; steps continue meanwhile. Raises what the executor
-        raises, and NotReady before the model is loaded."""
+    @property
+    def adapters(self) -> AdapterLoader[Any]:
+        """Loads adapters, while steps continue. Raises NotReady before the model is loaded."""
         self._check_loaded()
-        return await asyncio.to_thread(self._executor.load_adapter, path)
-
-    def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
-        """An adapter's content. Raises AdapterNotFound, and NotReady before the model is loaded."""
-        self._check_loaded()
-        return self._executor.adapter_chunks(digest)
-
-    async def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
-        """Hold a content that another worker has sent; see `load_adapter`."""
-        self._check_loaded()
-        return await asyncio.to_thread(self._executor.add_adapter, chunks)
-
-    async def retain_adapters(self, digests: Set[bytes]) -> None:
-        """Drop all other contents, those in use once no sequence uses them."""
-        self._check_loaded()
-        await asyncio.to_thread(self._executor.retain_adapters, digests)
+        return self._executor.adapters
 
     async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit together with the largest batch. Measured once for each batch, so

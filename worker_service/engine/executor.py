@@ -9,14 +9,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum, auto
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from worker_service.adapters.store import AdapterInfo
+from worker_service.adapters.store import AdapterLoader
 from worker_service.block_transfer.memory import BlockMemory
 from worker_service.cache_groups import CacheGroup
 from worker_service.plan import KeptSequence, StepPlan, StepResult
@@ -139,7 +139,7 @@ class Runner(Protocol):
 
 class Executor(Protocol):
     """A model and its caches. All methods are called on the model thread, except for `assets`,
-    `interrupt` and those of adapters, which may be called on any thread, beside steps."""
+    `interrupt` and those of `adapters`, which may be called on any thread, beside steps."""
 
     def load(self) -> ModelFacts:
         """Load the model; called once, before anything else. Raises WorkerError."""
@@ -168,25 +168,9 @@ class Executor(Protocol):
         """(file name, content) of each of the model's files that frontends need."""
         ...
 
-    def load_adapter(self, path: str) -> AdapterInfo:
-        """Read an adapter from a folder or file and hold it until `retain_adapters` is called
-        without it; again if it is held already. Once the model is loaded.
-
-        Raises InvalidOption without --enable-lora, AdapterNotFound, BadAdapter or AdaptersFull.
-        """
-        ...
-
-    def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
-        """The content of an adapter, for `add_adapter` of another worker of the model. Raises
-        AdapterNotFound."""
-        ...
-
-    def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
-        """As `load_adapter`, from the content that another worker has sent."""
-        ...
-
-    def retain_adapters(self, digests: Set[bytes]) -> None:
-        """Drop all other adapters, those in use once no sequence uses them."""
+    @property
+    def adapters(self) -> AdapterLoader[Any]:
+        """Loads adapters, once the model is loaded."""
         ...
 
     def start_profile(self) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from worker_service.adapters.store import AdapterInfo
 from worker_service.config import AdapterConfig, CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts, WorkKind
@@ -122,7 +121,7 @@ class TorchExecutor:
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._adapter_config = adapters or AdapterConfig()
-        self._adapters = LoraAdapters(self._adapter_config)
+        self.adapters = LoraAdapters(self._adapter_config)
         self._loaded: LoadedModel | None = None
         self._draft: Model | EagleHead | None = None
         self._draft_lengths = draft_lengths or DraftLengths()
@@ -165,11 +164,11 @@ class TorchExecutor:
             model.kv_cache_spec = model.kv_cache_spec.with_drafts(self._draft.kv_cache_spec)
         if name is not None and self._loaded.communicator.layout.world_size > 1:
             model.kv_cache_spec = replace(model.kv_cache_spec, has_shared_drafts=True)
-        if self._adapters.store is not None:
+        if self.adapters.store is not None:
             model = require_native(model)
             limits = self._adapter_config.max_loras, self._adapter_config.max_lora_rank
-            model.adapters = slots = AdapterSlots(model, self._adapters.store, *limits)
-            self._adapters.serve(self._loaded, slots)
+            model.adapters = slots = AdapterSlots(model, self.adapters.store, *limits)
+            self.adapters.serve(self._loaded, slots)
         self._loaded = release_windows(self._loaded, self._config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -236,7 +235,7 @@ class TorchExecutor:
                 self._device,
                 sample,
                 generates=self.loaded.pooler is None,
-                with_adapters=self._device.type != "cpu" and self._adapters.slots is not None,
+                with_adapters=self._device.type != "cpu" and self.adapters.slots is not None,
             ),
             self._config,
             max_num_seqs=max_num_seqs,
@@ -284,7 +283,7 @@ class TorchExecutor:
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
             speculation=speculation,
-            adapters=self._adapters.store,
+            adapters=self.adapters.store,
         )
 
     @property
@@ -323,7 +322,7 @@ class TorchExecutor:
         check = None if self._rendezvous is None else self.loaded.communicator.joined.check
         model, pooling = self.loaded.model, self._pooling
         state, event = self._state, self._make_event
-        return DeviceSteps(model, cache, state, event, check, pooling, self._adapters.slots)
+        return DeviceSteps(model, cache, state, event, check, pooling, self.adapters.slots)
 
     def _state_bytes(self, shape: StateShape) -> int:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
@@ -380,7 +379,7 @@ class TorchExecutor:
             num_seqs=self._max_num_seqs,
             sizes=graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs)),
             mixed=mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens)),
-            with_adapters=self._adapters.slots is not None,
+            with_adapters=self.adapters.slots is not None,
         )
 
     def check_device(self) -> None:
@@ -402,22 +401,6 @@ class TorchExecutor:
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The checkpoint's files that frontends need."""
         return iter(self.loaded.assets.items())
-
-    def load_adapter(self, path: str) -> AdapterInfo:
-        """Read a folder of PEFT or the hub, or a GGUF file; see `Executor.load_adapter`."""
-        return self._adapters.load(path)
-
-    def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
-        """The content of an adapter."""
-        return self._adapters.chunks(digest)
-
-    def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
-        """As `load_adapter`, from the content that another worker has sent."""
-        return self._adapters.add(chunks)
-
-    def retain_adapters(self, digests: Set[bytes]) -> None:
-        """Drop all other adapters, those in use once no sequence uses them."""
-        self._adapters.retain(digests)
 
     def start_profile(self) -> None:
         """Begin a trace of this thread."""

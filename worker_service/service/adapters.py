@@ -44,7 +44,7 @@ class AdapterTable:
                     f"lora_modules: expected a base_model_name of {', '.join(names)} for "
                     f"{module.name!r}, got {module.base_model_name!r}"
                 )
-            info = await self._engine.load_adapter(module.path)
+            info = await asyncio.to_thread(self._engine.adapters.load, module.path)
             self.current.adapters.add(
                 name=module.name,
                 digest=info.digest,
@@ -66,21 +66,21 @@ class AdapterTable:
             digests = {adapter.digest for adapter in (*table.adapters, *table.retained)}
             missing = [digest for digest in sorted(digests) if not self._has(digest)]
             if not missing:
-                await self._engine.retain_adapters(digests)
+                await asyncio.to_thread(self._engine.adapters.retain, digests)
                 self.current = table
             return missing
 
     def _has(self, digest: bytes) -> bool:
         try:
-            self._engine.adapter_chunks(digest)
+            self._engine.adapters.chunks(digest)
         except AdapterNotFound:
             return False
         return True
 
     async def put(self, chunks: Iterable[bytes]) -> adapter_pb2.AdapterInfo:
         """Keep a content that another worker has sent."""
-        return encode_info(await self._engine.add_adapter(chunks))
+        return encode_info(await asyncio.to_thread(self._engine.adapters.add, chunks))
 
     async def load(self, path: str) -> adapter_pb2.AdapterInfo:
         """Read a content from the disk and keep it."""
-        return encode_info(await self._engine.load_adapter(path))
+        return encode_info(await asyncio.to_thread(self._engine.adapters.load, path))

@@ -216,7 +216,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def GetAdapter(  # type: ignore[override]
         self, request: pb.GetAdapterRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        for data in self._engine.adapter_chunks(request.digest):
+        for data in self._engine.adapters.chunks(request.digest):
             await context.write(pb.GetAdapterResponse(data=data))
 
     @_translates_errors

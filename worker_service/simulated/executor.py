@@ -4,12 +4,12 @@ A step checks its plan against the memory model, samples, and takes the time of 
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from worker_service.adapters.store import AdapterInfo, AdapterStore
+from worker_service.adapters.store import AdapterStore
 from worker_service.array_types import Float32Array
 from worker_service.cache_groups import CacheGroup
 from worker_service.config import AdapterConfig, SimulationConfig
@@ -305,7 +305,7 @@ class SimulatedExecutor:
         """max_drafts: most drafts of a row; 0 adds none. adapters: without --enable-lora, sequences
         may name any adapter, which is not loaded."""
         self._config = config
-        self._adapters = SimulatedAdapters(adapters or AdapterConfig())
+        self.adapters = SimulatedAdapters(adapters or AdapterConfig())
         self._groups = config.groups(block_size)
         self._max_drafts = max_drafts
         self._last: SimulatedRunner | None = None
@@ -358,25 +358,9 @@ class SimulatedExecutor:
             num_cpu_blocks=num_cpu_blocks,
             max_drafts=self._max_drafts,
             memory=last.memory if last is not None and last.sizes == sizes else None,
-            adapters=self._adapters.store,
+            adapters=self.adapters.store,
         )
         return self._last
-
-    def load_adapter(self, path: str) -> AdapterInfo:
-        """Hold the content of all files of a folder."""
-        return self._adapters.load(path)
-
-    def adapter_chunks(self, digest: bytes) -> Iterator[bytes]:
-        """The content of an adapter."""
-        return self._adapters.chunks(digest)
-
-    def add_adapter(self, chunks: Iterable[bytes]) -> AdapterInfo:
-        """Hold the content that another worker has sent."""
-        return self._adapters.add(chunks)
-
-    def retain_adapters(self, digests: Set[bytes]) -> None:
-        """Drop all other adapters, those in use once no sequence uses them."""
-        self._adapters.retain(digests)
 
     def check_device(self) -> None:
         """Nothing to check: there is no device."""

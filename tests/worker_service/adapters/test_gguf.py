@@ -138,7 +138,7 @@ def load(base: Path, adapter: Path) -> AdapterInfo:
         adapters=AdapterConfig(enable_lora=True),
     )
     executor.load()
-    return executor.load_adapter(str(adapter))
+    return executor.adapters.load(str(adapter))
 
 
 def test_workers_load_a_file_for_a_base_in_either_format(tmp_path: Path) -> None:

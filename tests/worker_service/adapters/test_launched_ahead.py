@@ -39,7 +39,7 @@ def ahead(family: str, max_loras: int = 2) -> AheadExecutor:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_tokens_and_log_probabilities_are_those_of_peft(family: str) -> None:
     here, made = ahead(family), adapters(family)
-    digests = [here.load_adapter(str(adapter.folder)).digest for adapter in made]
+    digests = [here.adapters.load(str(adapter.folder)).digest for adapter in made]
     for mix in ([0, None, 1, 0], [2, 1, None], [None]):
         found = generate(here, [None if i is None else digests[i] for i in mix])
         for i, ((tokens, logprobs), which) in enumerate(zip(found, mix, strict=True)):

@@ -189,7 +189,7 @@ def assert_equal_to_peft(
 ) -> None:
     """Compare sequences with adapters in one batch with PEFT. chosen: their adapters."""
     here = executor(family, base=base, **options)
-    digests = [here.load_adapter(str(adapter.folder)).digest for adapter in made]
+    digests = [here.adapters.load(str(adapter.folder)).digest for adapter in made]
     found = generate(here, [None if i is None else digests[i] for i in chosen])
     plain_model, changed = oracle(base or base_of(family)), set()
     for i, (tokens, logprobs) in enumerate(found):
@@ -368,7 +368,7 @@ def test_experts_have_the_same_bits_in_any_mix() -> None:
     for options in ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}):
         here = executor("mixtral", base=base, **options)
         made = [random_adapter(here.loaded.model, i, rank=4 + i) for i in range(3)]
-        a, b, c = (here._adapters._hold(adapter).digest for adapter in made)
+        a, b, c = (here.adapters._hold(adapter).digest for adapter in made)
         alone = {digest: generate(here, [digest] * 4) for digest in (a, b, c, None)}
         for mix in ([a, None, b, c], [None, a, a, None], [c, b, None, a]):
             for i, (tokens, logprobs) in enumerate(generate(here, mix)):
@@ -384,14 +384,14 @@ def test_experts_of_another_number_are_refused(tmp_path: Path) -> None:
     half = {name: t[:8] if "lora_A" in name else t[:, :8] for name, t in tensors.items()}
     save_file({name: t.contiguous() for name, t in half.items()}, made.folder / WEIGHTS_FILE)
     with pytest.raises(BadAdapter, match="expected weights of 4 experts, got 2"):
-        executor("mixtral", base=base).load_adapter(str(made.folder))
+        executor("mixtral", base=base).adapters.load(str(made.folder))
 
 
 def assert_prompts_equal_to_peft(here: TorchExecutor, made: Sequence[PeftAdapter]) -> None:
     """Compare the log probabilities of a prompt's tokens with each adapter."""
     steps, tokens = Steps(here), prompt(4)
     for i, adapter in enumerate(made):
-        digest = here.load_adapter(str(adapter.folder)).digest
+        digest = here.adapters.load(str(adapter.folder)).digest
         steps.add(i + 1, tokens, digest, prompt_logprobs=0)
     result = steps.run([Row(i + 1, len(tokens)) for i in range(len(made))])
     for i, adapter in enumerate(made):
@@ -423,7 +423,7 @@ def test_a_saved_embedding_that_is_not_that_of_the_base_is_refused(
         saved[7, 3] += 1
     save_file(tensors | {name: saved}, folder / WEIGHTS_FILE)
     with pytest.raises(BadAdapter, match=message):
-        executor("llama").load_adapter(str(folder))
+        executor("llama").adapters.load(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_a_row_has_the_same_bits_alone_beside_the_base_and_beside_adapters(
 ) -> None:
     here = executor("llama", **options)
     made = [*adapters("llama")[:2], of_vocabulary("llama")[2]]
-    a, b, c = (here.load_adapter(str(adapter.folder)).digest for adapter in made)
+    a, b, c = (here.adapters.load(str(adapter.folder)).digest for adapter in made)
     plain = TorchExecutor(
         CacheConfig(),
         Profiler(Path()),
@@ -460,7 +460,7 @@ def test_a_row_has_the_same_bits_alone_beside_the_base_and_beside_adapters(
 
 def test_slots_are_refilled_and_more_adapters_than_slots_are_an_invalid_plan() -> None:
     here, made = executor("llama", max_loras=1), adapters("llama")
-    digests = [here.load_adapter(str(adapter.folder)).digest for adapter in made]
+    digests = [here.adapters.load(str(adapter.folder)).digest for adapter in made]
     for _ in range(2):
         for adapter, digest in zip(made, digests, strict=True):
             [(tokens, _)] = generate(here, [digest])
@@ -471,8 +471,8 @@ def test_slots_are_refilled_and_more_adapters_than_slots_are_an_invalid_plan() -
 
 def test_an_adapter_travels_to_another_worker_and_stays_until_its_last_sequence_ends() -> None:
     here, there, [made, *_] = executor("llama"), executor("llama"), adapters("llama")
-    info = here.load_adapter(str(made.folder))
-    assert there.add_adapter(here.adapter_chunks(info.digest)) == info
+    info = here.adapters.load(str(made.folder))
+    assert there.adapters.add(here.adapters.chunks(info.digest)) == info
     assert (info.rank, len(info.digest)) == (4, 32)
     assert "q_proj" in info.targets
     [(tokens, _)] = generate(there, [info.digest])
@@ -480,11 +480,11 @@ def test_an_adapter_travels_to_another_worker_and_stays_until_its_last_sequence_
     steps = Steps(there)
     steps.add(1, prompt(0), info.digest)
     first = steps.run([Row(1, len(prompt(0)))])
-    there.retain_adapters(set())
+    there.adapters.retain(set())
     assert [*first.token_ids, *steps.run([Row(1)]).token_ids] == tokens[:2]
     steps.run([], forget_seq_ids=np.array([1], "<i4").tobytes())
     with pytest.raises(AdapterNotFound):
-        list(there.adapter_chunks(info.digest))
+        list(there.adapters.chunks(info.digest))
     with pytest.raises(InvalidPlan, match=r"new_sequences\[0\].context\[0\].digest"):
         generate(there, [info.digest])
 
@@ -533,7 +533,7 @@ def test_settings_that_are_not_computed_are_refused(
     settings = json.loads((edited / CONFIG_FILE).read_text())
     (edited / CONFIG_FILE).write_text(json.dumps(settings | {name: value}))
     with pytest.raises(BadAdapter, match=message):
-        executor("llama").load_adapter(str(edited))
+        executor("llama").adapters.load(str(edited))
 
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -557,27 +557,27 @@ def test_tensors_that_do_not_fit_are_refused(
     tensors = load_file(edited / WEIGHTS_FILE)
     save_file(tensors | {name: tensor}, edited / WEIGHTS_FILE)
     with pytest.raises(BadAdapter, match=message):
-        executor("llama").load_adapter(str(edited))
+        executor("llama").adapters.load(str(edited))
 
 
 def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) -> None:
     here = executor("llama")
     with pytest.raises(AdapterNotFound, match=CONFIG_FILE):
-        here.load_adapter(str(edited / "nowhere"))
+        here.adapters.load(str(edited / "nowhere"))
     other = adapters("gpt2")[0]
     with pytest.raises(
         BadAdapter, match=r"linear layers of Llama.* in 2 layers, got .transformer.h"
     ):
-        here.load_adapter(str(other.folder))
+        here.adapters.load(str(other.folder))
     (edited / WEIGHTS_FILE).rename(edited / "adapter_model.bin")
     with pytest.raises(BadAdapter, match="pickled weights are not read"):
-        here.load_adapter(str(edited))
+        here.adapters.load(str(edited))
     with pytest.raises(BadAdapter, match="chunks: expected"):
-        here.add_adapter([b'{"modules":[]}\n'])
+        here.adapters.add([b'{"modules":[]}\n'])
     small = executor("llama")
-    small._adapters.slots._max_rank = 8  # type: ignore[union-attr]
+    small.adapters.slots._max_rank = 8  # type: ignore[union-attr]
     with pytest.raises(BadAdapter, match="r: expected at most 8, --max-lora-rank, got 16"):
-        small.load_adapter(str(adapters("llama")[1].folder))
+        small.adapters.load(str(adapters("llama")[1].folder))
 
 
 def test_models_that_run_through_transformers_refuse_adapters() -> None:
@@ -611,10 +611,10 @@ def test_an_adapter_of_the_hub_is_read_from_its_cache(
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("abc")
     here = executor("llama")
-    of_folder = here.load_adapter(str(adapters("llama")[0].folder))
-    assert here.load_adapter("some/adapter") == of_folder
+    of_folder = here.adapters.load(str(adapters("llama")[0].folder))
+    assert here.adapters.load("some/adapter") == of_folder
     with pytest.raises(AdapterNotFound, match="nor in the local cache, and HF_HUB_OFFLINE"):
-        here.load_adapter("other/adapter")
+        here.adapters.load("other/adapter")
     for path in ("/other/adapter", "./other/adapter", "adapter"):
         with pytest.raises(AdapterNotFound, match=CONFIG_FILE):
-            here.load_adapter(path)
+            here.adapters.load(path)

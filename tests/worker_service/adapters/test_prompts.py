@@ -84,7 +84,7 @@ def generate(
 
 def load(here: TorchExecutor, family: str) -> list[tuple[bytes | None, int]]:
     """The prompts of a family, by size, and no adapter."""
-    found = [here.load_adapter(str(made.folder)) for made in prompts(family)]
+    found = [here.adapters.load(str(made.folder)) for made in prompts(family)]
     assert [info.num_virtual_tokens for info in found] == [*SIZES]
     return [*((info.digest, info.num_virtual_tokens) for info in found), (None, 0)]
 
@@ -132,7 +132,7 @@ def test_tokens_of_steps_launched_ahead_are_those_of_peft(family: str) -> None:
 def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(options: dict[str, str]) -> None:
     here = executor("llama", max_loras=5, **options)
     loaded = load(here, "llama")
-    lora = (here.load_adapter(str(adapters("llama")[0].folder)).digest, 0)
+    lora = (here.adapters.load(str(adapters("llama")[0].folder)).digest, 0)
     kinds = [*loaded, lora]
     alone = {kind: generate(here, [kind] * 4) for kind in kinds}
     for mix in ([0, 4, 3, 1], [1, 2, 4, 3], [3, 0, 0, 2]):
@@ -146,7 +146,7 @@ def test_a_row_has_the_same_bits_alone_and_beside_other_adapters(options: dict[s
 
 def test_prompt_tokens_have_the_log_probabilities_of_peft() -> None:
     here, made, tokens = executor("llama"), prompts("llama")[1], prompt(4)
-    info, steps = here.load_adapter(str(made.folder)), Steps(here)
+    info, steps = here.adapters.load(str(made.folder)), Steps(here)
     start = info.num_virtual_tokens
     steps.add(1, [0] * start + tokens, info.digest, prompt_logprobs=0)
     result = steps.run([Row(1, start + len(tokens))])
@@ -160,7 +160,7 @@ def test_prompt_tokens_have_the_log_probabilities_of_peft() -> None:
 def test_virtual_tokens_are_not_penalized() -> None:
     """Their ids have no meaning, even that of the token that would be sampled."""
     here, made = executor("llama"), prompts("llama")[1]
-    info = here.load_adapter(str(made.folder))
+    info = here.adapters.load(str(made.folder))
     [first, *_], _ = made.generate(prompt(2), 1)
     assert first not in prompt(2)
     steps = Steps(here)
@@ -171,8 +171,8 @@ def test_virtual_tokens_are_not_penalized() -> None:
 
 def test_a_prompt_travels_to_another_worker_and_must_be_in_the_tokens() -> None:
     here, there = executor("llama"), executor("llama")
-    info = here.load_adapter(str(prompts("llama")[1].folder))
-    assert there.add_adapter(here.adapter_chunks(info.digest)) == info
+    info = here.adapters.load(str(prompts("llama")[1].folder))
+    assert there.adapters.add(here.adapters.chunks(info.digest)) == info
     assert (info.rank, info.targets, info.num_virtual_tokens) == (0, (), 6)
     [(tokens, _)] = generate(there, [(info.digest, 6)])
     assert tokens == prompts("llama")[1].generate(prompt(0), NUM_TOKENS)[0]
@@ -205,7 +205,7 @@ def test_settings_that_are_not_computed_are_refused(
     tmp_path: Path, name: str, value: object, message: str
 ) -> None:
     with pytest.raises(BadAdapter, match=message):
-        executor("llama").load_adapter(str(edited(tmp_path / "edited", **{name: value})))
+        executor("llama").adapters.load(str(edited(tmp_path / "edited", **{name: value})))
 
 
 @pytest.mark.parametrize(
@@ -223,21 +223,21 @@ def test_prompts_of_another_size_are_refused(
     folder = edited(tmp_path / "edited", num_virtual_tokens=num_tokens, token_dim=width)
     save_file({"prompt_embeddings": torch.zeros(shape)}, folder / WEIGHTS_FILE)
     with pytest.raises(BadAdapter, match=message):
-        executor("llama").load_adapter(str(folder))
+        executor("llama").adapters.load(str(folder))
 
 
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder, here = edited(tmp_path / "edited"), executor("llama")
     save_file({"prompt_embeddings": torch.full((6, 64), torch.nan)}, folder / WEIGHTS_FILE)
     with pytest.raises(BadAdapter, match="prompt_embeddings: expected finite numbers"):
-        here.load_adapter(str(folder))
+        here.adapters.load(str(folder))
     save_file({"other": torch.zeros(6, 64)}, folder / WEIGHTS_FILE)
     with pytest.raises(BadAdapter, match="expected only prompt_embeddings, got other"):
-        here.load_adapter(str(folder))
+        here.adapters.load(str(folder))
 
 
 @pytest.mark.parametrize(("family", "name"), [("gemma4", "Gemma4"), ("falcon_h1", "FalconH1")])
 def test_models_whose_tokens_cannot_be_replaced_refuse_prompts(family: str, name: str) -> None:
     """Layers embed tokens, or PEFT embeds them otherwise than the model."""
     with pytest.raises(BadAdapter, match=f"peft_type: expected LORA, since tokens of {name}"):
-        executor(family).load_adapter(str(prompts("llama")[1].folder))
+        executor(family).adapters.load(str(prompts("llama")[1].folder))

@@ -58,7 +58,7 @@ def test_vectors_are_those_of_peft(family: str, kind: PoolingType, tmp_path: Pat
         for seed in range(2)
     ]
     executor = executor_of(base)
-    digests = [executor.load_adapter(str(adapter.folder)).digest for adapter in made]
+    digests = [executor.adapters.load(str(adapter.folder)).digest for adapter in made]
     texts = PooledTexts(executor.loaded, runner=executor.make_runner(NUM_BLOCKS, 0, 1))
     chosen = [0, None, 1, 0]
     new = [
@@ -83,4 +83,4 @@ def test_vectors_are_those_of_peft(family: str, kind: PoolingType, tmp_path: Pat
 def test_prompts_are_refused_by_models_that_make_vectors(tmp_path: Path) -> None:
     made = make_prompt(checkpoint("qwen3"), tmp_path / "prompt", num_tokens=4)
     with pytest.raises(BadAdapter, match="peft_type: expected LORA for a model that makes vectors"):
-        executor_of(checkpoint("qwen3")).load_adapter(str(made.folder))
+        executor_of(checkpoint("qwen3")).adapters.load(str(made.folder))
