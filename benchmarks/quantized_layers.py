@@ -3,58 +3,21 @@
 Written from the specifications of the formats, independently of the code that reads them.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-GROUP_SIZE = 128
-
-CONFIGS: Mapping[str, dict[str, Any]] = {
-    "awq": {
-        "quant_method": "awq",
-        "bits": 4,
-        "group_size": GROUP_SIZE,
-        "zero_point": True,
-        "version": "gemm",
-    },
-    "gptq": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": GROUP_SIZE,
-        "desc_act": False,
-        "sym": True,
-        "checkpoint_format": "gptq",
-    },
-    "w8a8": {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {
-                    "num_bits": 8,
-                    "type": "int",
-                    "strategy": "channel",
-                    "symmetric": True,
-                    "dynamic": False,
-                },
-                "input_activations": {
-                    "num_bits": 8,
-                    "type": "int",
-                    "strategy": "token",
-                    "symmetric": True,
-                    "dynamic": True,
-                },
-            }
-        },
-    },
-}
+CONFIGS: Mapping[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text()
+)
 """The `quantization_config` of each format."""
+
+GROUP_SIZE: int = CONFIGS["awq"]["group_size"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
