@@ -8,7 +8,9 @@ again at once. *prefix elsewhere*: prompts begin with tokens that one worker has
 no place left, and go to another; their time to the first token is compared with that of prompts
 that nobody has computed. *two for both* and *one for each*: long prompts arrive, one after the
 other, while streams generate on two workers, which either compute prompts and generate, or do one
-each.
+each. *hand-over*: one worker computes prompts, one after the other, and another one generates; the
+time between their first and second tokens is compared with a limit: 1.5 times the time of copying
+as many bytes in memory, 5 ms, and the step itself.
 
 *Computed again*: tokens that prefills computed after the event, or besides the prompts' new ones. A
 pause is the longest time between two tokens of a stream after the event.
@@ -222,10 +224,39 @@ class Deployment:
             ),
         }
 
+    async def hand_over(self, num_streams: int, num_tokens: int) -> dict[str, object]:
+        """One worker computes prompts, one after the other, and another one generates."""
+        await self.add_worker("--role", self.roles[1])
+        streams = [Stream(self.prompt(num_tokens), BEFORE_EVENT) for _ in range(num_streams)]
+        for stream in streams:
+            await stream.run(self.client)
+        gaps = [[end - start for start, end in pairwise(s.arrivals)] for s in streams]
+        step_s = median(gap for of_stream in gaps for gap in of_stream[1:])
+        copy_s = _copy_s(num_tokens * SHAPE.kv_bytes(DTYPE))
+        return {
+            "streams": num_streams,
+            "tokens": num_tokens,
+            "usual_ms": round(1000 * step_s),
+            "hand_over_ms": round(1000 * median(of_stream[0] for of_stream in gaps)),
+            "limit_ms": round(1000 * (1.5 * copy_s + step_s) + 5),
+        }
+
     async def _first_token_s(self, prompt: list[int]) -> float:
         begun_at = time.monotonic()
         await Stream(prompt, 1).run(self.client)
         return time.monotonic() - begun_at
+
+
+def _copy_s(num_bytes: int) -> float:
+    """The shortest time of copying this many bytes from memory to memory."""
+    source = np.ones(num_bytes, np.uint8)
+    target = source.copy()
+    times = []
+    for _ in range(5):
+        begun_at = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - begun_at)
+    return min(times)
 
 
 Case = Callable[[Deployment, int, int], Awaitable[dict[str, object]]]
@@ -236,11 +267,12 @@ CASES: dict[str, tuple[Case, int, int]] = {
     "prefix elsewhere": (Deployment.reuse, 3, 4_000),
     "two for both": (Deployment.mix, 8, 2_000),
     "one for each": (Deployment.mix, 8, 2_000),
+    "hand-over": (Deployment.hand_over, 8, 5_000),
 }
 """With the numbers of streams and of tokens of their prompts."""
 
 
-ROLES = {"one for each": ("prefill", "decode")}
+ROLES = dict.fromkeys(("one for each", "hand-over"), ("prefill", "decode"))
 
 
 async def measure(name: str, num_streams: int, num_tokens: int, path: Path) -> dict[str, object]:
@@ -273,6 +305,8 @@ COLUMNS = {
     "ratio": "÷ computed",
     "gap_p99_ms": "between tokens p99, ms",
     "tokens_per_s": "tokens/s",
+    "hand_over_ms": "first to second token, ms",
+    "limit_ms": "limit, ms",
 }
 """Titles by the names in a row."""
 

@@ -473,11 +473,6 @@ class WorkerGroupCapacity:
         theirs = dict(other._kv_facts)
         return [name for name, value in self._kv_facts if theirs[name] != value]
 
-    def is_partner_of(self, other: "WorkerGroupCapacity") -> bool:
-        """Whether it is for the part of requests that the other group is not for, and can read what
-        is computed there."""
-        return self.role is not other.role and self.stores_like(other)
-
     @property
     def is_on_cpu(self) -> bool:
         """Whether the workers compute on a CPU, as their arithmetic says."""

@@ -310,6 +310,7 @@ class SchedulerCore:
             moves.migrate_from_draining(model, to_us(now))
         elif scheduler.hands_over and not len(scheduler.pipeline):
             moves.hand_over(model, scheduler, to_us(now))
+            self._transfers.copy_ahead(model, scheduler, to_us(now))
         model.requeue(scheduler.pop_moved())
 
     # Outputs.

@@ -91,6 +91,11 @@ class TransferPort:
         return bool(self.leased or self._ended)
 
     @property
+    def begins_leases(self) -> bool:
+        """Whether the next plan begins any."""
+        return bool(self._new_leases)
+
+    @property
     def has_news(self) -> bool:
         """Whether the next plan has anything to say."""
         return bool(self._new_leases or self._ended or self._new_fetches)

@@ -200,8 +200,7 @@ class ServedModel:
         for here in self.schedulers:
             capacity, had_partner = here.capacity, here.has_partner
             here.has_partner = capacity.role is Role.BOTH or any(
-                other.capacity.is_partner_of(capacity) and not other.is_draining
-                for other in self.schedulers
+                other.is_partner_of(here) for other in self.schedulers
             )
             if had_partner and not here.has_partner and not here.is_draining:
                 logger.warning(

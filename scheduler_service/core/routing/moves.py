@@ -39,11 +39,7 @@ def migrate_from_draining(model: ServedModel, now_us: int) -> None:
 def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
     """Send requests whose prompts are computed to worker groups for what follows, if any of these
     has room and can read what is computed here. The rest stay until one has."""
-    others = [
-        other
-        for other in model.schedulers
-        if other.capacity.is_partner_of(here.capacity) and not other.is_draining
-    ]
+    others = [other for other in model.schedulers if other.is_partner_of(here)]
     prefilling = here.prefilling_seq_groups()
 
     def may_leave(seq_group: SequenceGroup) -> bool:

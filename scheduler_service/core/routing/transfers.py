@@ -55,6 +55,8 @@ class Transfer:
     """At the source."""
     lease: Lease
     since_us: int
+    ahead_of: SequenceGroup | None = None
+    """The request that runs at the source and will continue at the target, if nothing waits yet."""
     waiting: dict[SequenceGroup, None] = field(default_factory=dict)
     """The requests that wait for it."""
     copies: list[CachedEntry] = field(default_factory=list)
@@ -109,18 +111,13 @@ class Transfers:
             for other in model.schedulers
             if other is not target and other.capacity.stores_like(target.capacity)
         ]
-        found = [self._find(seq_group, source, target) for source in sources]
+        found = [self._find(seq_group.waiting(), source, target) for source in sources]
         (num_tokens, entries), source = max(
             zip(found, sources, strict=True),
             key=lambda candidate: candidate[0][0],
             default=((0, []), target),
         )
-        arriving = {
-            (entry.contents.group, entry.contents.key): transfer
-            for transfer in self._open
-            if transfer.target is target
-            for entry in transfer.entries
-        }
+        arriving = self._arriving(target)
         missing = []
         for entry in entries:
             transfer = arriving.get((entry.contents.group, entry.contents.key))
@@ -128,17 +125,44 @@ class Transfers:
                 missing.append(entry)
             else:
                 self._wait_for(transfer, seq_group, now_us)
-        always = self._config.move_kv is MoveKV.ALWAYS
-        if missing and (always or _pays(num_tokens, missing, source, target)):
-            self._begin(seq_group, missing, source, target, now_us)
+        transfer = self._begin(num_tokens, missing, source, target, now_us)
+        if transfer is not None:
+            self._wait_for(transfer, seq_group, now_us)
+
+    def _arriving(self, target: Scheduler) -> dict[tuple[int, bytes], Transfer]:
+        """Transfers to a worker group by what they copy: cache group and key."""
+        return {
+            (entry.contents.group, entry.contents.key): transfer
+            for transfer in self._open
+            if transfer.target is target
+            for entry in transfer.entries
+        }
+
+    def copy_ahead(self, model: ServedModel, source: Scheduler, now_us: int) -> None:
+        """Copy what is computed of long prompts to the worker groups that will continue them, while
+        the rest is computed, so that little is missing there when the requests are handed over."""
+        partners = [s for s in model.schedulers if s.is_partner_of(source)]
+        for seq_group in source.prefilling_seq_groups() if partners else ():
+            sequences = seq_group.running()[:1]
+            target = next((t.target for t in self._open if t.ahead_of is seq_group), None)
+            if target not in partners:
+                hits = {s: s.cache.match_prefix(sequences[0]).num_tokens for s in partners}
+                target = max(partners, key=lambda s: (hits[s], -s.probe.num_sequences))
+            num_tokens, entries = self._find(sequences, source, target)
+            arriving = self._arriving(target)
+            missing = [e for e in entries if (e.contents.group, e.contents.key) not in arriving]
+            transfer = self._begin(num_tokens, missing, source, target, now_us)
+            if transfer is not None:
+                transfer.ahead_of = seq_group
 
     def _find(
-        self, seq_group: SequenceGroup, source: Scheduler, target: Scheduler
+        self, sequences: Iterable[Sequence], source: Scheduler, target: Scheduler
     ) -> tuple[int, list[CachedEntry]]:
         """What a source has more of a request than the target: tokens, and the missing entries."""
         num_tokens, entries = 0, []
-        fresh = [seq for seq in seq_group.waiting() if not seq.output_token_ids][:1]
-        continued = [seq for seq in seq_group.waiting() if seq.output_token_ids]
+        sequences = [*sequences]
+        fresh = [seq for seq in sequences if not seq.output_token_ids][:1]
+        continued = [seq for seq in sequences if seq.output_token_ids]
         listed: set[tuple[int, bytes]] = set()
         for seq in fresh + continued:
             num_found, of_seq = source.cache.find_entries(seq)
@@ -155,19 +179,24 @@ class Transfers:
 
     def _begin(
         self,
-        seq_group: SequenceGroup,
+        num_tokens: int,
         entries: list[CachedEntry],
         source: Scheduler,
         target: Scheduler,
         now_us: int,
-    ) -> None:
+    ) -> Transfer | None:
+        """Begin to copy entries, without which `num_tokens` tokens would be computed; None if that
+        does not pay, or memory is short at either end."""
+        always = self._config.move_kv is MoveKV.ALWAYS
+        if not entries or not (always or _pays(num_tokens, entries, source, target)):
+            return None
         size = sum(entry.size for entry in entries)
         if not source.cache.can_lease(entries) or not target.cache.can_receive(size):
-            return
+            return None
         lease = source.lease(entries, self._token(source), LEASE_MS)
         transfer = Transfer(source, target, entries, lease, now_us)
         self._open[transfer] = None
-        self._wait_for(transfer, seq_group, now_us)
+        return transfer
 
     def _token(self, source: Scheduler) -> bytes:
         """What a reader of the next lease presents: unguessable without the core's key."""
@@ -217,8 +246,8 @@ class Transfers:
         """Copy what was leased, if it is still wanted."""
         source, target = transfer.source, transfer.target
         self._drop_gone(transfer)
-        is_wanted = transfer.waiting and not transfer.is_withdrawn
-        if not is_wanted or not target.cache.can_receive(transfer.size):
+        is_wanted = transfer.waiting or transfer.ahead_of in source.seq_groups
+        if transfer.is_withdrawn or not is_wanted or not target.cache.can_receive(transfer.size):
             return self._close(transfer, now_us)
         transfer.fetch_id, transfer.copies = target.fetch(
             source.capacity, transfer.lease, transfer.entries, FETCH_MS

@@ -103,6 +103,12 @@ class Scheduler:
         """Whether requests go elsewhere once their prompts are computed."""
         return self.has_partner and self.capacity.role is Role.PREFILL
 
+    def is_partner_of(self, other: "Scheduler") -> bool:
+        """Whether it does not drain, is for the part of requests that the other group is not for,
+        and can read what is computed there."""
+        here, there = self.capacity, other.capacity
+        return not self.is_draining and here.role is not there.role and here.stores_like(there)
+
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs, no step is in flight and no KV is on its way here."""
@@ -243,7 +249,8 @@ class Scheduler:
         if self.is_full(is_awaited=is_awaited):
             return None
         max_results = self._max_results(is_awaited)
-        plan, exceeding = self.planner.plan(now_us)
+        # With rows, a lease would not be granted before these are computed.
+        plan, exceeding = self.planner.plan(now_us, leases_alone=self.hands_over)
         if plan is not None:
             plan.max_results = max_results
         self._exceeding += exceeding

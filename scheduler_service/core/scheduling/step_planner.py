@@ -39,10 +39,17 @@ class StepPlanner:
     totals: ModelTotals
     port: TransferPort
 
-    def plan(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
+    def plan(
+        self, now_us: int, *, leases_alone: bool = False
+    ) -> tuple[StepPlan | None, list[SequenceGroup]]:
         """The next step's plan, None if there is nothing to do, and the groups that exceed
-        the cache, which have no row in it. A suspect and the others have every other step."""
+        the cache, which have no row in it. A suspect and the others have every other step.
+        leases_alone: a plan that begins leases has no rows."""
         self.running.drop_ended()
+        if self.port.begins_leases and leases_alone:
+            batch = Batch(self.config, self.pipeline.next_step_id, now_us)
+            self.port.begin_plan()
+            return self._to_plan(batch), []
         if self.placed.suspect is None:
             return self._plan_step(now_us)
         plan, exceeding = self._plan_turn(now_us)

@@ -32,6 +32,7 @@ from scheduler_service.core.config import (
     PoolingHead,
     PoolingType,
     PreemptionMode,
+    Role,
     WorkKind,
 )
 from scheduler_service.core.context import adapter_of
@@ -141,6 +142,8 @@ class CoreMachine(RuleBasedStateMachine):
     """Random life around one core."""
 
     driver: CoreDriver
+    roles: tuple[Role, ...] = (Role.BOTH,)
+    """Of the worker groups, by turns."""
 
     @initialize(
         pipeline_depth=st.integers(1, 3),
@@ -211,6 +214,7 @@ class CoreMachine(RuleBasedStateMachine):
             kept=KeptBlocks() if self.has_records else None,
             work_kinds=frozenset(WorkKind if self.cache_groups else {WorkKind.POOLING}),
             kv_layout=(("layout", "symbolic"),) if self.cache_groups else (),
+            role=self.roles[self.num_groups % len(self.roles)],
             addresses=(f"w{self.num_groups}",),
             epoch=self.num_groups + 1,
         )
@@ -583,8 +587,10 @@ class MovingMachine(CoreMachine):
         policy=st.sampled_from(PolicyName),
         num_speculative_tokens=st.sampled_from([0, 2, 5]),
         cache=st.sampled_from(["all", *CACHE_GROUPS]),
+        roles=st.sampled_from([(Role.BOTH,), (Role.PREFILL, Role.DECODE), tuple(Role)]),
     )
-    def start(self, **values: Any) -> None:
+    def start(self, roles: tuple[Role, ...], **values: Any) -> None:
+        self.roles = roles
         caching = {"enable_prefix_caching": True, "move_kv": MoveKV.ALWAYS}
         super().start(blocks=LARGE, **caching, **CHUNKED, **values)
         self.add_worker_group(LARGE)
@@ -602,10 +608,11 @@ class MovingMachine(CoreMachine):
         adapter=SOME_ADAPTER,
         timeout=st.sampled_from([None, None, 5.0]),
         max_hold_us=st.sampled_from([0, 3_000, 100_000]),
+        fails_at=st.sampled_from([None, None, None, 0, 7]),
     )
     def submit(self, **values: Any) -> None:
         fixed = {"num_stop_tokens": 0, "frontend_id": "f0", "logprobs": False, "priority": 0}
-        super().submit(fails_at=None, **fixed, **values)
+        super().submit(**fixed, **values)
 
     @rule(pick=st.integers(0, 1000), event=st.sampled_from(["drain", "part", "lose", "join"]))
     def move(self, pick: int, event: str) -> None:
