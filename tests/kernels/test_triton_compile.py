@@ -382,7 +382,12 @@ def _layers() -> None:
     triton_kernels.layer_norm(rows, None, None, 1e-6)
     sums, starts = torch.zeros(1, 1024), torch.tensor([0, 3], dtype=torch.int32)
     triton_kernels.sum_rows(rows, starts, sums)
-    triton_kernels.TritonLayerKernels().multiply_sigmoid(rows, rows)
+    kernels = triton_kernels.TritonLayerKernels()
+    kernels.multiply_sigmoid(rows, rows)
+    kernels.sparsify(rows, 1.5)
+    kernels.match_rms(rows, rows)
+    kernels.mix_streams(rows, rows[:, :16].contiguous())
+    kernels.correct_streams(rows, rows[:, :256], rows[:, :4].contiguous(), 1)
     for activation in ACTIVATIONS:
         triton_kernels.act_and_mul(rows, activation)
         triton_kernels.activate(rows, activation)
@@ -502,7 +507,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "rotate": (_rotate_in_place, 2),
-    "layers": (_layers, 6 + 2 * len(ACTIVATIONS)),
+    "layers": (_layers, 10 + 2 * len(ACTIVATIONS)),
     "states": (_states, 9),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),

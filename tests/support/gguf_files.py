@@ -45,6 +45,7 @@ _ARCHITECTURES = {
     "FalconMambaForCausalLM": ("mamba", gguf.MODEL_ARCH.MAMBA),
     "Gemma2ForCausalLM": ("gemma2", gguf.MODEL_ARCH.GEMMA2),
     "Gemma3ForCausalLM": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
+    "Gemma3nForCausalLM": ("gemma3n", gguf.MODEL_ARCH.GEMMA3N),
     "Gemma4ForCausalLM": ("gemma4", gguf.MODEL_ARCH.GEMMA4),
     "Llama4ForCausalLM": ("llama4", gguf.MODEL_ARCH.LLAMA4),
     "Ministral3ForCausalLM": ("mistral3", gguf.MODEL_ARCH.MISTRAL3),
@@ -171,6 +172,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "gemma2": {**_GEMMA, "num_hidden_layers": 4},
     "gemma3": {**_GEMMA, "num_hidden_layers": 7, "layer_types": None},
+    "gemma3n": {"head_dim": 64, "hidden_size_per_layer_input": 32, "laurel_rank": 32},
     "gemma4_shared": {**_GEMMA4, "hidden_size_per_layer_input": 32},
     "gemma4_plain": _GEMMA4,
     "gemma4_moe": {**_GEMMA4, "moe_intermediate_size": 256},
@@ -294,6 +296,10 @@ def make_gguf(
             continue
         if name == "llama4" and tensor_name.endswith(("gate_up_proj", "down_proj")):
             result = _add_llama4_experts(writer, tensor_name, values, kind)
+            dequantized[tensor_name] = torch.from_numpy(result)
+            continue
+        if name == "gemma3n":
+            result = _add_of_gemma3n(writer, names, tensor_name, values, kind, experts)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
         has_stacks = name == "mistral4" and tensor_name.endswith(("gate_up_proj", "down_proj"))
@@ -426,6 +432,23 @@ def _add_of_gemma4(writer: gguf.GGUFWriter, names: Any, name: str, values: Any, 
         stored_name = names.get_name(name, try_suffixes=(".weight",))
     is_router = name.endswith(".router.proj.weight")
     data, result, data_type = _quantized(values, "F32" if is_router else kind)
+    writer.add_tensor(stored_name, data, raw_dtype=data_type)
+    return result
+
+
+def _add_of_gemma3n(
+    writer: gguf.GGUFWriter, names: Any, name: str, values: Any, kind: str, stacks: Any
+) -> Any:
+    """Add a tensor of Gemma 3n, or to `stacks` of those that are written together. Returns it as it
+    is stored."""
+    if match := re.fullmatch(r"(model\.altup_\w+)\.\d+(\.weight)", name):
+        stacks.setdefault("".join(match.groups()), {})[name] = values
+        return values
+    if name.endswith("correct_output_scale"):
+        stored_name = f"{names.get_name(name)}.weight"
+    else:
+        stored_name = names.get_name(name, try_suffixes=(".weight",))
+    data, result, data_type = _quantized(values, "F32" if ".altup." in name else kind)
     writer.add_tensor(stored_name, data, raw_dtype=data_type)
     return result
 
@@ -694,6 +717,9 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if kind == "gemma4_text":
         _add_gemma4(writer, config)
         return
+    if kind == "gemma3n_text":
+        _add_gemma3n(writer, config)
+        return
     for field, add in _multipliers(writer).items():
         if hasattr(config, field):
             add(getattr(config, field))
@@ -858,6 +884,20 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", divisors)
 
 
+def _add_gemma3n(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Streams, what layers share, and which numbers of gates count."""
+    shares = torch.tensor(config.activation_sparsity_pattern)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_altup_active_idx(config.altup_active_idx)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_activation_sparsity_scale(torch.special.ndtri(shares).tolist())
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+
+
 def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
     """The sizes of latent attention, as the converter writes them, or wrote them before it split
     the weight that expands latents."""
@@ -883,7 +923,7 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 _WITH_WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3")
-_WITH_WINDOWS += ("gemma4_text",)
+_WITH_WINDOWS += ("gemma3n_text", "gemma4_text")
 
 
 def _multipliers(writer: gguf.GGUFWriter) -> dict[str, Callable[[float], None]]:

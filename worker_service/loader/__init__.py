@@ -12,7 +12,7 @@
 | `gguf_blocks.py` | a table of the types of quantized tensors in GGUF files |
 | `gguf_model.py` | configuration of a GGUF file, as that of `transformers` |
 | `gguf_hybrids.py` | what only models with states have in it |
-| `gguf_gemma4.py` | what only Gemma 4 has in it |
+| `gguf_gemma4.py` | what only Gemma 3n and 4 have in it |
 | `gguf_metadata.py` | typed access to the metadata of a GGUF file |
 | `gguf_names.py` | tensors of a GGUF file under the names of `transformers` |
 | `adapters.py` | LoRA adapters of a loaded model, in folders and files |

@@ -1,20 +1,58 @@
-"""The configuration of GGUF files of Gemma 4, as `transformers` would describe it."""
+"""The configuration of GGUF files of Gemma 3n and 4, as `transformers` would describe it."""
 
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES, Metadata
 
-GEMMA4 = "gemma4_text"
-"""Its `model_type`."""
+GEMMA3N, GEMMA4 = "gemma3n_text", "gemma4_text"
+"""`model_type` of these."""
 
 _NOT_ROTATED = 1e29
 """The least divisor of a frequency that is that of an element which is not rotated."""
 
 
 class Gemma4(Metadata):
-    """Reads what only Gemma 4 has: sizes of heads by the type of layers, and what layers share."""
+    """Reads what only Gemma 3n and 4 have: what layers share, sizes of heads by the type of layers,
+    and several residual streams."""
+
+    def _gemma3n(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that only Gemma 3n has, or those that it has otherwise. Files have deviations
+        of gates instead of the shares from which they are computed."""
+        num_layers = config["num_hidden_layers"]
+        deviations = self._get("activation_sparsity_scale", [0.0] * num_layers)
+        if not isinstance(deviations, list) or len(deviations) != num_layers:
+            expected = f"a number for each of {num_layers} layers"
+            raise self._fault("activation_sparsity_scale", expected, deviations)
+        shares = [round(NormalDist().cdf(value), 6) for value in deviations]
+        theta = self._float("rope.freq_base_swa", 10000.0)
+        local_rope = {"rope_type": "default", "rope_theta": theta}
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "intermediate_size": self._by_layer("feed_forward_length", num_layers),
+            "num_kv_shared_layers": self._num_shared(num_layers),
+            "hidden_size_per_layer_input": self._int("embedding_length_per_layer_input"),
+            "vocab_size_per_layer_input": self._num_rows("per_layer_token_embd.weight"),
+            "final_logit_softcapping": self._float("final_logit_softcapping", 30.0),
+            "altup_active_idx": self._get("altup.active_idx", 0),
+            "altup_num_inputs": self._int("altup.num_inputs"),
+            "laurel_rank": self._num_rows("blk.0.laurel_l.weight"),
+            "activation_sparsity_pattern": shares,
+            "rope_parameters": {
+                "full_attention": config["rope_parameters"],
+                "sliding_attention": local_rope,
+            },
+        }
+
+    def _num_shared(self, num_layers: int) -> int:
+        """The number of layers that have the keys and values of others."""
+        num_shared = self._get("attention.shared_kv_layers", 0)
+        if not isinstance(num_shared, int) or not 0 <= num_shared < num_layers:
+            expected = f"a number below that of layers, {num_layers}"
+            raise self._fault("attention.shared_kv_layers", expected, num_shared)
+        return num_shared
 
     def _gemma4(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields that only Gemma 4 has, or those that it has otherwise. config: the others, in
@@ -23,10 +61,7 @@ class Gemma4(Metadata):
         head_dim = self._int("attention.key_length_swa", global_dim)
         for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
             self._require(key, head_dim, f"{head_dim}, the size of a head in layers with a window")
-        num_shared = self._get("attention.shared_kv_layers", 0)
-        if not isinstance(num_shared, int) or not 0 <= num_shared < len(kinds):
-            expected = f"a number below that of layers, {len(kinds)}"
-            raise self._fault("attention.shared_kv_layers", expected, num_shared)
+        num_shared = self._num_shared(len(kinds))
         embedding_size = self._get("embedding_length_per_layer_input", 0)
         capped = self._get("final_logit_softcapping", 0.0)
         return {

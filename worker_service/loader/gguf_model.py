@@ -8,7 +8,7 @@ import numpy as np
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_file import open_gguf
-from worker_service.loader.gguf_gemma4 import GEMMA4, Gemma4
+from worker_service.loader.gguf_gemma4 import GEMMA3N, GEMMA4, Gemma4
 from worker_service.loader.gguf_hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
 from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
 
@@ -78,6 +78,7 @@ instead of head_dim."""
 _WINDOW_PERIODS = {
     "gemma2": 2,
     "gemma3": 6,
+    "gemma3n": 5,
     "gemma4": 6,
     "gpt-oss": 2,
     "modern-bert": 3,
@@ -213,6 +214,8 @@ class _Config(Hybrids, Gemma4):
         rope, tensors = config["rope_parameters"], self._gguf.tensors
         if kind == GEMMA4:
             return self._gemma4(config)
+        if kind == GEMMA3N:
+            return self._gemma3n(config)
         if kind.startswith("gemma"):
             return self._gemma(config)
         if kind == "llama4_text":
@@ -432,7 +435,7 @@ class _Config(Hybrids, Gemma4):
 
     def _of_layers(self, kind: str, key: str, default: int | None = None) -> int:
         """A number of all layers, or of those that have the part that it describes."""
-        if kind == GEMMA4:  # which reads those of its layers itself
+        if kind in (GEMMA3N, GEMMA4):  # which read those of their layers themselves
             return self._by_layer(key, self._num_layers())[0]
         return self._of_some_layers(kind, key, default)
 

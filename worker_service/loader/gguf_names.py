@@ -13,7 +13,7 @@ from torch import Tensor
 
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf_file import GgufTensor, Order, open_gguf
-from worker_service.loader.gguf_gemma4 import GEMMA4
+from worker_service.loader.gguf_gemma4 import GEMMA3N, GEMMA4
 from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
 from worker_service.loader.gguf_model import ENCODERS, LONG_ROPE, gguf_config
 from worker_service.loader.tensors import OpenFiles
@@ -39,7 +39,7 @@ _SUFFIX = re.compile(r"\.(weight|bias)$")
 _WITHOUT_SUFFIX = (
     *("sinks", "e_score_correction_bias", ".expert_bias"),
     *(".dt_bias", ".A_log", ".D"),
-    *(".layer_scalar", ".router.scale", ".per_expert_scale"),
+    *(".layer_scalar", ".router.scale", ".per_expert_scale", ".correct_output_scale"),
 )
 """Ends of names that have no `.weight` or `.bias` in `transformers`."""
 
@@ -90,7 +90,7 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
 def _has_one_added(kind: str, name: str) -> bool:
     """Whether a tensor is that of a norm whose weights begin at 0 in `transformers`."""
     of_gate = name.endswith(".linear_attn.norm.weight")
-    begins_at_zero = kind.startswith(_NORMS_ADD_ONE) and kind != GEMMA4
+    begins_at_zero = kind.startswith(_NORMS_ADD_ONE) and kind not in (GEMMA3N, GEMMA4)
     return begins_at_zero and name.endswith("norm.weight") and not of_gate
 
 

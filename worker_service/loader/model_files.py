@@ -199,6 +199,7 @@ _TEXT_MODELS = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",

@@ -58,7 +58,7 @@ _TEXT_MODEL = "language_model."
 
 _TEXT_PARTS = (
     *("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."),
-    *("model.embed_tokens_per_layer.", "model.per_layer_"),
+    *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_"),
 )
 
 _CODE_TYPES = ("I8", "F8_", "F6_", "F4")

@@ -8,7 +8,8 @@
     mamba.py               Mamba and Mamba-2, alone or beside attention
     convolution.py         causal convolutions, which keep their last inputs (LFM2)
     delta_net.py           gated delta nets, whose heads keep a matrix (Qwen3-Next, Kimi)
-    per_layer.py           embeddings that each layer has of its own (Gemma 4)
+    per_layer.py           embeddings that each layer has of its own (Gemma 3n and 4)
+    altup.py               several residual streams (Gemma 3n)
     experts.py             mixture of experts: router, experts, shared experts
     dense_and_experts.py   an MLP and experts in one layer (Gemma 4)
     decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …

@@ -25,8 +25,10 @@ from worker_service.models.experts import ExpertProduct, ExpertWeights
 from worker_service.models.linear import Linear, LinearPart, VocabEmbedding
 from worker_service.models.native import NativeModel
 
-_OF_FIRST = ("model.project_in",)
-_OF_LAST = ("model.project_out", "lm_head")
+_OF_FIRST = re.compile(
+    r"model\.(?:project_in|embed_tokens_per_layer|per_layer_model_projection|altup_projections\.\d+)"
+)
+_OF_LAST = re.compile(r"model\.(?:project_out|altup_unembed_projections\.\d+)|lm_head")
 """Modules of the first and the last pipeline stage."""
 
 
@@ -174,9 +176,11 @@ class _Place:
 
 
 def layers_of(model: NativeModel) -> Iterator[Layer]:
-    """The layers that adapters may change: all linear ones, the experts on CPUs, the embedding of
+    """The layers that adapters may change: all linear ones, the experts on CPUs, embeddings of
     tokens and the LM head, which is last."""
     for layer in model.modules():
+        if isinstance(layer, VocabEmbedding) and not layer.can_adapt:
+            continue
         if isinstance(layer, Linear | VocabEmbedding) and layer not in (model.head, model.score):
             yield layer
         if isinstance(layer, ExpertWeights) and layer.can_adapt:
@@ -271,12 +275,13 @@ class AdapterSlots:
         """Whether a module is in a layer of another pipeline stage, which checks it. Layers differ:
         this stage does not know which modules that one has."""
         model, layout = self._model, self._model.communicator.layout
-        if self._canonical(name) in (model.embedding_name.removesuffix(".weight"), *_OF_FIRST):
+        name = self._canonical(name)
+        if f"{name}.weight" == model.embedding_name or _OF_FIRST.fullmatch(name):
             return not layout.is_first_stage
-        if self._canonical(name) in _OF_LAST:
+        if _OF_LAST.fullmatch(name):
             return not layout.is_last_stage
         layers = re.escape(model.layers_name)
-        match = re.fullmatch(rf"{layers}\.(\d+)\..+", self._canonical(name))
+        match = re.fullmatch(rf"{layers}\.(\d+)\..+", name)
         here = {int(name.rpartition(".")[2]) for name, _ in model.named_layers()}
         return match is not None and int(match[1]) in {*range(model.num_layers)} - here
 

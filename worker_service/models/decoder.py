@@ -5,7 +5,7 @@ it sees positions, and what its tensors are called. `decoder_families` has the f
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate, chain
@@ -18,6 +18,7 @@ from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.errors import InvalidOption
+from worker_service.models.altup import AltUp, AltUpSpec, Streams
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV, LayerState
 from worker_service.models.layers import (
@@ -62,6 +63,8 @@ project_out
 embed_tokens_per_layer
 per_layer_model_projection
 per_layer_projection_norm
+altup_projections
+altup_unembed_projections
 """
 """Names of the modules of a model, which are the canonical ones after `model.`, and of the same
 modules in other families."""
@@ -298,6 +301,10 @@ class MLPSpec:
     gate_scale: float = 1.0
     """The factor of a gate before its activation."""
 
+    gate_deviations: float | None = None
+    """Standard deviations from its mean beyond which a gate's numbers count, from there on; None:
+    all count."""
+
     output_scale: float = 1.0
 
     def require_shards(self, layout: Layout) -> None:
@@ -339,6 +346,10 @@ class LayerSpec:
     has_scalar: bool = False
     """Whether the residual stream is multiplied by a number behind the layer."""
 
+    altup: AltUpSpec | None = None
+    """The streams of which the residual stream consists, if there are several. The layer has norms
+    around both parts, and an embedding of its own."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSettings(ModelSettings):
@@ -374,6 +385,9 @@ class DecoderSettings(ModelSettings):
     per_layer: PerLayerSpec | None = None
     """The embeddings that layers have of their own, if they have some."""
 
+    altup: AltUpSpec | None = None
+    """See `LayerSpec`."""
+
     @property
     def activations(self) -> set[str]:
         parts = [layer.feed_forward for layer in self.layers if layer.feed_forward is not None]
@@ -396,11 +410,6 @@ class DecoderSettings(ModelSettings):
     def _require_stages(self, layout: Layout) -> None:
         """Raise InvalidOption if layers need what another stage has."""
         num_stages = layout.pipeline_parallel_size
-        if num_stages > 1 and self.per_layer:
-            raise InvalidOption(
-                "pipeline_parallel_size: expected 1 for a model whose layers have embeddings of"
-                f" their own, got {num_stages}"
-            )
         first_layer = layout.layer_range(self.num_layers).start
         for layer in layout.layer_range(self.num_layers):
             source = self.sources[layer]
@@ -622,12 +631,13 @@ class MLP(nn.Module):
         self._activation, self._kernels = activation, kernels.layers
         self._is_gated, self._inner_size = s.is_gated, inner.size
         self._gate_scale, self._output_scale = s.gate_scale, s.output_scale
+        self._gate_deviations, self._communicator = s.gate_deviations, context.communicator
         self.xielu = Xielu(context, kernels.layers) if activation is None else None
         if s.is_gated:
             assert activation is not None, "xIELU has no gate"
             outputs = consecutive([inner] * 2) if s.is_fused else [inner] * 2
             sources = [0] * 2 if s.is_fused else None
-            if s.gate_scale == 1.0:
+            if s.gate_scale == 1.0 and s.gate_deviations is None:
                 self.up: Linear = GatedLinear(
                     size,
                     outputs,
@@ -651,11 +661,27 @@ class MLP(nn.Module):
             x = self.xielu(x)
         elif self._activation is not None and not self._is_gated:
             x = self._kernels.activate(x, self._activation)
-        elif self._activation is not None and self._gate_scale != 1.0:
-            self._kernels.scale(x[:, : self._inner_size], self._gate_scale)
+        elif self._activation is not None and not isinstance(self.up, GatedLinear):
+            gate = x[:, : self._inner_size]
+            if self._gate_scale != 1.0:
+                self._kernels.scale(gate, self._gate_scale)
+            if self._gate_deviations is not None:
+                self._sparsify(gate, self._gate_deviations)
             x = self._kernels.act_and_mul(x, self._activation)
         y: Tensor = self.down(x)
         return y if self._output_scale == 1.0 else self._kernels.scale(y, self._output_scale)
+
+    def _sparsify(self, gate: Tensor, num_deviations: float) -> None:
+        """See `reference.sparsify`; mean and deviation are those of the columns of all ranks."""
+        num_ranks = self._communicator.layout.tensor_parallel_size
+        if num_ranks == 1:
+            self._kernels.sparsify(gate, num_deviations)
+            return
+        wide = gate.float()
+        mean = self._communicator.sum(wide.mean(1, keepdim=True)) / num_ranks
+        squares = (wide - mean).square().mean(1, keepdim=True)
+        deviation = (self._communicator.sum(squares) / num_ranks).sqrt()
+        gate.copy_((wide - (mean + deviation * num_deviations)).clamp_(min=0))
 
 
 class DecoderLayer(NativeLayer):
@@ -700,6 +726,9 @@ class DecoderLayer(NativeLayer):
         if spec.per_layer is not None:
             self.per_layer = PerLayerGate(spec.per_layer, size, context, kernels.layers)
         self.scalar = LayerScalar(context, kernels.layers) if spec.has_scalar else None
+        self.altup: AltUp | None = None
+        if spec.altup is not None:
+            self.altup = AltUp(spec.altup, size, context, kernels.layers)
         self._spec, self._kernels = spec, kernels.layers
         self._is_transposed = is_transposed
         self.num_kept = 0 if mixer is None else len(mixer.kept(context, 1))
@@ -712,6 +741,8 @@ class DecoderLayer(NativeLayer):
     def forward(
         self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor | None]:
+        if self.altup is not None:
+            return self._alternate(self.altup, residual, inputs), None
         if self.attention is None or self.feed_forward is None:
             return residual, self._part(residual, x, inputs)
         if self._spec.norm_place is NormPlace.AFTER_SUM:
@@ -725,6 +756,23 @@ class DecoderLayer(NativeLayer):
         mixed = x if self.feed_forward_norm is None else self.feed_forward_norm(residual)
         attended = self.attention(x, inputs)
         return residual, self._kernels.add(attended, self.feed_forward(mixed))
+
+    def _alternate(self, altup: AltUp, streams: Tensor, inputs: LayerInputs) -> Tensor:
+        """The streams after the layer: [num_tokens, num_streams * size]."""
+        assert self.attention is not None, "the layer has both parts"
+        assert self.feed_forward is not None, "as above"
+        assert self.per_layer is not None, "it has an embedding"
+        assert inputs.embedding is not None, "as above"
+        streams = altup.predict(streams)
+        active = altup.active_of(streams)
+        normed = self._normed(self.attention_norm, active, None)
+        attended = self._output(self.attention(normed, inputs), self.attention_output_norm)
+        joined = altup.join(attended, active, normed)
+        x = self.feed_forward(self._normed(self.feed_forward_norm, joined, None))
+        x = self._kernels.add(joined, self._output(x, self.feed_forward_output_norm))
+        gating = altup.correct(streams, x)
+        altup.add_to_others(streams, self.per_layer(gating, inputs.embedding))
+        return streams
 
     def _finish(
         self, residual: Tensor, x: Tensor, inputs: LayerInputs
@@ -867,9 +915,19 @@ class DecoderModel(NativeModel):
                     layer, s.hidden_size, context, kernels, rotary, is_transposed=s.is_transposed
                 )
             )
+        self.streams: Streams | None = None
+        width = s.hidden_size
+        if s.altup is not None:
+            self.streams = Streams(s.altup, s.hidden_size, context, kernels.layers)
+            width *= s.altup.num_streams
         self.per_layer: PerLayerEmbeddings | None = None
+        self._per_layer_size = 0 if s.per_layer is None else s.per_layer.size
         self._embeddings: Tensor | None = None
-        if s.per_layer is not None:
+        """[num_tokens, num_layers * size], those of this stage's layers and later ones."""
+        following = s.num_layers - self._layer_range.start
+        self._received_width = width + following * self._per_layer_size
+        self._received_like = context.empty(self._received_width)
+        if s.per_layer is not None and layout.is_first_stage:
             mixers = (layer.attention for layer in s.layers if layer.attention is not None)
             table = tables.table(next(mixers).rotary)
             assert table is not None
@@ -916,16 +974,39 @@ class DecoderModel(NativeModel):
             source = self._sources[i]
             inputs = inputs if source is None else found[source - start]
             if self._embeddings is not None:
-                size = self._embeddings.shape[1] // self.num_layers
-                inputs = inputs._replace(embedding=self._embeddings[:, i * size : (i + 1) * size])
+                size = self._per_layer_size
+                first = (i - start) * size
+                inputs = inputs._replace(embedding=self._embeddings[:, first : first + size])
             yield inputs
 
     def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
+        layout, size = self.communicator.layout, self._per_layer_size
+        following = (self.num_layers - self._layer_range.start) * size
         if self.per_layer is not None:
             self._embeddings = self.per_layer(batch.token_ids, residual, batch.positions)
+        elif size:
+            residual, self._embeddings = residual.tensor_split([-following], dim=1)
+        if self.streams is not None and layout.is_first_stage:
+            residual = self.streams.expand(residual)
         x = super().run_layers(residual, batch)
-        self._embeddings = None
+        embeddings, self._embeddings = self._embeddings, None
+        if embeddings is not None and not layout.is_last_stage:
+            x = torch.cat([x, embeddings[:, len(self._layer_range) * size :]], dim=1)
         return x if self.project_out is None else self.project_out(x)
+
+    def finish(self, residual: Tensor, x: Tensor | None) -> Tensor:
+        if self.streams is None or self.norm is None:
+            return super().finish(residual, x)
+        normed: Tensor = self.norm(self.streams.reduce(residual))
+        return normed
+
+    def capture(self, layers: Sequence[int]) -> None:
+        if self.streams is not None:
+            raise InvalidOption(
+                f"speculative: expected no head for {self.architecture}, whose residual stream"
+                " consists of several"
+            )
+        super().capture(layers)
 
     def _apply_head(self, hidden_states: Tensor) -> Tensor:
         logits = super()._apply_head(hidden_states)
@@ -940,6 +1021,8 @@ class DecoderModel(NativeModel):
         yield from super().weight_targets()
         if self.per_layer is not None:
             yield from self.per_layer.weight_targets()
+        if self.streams is not None:
+            yield from self.streams.weight_targets()
         if self.position_embedding is not None:
             yield WeightTarget("model.embed_positions.weight", self.position_embedding)
         if self.embedding_norm is not None:

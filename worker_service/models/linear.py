@@ -627,6 +627,9 @@ class VocabEmbedding(nn.Module):
         """What adapters add to its rows."""
 
         self._name = ""
+        self.can_adapt = True
+        """Whether adapters may change it."""
+
         self.is_shared = False
         """Whether the LM head is tied to this table, and packs it for both."""
 

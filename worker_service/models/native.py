@@ -303,6 +303,8 @@ class NativeModel(LoadableModule):
         self.packs_with_triton = context.packs_with_triton
         self.hidden_like = context.empty(0)
         """An empty tensor of the dtype and on the device of hidden states."""
+        self._received_width = s.hidden_size
+        """Columns of what the previous stage sends, without captured hidden states."""
         self._received_like = context.empty(s.hidden_size)
 
     @abstractmethod
@@ -360,7 +362,8 @@ class NativeModel(LoadableModule):
             return
         self._captured_layers = tuple(layers)
         num_earlier = sum(layer < self._layer_range.start for layer in set(layers))
-        self._received_like = self._received_like.new_empty((1 + num_earlier) * self.hidden_size)
+        width = self._received_width + num_earlier * self.hidden_size
+        self._received_like = self._received_like.new_empty(width)
         self._program, self._program_with_adapters = self._prepare(), self._prepare()
 
     @abstractmethod
@@ -380,6 +383,10 @@ class NativeModel(LoadableModule):
                 parts = (residual,) if x is None else (residual, x)
                 self._captured[index] = [self._kernels.layers.copy(part) for part in parts]
             residual, x = layer(residual, x, inputs)
+        return self.finish(residual, x)
+
+    def finish(self, residual: Tensor, x: Tensor | None) -> Tensor:
+        """The input of the LM head, or of the next stage, after the layers; see `NativeLayer`."""
         if self.norm is not None:
             return self.norm(residual, x)
         return residual if x is None else residual.add_(x)
@@ -438,7 +445,8 @@ class NativeModel(LoadableModule):
             x = self.embed(batch)
         else:
             received = self.communicator.receive(token_ids, positions, like=self._received_like)
-            x, *earlier = received.split(self.hidden_size, dim=1)
+            x, captured = received.tensor_split([self._received_width], dim=1)
+            earlier = captured.split(self.hidden_size, dim=1) if captured.shape[1] else ()
         x = self.run_layers(x.contiguous(), batch)
         if layout.is_last_stage:
             return Computed(x, captured=self._all_captured(earlier, len(x)))

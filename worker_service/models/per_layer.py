@@ -1,11 +1,12 @@
 """Embeddings of each layer: what a token adds to the residual stream behind every layer."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.backend import LayerKernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -21,11 +22,51 @@ class PerLayerSpec:
     """Of the embedding of one layer."""
 
     vocab_size: int
+    table_size: int
+    """Tokens in the checkpoint's table. The embedding of further ones is that of the first."""
+
     activation: str
     """Of the gate, its name in `config.json`."""
 
     eps: float
     """Of the norms."""
+
+
+class _Table(VocabEmbedding):
+    """A table that lacks the last tokens. One rank has copies of the first row for them; several
+    look up the first one instead."""
+
+    def __init__(
+        self, spec: PerLayerSpec, width: int, context: ModelContext, kernels: LayerKernels
+    ) -> None:
+        self._num_stored = spec.table_size
+        self._copies = context.communicator.layout.tensor_parallel_size == 1
+        num_rows = spec.vocab_size if self._copies else spec.table_size
+        super().__init__(num_rows, width, context, kernels)
+        self.can_adapt = spec.table_size == spec.vocab_size
+
+    def table_target(self, name: str) -> WeightTarget:
+        target = super().table_target(name)
+        if not self._copies:
+            return target
+        rows = target.target[: self._num_stored]
+        return replace(target, target=rows, shard=Shard.full(self._num_stored))
+
+    def _keep(self, part: QuantizedWeight) -> None:
+        if num_further := self.shard.size - self._num_stored if self._copies else 0:
+            rows = torch.arange(self._num_stored), torch.zeros(num_further, dtype=torch.int64)
+            part = part.rows(torch.cat(rows))
+        super()._keep(part)
+
+    def pack(self) -> None:
+        if self._copies and self.weight is not None:
+            self.weight[self._num_stored :] = self.weight[0]
+        super().pack()
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if not self._copies:
+            token_ids = torch.where(token_ids < self._num_stored, token_ids, 0)
+        return super().forward(token_ids)
 
 
 class PerLayerEmbeddings(nn.Module):
@@ -45,7 +86,7 @@ class PerLayerEmbeddings(nn.Module):
         super().__init__()
         self._shape, self._kernels = (num_layers, spec.size), kernels
         width = num_layers * spec.size
-        self.table = VocabEmbedding(spec.vocab_size, width, context, kernels)
+        self.table = _Table(spec, width, context, kernels)
         full, width_of = Shard.full(hidden_size), [Shard.full(width)]
         self.projection = Linear(full, width_of, bias=False, context=context)
         self.norm = RMSNorm(spec.size, spec.eps, context, kernels)

@@ -4,6 +4,8 @@ They raise ValueError for tensors of unsupported dtypes, shapes or strides.
 """
 
 import ctypes
+import math
+from collections.abc import Sequence
 from typing import Unpack
 
 import numpy as np
@@ -31,6 +33,7 @@ from pagewire_kernels.cpu.tasks import (
     LatentTask,
     NormTask,
     RotateTask,
+    StreamsTask,
     SumRowsTask,
     TakeTask,
     address,
@@ -105,6 +108,7 @@ def find_largest(library: Library, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MAX_HEAD_DIM = 1024
+MAX_STREAMS = 16
 
 
 class NativeLayerKernels(NativeStateKernels):
@@ -121,7 +125,18 @@ class NativeLayerKernels(NativeStateKernels):
 
     def copy(self, x: Tensor) -> Tensor:
         """Copy the rows."""
-        y, task = _take_task(x, x.shape[0])
+        return self._copy(x, new_rows(x.shape[0], x.shape[1], x.dtype))
+
+    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
+        """Rows that consist of those of the parts."""
+        sizes = [part.shape[1] for part in parts]
+        y = new_rows(parts[0].shape[0], sum(sizes), parts[0].dtype)
+        for part, columns in zip(parts, y.split(sizes, dim=1), strict=True):
+            self._copy(part, columns)
+        return y
+
+    def _copy(self, x: Tensor, y: Tensor) -> Tensor:
+        y, task = _take_task(x, x.shape[0], y)
         numbers = np.arange(x.shape[0], dtype=np.int64)
         indices = ctypes.c_int64(numbers.ctypes.data)
         task.num_rows, task.indices = count_address(x.shape[0]), ctypes.addressof(indices)
@@ -211,8 +226,50 @@ class NativeLayerKernels(NativeStateKernels):
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap), in place."""
-        require(x.dtype == torch.float32, "float32 rows")
         return self._elementwise("soft_cap", x, x, cap)
+
+    def sparsify(self, x: Tensor, num_deviations: float) -> Tensor:
+        """max(x - mean - num_deviations * deviation, 0) of each row, in place."""
+        return self._elementwise("sparsify", x, x, num_deviations)
+
+    def match_rms(self, x: Tensor, like: Tensor) -> Tensor:
+        """x * rms(like) / rms(x) of each row, in place."""
+        return self._elementwise("match_rms", like, x, reference.layers.MIN_MEAN_SQUARE)
+
+    def mix_streams(self, streams: Tensor, factors: Tensor) -> Tensor:
+        """Add to each stream of a row a sum of all, weighted by the row's factors."""
+        mixed = new_rows(streams.shape[0], streams.shape[1], streams.dtype)
+        self._of_streams("mix_streams", streams, factors, mixed, math.isqrt(factors.shape[1]))
+        return mixed
+
+    def correct_streams(self, streams: Tensor, x: Tensor, factors: Tensor, active: int) -> Tensor:
+        """Add to each stream of a row, in place, 1 + its factor times the difference of x and the
+        active one."""
+        num_streams = factors.shape[1]
+        require(x.shape[1] * num_streams == streams.shape[1], "rows of a stream's size")
+        self._of_streams("correct_streams", x, factors, streams, num_streams, active)
+        return streams
+
+    def _of_streams(
+        self, name: str, x: Tensor, factors: Tensor, y: Tensor, num_streams: int, active: int = 0
+    ) -> None:
+        num_rows, width = y.shape
+        require(
+            all(_is_rows(rows, num_rows, y.dtype) for rows in (x, factors, y)),
+            "as many rows of one dtype, with a dense last axis",
+        )
+        require(
+            active < num_streams <= MAX_STREAMS and width % num_streams == 0,
+            f"at most {MAX_STREAMS} streams of one size",
+        )
+        task = StreamsTask(
+            num_rows=count_address(num_rows),
+            **rows_of(x=x, factors=factors, y=y),
+            num_streams=num_streams,
+            size=width // num_streams,
+            active=active,
+        )
+        self._launch(name, task, y.dtype, y.numel())
 
     def add(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add x to the sums in place."""

@@ -113,6 +113,14 @@ class ElementwiseTask(NativeStruct):
     _fields_ = fields_of("next_item num_rows x x_stride y y_stride size numbers", "factor")
 
 
+class StreamsTask(NativeStruct):
+    """`StreamsTask` of src/layers.h."""
+
+    _fields_ = fields_of(
+        "next_item num_rows x x_stride factors factors_stride y y_stride num_streams size active"
+    )
+
+
 class TakeTask(NativeStruct):
     """`TakeTask` of src/layers.h."""
 

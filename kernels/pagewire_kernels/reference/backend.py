@@ -1,5 +1,8 @@
 """The reference as an attention backend and as layer kernels."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
@@ -35,6 +38,10 @@ class LayerKernels:
     rotate = staticmethod(reference.rotate)
     scale = staticmethod(reference.scale)
     soft_cap = staticmethod(reference.soft_cap)
+    sparsify = staticmethod(reference.sparsify)
+    match_rms = staticmethod(reference.match_rms)
+    mix_streams = staticmethod(reference.mix_streams)
+    correct_streams = staticmethod(reference.correct_streams)
     xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
     multiply = staticmethod(reference.multiply)
@@ -50,3 +57,7 @@ class LayerKernels:
     def copy(self, x: Tensor) -> Tensor:
         """Copy the rows of x, [num_tokens, size], which are overwritten later."""
         return x.clone()
+
+    def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
+        """Rows that consist of those of the parts, [num_tokens, size] each."""
+        return torch.cat([*parts], dim=1)

@@ -181,9 +181,10 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap), in place, so that numbers are between -cap and cap. x: float32
+    """cap * tanh(x / cap), in place, so that numbers are between -cap and cap; rounded once. x:
     [num_rows, size]."""
-    return x.div_(cap).tanh_().mul_(cap)
+    wide = x.float().div_(cap).tanh_().mul_(cap)
+    return x if wide is x else x.copy_(wide)
 
 
 def xielu(x: Tensor, numbers: Tensor) -> Tensor:
@@ -211,6 +212,49 @@ def multiply_sigmoid(products: Tensor, x: Tensor) -> Tensor:
     """Multiply the products by sigmoid(x) in place, rounded once. Both: [num_rows, size], of one
     dtype."""
     return products.copy_(products.float() / torch.exp(-x.float()).add_(1))
+
+
+def sparsify(x: Tensor, num_deviations: float) -> Tensor:
+    """max(x - mean - num_deviations * deviation, 0), in place: of each row, what exceeds the mean
+    by more than a number of standard deviations. x: [num_rows, size]."""
+    wide = x.float()
+    deviation, mean = torch.std_mean(wide, dim=1, keepdim=True, correction=0)
+    return x.copy_((wide - (mean + deviation * num_deviations)).clamp_(min=0))
+
+
+MIN_MEAN_SQUARE = 1e-5
+"""The least mean square by which `match_rms` divides."""
+
+
+def match_rms(x: Tensor, like: Tensor) -> Tensor:
+    """x * rms(like) / rms(x), in place. Both: [num_rows, size], of one dtype."""
+    found, wanted = (rows.float().square().mean(1, keepdim=True) for rows in (x, like))
+    found = found.clamp_(min=MIN_MEAN_SQUARE)
+    return x.copy_(x.float() * wanted.sqrt() / found.sqrt())
+
+
+def mix_streams(streams: Tensor, factors: Tensor) -> Tensor:
+    """Add to each stream a sum of all, weighted by the row's factors (Baykal et al. 2023).
+
+    streams: [num_rows, n * size]; factors: [num_rows, n * n], of one dtype: for each sum, those of
+    all streams. Returns a tensor like `streams`.
+    """
+    n = math.isqrt(factors.shape[1])
+    parts = streams.float().unflatten(1, (n, -1))
+    mixed = torch.einsum("tqp,tpi->tqi", factors.float().unflatten(1, (n, n)), parts)
+    return (mixed + parts).flatten(1).to(streams.dtype)
+
+
+def correct_streams(streams: Tensor, x: Tensor, factors: Tensor, active: int) -> Tensor:
+    """Add to each stream, in place, 1 + its factor times the difference of x and the active one.
+
+    streams: [num_rows, n * size]; x: [num_rows, size]; factors: [num_rows, n]; of one dtype.
+    Returns the streams.
+    """
+    parts = streams.float().unflatten(1, (factors.shape[1], -1))
+    difference = x.float() - parts[:, active]
+    parts = parts + (factors.float() + 1).unsqueeze(2) * difference.unsqueeze(1)
+    return streams.copy_(parts.flatten(1))
 
 
 def _silu(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ packed_attention.py  attention over whole texts without a cache
 kv_cache.py    cache writes; copies of whole blocks, also from and to pinned host memory
 layers.py      norms, fused with the residual addition; activations; sums of rows
 rotary.py      norms of queries and keys, RoPE and the cache write, if any, in one kernel
+streams.py     rows of several streams; statistics of rows
 states.py      layers with a state: causal convolutions, Mamba, the delta rule, gated norms
 latents.py     the cache writes of latent attention
 linear.py      batch-invariant linear layers, with a fixed order of summation

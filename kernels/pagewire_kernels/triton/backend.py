@@ -27,6 +27,7 @@ from pagewire_kernels.triton.states import (
     mamba1_scan,
     mamba2_scan,
 )
+from pagewire_kernels.triton.streams import correct_streams, match_rms, mix_streams, sparsify
 
 
 class TritonBackend:
@@ -75,6 +76,10 @@ class TritonLayerKernels(LayerKernels):
     rotate_and_write_kv = staticmethod(rotate_and_write_kv)  # type: ignore[assignment]
     rotate = staticmethod(rotate)
     multiply_sigmoid = staticmethod(multiply_sigmoid)
+    sparsify = staticmethod(sparsify)
+    match_rms = staticmethod(match_rms)
+    mix_streams = staticmethod(mix_streams)
+    correct_streams = staticmethod(correct_streams)
     sum_rows = staticmethod(sum_rows)
     write_latents = staticmethod(write_latents)
     causal_convolution = staticmethod(causal_convolution)

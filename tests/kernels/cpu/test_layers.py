@@ -100,6 +100,40 @@ def test_a_soft_cap_agrees(kernels: NativeLayerKernels, dtype: torch.dtype) -> N
     assert kernels.soft_cap(torch.tensor([[torch.nan, 1.0]]), 30.0)[0, 0].isnan()
 
 
+@pytest.mark.parametrize("size", [1, 37, 1100])
+def test_operations_on_statistics_of_rows_agree(
+    kernels: NativeLayerKernels, dtype: torch.dtype, size: int
+) -> None:
+    x, like = (_random(7, 2 * size, dtype=dtype, seed=seed)[:, :size] for seed in (0, 1))
+    expected = reference.sparsify(x.clone(), 0.7)
+    assert (expected > 0).any() or size == 1
+    found = x.clone()
+    assert kernels.sparsify(found, 0.7) is found
+    _assert_agrees(found, expected)
+    x[3] = 0  # divided by no less than the minimum
+    expected = reference.match_rms(x.clone(), like)
+    found = x.clone()
+    assert kernels.match_rms(found, like) is found
+    _assert_agrees(found, expected)
+
+
+@pytest.mark.parametrize(("num_streams", "size"), [(1, 5), (4, 37), (3, 300)])
+def test_streams_agree(
+    kernels: NativeLayerKernels, dtype: torch.dtype, num_streams: int, size: int
+) -> None:
+    wide = _random(7, 2 * num_streams * size, dtype=dtype)
+    streams = wide[:, : num_streams * size]
+    factors = _random(7, num_streams**2, dtype=dtype, seed=1)
+    x, active = _random(7, size, dtype=dtype, seed=2), num_streams - 1
+    _assert_agrees(kernels.mix_streams(streams, factors), reference.mix_streams(streams, factors))
+    factors = factors[:, :num_streams]
+    expected = reference.correct_streams(streams.clone(), x, factors, active)
+    assert kernels.correct_streams(streams, x, factors, active) is streams
+    _assert_agrees(streams, expected)
+    parts = streams.split(size, dim=1)
+    assert torch.equal(kernels.concatenate(parts), streams)
+
+
 def test_a_layer_norm_of_numbers_far_from_zero_agrees(
     kernels: NativeLayerKernels, dtype: torch.dtype
 ) -> None:

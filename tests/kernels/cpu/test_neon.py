@@ -238,7 +238,13 @@ LAYERS: dict[str, Layer] = {
     "scale": lambda kernels, x: kernels.scale(x.clone(), 0.3),
     "add": lambda kernels, x: kernels.add(x.clone(), x.flip(0)),
     "xielu": lambda kernels, x: kernels.xielu(x.clone(), torch.tensor([0.8, 1.3, 0.5, -1e-6])),
-    "soft_cap": lambda kernels, x: kernels.soft_cap(x.float(), 2.0),
+    "soft_cap": lambda kernels, x: kernels.soft_cap(x.clone(), 2.0),
+    "sparsify": lambda kernels, x: kernels.sparsify(x.clone(), 0.7),
+    "match_rms": lambda kernels, x: kernels.match_rms(x.clone(), x.flip(0)),
+    "mix_streams": lambda kernels, x: kernels.mix_streams(x, x[:, :4].contiguous()),
+    "correct_streams": lambda kernels, x: kernels.correct_streams(
+        x.clone(), x[:, :19], x[:, :2].contiguous(), 1
+    ),
     **{name: partial(_activate, name) for name in reference.ACTIVATIONS},
 }
 

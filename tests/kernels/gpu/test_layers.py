@@ -62,6 +62,9 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
         "layer norm": lambda x: KERNELS.layer_norm(x, weight, weight, 1e-6, x * 0.3),
         "activation": lambda x: KERNELS.activate(x.clone(), "gelu_tanh"),
         "product": lambda x: KERNELS.act_and_mul(x, "silu"),
+        "deviations": lambda x: KERNELS.sparsify(x.clone(), 0.7),
+        "mean squares": lambda x: KERNELS.match_rms(x.clone(), x * 0.3),
+        "streams": lambda x: KERNELS.mix_streams(x, x[:, :9]),
     }
     for name, operation in operations.items():
         together = operation(rows)
@@ -75,6 +78,30 @@ def test_a_product_with_a_sigmoid_agrees_with_the_reference(dtype: torch.dtype) 
     moved = products.to(DEVICE, copy=True)
     assert KERNELS.multiply_sigmoid(moved, x.to(DEVICE)) is moved
     assert_agrees(moved, TORCH.multiply_sigmoid(products, x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operations_on_statistics_of_rows_agree_with_the_reference(dtype: torch.dtype) -> None:
+    x, like = (_random(5, 1300, dtype=dtype, seed=seed)[:, :1100] for seed in range(2))
+    x[3] = 0
+    moved = x.to(DEVICE, copy=True)
+    assert KERNELS.sparsify(moved, 0.7) is moved
+    assert_agrees(moved, TORCH.sparsify(x.clone(), 0.7))
+    moved = x.to(DEVICE, copy=True)
+    assert KERNELS.match_rms(moved, like.to(DEVICE)) is moved
+    assert_agrees(moved, TORCH.match_rms(x, like))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_streams_agree_with_the_reference(dtype: torch.dtype) -> None:
+    streams, factors = _random(5, 3 * 1100, dtype=dtype), _random(5, 9, dtype=dtype, seed=1)
+    moved, x = streams.to(DEVICE, copy=True), _random(5, 1100, dtype=dtype, seed=2)
+    assert_agrees(
+        KERNELS.mix_streams(moved, factors.to(DEVICE)), TORCH.mix_streams(streams, factors)
+    )
+    factors = factors[:, :3]
+    assert KERNELS.correct_streams(moved, x.to(DEVICE), factors.to(DEVICE), 2) is moved
+    assert_agrees(moved, TORCH.correct_streams(streams, x, factors, 2))
 
 
 def test_far_from_zero_an_activation_stays_finite() -> None:

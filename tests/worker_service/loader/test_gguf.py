@@ -41,7 +41,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
     [
         *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
         *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial", "phimoe", "phimoe_long"),
-        *("gemma4_shared", "gemma4_plain", "gemma4_moe", "llama4"),
+        *("gemma3n", "gemma4_shared", "gemma4_plain", "gemma4_moe", "llama4"),
         *("ministral3", "mistral4"),
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v2_expanded"),
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),

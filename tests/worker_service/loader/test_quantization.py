@@ -92,7 +92,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 THROUGH_TRANSFORMERS = ("phi", "cohere", "flex_olmo")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4", "gemma4_moe")
-NOT_ROUNDED = ("shared_expert_gate", "router", "router.proj", "kv_b_proj")
+NOT_ROUNDED = (
+    *("shared_expert_gate", "router", "router.proj", "kv_b_proj"),
+    *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
+)
 
 
 def _round(model: Any, quantization: str) -> None:
@@ -122,6 +125,7 @@ def _round(model: Any, quantization: str) -> None:
                     "gpt2",
                     "opt",
                     "gemma3",
+                    "gemma3n",
                     "gemma4_shared",
                     "phi3",
                     "glm4",
@@ -142,6 +146,7 @@ def test_logits_are_those_of_the_rounded_weights(
     sizes = {
         "gpt_oss": {"head_dim": 32},
         "deepseek_v3": {"head_dim": 8},
+        "gemma3n": {"hidden_size_per_layer_input": 32, "laurel_rank": 32},
         "gemma4_shared": {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300},
     }
     shapes = {**SHAPES, **sizes.get(family, {})}

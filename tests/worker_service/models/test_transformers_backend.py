@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Qwen2VLForConditionalGeneration": ("Qwen2VLConfig", {}, "multimodal"),
     "Gemma3nForCausalLM": (
         "Gemma3nTextConfig",
-        {**SHAPE, "intermediate_size": [88, 88], "num_kv_shared_layers": 1},
+        {**SHAPE, "num_kv_shared_layers": 1, "hidden_activation": "mish"},
         "share keys and values",
     ),
     "MiniCPM3ForCausalLM": (

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,31 +141,24 @@ def _check(model: Path, tensor_parallel_size: int, pipeline_parallel_size: int) 
 
 
 FAMILIES = [family for family in NATIVE_FAMILIES if family not in ROTARY_VARIANTS]
-OF_ONE_STAGE = ("gemma4", "gemma4_shared")
-"""Families whose layers have embeddings of their own."""
+SHARING = ("gemma3n", "gemma4_shared")
+"""Families whose last layers share keys and values of earlier ones, which are in their stage."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_in_each_of_two_stages_agree_with_one_rank(family: str) -> None:
-    _check(checkpoint(family), 2, _num_stages(family))
+    _check(checkpoint(family), 2, 1 if family in SHARING else 2)
 
 
-def _num_stages(family: str) -> int:
-    return 1 if family in OF_ONE_STAGE else 2
-
-
-@pytest.mark.parametrize("family", OF_ONE_STAGE)
-def test_embeddings_of_layers_are_refused_on_several_stages(family: str) -> None:
-    with pytest.raises(InvalidOption, match="pipeline_parallel_size: expected 1 for a model whose"):
-        ParallelEngine(checkpoint(family), pipeline_parallel_size=2)
-
-
-def test_stages_divide_layers_that_share_keys_within_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", SHARING)
+def test_stages_divide_layers_that_share_keys_within_one(family: str, tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"] * 4
-    shape = {"num_hidden_layers": 8, "layer_types": kinds, "hidden_size_per_layer_input": 0}
-    path = make_checkpoint("gemma4_shared", tmp_path / "2", **shape, num_kv_shared_layers=2)
+    shape: dict[str, Any] = {"num_hidden_layers": 8, "layer_types": kinds}
+    if family == "gemma3n":
+        shape["activation_sparsity_pattern"] = [0.9, 0.0] * 4
+    path = make_checkpoint(family, tmp_path / "2", **shape, num_kv_shared_layers=2)
     _check(path, 1, 2)
-    path = make_checkpoint("gemma4_shared", tmp_path / "4", **shape, num_kv_shared_layers=4)
+    path = make_checkpoint(family, tmp_path / "4", **shape, num_kv_shared_layers=4)
     expected = "layer 4 attends to keys and values of layer 2, which 2 stages separate"
     with pytest.raises(InvalidOption, match=expected):
         ParallelEngine(path, pipeline_parallel_size=2)
@@ -220,7 +214,7 @@ def test_stages_agree_that_have_unequal_numbers_of_layers(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_in_each_of_two_stages_with_adapters_agree_with_one_rank(family: str) -> None:
     model = checkpoint(family)
-    together = _with_adapters(model, 2, _num_stages(family))
+    together = _with_adapters(model, 2, 1 if family in SHARING else 2)
     expected = _one_rank_with_adapters(model)
     assert [o.token_ids for o in together] == [o.token_ids for o in expected]
     assert _largest_difference(together, expected) <= TOLERANCE

@@ -15,6 +15,7 @@ from worker_service.models.decoder_families.gemma import (
     gemma3_settings,
     gemma_settings,
 )
+from worker_service.models.decoder_families.gemma3n import gemma3n_settings
 from worker_service.models.decoder_families.gemma4 import gemma4_settings
 from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
@@ -84,6 +85,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "GemmaForCausalLM": gemma_settings,
     "Gemma2ForCausalLM": gemma2_settings,
     "Gemma3ForCausalLM": gemma3_settings,
+    "Gemma3nForCausalLM": gemma3n_settings,
     "Gemma4ForCausalLM": gemma4_settings,
     "MixtralForCausalLM": mixtral_settings,
     "Qwen2MoeForCausalLM": qwen_moe_settings,

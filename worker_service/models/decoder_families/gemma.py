@@ -24,14 +24,14 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
 )
 
-_NAMES = {
+NAMES_AROUND = {
     **NAMES,
     "attention_output_norm": "post_attention_layernorm",
     "feed_forward_norm": "pre_feedforward_layernorm",
     "feed_forward_output_norm": "post_feedforward_layernorm",
 }
-_GELU = "gelu_pytorch_tanh"
-_THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
+GELU = "gelu_pytorch_tanh"
+THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 """Of Gemma 3."""
 
 
@@ -39,11 +39,11 @@ def gemma_settings(config: Config) -> DecoderSettings:
     """Gemma 1. Old checkpoints name the wrong GELU."""
     head_dim = head_dim_of(config, 256)
     attention = attention_of(config, head_dim, rotary_of(config, head_dim), **_biases(config))
-    activation = config.get("hidden_act", _GELU)
+    activation = config.get("hidden_act", GELU)
     return _decoder(
         config,
         [attention] * config["num_hidden_layers"],
-        _GELU if activation == "gelu" else activation,
+        GELU if activation == "gelu" else activation,
         place=NormPlace.BEFORE,
     )
 
@@ -65,7 +65,7 @@ def gemma2_settings(config: Config) -> DecoderSettings:
         )
         for kind in layer_types(config, every(config, 2))
     ]
-    activation = config.get("hidden_activation", _GELU)
+    activation = config.get("hidden_activation", GELU)
     cap = config.get("final_logit_softcapping", 30.0)
     return _decoder(config, attentions, activation, soft_cap=cap)
 
@@ -73,7 +73,7 @@ def gemma2_settings(config: Config) -> DecoderSettings:
 def gemma3_settings(config: Config) -> DecoderSettings:
     """Gemma 3: queries and keys with norms, and another rotary embedding in layers with windows."""
     head_dim = head_dim_of(config, 256)
-    rotaries = rotaries_by_type(config, head_dim, _THETAS)
+    rotaries = rotaries_by_type(config, head_dim, THETAS)
     window = config.get("sliding_window", 4096)
     attentions = [
         attention_of(
@@ -87,7 +87,7 @@ def gemma3_settings(config: Config) -> DecoderSettings:
         )
         for kind in layer_types(config, every(config, config.get("sliding_window_pattern", 6)))
     ]
-    activation, cap = config.get("hidden_activation", _GELU), config.get("final_logit_softcapping")
+    activation, cap = config.get("hidden_activation", GELU), config.get("final_logit_softcapping")
     return _decoder(config, attentions, activation, soft_cap=cap)
 
 
@@ -113,7 +113,7 @@ def _decoder(
         raise NotNative("use_bidirectional_attention")
     norm = _norm(config)
     mlp = MLPSpec(inner_size=config["intermediate_size"], activation=activation)
-    names = _NAMES if place is NormPlace.AROUND else NAMES
+    names = NAMES_AROUND if place is NormPlace.AROUND else NAMES
     return decoder_of(
         config,
         [

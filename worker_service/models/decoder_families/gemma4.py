@@ -17,7 +17,6 @@ from worker_service.models.decoder import (
 )
 from worker_service.models.decoder_families.common import (
     FULL,
-    NAMES,
     SLIDING,
     Config,
     NotNative,
@@ -30,16 +29,12 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     routing,
 )
+from worker_service.models.decoder_families.gemma import NAMES_AROUND
 from worker_service.models.dense_and_experts import DenseAndExpertsSpec
 from worker_service.models.experts import ExpertsSpec, ExpertStorage
 from worker_service.models.per_layer import PerLayerSpec
 
-_NAMES = NAMES | by_lines("""
-attention_output_norm     post_attention_layernorm
-feed_forward_norm         pre_feedforward_layernorm
-feed_forward_output_norm  post_feedforward_layernorm
-scalar                    layer_scalar
-""")
+_NAMES = {**NAMES_AROUND, "scalar": "layer_scalar"}
 _BESIDE_EXPERTS = by_lines("""
 feed_forward.dense_norm           pre_feedforward_layernorm
 feed_forward.dense.up             mlp.gate_proj mlp.up_proj
@@ -56,13 +51,13 @@ _MODULES = " ".join(f"experts.*.{name}_proj" for name in ("gate", "up", "down"))
 """Names of experts with modules of their own, as in GGUF files."""
 
 _OF_DENSE = ("feed_forward_norm", "feed_forward.up", "feed_forward.down")
-_PER_LAYER = by_lines("""
+PER_LAYER = by_lines("""
 per_layer.gate        per_layer_input_gate
 per_layer.projection  per_layer_projection
 per_layer.norm        post_per_layer_input_norm
 """)
 _K_IS_V = {"attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.k_proj"}
-_SHARES = {"attention.qkv": "self_attn.q_proj"}
+SHARES = {"attention.qkv": "self_attn.q_proj"}
 _ROPE: Mapping[str, Mapping[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -76,7 +71,7 @@ def gemma4_settings(config: Config) -> DecoderSettings:
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6))
     kinds = layer_types(config, every(config, 6))
     kinds[-1] = FULL
-    sources = _sources(config, kinds)
+    sources = shared_sources(config, kinds)
     attentions = [
         _attention(config, index, kind, norm, source)
         for index, (kind, source) in enumerate(zip(kinds, sources, strict=True))
@@ -119,14 +114,14 @@ def _names(
     *,
     has_experts: bool,
 ) -> dict[str, str]:
-    names = _NAMES if per_layer is None else _NAMES | _PER_LAYER
+    names = _NAMES if per_layer is None else _NAMES | PER_LAYER
     if has_experts:
         names = {path: name for path, name in names.items() if path not in _OF_DENSE}
         names |= _BESIDE_EXPERTS
         if config.get("has_expert_modules"):
             names |= {"feed_forward.experts.experts": _MODULES}
     if source is not None:
-        return names | _SHARES
+        return names | SHARES
     return names | _K_IS_V if _k_is_v(config, kind) else names
 
 
@@ -181,9 +176,10 @@ def _attention(
     )
 
 
-def _sources(config: Config, kinds: Sequence[str]) -> list[int | None]:
-    """Of each layer, the layer whose keys and values it attends to; None: its own."""
-    num_shared = config.get("num_kv_shared_layers", 0) or 0
+def shared_sources(config: Config, kinds: Sequence[str], default: int = 0) -> list[int | None]:
+    """Of each layer, the layer whose keys and values it attends to; None: its own. default: number
+    of layers that share them."""
+    num_shared = config.get("num_kv_shared_layers", default) or 0
     num_own = len(kinds) - num_shared
     last = {kind: index for index, kind in enumerate(kinds[: max(num_own, 0)])}
     if num_own < 1 or not set(kinds) <= last.keys():
@@ -203,6 +199,7 @@ def _per_layer(config: Config, norm: NormSpec) -> PerLayerSpec | None:
     return PerLayerSpec(
         size=size,
         vocab_size=vocab_size,
+        table_size=vocab_size,
         activation=config.get("hidden_activation", "gelu_pytorch_tanh"),
         eps=norm.eps,
     )

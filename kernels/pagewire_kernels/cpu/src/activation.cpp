@@ -27,9 +27,10 @@ void scale(ElementwiseTask& task) {
   });
 }
 
+template <class Number>
 void soft_cap(ElementwiseTask& task) {
   const Floats cap = broadcast(task.factor);
-  for_each_register<float>(task, [&](const float* x, const float*, int64_t left) {
+  for_each_register<Number>(task, [&](const Number* x, const Number*, int64_t left) {
     return multiply(tanh(divide(load_some(x, left), cap)), cap);
   });
 }
@@ -98,6 +99,7 @@ PAGEWIRE_KERNEL pw_multiply_float32(ElementwiseTask* task) { multiply_rows<float
 PAGEWIRE_KERNEL pw_multiply_bfloat16(ElementwiseTask* task) { multiply_rows<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_multiply_sigmoid_float32(ElementwiseTask* task) { multiply_sigmoid<float>(*task); }
 PAGEWIRE_KERNEL pw_multiply_sigmoid_bfloat16(ElementwiseTask* task) { multiply_sigmoid<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_soft_cap_float32(ElementwiseTask* task) { soft_cap(*task); }
+PAGEWIRE_KERNEL pw_soft_cap_float32(ElementwiseTask* task) { soft_cap<float>(*task); }
+PAGEWIRE_KERNEL pw_soft_cap_bfloat16(ElementwiseTask* task) { soft_cap<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_xielu_float32(ElementwiseTask* task) { xielu<float>(*task); }
 PAGEWIRE_KERNEL pw_xielu_bfloat16(ElementwiseTask* task) { xielu<BFloat16>(*task); }

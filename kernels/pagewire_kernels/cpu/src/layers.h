@@ -35,7 +35,7 @@ struct ActivationTask : Task {
 };
 
 // y = factor * x; y = factor * tanh(x / factor); y += x; y *= x; y *= sigmoid(x);
-// or y = xielu(x).
+// y = xielu(x); y *= rms(x) / rms(y); or y = max(x - mean - factor * deviation, 0) of each row.
 struct ElementwiseTask : Task {
   const int64_t* num_rows;
   const void* x;  // [*num_rows, size]
@@ -45,6 +45,20 @@ struct ElementwiseTask : Task {
   int64_t size;
   const float* numbers;  // of xIELU: for positive x, for others, beta, epsilon
   float factor;
+};
+
+// Streams of a row are added to each other, or corrected by the difference of x and the active one.
+struct StreamsTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, num_streams * size]; of a correction [*num_rows, size]
+  int64_t x_stride;
+  const void* factors;  // [*num_rows, num_streams^2]; of a correction [*num_rows, num_streams]
+  int64_t factors_stride;
+  void* y;  // [*num_rows, num_streams * size]
+  int64_t y_stride;
+  int64_t num_streams;
+  int64_t size;
+  int64_t active;
 };
 
 struct RotateTask : Task {
@@ -142,5 +156,6 @@ struct LargestTask : Task {
 };
 
 constexpr int64_t kMaxHeadDim = 1024;
+constexpr int64_t kMaxStreams = 16;
 
 }  // namespace pagewire

@@ -1,4 +1,5 @@
-// RMS norm and layer norm, with the addition to the residual stream before; see layers.h.
+// RMS norm and layer norm, with the addition to the residual stream before, and what else depends on the
+// mean squares or deviations of rows; see layers.h.
 #include "layers.h"
 #include "rows.h"
 
@@ -6,6 +7,11 @@ namespace pagewire {
 namespace {
 
 float square_root(float x) { return __builtin_sqrtf(x); }
+
+template <class Number>
+float number_at(const Number* from) {
+  return first_lane(load_some(from, 1));
+}
 
 // Adds x to the residual, if there is one. Returns the numbers to normalize.
 template <class Number>
@@ -84,6 +90,86 @@ void layer_norm(NormTask& task) {
   });
 }
 
+template <class Number>
+void match_rms(ElementwiseTask& task) {
+  for_each_row(task, *task.num_rows, task.size, [&](int64_t row) {
+    const Number* like = static_cast<const Number*>(task.x) + row * task.x_stride;
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+    const auto mean_square = [&](const Number* of) {
+      return sum_of_squares(of, task.size) / static_cast<float>(task.size);
+    };
+    const float least = task.factor, found = mean_square(y);
+    const Floats wanted = broadcast(square_root(mean_square(like)));
+    const Floats rms = broadcast(square_root(found < least ? least : found));
+    for (int64_t i = 0; i < task.size; i += kLanes) {
+      const int64_t left = task.size - i;
+      store_some(y + i, divide(multiply(load_some(y + i, left), wanted), rms), left);
+    }
+  });
+}
+
+template <class Number>
+void sparsify(ElementwiseTask& task) {
+  for_each_row(task, *task.num_rows, task.size, [&](int64_t row) {
+    const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+    const float mean = mean_of(x, task.size);
+    const float deviation = square_root(variance_of(x, task.size, mean));
+    const Floats cutoff = broadcast(mean + deviation * task.factor);
+    for (int64_t i = 0; i < task.size; i += kLanes) {
+      const int64_t left = task.size - i;
+      store_some(y + i, greater_of(zeros(), subtract(load_some(x + i, left), cutoff)), left);
+    }
+  });
+}
+
+// y_q = x_q + sum over p of factors[q, p] * x_p
+template <class Number>
+void mix_streams(StreamsTask& task) {
+  const int64_t count = task.num_streams, width = count * task.size;
+  for_each_row(task, *task.num_rows, width, [&](int64_t row) {
+    const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+    const Number* factors = static_cast<const Number*>(task.factors) + row * task.factors_stride;
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+    for (int64_t target = 0; target < count; ++target) {
+      float weights[kMaxStreams];
+      for (int64_t source = 0; source < count; ++source) {
+        weights[source] = number_at(factors + target * count + source);
+      }
+      for (int64_t i = 0; i < task.size; i += kLanes) {
+        const int64_t left = task.size - i;
+        Floats sum = zeros();
+        for (int64_t source = 0; source < count; ++source) {
+          sum = multiply_add(load_some(x + source * task.size + i, left), broadcast(weights[source]), sum);
+        }
+        const int64_t at = target * task.size + i;
+        store_some(y + at, add(sum, load_some(x + at, left)), left);
+      }
+    }
+  });
+}
+
+// y_q += (1 + factors[q]) * (x - y_active)
+template <class Number>
+void correct_streams(StreamsTask& task) {
+  const int64_t count = task.num_streams, width = count * task.size;
+  for_each_row(task, *task.num_rows, width, [&](int64_t row) {
+    const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+    const Number* factors = static_cast<const Number*>(task.factors) + row * task.factors_stride;
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+    for (int64_t i = 0; i < task.size; i += kLanes) {
+      const int64_t left = task.size - i;
+      const Floats active = load_some(y + task.active * task.size + i, left);
+      const Floats difference = subtract(load_some(x + i, left), active);
+      for (int64_t target = 0; target < count; ++target) {
+        Number* at = y + target * task.size + i;
+        const Floats factor = broadcast(1.0f + number_at(factors + target));
+        store_some(at, multiply_add(factor, difference, load_some(at, left)), left);
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace pagewire
 
@@ -93,3 +179,11 @@ PAGEWIRE_KERNEL pw_rms_norm_float32(NormTask* task) { rms_norm<float>(*task); }
 PAGEWIRE_KERNEL pw_rms_norm_bfloat16(NormTask* task) { rms_norm<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_layer_norm_float32(NormTask* task) { layer_norm<float>(*task); }
 PAGEWIRE_KERNEL pw_layer_norm_bfloat16(NormTask* task) { layer_norm<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_match_rms_float32(ElementwiseTask* task) { match_rms<float>(*task); }
+PAGEWIRE_KERNEL pw_match_rms_bfloat16(ElementwiseTask* task) { match_rms<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_sparsify_float32(ElementwiseTask* task) { sparsify<float>(*task); }
+PAGEWIRE_KERNEL pw_sparsify_bfloat16(ElementwiseTask* task) { sparsify<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_mix_streams_float32(StreamsTask* task) { mix_streams<float>(*task); }
+PAGEWIRE_KERNEL pw_mix_streams_bfloat16(StreamsTask* task) { mix_streams<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_correct_streams_float32(StreamsTask* task) { correct_streams<float>(*task); }
+PAGEWIRE_KERNEL pw_correct_streams_bfloat16(StreamsTask* task) { correct_streams<BFloat16>(*task); }

@@ -1,0 +1,159 @@
+"""Rows of several streams, which a model mixes and corrects, and operations with the mean squares
+or the deviations of rows."""
+
+from math import isqrt
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagewire_kernels.interface import FLOATS
+from pagewire_kernels.reference.layers import MIN_MEAN_SQUARE
+from pagewire_kernels.triton.checks import expect, expect_tensors
+
+_TILE = 1024
+_MAX_SIZE = 65536
+"""The longest row that fits into a program's registers, in elements."""
+
+
+@triton.jit(do_not_specialize=["x_stride", "num_deviations"])
+def _sparsify(x, x_stride, num_deviations, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Program (row)."""
+    column = tl.arange(0, TILE)
+    mask, at = column < SIZE, x + tl.program_id(0).to(tl.int64) * x_stride + column
+    values = tl.load(at, mask, other=0.0).to(tl.float32)
+    mean = tl.sum(values, axis=0) / SIZE
+    centred = tl.where(mask, values - mean, 0.0)
+    deviation = tl.sqrt_rn(tl.sum(centred * centred, axis=0) / SIZE)
+    beyond = tl.maximum(values - (mean + deviation * num_deviations), 0.0)
+    tl.store(at, beyond.to(x.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "like_stride"])
+def _match_rms(x, like, x_stride, like_stride, MIN, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Program (row)."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    mask, at = column < SIZE, x + row * x_stride + column
+    values = tl.load(at, mask, other=0.0).to(tl.float32)
+    wanted = tl.load(like + row * like_stride + column, mask, other=0.0).to(tl.float32)
+    found = tl.maximum(tl.sum(values * values, axis=0) / SIZE, MIN)
+    wanted_rms = tl.sqrt_rn(tl.sum(wanted * wanted, axis=0) / SIZE)
+    tl.store(at, (values * wanted_rms / tl.sqrt_rn(found)).to(x.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["streams_stride", "factors_stride"])
+def _mix(
+    mixed,
+    streams,
+    factors,
+    streams_stride,
+    factors_stride,
+    NUM: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (row, tile of a stream's columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < SIZE
+    streams += row * streams_stride + column
+    mixed += row * NUM * SIZE + column
+    factors += row * factors_stride
+    for target in tl.static_range(NUM):
+        total = tl.zeros((TILE,), tl.float32)
+        for source in tl.static_range(NUM):
+            factor = tl.load(factors + target * NUM + source).to(tl.float32)
+            total += factor * tl.load(streams + source * SIZE, mask, other=0.0).to(tl.float32)
+        total += tl.load(streams + target * SIZE, mask, other=0.0).to(tl.float32)
+        tl.store(mixed + target * SIZE, total.to(mixed.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["streams_stride", "x_stride", "factors_stride"])
+def _correct(
+    streams,
+    x,
+    factors,
+    streams_stride,
+    x_stride,
+    factors_stride,
+    ACTIVE: tl.constexpr,
+    NUM: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (row, tile of a stream's columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < SIZE
+    streams += row * streams_stride + column
+    difference = tl.load(x + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    difference -= tl.load(streams + ACTIVE * SIZE, mask, other=0.0).to(tl.float32)
+    for target in tl.static_range(NUM):
+        factor = 1.0 + tl.load(factors + row * factors_stride + target).to(tl.float32)
+        total = tl.load(streams + target * SIZE, mask, other=0.0).to(tl.float32)
+        total += factor * difference
+        tl.store(streams + target * SIZE, total.to(streams.dtype.element_ty), mask)
+
+
+def sparsify(x: Tensor, num_deviations: float) -> Tensor:
+    """max(x - mean - num_deviations * deviation, 0), in place; as `reference.sparsify`."""
+    expect_tensors(("x", x, FLOATS, (None, None)))
+    if x.numel():
+        _sparsify[(len(x),)](x, x.stride(0), num_deviations, **_of_row(x.shape[1]))
+    return x
+
+
+def match_rms(x: Tensor, like: Tensor) -> Tensor:
+    """x * rms(like) / rms(x), in place; as `reference.match_rms`."""
+    expect_tensors(("x", x, FLOATS, (None, None)), ("like", like, (x.dtype,), x.shape))
+    if x.numel():
+        strides = x.stride(0), like.stride(0)
+        _match_rms[(len(x),)](x, like, *strides, MIN_MEAN_SQUARE, **_of_row(x.shape[1]))
+    return x
+
+
+def mix_streams(streams: Tensor, factors: Tensor) -> Tensor:
+    """Add to each stream a weighted sum of all; as `reference.mix_streams`."""
+    num_rows, width = streams.shape
+    num = isqrt(factors.shape[1])
+    expect_tensors(
+        ("streams", streams, FLOATS, (None, None)),
+        ("factors", factors, (streams.dtype,), (num_rows, num * num)),
+    )
+    mixed = torch.empty(num_rows, width, dtype=streams.dtype, device=streams.device)
+    if mixed.numel():
+        grid, sizes = _of_streams(num_rows, width, num)
+        _mix[grid](mixed, streams, factors, streams.stride(0), factors.stride(0), **sizes)
+    return mixed
+
+
+def correct_streams(streams: Tensor, x: Tensor, factors: Tensor, active: int) -> Tensor:
+    """Move each stream in place as x moves the active one; as `reference.correct_streams`."""
+    (num_rows, width), num = streams.shape, factors.shape[1]
+    expect_tensors(
+        ("streams", streams, FLOATS, (None, None)),
+        ("x", x, (streams.dtype,), (num_rows, width // num)),
+        ("factors", factors, (streams.dtype,), (num_rows, num)),
+    )
+    if streams.numel():
+        grid, sizes = _of_streams(num_rows, width, num)
+        strides = streams.stride(0), x.stride(0), factors.stride(0)
+        _correct[grid](streams, x, factors, *strides, ACTIVE=active, **sizes)
+    return streams
+
+
+def _of_row(size: int) -> dict[str, int]:
+    """Constants of a program that computes a row of this size."""
+    expect(size <= _MAX_SIZE, f"x: expected rows of at most {_MAX_SIZE}, got {size}")
+    tile = triton.next_power_of_2(size)
+    warps = min(16, max(1, tile // 512))
+    return {"SIZE": size, "TILE": tile, "num_warps": warps, "enable_fp_fusion": False}
+
+
+def _of_streams(num_rows: int, width: int, num: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid and the constants of programs that compute a part of all streams of a row."""
+    expect(width % num == 0, f"streams: expected {num} of one size, got rows of {width}")
+    size = width // num
+    constants = {"NUM": num, "SIZE": size, "TILE": _TILE, "num_warps": 4, "enable_fp_fusion": False}
+    return (num_rows, triton.cdiv(size, _TILE)), constants
