@@ -241,6 +241,8 @@ def _cache_lines(group: WorkerGroupStatus) -> Iterable[Text]:
         yield Text.assemble((f"  {name}  ", "dim"), use)
     if group.kv_moves not in ("", "with all", "no other group"):
         yield Text.assemble(("  KV moves  ", "dim"), group.kv_moves)
+    if group.adapters:
+        yield Text.assemble(("  adapters  ", "dim"), group.adapters)
 
 
 def _request_row(request: RequestStatus, uptime_s: float, *, in_colour: bool) -> list[Text]:

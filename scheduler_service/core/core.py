@@ -56,7 +56,7 @@ class SchedulerCore:
         self._admission = AdmissionControl(config, self._registry, self._fleet)
         self._deadlines = DeadlineTimers()
         self._transfers = Transfers(config)
-        self._inspector = Inspector(self._fleet.schedulers)
+        self._inspector = Inspector(self._fleet.schedulers, self._fleet.adapters)
         self._num_finished = 0
         self._traced: list[SequenceGroup] = []
 

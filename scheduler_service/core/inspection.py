@@ -63,6 +63,8 @@ class RequestSnapshot:
     placements: list[str]
     ended_us: int = 0
     error_reason: str = ""
+    lora: str = ""
+    """The name of its adapter; empty without one."""
     block_tables: list[list[int]] = field(default_factory=list)
     """One for each sequence with blocks on the device."""
     host_block_tables: list[list[int]] = field(default_factory=list)
@@ -146,7 +148,7 @@ def _kv_moves(here: Scheduler, others: Iterable[Scheduler]) -> str:
 
 
 def _worker_group_snapshot(
-    scheduler: Scheduler, schedulers: Collection[Scheduler]
+    scheduler: Scheduler, schedulers: Collection[Scheduler], adapters: str
 ) -> WorkerGroupSnapshot:
     capacity, rates, clock = scheduler.capacity, scheduler.rates, scheduler.clock
     num_free_gpu_blocks, num_free_cpu_blocks = scheduler.cache.num_free_blocks
@@ -170,6 +172,7 @@ def _worker_group_snapshot(
         sample_us=clock.sample_us,
         cache_groups=scheduler.cache.usage(),
         kv_moves=_kv_moves(scheduler, schedulers),
+        adapters=adapters,
     )
 
 
@@ -214,14 +217,20 @@ class Inspection:
 class Inspector:
     """Takes snapshots of live requests, and remembers the last requests that ended."""
 
-    def __init__(self, schedulers: Mapping[str, Scheduler]) -> None:
-        self._schedulers = schedulers
+    def __init__(
+        self,
+        schedulers: Mapping[str, Scheduler],
+        adapters: Mapping[str, Mapping[bytes, str]],
+    ) -> None:
+        """adapters: names by digest, of each model."""
+        self._schedulers, self._adapters = schedulers, adapters
         self._ended: deque[RequestSnapshot] = deque(maxlen=MAX_ENDED)
 
     def record_end(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Remember a request whose sequences have all ended."""
         last_worker_group_id = next(reversed(seq_group.clock.timeline.placements), "")
         snapshot = _snapshot(seq_group, _end_state(seq_group), last_worker_group_id)
+        snapshot.lora = self._name_of(seq_group.request.model, seq_group.adapter)
         snapshot.ended_us = now_us
         snapshot.error_reason = getattr(seq_group.error, "reason", "")
         self._ended.append(snapshot)
@@ -252,10 +261,23 @@ class Inspector:
             models=listed,
             num_by_tenant=Counter(seq_group.tenant.name for seq_group in seq_groups),
             worker_groups=[
-                _worker_group_snapshot(scheduler, self._schedulers.values())
+                _worker_group_snapshot(
+                    scheduler, self._schedulers.values(), self._adapters_of(scheduler)
+                )
                 for scheduler in self._schedulers.values()
             ],
         )
+
+    def _name_of(self, model: str, adapter: bytes | None) -> str:
+        """The name of an adapter, or the beginning of its digest if no name means it any more."""
+        if adapter is None:
+            return ""
+        return self._adapters.get(model, {}).get(adapter, adapter.hex()[:12])
+
+    def _adapters_of(self, scheduler: Scheduler) -> str:
+        """See `WorkerGroupSnapshot.adapters`."""
+        model, usage = scheduler.capacity.model, scheduler.placed.adapters.usage()
+        return ", ".join(f"{self._name_of(model, a)} {number}" for a, number in usage.items())
 
     def inspect(self, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail) -> Inspection:
         """The requested details; `seq_groups` are all live groups, in the order of acceptance."""
@@ -282,6 +304,7 @@ class Inspector:
             worker_group_id = scheduler.capacity.worker_group_id if scheduler is not None else ""
             state = _live_state(seq_group, is_prefilling=seq_group in prefilling)
             snapshot = _snapshot(seq_group, state, worker_group_id)
+            snapshot.lora = self._name_of(seq_group.request.model, seq_group.adapter)
             if scheduler is not None and detail.include_blocks:
                 for seq in seq_group.sequences:
                     if scheduler.cache.holds(seq):

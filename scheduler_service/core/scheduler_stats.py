@@ -171,6 +171,8 @@ class WorkerGroupSnapshot:
     cache_groups: list[CacheGroupUsage]
     kv_moves: str
     """Groups with which it exchanges KV, and reasons why not with others, for people."""
+    adapters: str
+    """Adapters in its slots, with numbers of requests, for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

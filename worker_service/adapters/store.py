@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Generic, Protocol, TypeVar
@@ -214,6 +214,12 @@ class AdapterLoader(ABC, Generic[AdapterT]):
     def retain(self, digests: Set[bytes]) -> None:
         """Drop all other adapters, those in use once no sequence uses them."""
         self.require_store().retain(digests)
+
+    @property
+    def slot_changes(self) -> Mapping[str, int]:
+        """Adapters that were `filled` into slots of steps, and `evicted` by others, since the
+        start; empty if there are no slots."""
+        return {}
 
     def require_store(self) -> AdapterStore[AdapterT]:
         """The adapters that are held."""

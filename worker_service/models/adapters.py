@@ -210,6 +210,8 @@ class AdapterSlots:
         """By digest, the least recently used first."""
         self._prompts: dict[int, Tensor] = {}
         """By slot, the embeddings of virtual tokens, as layers get them."""
+        self.changes = {"filled": 0, "evicted": 0}
+        """Adapters that were put into slots, and those that others replaced there."""
         self._num_prepared = 0
         """Layers that adapters changed when a program was recorded last."""
         for layer in layers_of(model):
@@ -369,6 +371,8 @@ class AdapterSlots:
             for added in self._layers.values():
                 added.clear(slot, evicted)
             self._prompts.pop(slot, None)
+            self.changes["evicted"] += 1
+        self.changes["filled"] += 1
         for layer, delta in self._prepared(adapter).items():
             self._layers[layer].fill(slot, digest, delta)
         if adapter.prompt is not None:

@@ -1,5 +1,7 @@
 """The LoRA adapters of a worker's model."""
 
+from collections.abc import Mapping
+
 from worker_service.adapters.lora import LoraAdapter
 from worker_service.adapters.store import AdapterLoader
 from worker_service.config import AdapterConfig
@@ -24,6 +26,11 @@ class LoraAdapters(AdapterLoader[LoraAdapter]):
     def serve(self, loaded: LoadedModel, slots: AdapterSlots) -> None:
         """Use the model, which is loaded now."""
         self._loaded, self.slots = loaded, slots
+
+    @property
+    def slot_changes(self) -> Mapping[str, int]:
+        """Those of the model's slots."""
+        return {} if self.slots is None else self.slots.changes
 
     def _read(self, path: str) -> LoraAdapter:
         if self._loaded is None:

@@ -212,6 +212,7 @@ class Worker:
             num_weight_loads=engine.num_weight_loads,
             uses_cuda_graphs=loaded is not None and loaded.uses_cuda_graphs,
             drafter=self._config.runner.speculative,
+            slot_changes={} if loaded is None else engine.adapters.slot_changes,
             labels=(
                 network.worker_id,
                 network.group_id,

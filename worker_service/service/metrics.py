@@ -1,6 +1,6 @@
 """How the metrics of `metrics.toml` are collected."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ class WorkerFacts:
     uses_cuda_graphs: bool
     drafter: str | None
     """Its name as the value of `--speculative`."""
+    slot_changes: Mapping[str, int]
+    """See `AdapterLoader.slot_changes`."""
     labels: tuple[str, ...]
     """Labels of `pagewire_worker_info`."""
 
@@ -54,6 +56,9 @@ class WorkerCollector(Collector):
         )
         idle = {"no_plan": meter.idle_without_plan_us, "plan_ready": meter.idle_with_plan_us}
         yield _COMPUTED["idle"].family({(reason,): us / 1e6 for reason, us in idle.items()})
+        yield _COMPUTED["slot_changes"].family(
+            {(change,): number for change, number in facts.slot_changes.items()}
+        )
         yield from families(METRICS["steps"], {(): meter})
         drafters = [] if facts.drafter is None else [(facts.drafter,)]
         yield from families(METRICS["drafts"], dict.fromkeys(drafters, meter))

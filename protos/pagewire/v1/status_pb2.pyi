@@ -510,6 +510,7 @@ class RequestStatus(_message.Message):
     HOST_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     number: _builtins.int
@@ -548,6 +549,8 @@ class RequestStatus(_message.Message):
     """Of num_output_tokens, those that came as drafts, with another token of the same step."""
     num_drafts: _builtins.int
     """Drafts computed for its steps so far, whether or not they were right."""
+    lora: _builtins.str
+    """The name of its adapter; empty without one."""
     @_builtins.property
     def placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Worker groups that it was assigned to, in order."""
@@ -601,10 +604,11 @@ class RequestStatus(_message.Message):
         host_block_tables: _abc.Iterable[_builtins.bytes] | None = ...,
         num_accepted_drafts: _builtins.int = ...,
         num_drafts: _builtins.int = ...,
+        lora: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_at_s", b"_ended_at_s", "ended_at_s", b"ended_at_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_at_s", b"_ended_at_s", "accepted_at_s", b"accepted_at_s", "block_tables", b"block_tables", "ended_at_s", b"ended_at_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "max_tokens", b"max_tokens", "model", b"model", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_drafts", b"num_drafts", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_at_s", b"_ended_at_s", "accepted_at_s", b"accepted_at_s", "block_tables", b"block_tables", "ended_at_s", b"ended_at_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_drafts", b"num_drafts", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ended_at_s: _TypeAlias = _typing.Literal["ended_at_s"]  # noqa: Y015
     _WhichOneofArgType__ended_at_s: _TypeAlias = _typing.Literal["_ended_at_s", b"_ended_at_s"]  # noqa: Y015
@@ -676,6 +680,7 @@ class WorkerGroupStatus(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CACHE_GROUPS_FIELD_NUMBER: _builtins.int
     KV_MOVES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group's id."""
     state: Global___WorkerState.ValueType
@@ -727,6 +732,10 @@ class WorkerGroupStatus(_message.Message):
     others, for example "with all", "none: --move-kv never" or "not with g1: another arithmetic".
     Empty before a step can be planned.
     """
+    adapters: _builtins.str
+    """For people: the adapters that its workers have in slots, the one used last at the end, with
+    the numbers of their requests in the group, for example "sql 0, support 3".
+    """
     @_builtins.property
     def gpu_blocks(self) -> Global___BlockMap:
         """If requested: the blocks in device memory."""
@@ -768,10 +777,11 @@ class WorkerGroupStatus(_message.Message):
         role: _builtins.str = ...,
         cache_groups: _abc.Iterable[Global___CacheGroupStatus] | None = ...,
         kv_moves: _builtins.str = ...,
+        adapters: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_blocks", b"cpu_blocks", "gpu_blocks", b"gpu_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "kv_moves", b"kv_moves", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "role", b"role", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_groups", b"cache_groups", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "kv_moves", b"kv_moves", "last_heartbeat_at_s", b"last_heartbeat_at_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "role", b"role", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,11 @@ class AdapterSlots:
         """Whether the workers most likely have the adapter on their devices."""
         return adapter in self._resident
 
+    def usage(self) -> dict[bytes, int]:
+        """Requests in the group by adapter, of those that workers most likely have on their
+        devices."""
+        return {adapter: self._num_requests[adapter] for adapter in self._resident}
+
     def add(self, adapter: bytes) -> None:
         """Count a request that enters; there is room for it."""
         assert self.has_room_for(adapter)

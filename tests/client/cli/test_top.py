@@ -29,6 +29,7 @@ def make_status(
     num_requests: int = 3,
     cache_groups: Sequence[pb.CacheGroupStatus] = (),
     kv_moves: str = "",
+    adapters: str = "",
 ) -> pb.EngineStatus:
     status = pb.EngineStatus(
         uptime_s=uptime_s, version="1.2.3", models=["m"], num_running=3, num_generated_tokens=tokens
@@ -45,6 +46,7 @@ def make_status(
         num_steps=tokens,
         cache_groups=cache_groups,
         kv_moves=kv_moves,
+        adapters=adapters,
     )
     group.gpu_blocks.CopyFrom(block_map([0, 7, 7, 9, 9, -1, -1, 0], [0, 2, 1, 1, 1, 0, 0, 0]))
     group.cpu_blocks.CopyFrom(block_map([0, 11], [0, 1]))
@@ -106,6 +108,11 @@ def test_a_picture_has_rates_latencies_memory_and_requests() -> None:
 def test_it_fits_the_terminal(width: int, height: int, in_colour: bool) -> None:
     lines, _ = rendered(width, height, in_colour=in_colour, num_requests=90)
     assert len(lines) <= height
+
+
+def test_it_shows_the_adapters_of_a_group() -> None:
+    assert "adapters  sql 0, support 3" in rendered(80, 24, adapters="sql 0, support 3")[1]
+    assert "adapters" not in rendered(80, 24)[1]
 
 
 def test_it_shows_why_kv_does_not_move() -> None:

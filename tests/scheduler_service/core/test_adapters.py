@@ -5,6 +5,7 @@ import pytest
 
 from scheduler_service.core import ContextKind, ContextPart, SchedulerConfig
 from scheduler_service.core.config import TenantConfig
+from scheduler_service.core.inspection import InspectionDetail
 from scheduler_service.core.routing.router import MAX_SLOT_WAIT_US
 from scheduler_service.errors import TenantLimit, UnknownAdapter
 from tests.support.core_driver import MODEL, SMALL_CONFIG, CoreDriver, make_capacity
@@ -88,6 +89,29 @@ def test_an_adapter_goes_where_it_has_a_slot_and_stays_where_it_was_used() -> No
         assert running(driver, homes[DIGESTS[name]]) == {DIGESTS[name]}
         driver.run_until_idle()
     driver.check_empty()
+
+
+def test_a_status_names_the_adapters_of_requests_and_those_in_slots() -> None:
+    driver = make_driver(2)
+    detail = InspectionDetail(include_requests=True)
+
+    def adapters() -> str:
+        [group] = driver.core.snapshot().worker_groups
+        return group.adapters
+
+    assert adapters() == ""
+    for name in ("a", "b", "a", ""):
+        submit(driver, name, 20)
+    driver.step("g0", 2)
+    assert adapters() == "b 1, a 2"
+    seen = driver.core.inspect(detail)
+    assert sorted(request.lora for request in seen.requests) == ["", "a", "a", "b"]
+    driver.run_until_idle()
+    assert adapters() == "b 0, a 0"
+    driver.core.set_adapters(MODEL, {DIGESTS["a"].hex(): "new"}, 0.0)
+    assert adapters() == f"{DIGESTS['b'].hex()[:12]} 0, new 0"
+    ended = driver.core.inspect(detail).ended_requests
+    assert sorted(request.lora for request in ended) == ["", "a", "a", "b"]
 
 
 def test_requests_keep_their_adapter_when_their_worker_group_is_lost() -> None:

@@ -465,6 +465,7 @@ def test_slots_are_refilled_and_more_adapters_than_slots_are_an_invalid_plan() -
         for adapter, digest in zip(made, digests, strict=True):
             [(tokens, _)] = generate(here, [digest])
             assert tokens == adapter.generate(prompt(0), NUM_TOKENS)[0]
+    assert here.adapters.slot_changes == {"filled": 6, "evicted": 5}
     with pytest.raises(InvalidPlan, match="expected at most 1 adapters in a step"):
         generate(here, digests[:2])
 

@@ -95,6 +95,7 @@ function numbersOf(request, ageMs) {
   ];
   if (request.num_accepted_drafts) pairs.push(["from drafts", count(request.num_accepted_drafts)]);
   if (request.num_drafts) pairs.push(["drafts", count(request.num_drafts)]);
+  if (request.lora) pairs.push(["adapter", request.lora]);
   if (request.group_id) pairs.push(["worker group", request.group_id]);
   if (request.num_sequences > 1) pairs.push(["sequences", count(request.num_sequences)]);
   if (request.priority) pairs.push(["priority", String(request.priority)]);

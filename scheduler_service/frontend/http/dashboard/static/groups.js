@@ -82,6 +82,7 @@ export class Groups {
       ["heartbeat", `${seconds(this.view.uptime - group.last_heartbeat_at_s)} ago`],
       ["losses", count(losses)],
       ["KV moves", group.kv_moves || "–"],
+      ...(group.adapters ? [["adapters", group.adapters]] : []),
     ]);
     let maps = this.maps.get(name);
     if (!maps) {
