@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import grpc
 
-from pagewire.v1 import context_pb2, pooling_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, pooling_pb2, sampling_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.support.waiting import until
@@ -100,6 +100,11 @@ class AttachedFrontend:
 
     async def send(self, message: pb.FrontendMessage) -> None:
         await self._call.write(pb.AttachRequest(message=message))
+
+    async def status(self) -> status_pb2.EngineStatus:
+        """What the core counts at present."""
+        stub = SchedulerServiceStub(self._channel)
+        return (await stub.GetStatus(pb.SchedulerServiceGetStatusRequest())).status
 
     async def submit(self, handle: int, prompt: Sequence[int], **options: Any) -> None:
         """Submit a request; `options` as for `submission`."""

@@ -3,6 +3,7 @@
 import struct
 
 from worker_service.block_transfer.memory import CacheAddresses
+from worker_service.cache_groups import CacheGroup
 from worker_service.errors import LeaseDenied
 from worker_service.simulated.memory_model import Content, MemoryModel
 
@@ -17,10 +18,8 @@ class SimulatedMemory:
     def __init__(self, model: MemoryModel, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         self._model = model
         self.num_device_blocks, self.num_host_blocks = num_gpu_blocks, num_cpu_blocks
-        num_slots = max(
-            (group.block_tokens for group in model.groups if group.has_tokens), default=0
-        )
-        self.block_bytes = _GROUP.size + max(1, num_slots) * _SLOT.size
+        num_slots = max((_num_slots(group) for group in model.groups), default=1)
+        self.block_bytes = _GROUP.size + num_slots * _SLOT.size
 
     @property
     def addresses(self) -> CacheAddresses:
@@ -47,11 +46,14 @@ class SimulatedMemory:
     def commit(self, block: int, data: memoryview) -> None:
         """Make the block contain what the bytes say."""
         (group,) = _GROUP.unpack_from(data)
-        size = self._model.groups[group]
         slots = [
             history if is_written else None
             for is_written, history in _SLOT.iter_unpack(data[_GROUP.size :])
         ]
-        self._model.replace(
-            block, Content(group, slots[: size.block_tokens if size.has_tokens else 1])
-        )
+        num_slots = _num_slots(self._model.groups[group])
+        self._model.replace(block, Content(group, slots[:num_slots]))
+
+
+def _num_slots(group: CacheGroup) -> int:
+    """Entries of a block's content: one in a group of states."""
+    return group.block_tokens or 1
