@@ -501,6 +501,11 @@ class SequenceGroup:
         then computed in steps of its own."""
         return self.losses.num_repeated > 1 and self.is_before_loss
 
+    @property
+    def stays_where_it_began(self) -> bool:
+        """Whether it goes to no other worker group when its prompt is computed."""
+        return self.is_suspect or self.strategy.is_lockstep or self.request.work.max_tokens == 1
+
     def choices(self) -> list[Sequence]:
         """The sequences for which its frontend has handles."""
         return self.sequences[: self.request.work.num_choices]

@@ -47,7 +47,7 @@ def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
         return (
             is_ready
             and bool(seq_group.running())
-            and not (seq_group.waiting() or seq_group.is_suspect or seq_group.strategy.is_lockstep)
+            and not (seq_group.waiting() or seq_group.stays_where_it_began)
             and _fits_any(
                 seq_group, here.capacity, [o.capacity for o in others], SequenceGroup.reach
             )

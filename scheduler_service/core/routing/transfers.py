@@ -142,7 +142,10 @@ class Transfers:
         """Copy what is computed of long prompts to the worker groups that will continue them, while
         the rest is computed, so that little is missing there when the requests are handed over."""
         partners = [s for s in model.schedulers if s.is_partner_of(source)]
-        for seq_group in source.prefilling_seq_groups() if partners else ():
+        prefilling = source.prefilling_seq_groups() if partners else ()
+        for seq_group in [g for g in source.seq_groups if g in prefilling]:  # in a certain order
+            if seq_group.stays_where_it_began:
+                continue
             sequences = seq_group.running()[:1]
             target = next((t.target for t in self._open if t.ahead_of is seq_group), None)
             if target not in partners:

@@ -160,6 +160,10 @@ def test_a_long_prompt_is_copied_while_the_rest_is_computed() -> None:
     assert [what for what, _ in events].index("copied") < events.index(("computed", 32))
     assert sum(number for what, number in events if what == "copied") == 7
     assert events[-1] == ("copied", 1), "the last block is left"
+    plans.clear()
+    driver.submit(prompt=[7, *(n % 32 for n in range(223))], max_tokens=1)
+    driver.run_until_idle()
+    assert not any(plan.leases for _, plan in plans), "it ends where it began"
     driver.check_empty()
 
 
