@@ -8,9 +8,15 @@ from typing import Any, NoReturn, TypeVar
 import typer
 
 from scheduler_service.errors import CannotRecord
-from service_common.config_flags import CLUSTER, LOGGING, Flags, run_service, takes_flags
+from service_common.config_flags import (
+    CLUSTER,
+    LOGGING,
+    Flags,
+    begin_log,
+    run_service,
+    takes_flags,
+)
 from service_common.errors import CannotListen
-from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
 
 Config = TypeVar("Config")
@@ -29,7 +35,7 @@ def service_command(
 
     def decorate(make_config: Callable[[Flags], Config]) -> Callable[..., None]:
         def command(flags: Flags) -> None:
-            configure_logging(flags["log_level"], flags["log_format"])
+            begin_log(flags)
             try:
                 config = make_config(flags)
             except ValueError as error:

@@ -7,7 +7,9 @@ A field of a configuration dataclass is a flag of its name: `max_num_seqs` is `-
 import ast
 import asyncio
 import atexit
+import difflib
 import inspect
+import logging
 import os
 import re
 import signal
@@ -22,12 +24,14 @@ from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, get_type_hints
 import typer
 
 from service_common.cluster import ClusterConfig
-from service_common.logging_config import LogFormat, LogLevel
+from service_common.logging_config import LogFormat, LogLevel, configure_logging
 
 Flags: TypeAlias = Mapping[str, Any]
 """Values by flag."""
 
 Result = TypeVar("Result")
+
+_logger = logging.getLogger(__name__)
 
 _METAVARS = {
     "core": "HOST:PORT|unix:PATH",
@@ -158,6 +162,34 @@ def takes_flags(
         return command
 
     return decorate
+
+
+_PREFIX, _LIKENESS = "PAGEWIRE_", 0.9
+"""Of two names, by difflib: that of a letter or two more, less or exchanged. Flags of different
+services are less alike, so a variable that another service reads is no misspelling."""
+
+_OF_CLIENTS = {"ADDRESS", "API_KEY"}
+
+
+def misspelt_variables(names: Iterable[str], flags: Iterable[str]) -> dict[str, str]:
+    """Of these variables, those that look like a flag's that is not among them, each with that one.
+
+    Others that no flag reads are not reported: several services may share one environment.
+    """
+    present = {name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX)}
+    own = {name.upper() for name in flags}
+    found = {}
+    for name in sorted(present - own - _OF_CLIENTS):
+        for likely in difflib.get_close_matches(name, own - present, n=1, cutoff=_LIKENESS):
+            found[_PREFIX + name] = _PREFIX + likely
+    return found
+
+
+def begin_log(flags: Flags) -> None:
+    """Configure logging, and warn of variables that are set and look like a misspelt flag's."""
+    configure_logging(flags["log_level"], flags["log_format"])
+    for name, likely in misspelt_variables(os.environ, flags).items():
+        _logger.warning("%s has no effect: did you mean %s?", name, likely)
 
 
 async def _ignoring_signals_afterwards(service: Coroutine[Any, Any, Result]) -> Result:

@@ -14,12 +14,12 @@ from service_common.config_flags import (
     CONTEXT,
     LOGGING,
     Flags,
+    begin_log,
     run_service,
     run_to_exit,
     takes_flags,
 )
 from service_common.errors import CannotListen
-from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
 from worker_service.config import DEFAULT_LISTEN, WorkerConfig
 from worker_service.cpu_cores import limit_spinning
@@ -79,7 +79,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 )
 def serve(flags: Flags) -> None:
     """Serve a model's steps to a scheduler core."""
-    configure_logging(flags["log_level"], flags["log_format"])
+    begin_log(flags)
     limit_spinning(os.environ)
     try:
         ranks = RankFlags(**RANKS.fields_of(flags))

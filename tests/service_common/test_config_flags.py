@@ -1,12 +1,15 @@
 """How a service's process ends, and how its flags are read."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 
-from service_common.config_flags import parse_count
+from service_common.config_flags import begin_log, misspelt_variables, parse_count
+from service_common.logging_config import LogFormat, LogLevel
 
 PROGRAM = """
 import atexit, sys, threading
@@ -87,3 +90,32 @@ def test_counts_are_read_as_vllm_reads_them(text: str | int, count: int) -> None
 def test_no_other_text_is_a_count(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected a whole number, such as 8192, 8k"):
         parse_count(text)
+
+
+LOG_FLAGS = {"log_level": LogLevel.INFO, "log_format": LogFormat.TEXT}
+
+
+def test_misspelt_variables_are_warned_of_with_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_MAX_STEPMS", "100")
+    monkeypatch.setenv("PAGEWIRE_MAX_NUM_SEQ", "4")
+    monkeypatch.setenv("PAGEWIRE_MAX_NUM_SEQS", "8")
+    monkeypatch.setenv("PAGEWIRE_SOMETHING_ELSE", "1")
+    begin_log({**LOG_FLAGS, "max_step_ms": 250, "max_num_seqs": 8})
+    assert [record.getMessage() for record in caplog.records] == [
+        "PAGEWIRE_MAX_STEPMS has no effect: did you mean PAGEWIRE_MAX_STEP_MS?"
+    ]
+
+
+def test_no_variable_of_one_service_looks_like_a_misspelling_to_another() -> None:
+    reference = Path(__file__).parents[2] / "docs/reference/command-line.md"
+    sections = re.split(r"^## pagewire ", reference.read_text(), flags=re.MULTILINE)[1:]
+    variables = {text.split()[0]: set(re.findall(r"PAGEWIRE_[A-Z_]+", text)) for text in sections}
+    everything = set().union(*variables.values())
+    for service in ("frontend", "scheduler", "worker"):
+        some = variables[service]
+        flags = [name.removeprefix("PAGEWIRE_").lower() for name in some]
+        assert len(flags) > 20
+        for name in everything - some:
+            assert not misspelt_variables([name], flags)
