@@ -2,7 +2,21 @@
 
 import signal
 
+import pytest
+
+from pagewire_kernels.cpu import build
+
 # A shell starts commands in the background with SIGINT ignored, and processes inherit that: tests
 # that interrupt a command would wait for an end that never comes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse kernels of other sources: they are not used, and hundreds of tests would fail."""
+    if hasattr(config, "workerinput") or not build.SOURCES.exists():
+        return
+    digest = build.digest().encode()
+    if any(digest not in path.read_bytes() for path in build.LIBRARIES.glob("*.so")):
+        script = build.SOURCES.with_name("build.py")
+        pytest.exit(f"the compiled CPU kernels are older than their sources: run {script}", 4)
