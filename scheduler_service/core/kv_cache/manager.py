@@ -641,14 +641,13 @@ class KVCacheManager(DeviceTables):
     def usage(self) -> list[CacheGroupUsage]:
         """For status pages: what each cache group has and has found."""
         cached, on_host = self.device.cached.num_entries, self.host.pool.cached.num_entries
+        num_used = self._num_used()
         return [
             CacheGroupUsage(
                 lifetime=f"{group.lifetime} {group.span}" if group.span else group.lifetime.value,
                 block_tokens=group.block_tokens,
                 num_state_blocks=group.num_blocks,
-                num_used_blocks=len(
-                    set().union(*(held.tables[number].blocks for held in self._tables.values()))
-                ),
+                num_used_blocks=num_used[number],
                 num_cached=cached[number],
                 num_host_cached=on_host[number],
                 num_queried_tokens=self._num_queried,
@@ -656,6 +655,20 @@ class KVCacheManager(DeviceTables):
             )
             for number, group in enumerate(self.groups)
         ]
+
+    def _num_used(self) -> list[int]:
+        """Device blocks in use by cache group. All that are not in the tables of other groups are
+        counted as the first growing group's, whose tables are too long to be searched."""
+        growing = next((n for n, group in enumerate(self.groups) if group.is_growing), None)
+        used = [
+            0
+            if n == growing
+            else len(set().union(*(h.tables[n].blocks for h in self._tables.values())))
+            for n in range(len(self.groups))
+        ]
+        if growing is not None:
+            used[growing] = self.device.num_blocks - self.device.num_free_blocks - sum(used)
+        return used
 
     def maps(self, owners: Sequence[tuple[int, int]]) -> tuple[BlockMap, BlockMap]:
         """Owners of the device's and the host's blocks; `owners`: (sequence id, number of its

@@ -14,7 +14,7 @@ class CacheGroupUsage:
     num_state_blocks: int
     """Blocks of one state; 0 elsewhere."""
     num_used_blocks: int
-    """Distinct device blocks in the tables of sequences."""
+    """Device blocks that sequences have; the first growing group's include leased ones."""
     num_cached: int
     """Entries of the prefix cache on the device, whether or not sequences use them: blocks, or
     saved states."""
