@@ -251,9 +251,12 @@ class SpeculatingWorker(InProcessWorker):
         make_drafter: MakeDrafter,
         draft_lengths: AllDrafts | None = None,
         num_drafts: int = 4,
+        kind: Callable[..., ModelRunner] = host,
         **options: Any,
     ) -> None:
-        make_runner = partial(speculating, make_drafter, draft_lengths or AllDrafts())
+        """kind: as `speculating` takes it."""
+        lengths = draft_lengths or AllDrafts()
+        make_runner = partial(speculating, make_drafter, lengths, kind=kind)
         options |= {"make_runner": make_runner, "num_speculative_tokens": num_drafts}
         super().__init__(model, **options)
 

@@ -94,9 +94,11 @@ def host(
     cache: CacheEngine,
     block_size: int,
     adapters: AdapterStore[LoraAdapter] | None = None,
+    speculation: Speculation | None = None,
 ) -> ModelRunner:
     """What a worker on a CPU has. adapters: those that sequences may have; None: none."""
-    return ModelRunner(model, cache, block_size, grammars(model.vocab_size), adapters=adapters)
+    known = grammars(model.vocab_size)
+    return ModelRunner(model, cache, block_size, known, speculation=speculation, adapters=adapters)
 
 
 class AllDrafts(DraftLengths):
@@ -127,11 +129,12 @@ def speculating(
     cache: CacheEngine,
     block_size: int,
     adapters: AdapterStore[LoraAdapter] | None = None,
+    kind: Callable[..., ModelRunner] = host,
 ) -> ModelRunner:
-    """As `host`, with drafts, whatever they cost."""
-    known = grammars(model.vocab_size)
-    speculation = Speculation(make_drafter(cache), lengths)
-    return ModelRunner(model, cache, block_size, known, speculation=speculation, adapters=adapters)
+    """A runner of this kind with drafts, whatever they cost."""
+    drafter, on_host = make_drafter(cache), kind is host
+    speculation = Speculation(drafter, lengths, edits_see_drafts=on_host)
+    return kind(model, cache, block_size, adapters=adapters, speculation=speculation)
 
 
 def _launching(
@@ -141,13 +144,15 @@ def _launching(
     state: DeviceState,
     make_event: Callable[[], DeviceEvent],
     adapters: AdapterStore[LoraAdapter] | None,
+    speculation: Speculation | None,
 ) -> ModelRunner:
     """Launches ahead. adapters: those that sequences may have, whose slots the model has; None:
     none."""
     slots = None if adapters is None else _slots_of(model)
-    device = DeviceSteps(model, cache, state, make_event=make_event, adapters=slots)
+    drafts = {"speculation": speculation}
+    device = DeviceSteps(model, cache, state, make_event, adapters=slots, **drafts)
     known = grammars(model.vocab_size)
-    return ModelRunner(model, cache, block_size, known, device=device, adapters=adapters)
+    return ModelRunner(model, cache, block_size, known, device=device, adapters=adapters, **drafts)
 
 
 def _slots_of(model: Model) -> AdapterSlots:
@@ -161,10 +166,11 @@ def eager(
     cache: CacheEngine,
     block_size: int,
     adapters: AdapterStore[LoraAdapter] | None = None,
+    speculation: Speculation | None = None,
 ) -> ModelRunner:
     """Launches ahead, replays nothing."""
     state = DeviceState(model, cache, block_size, StateShape())
-    return _launching(model, cache, block_size, state, HostEvent, adapters)
+    return _launching(model, cache, block_size, state, HostEvent, adapters, speculation)
 
 
 def recorded(
@@ -173,13 +179,14 @@ def recorded(
     block_size: int,
     num_rows: int = 64,
     adapters: AdapterStore[LoraAdapter] | None = None,
+    speculation: Speculation | None = None,
 ) -> ModelRunner:
     """Replays steps in padded batches, on a device that is as late as can be, and which has room
     for `num_rows` sequences."""
     sizes: dict[str, Any] = {"num_rows": num_rows, "sizes": SIZES, "mixed": MIXED_SIZES}
     shape = StateShape(**sizes, with_adapters=adapters is not None)
     state = DeviceState(model, cache, block_size, shape, EagerRecorder())
-    return _launching(model, cache, block_size, state, LateEvent, adapters)
+    return _launching(model, cache, block_size, state, LateEvent, adapters, speculation)
 
 
 def recorded_on_gpu(
@@ -205,7 +212,7 @@ def recorded_on_gpu(
 
 MakeRunner = Callable[[Any, CacheEngine, int], ModelRunner]
 
-RUNNERS: dict[str, MakeRunner] = {
+RUNNERS: dict[str, Callable[..., ModelRunner]] = {
     "host": host,
     "eager": eager,
     "recorded": recorded,

@@ -7,7 +7,7 @@ from typing import Any
 
 from scheduler_service.core.config import SchedulerConfig
 from tests.support.in_process import InProcessEngine, InProcessWorker, Output, SpeculatingWorker
-from tests.support.runners import AllDrafts
+from tests.support.runners import RUNNERS, AllDrafts
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
@@ -30,8 +30,17 @@ class SpeculatingEngine(InProcessEngine, ABC):
 
     num_drafts = NUM_DRAFTS
 
-    def __init__(self, model: Path, *, config: SchedulerConfig | None = None, **options: Any):
+    def __init__(
+        self,
+        model: Path,
+        *,
+        config: SchedulerConfig | None = None,
+        runner: str = "host",
+        **options: Any,
+    ):
+        """runner: one of `RUNNERS`."""
         self.path = model
+        self.kind = RUNNERS[runner]
         self.lengths = AllDrafts()
         config = config or SchedulerConfig(max_speculative_seqs=8)
         super().__init__(model, config=config, **options)
@@ -54,6 +63,7 @@ class SpeculatingEngine(InProcessEngine, ABC):
             make_drafter=self.make_drafter,
             draft_lengths=self.lengths,
             num_drafts=self.num_drafts,
+            kind=self.kind,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
             block_size=self.block_size,

@@ -206,14 +206,25 @@ class TorchExecutor:
         """Raises InvalidOption where drafts could change tokens, or are not supported."""
         if loaded.pooler is not None:
             raise InvalidOption("speculative: expected none with the runner pooling")
-        if self._device.type != "cpu":
-            raise InvalidOption(f"speculative: expected a CPU, got {self._device}")
+        is_on_gpu, num_ranks = self._device.type != "cpu", loaded.communicator.layout.world_size
+        if is_on_gpu and self._runner.speculative == "eagle":
+            raise InvalidOption(
+                f"speculative: expected a CPU with eagle, got {self._device}; ngram, suffix and"
+                " draft work there"
+            )
+        if is_on_gpu and num_ranks > 1:
+            raise InvalidOption(f"speculative: expected one GPU for the model, got {num_ranks}")
         if loaded.model.kv_cache_spec.has_states:
             raise InvalidOption(
                 f"speculative: expected none for {loaded.model.architecture}, some layers of which"
                 " keep a state, which drafts that are wrong would change"
             )
-        if not loaded.batch_invariant:
+        if not loaded.batch_invariant and is_on_gpu:
+            logger.warning(
+                "drafts may change tokens, as other requests in the batch do; batch_invariant"
+                " prevents both"
+            )
+        elif not loaded.batch_invariant:
             raise InvalidOption(
                 f"speculative: {loaded.model.architecture} computes a row differently in another"
                 " batch, so drafts would change tokens; leave the flag out"
@@ -272,8 +283,9 @@ class TorchExecutor:
             self._cache.populate(available_host_memory)
         speculation = None
         if max_drafts := self._runner.max_drafts:
-            drafter = self._make_drafter(self._cache)
-            speculation = Speculation(drafter, self._draft_lengths, max_drafts)
+            drafter, lengths = self._make_drafter(self._cache), self._draft_lengths
+            is_on_host = not self._has_device_steps
+            speculation = Speculation(drafter, lengths, max_drafts, edits_see_drafts=is_on_host)
         return ModelRunner(
             self.loaded.model,
             self._cache,
@@ -281,7 +293,7 @@ class TorchExecutor:
             self._grammars,
             pooling=self._pooling,
             communicator=None if self._rendezvous is None else self.loaded.communicator,
-            device=self._make_device_steps(self._cache),
+            device=self._make_device_steps(self._cache, speculation),
             speculation=speculation,
             adapters=self.adapters.store,
         )
@@ -312,7 +324,9 @@ class TorchExecutor:
             return EagleDrafter(self._draft, cache.draft_caches)
         return None if self._draft is None else DraftModel(self._draft, cache.draft_caches)
 
-    def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:
+    def _make_device_steps(
+        self, cache: CacheEngine, speculation: Speculation | None
+    ) -> DeviceSteps | None:
         """Launches steps ahead on a GPU; None elsewhere."""
         if not self._has_device_steps:
             return None
@@ -321,8 +335,8 @@ class TorchExecutor:
             self._state = self._make_state(cache)
         check = None if self._rendezvous is None else self.loaded.communicator.joined.check
         model, pooling = self.loaded.model, self._pooling
-        state, event = self._state, self._make_event
-        return DeviceSteps(model, cache, state, event, check, pooling, self.adapters.slots)
+        state, event, slots = self._state, self._make_event, self.adapters.slots
+        return DeviceSteps(model, cache, state, event, check, pooling, slots, speculation)
 
     def _state_bytes(self, shape: StateShape) -> int:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
@@ -375,9 +389,10 @@ class TorchExecutor:
         """What the state of sequences on the device has room for."""
         if not self._uses_cuda_graphs:
             return StateShape(num_seqs=self._max_num_seqs)
+        num_places = self._max_num_seqs * (1 + self._runner.max_drafts)
         return StateShape(
             num_seqs=self._max_num_seqs,
-            sizes=graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs)),
+            sizes=graph_sizes(min(self._runner.max_graph_batch_size, num_places)),
             mixed=mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens)),
             with_adapters=self.adapters.slots is not None,
         )

@@ -7,6 +7,7 @@ import numpy as np
 from worker_service.array_types import Int64Array
 from worker_service.pinned_memory import Column
 from worker_service.runner.batch.inputs import HostInputs
+from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.device.reports import StepReports
 from worker_service.runner.state.sequence_table import SequenceTable
 
@@ -16,19 +17,20 @@ class SamplingColumns(NamedTuple):
 
     row_ids: Int64Array
     outputs: Int64Array
-    """Number of output tokens that the sequence of each row has so far."""
+    """Number of output tokens, drafts included, that the sequence of each row has so far."""
 
     mask_rows: Int64Array
     """As in `SamplingRows`."""
 
     @classmethod
-    def of(
-        cls, row_ids: Int64Array, constrained: Int64Array, table: SequenceTable
-    ) -> "SamplingColumns":
-        """These rows of the table. constrained: indices of the rows with a constraint."""
+    def of(cls, rows: StepRows, constrained: Int64Array, table: SequenceTable) -> "SamplingColumns":
+        """Those of a step. constrained: indices of the rows with a constraint."""
+        row_ids = rows.row_ids[rows.sampling]
         mask_rows = np.full(len(row_ids), -1)
         mask_rows[constrained] = np.arange(len(constrained))
         outputs = table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids]
+        if rows.drafts is not None:
+            outputs += rows.drafts.offsets
         return cls(row_ids, outputs, mask_rows)
 
 

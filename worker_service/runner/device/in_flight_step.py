@@ -141,6 +141,10 @@ class InFlightStep:
             for index in np.flatnonzero((numbers < 0) & (numbers != NOT_SAMPLED)).tolist():
                 outcome.errors[int(self.rows[index])] = FAILURES[int(numbers[index])]
             self.reports.add_to(outcome, self.rows, numbers)
+        return self.result_of(outcome)
+
+    def result_of(self, outcome: StepOutcome) -> StepResult:
+        """The result with this outcome; the step's memory is used again."""
         result = outcome.result(self.plan, self._timings(), samples=self.samples)
         self.is_collected = True
         return result

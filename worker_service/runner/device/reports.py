@@ -1,4 +1,5 @@
-"""What rows report besides their tokens: log probabilities, candidates, and those of prompts.
+"""What rows report besides their tokens: log probabilities, candidates, and those of prompts; and
+the drafts that they verify.
 
 `StepReports` says what a step's rows ask for, `sample` queues its computation on the device, and
 `FetchedReports` is what the host reads once the device is done.
@@ -13,7 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import NOT_SAMPLED, AdapterRows, SamplingRows
+from pagewire_kernels.batch import (
+    NO_CANDIDATES,
+    NON_FINITE,
+    NOT_SAMPLED,
+    AdapterRows,
+    SamplingRows,
+)
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
@@ -26,6 +33,7 @@ from worker_service.runner.device.buffers import StepBuffers
 from worker_service.runner.device.sampler import DeviceSampler, LogprobTensors
 from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.logprobs import of_prompt, prompt_logits, table_of
+from worker_service.sampling.sampler import NO_TOKEN, Samples
 from worker_service.sampling.sampling_table import NO_LOGPROBS
 
 
@@ -80,6 +88,11 @@ class StepReports:
     reporting_ids: Int64Array
     """Their rows of the table."""
 
+    has_drafts: bool
+    counted: Int64Array | None
+    """[2, m]: indices of the sampling rows, and drafts before them that their penalties count;
+    None unless rows have drafts and some have penalties."""
+
     @classmethod
     def of(cls, rows: StepRows, table: SequenceTable) -> "StepReports":
         """What these rows have requested."""
@@ -101,17 +114,33 @@ class StepReports:
             targets=np.concatenate([*tokens, np.empty(0, np.int64)]).astype(np.int64),
             reporting=reporting,
             reporting_ids=rows.row_ids[reporting],
+            has_drafts=rows.drafts is not None,
+            counted=_counted_drafts(rows, table),
         )
 
     @property
     def columns(self) -> list[Column]:
         """The columns that are sent to the device."""
-        return [self.with_logprobs, self.with_candidates, self.targets, self.reporting_ids]
+        reported = [self.with_logprobs, self.with_candidates, self.targets, self.reporting_ids]
+        return reported if self.counted is None else [*reported, self.counted]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row reports anything."""
-        return not any(map(len, self.columns))
+        """Whether no row reports anything, or verifies drafts."""
+        return not self.has_drafts and not any(map(len, self.columns))
+
+
+def _counted_drafts(rows: StepRows, table: SequenceTable) -> Int64Array | None:
+    """`StepReports.counted`."""
+    if rows.drafts is None or not table.sampling.edits:
+        return None
+    row_ids, offsets = rows.row_ids[rows.sampling], rows.drafts.offsets
+    counted = [
+        np.stack([np.full(edited.num_drafts, edited.row), edited.drafts.astype(np.int64)])
+        for edited in table.edited_rows(row_ids, table.num_tokens[row_ids] + offsets)
+        if edited.edits.occurrences is not None
+    ]
+    return np.concatenate(counted, axis=1) if counted else None
 
 
 def _adapter_of(span: PromptSpan, table: SequenceTable) -> Sequence[AdapterRows]:
@@ -147,6 +176,13 @@ class FetchedReports(NamedTuple):
     def add_to(self, outcome: StepOutcome, rows: Int64Array, numbers: Int64Array) -> None:
         """Add the reports of rows that have not failed. rows: the plan's rows that sample; numbers:
         their tokens or negative outcomes."""
+        self.add_inputs_to(outcome)
+        samples = self.samples(numbers)
+        outcome.logprobs = {int(rows[i]): entry for i, entry in samples.logprobs.items()}
+        outcome.candidates = {int(rows[i]): entry for i, entry in samples.candidates.items()}
+
+    def add_inputs_to(self, outcome: StepOutcome) -> None:
+        """Add what the rows report on their prompts, and their vectors."""
         reports = self.reports
         for pooled, values in self.vectors:
             outcome.add_vectors(pooled, values)
@@ -158,26 +194,34 @@ class FetchedReports(NamedTuple):
                 prompt = of_prompt(span.start, span.num_top, tables)
                 if np.isfinite(prompt.logprobs).all():
                     outcome.prompt_logprobs[span.row] = prompt
-        if self.logprobs:
-            found = logprob_entries(reports.with_logprobs, reports.num_top, self.logprobs)
-            outcome.logprobs = {
-                int(rows[i]): entry for i, entry in found.items() if numbers[i] >= 0
-            }
-        if self.candidates:
-            self._add_candidates(outcome, rows, numbers, reports)
 
-    def _add_candidates(
-        self, outcome: StepOutcome, rows: Int64Array, numbers: Int64Array, reports: StepReports
-    ) -> None:
+    def samples(self, numbers: Int64Array) -> Samples:
+        """What was sampled; numbers: the token or negative outcome of each place."""
+        reports = self.reports
+        logprobs: dict[int, TokenLogprobs] = {}
+        candidates: dict[int, Candidates] = {}
+        if reports is not None and self.logprobs:
+            found = logprob_entries(reports.with_logprobs, reports.num_top, self.logprobs)
+            logprobs = {place: entry for place, entry in found.items() if numbers[place] >= 0}
+        if reports is not None and self.candidates:
+            candidates = self._candidates_of(numbers, reports)
+        return Samples(
+            tokens=np.maximum(numbers, NO_TOKEN),
+            non_finite=np.flatnonzero(numbers == NON_FINITE),
+            no_candidates=np.flatnonzero(numbers == NO_CANDIDATES),
+            logprobs=logprobs,
+            candidates=candidates,
+        )
+
+    def _candidates_of(self, numbers: Int64Array, reports: StepReports) -> dict[int, Candidates]:
         token_ids, logprobs = self.candidates[0].astype(np.int32), self.candidates[1].copy()
         counts = np.minimum(np.isfinite(logprobs).sum(axis=1), reports.num_candidates).tolist()
-        for at, (index, count) in enumerate(
-            zip(reports.with_candidates.tolist(), counts, strict=True)
-        ):
-            if numbers[index] == NOT_SAMPLED:
-                outcome.candidates[int(rows[index])] = Candidates(
-                    token_ids=token_ids[at, :count], logprobs=logprobs[at, :count]
-                )
+        places = zip(reports.with_candidates.tolist(), counts, strict=True)
+        return {
+            place: Candidates(token_ids=token_ids[at, :count], logprobs=logprobs[at, :count])
+            for at, (place, count) in enumerate(places)
+            if numbers[place] == NOT_SAMPLED
+        }
 
 
 def sample(
@@ -191,7 +235,7 @@ def sample(
     """Queue sampling and reports, operation by operation, and their copy to the host. Returns the
     memory that will hold [n], a token or a negative outcome of each row that samples, then those of
     the rows that only report on their prompts; and the reports. pooled: what else is copied."""
-    rows, (with_logprobs, with_candidates, _, reporting) = queued.rows, queued.reported
+    rows, (with_logprobs, with_candidates, _, reporting) = queued.rows, queued.reported[:4]
     # A row whose prompt has an invalid log probability has failed before it samples.
     prompts = [[*pieces] for pieces in _prompt_pieces(queued, reports, sampler, model)]
     num_rows = len(rows.row_ids)
@@ -206,7 +250,11 @@ def sample(
         if len(with_candidates):
             offering = logits.index_select(0, with_candidates), rows.select(with_candidates)
             candidates = sampler.candidates(*offering, int(reports.num_candidates.max()))
-        sampler.sample(logits, rows, outcome)
+        if reports.has_drafts:
+            counted = None if reports.counted is None else queued.reported[4]
+            sampler.sample_apart(logits, rows, counted, outcome)
+        else:
+            sampler.sample(logits, rows, outcome)
         if raw is not None:
             chosen = outcome.index_select(0, with_logprobs)
             logprobs = sampler.logprobs(raw, chosen, int(reports.num_top.max()))

@@ -133,7 +133,8 @@ class DeviceRows:
         self._edited.extend(row_ids.tolist())
 
     def record_tokens(self, row_ids: Int64Array) -> None:
-        """Record that tokens of these rows were not sampled on the device."""
+        """Record that tokens of these rows are not in the tables: they were not sampled on the
+        device, or as `DeviceSampler.sample_apart` does."""
         self._miscounted.extend(row_ids[row_ids < self.padding_row].tolist())
 
     def forget(self) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.batch import (
+    COUNT_OCCURS,
+    COUNT_ONE_OUTPUT,
     NON_FINITE,
     NOT_SAMPLED,
     AttentionMetadata,
@@ -172,6 +174,35 @@ class DeviceSampler:
         """
         edited = self._kernels.edit(logits, rows, self._tables)
         self._kernels.sample(logits, edited, rows, self._tables, outcome)
+
+    def sample_apart(
+        self, logits: Tensor, rows: SamplingRows, counted: Tensor | None, outcome: Tensor
+    ) -> None:
+        """As `sample`, but several rows may be of one sequence, after some of its drafts, and
+        nothing is stored in `DeviceRows`: each row has a copy of its sequence's state.
+
+        counted: int64 [2, m], rows of the batch and drafts before them that penalties count; None:
+        no row has penalties.
+        """
+        row_ids, tables = rows.row_ids.long(), self._tables
+        counts = tables.counts
+        if counted is not None:
+            # Rows without penalties get the occurrences of others, which are not read.
+            counts = counts.index_select(0, row_ids.clamp_max(len(counts) - 1))
+            at = (counted[0], counted[1])
+            counts.index_put_(at, counts.new_tensor(COUNT_ONE_OUTPUT), accumulate=True)
+            counts.index_put_(at, counts[at] | COUNT_OCCURS)
+        own = SamplingTables(
+            params=tables.params.index_select(0, row_ids),
+            latest=tables.latest.index_select(0, row_ids),
+            counts=counts,
+            edit_tokens=tables.edit_tokens.index_select(0, row_ids),
+            edit_values=tables.edit_values.index_select(0, row_ids),
+            edit_ends=tables.edit_ends.index_select(0, row_ids),
+        )
+        places = torch.arange(len(row_ids), dtype=torch.int32, device=row_ids.device)
+        apart = rows._replace(row_ids=places)
+        self._kernels.sample(logits, self._kernels.edit(logits, apart, own), apart, own, outcome)
 
     def share(self, rows: SamplingRows, outcome: Tensor) -> None:
         """Give the other ranks the outcome of a step, or receive it.

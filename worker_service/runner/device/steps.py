@@ -23,6 +23,8 @@ A launch waits until the host knows tokens only in these cases:
 | bad words of several tokens | the tokens of the sequences that have them |
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
+| sequences that are due for drafts | the tokens of these sequences; and for its own, if there are
+  drafts, since only then it is known where the next step begins |
 | more sequences, edits or penalties than `rows.py` has room for | every step launched
   before; the step itself is computed on the host, which waits for the device |
 """
@@ -35,13 +37,14 @@ import numpy as np
 from pagewire_kernels.batch import mask_width
 from pagewire_kernels.slot_deltas import NO_SLOT
 from worker_service.array_types import Int64Array
+from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.plan import StepPlan
+from worker_service.plan import StepPlan, StepResult, monotonic_us
 from worker_service.runner.batch.inputs import HostInputs, lay_out
 from worker_service.runner.batch.pooling import Pooling
-from worker_service.runner.batch.step_outcome import StepStart
-from worker_service.runner.batch.step_rows import resolve_rows
+from worker_service.runner.batch.step_outcome import StepOutcome, StepStart
+from worker_service.runner.batch.step_rows import StepRows, resolve_rows
 from worker_service.runner.device.buffers import StepBuffers
 from worker_service.runner.device.columns import SamplingColumns, StepColumns
 from worker_service.runner.device.eager import compute_eagerly
@@ -54,7 +57,9 @@ from worker_service.runner.device.in_flight_step import (
 )
 from worker_service.runner.device.reports import DevicePass, FetchedReports, StepReports, sample
 from worker_service.runner.device.state import DeviceState
-from worker_service.runner.state.sequence_state import NO_PLACEHOLDER, SequenceState
+from worker_service.runner.drafting.speculation import Speculation
+from worker_service.runner.host.sampling import settle
+from worker_service.runner.state.sequence_state import FAILURES, NO_PLACEHOLDER, SequenceState
 from worker_service.runner.state.sequence_table import PlanRows
 
 
@@ -78,10 +83,12 @@ class DeviceSteps:
         check: Callable[[], None] | None = None,
         pooling: Pooling | None = None,
         adapters: PlacesAdapters | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """make_event: records an event on the current stream; check: raises GroupBroken if the
         ranks that share the model were interrupted, None for one rank; pooling: None generates
-        tokens; adapters: those that sequences may have, None: none."""
+        tokens; adapters: those that sequences may have, None: none; speculation: of one rank, None
+        adds no drafts."""
         self._model = model
         self._adapters = adapters
         self._caches = cache.caches
@@ -90,6 +97,7 @@ class DeviceSteps:
         self._make_event = make_event
         self._check = check
         self._pooling = pooling
+        self._speculation = speculation
         self._last_finish = LastFinishTime()
         state.rows.forget()
 
@@ -109,21 +117,27 @@ class DeviceSteps:
 
     def launch(
         self, plan: StepPlan, plan_rows: PlanRows, sequences: SequenceState, start: StepStart
-    ) -> InFlightStep | None:
-        """Launch a step; None if the host has to compute it. Waits for the device only if edits or
-        bitmasks need pending tokens. Raises InvalidPlan."""
+    ) -> Step | None:
+        """Launch a step; None if the host has to compute it. Waits for the device only if edits,
+        bitmasks or drafts need pending tokens, and for the step itself if it verifies drafts.
+        Raises InvalidPlan."""
         table, pending, state = sequences.table, sequences.pending, self._state
         rows = resolve_rows(plan, plan_rows.batch, table)
-        row_ids, computes, states = rows.row_ids[rows.sampling], rows.computes, rows.last_states()
+        computes = rows.computes
         if table.sampling.edits:
-            state.rows.record_edits(_resolve_edits(row_ids, sequences))
+            edited = _resolve_edits(rows.row_ids[rows.sampling], sequences)
+            state.rows.record_edits(edited)
         state.rows.record(plan, plan_rows)
         if not computes.any() or not state.rows.hold(rows.row_ids, table.sampling):
             return None
+        speculation, are_decodes = self._speculation, rows.are_decodes
+        if speculation is not None and plan.lookahead.any():
+            rows = speculation.add(rows, plan.lookahead, sequences, is_shared=False)
+        row_ids, states = rows.row_ids[rows.sampling], rows.last_states()
         changes = state.rows.changes(table)
         found = sequences.masks.constrained(row_ids) if sequences.masks else []
         constrained = np.array([row for row, _ in found], np.int64)
-        sampling = SamplingColumns.of(row_ids, constrained, table)
+        sampling = SamplingColumns.of(rows, constrained, table)
         reports = StepReports.of(rows, table)
         buffers = self._buffers.pop(pending)
         begin = self._make_event()
@@ -139,7 +153,7 @@ class DeviceSteps:
             queued = compute_eagerly(columns, self._model, self._caches, state, buffers.staging)
         computed = self._make_event()
         if len(constrained):
-            queued = _constrain(queued, row_ids, constrained, sequences, state, buffers)
+            queued = _constrain(queued, rows, constrained, sequences, state, buffers)
         fetched = FetchedReports()
         pooled = []
         if self._pooling is not None and queued.hidden is not None and state.sampler.samples:
@@ -168,13 +182,41 @@ class DeviceSteps:
         table.advance(
             rows.row_ids, rows.num_computed, rows.row_ids[rows.parents], rows.row_ids[rows.forks]
         )
+        self._buffers.add(step)
+        if speculation is not None and rows.drafts is not None:
+            result = self._verify(step, rows, sequences, speculation)
+            if are_decodes:
+                speculation.record_step(rows, monotonic_us() - start.started_us)
+            return FinishedStep(result)
         positions = table.expect_tokens(row_ids)
         if num_reporting := len(reports.reporting):
             row_ids = np.concatenate([row_ids, reports.reporting_ids])
             positions = np.append(positions, np.full(num_reporting, NO_PLACEHOLDER))
         pending.add(step, row_ids, positions)
-        self._buffers.add(step)
         return step
+
+    def _verify(
+        self,
+        step: InFlightStep,
+        rows: StepRows,
+        sequences: SequenceState,
+        speculation: Speculation,
+    ) -> StepResult:
+        """Wait for a step with drafts, and append to the sequences those that were right."""
+        table, numbers = sequences.table, step.wait()[:, 0]
+        sequences.pending.resolve_all()
+        outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)
+        step.reports.add_inputs_to(outcome)
+        num_places = len(rows.sampling)
+        for row, number in zip(step.rows[num_places:], numbers[num_places:], strict=True):
+            if number in FAILURES:
+                outcome.errors[int(row)] = FAILURES[int(number)]
+                table.fail(int(rows.row_ids[row]), FAILURES[int(number)])
+        numbers = numbers[:num_places]
+        failed = {reason: np.flatnonzero(numbers == n) for n, reason in FAILURES.items()}
+        settle(outcome, rows, step.reports.samples(numbers), failed, table, speculation)
+        self._state.rows.record_tokens(rows.row_ids)
+        return step.result_of(outcome)
 
 
 def _adapter_slots(inputs: HostInputs, adapters: PlacesAdapters | None) -> Int64Array:
@@ -198,7 +240,7 @@ def _resolve_edits(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:
 
 def _constrain(
     queued: DevicePass,
-    row_ids: Int64Array,
+    rows: StepRows,
     constrained: Int64Array,
     sequences: SequenceState,
     state: DeviceState,
@@ -206,12 +248,14 @@ def _constrain(
 ) -> DevicePass:
     """Send the bitmask of these constrained rows, if this rank samples. All ranks wait for the
     rows' pending tokens, while the device computes the forward pass launched last."""
+    row_ids = rows.row_ids[rows.sampling]
     sequences.pending.resolve(row_ids[constrained])
     if not state.sampler.samples:
         return queued
     bitmask = np.zeros((len(constrained), mask_width(sequences.table.vocab_size)), np.int32)
-    if sequences.masks and (rows := sequences.constrained_rows(row_ids)):
-        masked = sequences.masks.compute(rows)
+    offsets = None if rows.drafts is None else rows.drafts.offsets
+    if sequences.masks and (found := sequences.constrained_rows(row_ids, offsets)):
+        masked = sequences.masks.compute(found)
         places = np.searchsorted(constrained, masked.rows)
         bitmask[places, :-1] = masked.bitmask
         bitmask[places, -1] = masked.failed

@@ -290,10 +290,15 @@ class Speculation:
         drafter: Drafter | None = None,
         lengths: DraftLengths | None = None,
         max_drafts: int = 0,
+        *,
+        edits_see_drafts: bool = True,
     ) -> None:
         """drafter: None on a rank that does not sample. lengths: of an earlier runner, whose times
-        of steps are still valid. max_drafts: of a row, the same on all ranks that share a model."""
+        of steps are still valid. max_drafts: of a row, the same on all ranks that share a model.
+        edits_see_drafts: False where edits that depend on the last tokens are made before the step:
+        sequences that have some get no drafts."""
         self.max_drafts = max_drafts
+        self._edits_see_drafts = edits_see_drafts
         self._drafter = drafter
         self._lengths = lengths or DraftLengths()
         self._lengths.forget_all()
@@ -359,7 +364,7 @@ class Speculation:
         self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState
     ) -> dict[int, Int32Array]:
         """Return by row the drafts that `lookahead` allows, the drafter proposes and the lengths
-        choose."""
+        choose. Waits for the pending tokens of the sequences that are due."""
         if self._drafter is None:
             return {}
         table, lengths = sequences.table, self._lengths
@@ -371,9 +376,13 @@ class Speculation:
             )
             if max_drafts > 0
             and computes
-            and table.may_draft(row_id)
+            and self._may_draft(row_id, table)
             and lengths.is_due(row_id, num_tokens)
         ]
+        if due:
+            sequences.pending.resolve(rows.row_ids[due])
+        if table.failures:  # of a token that was pending
+            due = [row for row in due if int(rows.row_ids[row]) not in table.failures]
         if not due:
             return {}
         row_ids, limits = rows.row_ids[due], lookahead[due].tolist()
@@ -390,6 +399,11 @@ class Speculation:
             found = self._propose(row_ids, chosen, sequences)
         triples = zip(due, found, chosen, strict=True)
         return {row: draft.tokens[:count] for row, draft, count in triples if count}
+
+    def _may_draft(self, row_id: int, table: SequenceTable) -> bool:
+        edits = table.sampling.edits.get(row_id)
+        reads_drafts = edits is not None and edits.reads_last_tokens
+        return table.may_draft(row_id) and (self._edits_see_drafts or not reads_drafts)
 
     def _propose(
         self, row_ids: Int64Array, counts: list[int], sequences: SequenceState

