@@ -12,7 +12,7 @@ therefore need only a small part of the head, `write_kv`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -122,13 +122,13 @@ class EagleHead(LoadableModule):
         the head."""
         self._tokens = tokens.to(self.hidden_like.device)
 
-    def fuse(self, captured: tuple[Tensor, ...]) -> Tensor:
+    def fuse(self, captured: Sequence[Tensor]) -> Tensor:
         """Compute the hidden states for tokens that the target has computed.
 
         captured: [num_tokens, hidden_size of the target] each, in the order of `captured_layers`.
         Returns [num_tokens, hidden_size].
         """
-        return self.fc(torch.cat(captured, dim=1))
+        return self.fc(torch.cat([*captured], dim=1))
 
     def write_kv(self, batch: StepBatch, hidden: Tensor) -> None:
         """Write the keys and values of rows to the cache.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import LayerMemory
+from pagewire_kernels.batch import LayerMemory, StepBatch
 from pagewire_kernels.interface import Computed
 from worker_service.models.interface import ComputesLogits, Model
 from worker_service.runner.batch.inputs import build_batch, lay_out, whole_texts
@@ -32,6 +32,13 @@ class ForwardPass(NamedTuple):
     """The largest logit of each row, if that was computed, too."""
 
 
+def computed_by(model: Model, batch: StepBatch) -> Computed:
+    """A model's hidden states, with what it captures."""
+    if isinstance(model, ComputesLogits):
+        return model.forward_to_logits(batch)
+    return Computed(model.forward(batch))
+
+
 class HostForward:
     """Runs a model over one cache. Inputs are built on the host."""
 
@@ -49,7 +56,6 @@ class HostForward:
         self._caches = caches
         self._device = device
         self._with_logits = with_logits
-        self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
 
     def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
@@ -64,11 +70,7 @@ class HostForward:
         else:
             sampled = states if len(states) else None
             batch = build_batch(inputs, table, self._caches, sampled)
-        if self._to_logits is None:
-            computed = Computed(self._model.forward(batch))
-        else:
-            computed = self._to_logits(batch)
-        hidden, head, captured = computed.hidden, computed.head, computed.captured
+        hidden, head, captured = computed_by(self._model, batch)
         if head is not None:
             largest = Largest(head.best.numpy(), head.largest.numpy())
             return ForwardPass(hidden, captured, head.logits, largest)

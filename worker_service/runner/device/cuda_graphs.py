@@ -40,6 +40,7 @@ from pagewire_kernels.slot_deltas import NO_SLOT
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Staging
+from worker_service.runner.batch.forward import computed_by
 from worker_service.runner.batch.inputs import HostInputs
 from worker_service.runner.device.columns import StepColumns
 from worker_service.runner.device.reports import DevicePass
@@ -189,6 +190,8 @@ class StepGraphs:
         self.bitmask = sampler.bitmask(largest, model.vocab_size)
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
+        self._captured: list[Tensor] = []
+        """What the model captures, for the largest batch; see `Computed`."""
         self._forwards: dict[tuple[int, bool], Replay] = {}
         """By size, and whether adapters are added; as the next two."""
         self._samplings: dict[tuple[int, bool], Replay] = {}
@@ -256,6 +259,7 @@ class StepGraphs:
             reported=sent[:num_reported],
             sample=self._samplings[size, adds],
             outcome=self.outcome[:num_sampling],
+            captured=tuple(kept[: len(inputs.token_ids)] for kept in self._captured),
         )
 
     def mixed_size_for(self, inputs: HostInputs, num_sampling: int) -> int | None:
@@ -347,7 +351,7 @@ class StepGraphs:
         columns = self._decode_columns(self._words, size)
         rows, query_start = columns["row_ids"], self._query_start[: size + 1]
         batch = self._batch(columns, rows, rows, query_start, adds, max_query_len=1)
-        hidden = self._model.forward(batch)
+        hidden = self._computed(batch)
         self._states(hidden)[:size].copy_(hidden)
 
     def _batch(
@@ -374,6 +378,16 @@ class StepGraphs:
         )
         return replace(batch, adapters=columns[_ADAPTER_SLOTS]) if adds else batch
 
+    def _computed(self, batch: StepBatch) -> Tensor:
+        """Compute the last hidden states, and keep what the model captures."""
+        hidden, _, captured = computed_by(self._model, batch)
+        if not self._captured:  # in the first run, which is not captured, of the largest batch
+            most = max([*self._sizes, *self._mixed_sizes])
+            self._captured = [part.new_zeros((most, part.shape[1])) for part in captured]
+        for kept, part in zip(self._captured, captured, strict=True):
+            kept[: len(part)].copy_(part)
+        return hidden
+
     def _states(self, like: Tensor) -> Tensor:
         """Where graphs leave the hidden states to sample from, for the largest batch."""
         if self._hidden is None:  # in the first run, which is not captured
@@ -391,7 +405,7 @@ class StepGraphs:
             max_query_len=max(2, size),
             device_num_decodes=columns["num_decodes"],
         )
-        hidden = self._model.forward(batch)
+        hidden = self._computed(batch)
         torch.index_select(hidden, 0, columns["last_states"], out=self._states(hidden))
 
     def _sample(self, size: int, adds: bool) -> None:

@@ -50,6 +50,9 @@ class DevicePass(NamedTuple):
     hidden: Tensor | None = None
     """[num_tokens, hidden_size], of a pass that was computed eagerly."""
 
+    captured: tuple[Tensor, ...] = ()
+    """See `Computed`; valid until the next pass."""
+
     sample: Callable[[], None] | None = None
     """Replays the graph that samples after this pass; None if the pass was computed eagerly."""
 

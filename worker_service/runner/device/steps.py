@@ -24,7 +24,7 @@ A launch waits until the host knows tokens only in these cases:
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
 | sequences that are due for drafts | the tokens of these sequences; and for its own, if there are
-  drafts, since only then it is known where the next step begins |
+  drafts, since only then it is known where the next step begins, or if a head needs them |
 | more sequences, edits or penalties than `rows.py` has room for | every step launched
   before; the step itself is computed on the host, which waits for the device |
 """
@@ -183,8 +183,9 @@ class DeviceSteps:
             rows.row_ids, rows.num_computed, rows.row_ids[rows.parents], rows.row_ids[rows.forks]
         )
         self._buffers.add(step)
-        if speculation is not None and rows.drafts is not None:
+        if speculation is not None and (rows.drafts is not None or speculation.reads_hidden):
             result = self._verify(step, rows, sequences, speculation)
+            speculation.observe(rows, queued.captured, table)
             if are_decodes:
                 speculation.record_step(rows, monotonic_us() - start.started_us)
             return FinishedStep(result)
@@ -202,7 +203,8 @@ class DeviceSteps:
         sequences: SequenceState,
         speculation: Speculation,
     ) -> StepResult:
-        """Wait for a step with drafts, and append to the sequences those that were right."""
+        """Wait for a step that was launched with speculation, and append its tokens, up to the
+        first draft that was wrong, to the sequences."""
         table, numbers = sequences.table, step.wait()[:, 0]
         sequences.pending.resolve_all()
         outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)

@@ -2,12 +2,13 @@
 decoding, Saxena 2023)."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.state.sequence_table import SequenceTable
 
@@ -44,6 +45,9 @@ class Drafter(ABC):
     """Whether proposing is expensive. If so, the number of drafts is chosen first, and only that
     many are requested; otherwise drafts are requested first, and some of them are chosen."""
 
+    reads_hidden = False
+    """Whether `observe` needs every step, with its hidden states."""
+
     @abstractmethod
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Propose at most `counts` tokens for each of these sequences.
@@ -51,12 +55,15 @@ class Drafter(ABC):
         The entries of the table after a sequence's last token may be overwritten.
         """
 
+    def learn(self, row_ids: Int64Array, table: SequenceTable) -> None:  # noqa: B027
+        """Called when all tokens of these sequences are in the table."""
+
     def observe(  # noqa: B027
-        self, rows: StepRows, forward: ForwardPass, table: SequenceTable
+        self, rows: StepRows, captured: Sequence[Tensor], table: SequenceTable
     ) -> None:
         """Called when a step has ended and its tokens are in the table.
 
-        forward: the hidden states of the step, valid until the model's next forward pass.
+        captured: see `Computed`; valid until the model's next forward pass.
         """
 
 

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pagewire_kernels.batch import LayerMemory
 from worker_service.array_types import Int64Array
 from worker_service.models.eagle import EagleHead
-from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.inputs import build_batch, lay_out
 from worker_service.runner.batch.sampling import sampling_batch
 from worker_service.runner.batch.step_rows import StepRows
@@ -38,6 +38,7 @@ class EagleDrafter(Drafter):
     other."""
 
     is_expensive = True
+    reads_hidden = True
 
     def __init__(self, head: EagleHead, caches: Sequence[LayerMemory]) -> None:
         """caches: keys and values of the layer of `head`, in the target's blocks."""
@@ -47,7 +48,7 @@ class EagleDrafter(Drafter):
         """By row of the table: the fused hidden state of the last token that the target has
         computed."""
 
-    def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
+    def observe(self, rows: StepRows, captured: Sequence[Tensor], table: SequenceTable) -> None:
         """Write the head's KV for the tokens that the target computed in this step, and keep the
         last hidden state of each sequence."""
         if missing := table.num_rows - len(self._hidden):
@@ -58,7 +59,7 @@ class EagleDrafter(Drafter):
         row_ids, firsts = rows.row_ids[computed], rows.firsts[computed]
         starts = rows.ends()[computed] - rows.num_tokens[computed]
         ends = table.num_computed_tokens[row_ids]
-        hidden = torch.cat([self._head.fuse(forward.captured), self._hidden[row_ids]])
+        hidden = torch.cat([self._head.fuse(captured), self._hidden[row_ids]])
         num_fused = len(hidden) - len(row_ids)
         is_again = provisional[row_ids].astype(bool) & (length[row_ids] == firsts)
         begins = firsts - is_again

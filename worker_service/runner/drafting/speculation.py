@@ -31,15 +31,16 @@ neither its prompt nor itself, and is searched less often until some of its draf
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.step_rows import Drafts, StepRows
 from worker_service.runner.drafting.drafter import Draft, Drafter
 from worker_service.runner.state.sequence_state import SequenceState
@@ -303,6 +304,11 @@ class Speculation:
         self._lengths = lengths or DraftLengths()
         self._lengths.forget_all()
 
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the drafter observes every step."""
+        return self._drafter is not None and self._drafter.reads_hidden
+
     def reset(self) -> None:
         """Drop the statistics of all sequences."""
         self._lengths.forget_all()
@@ -311,10 +317,11 @@ class Speculation:
         """Drop the statistics of the sequences that had these rows of the table."""
         self._lengths.forget(row_ids)
 
-    def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
-        """Observe that the tokens of a step are in the table."""
+    def observe(self, rows: StepRows, captured: Sequence[Tensor], table: SequenceTable) -> None:
+        """Observe that the tokens of a step are in the table. captured: see `Computed`."""
         if self._drafter is not None:
-            self._drafter.observe(rows, forward, table)
+            self._drafter.learn(np.unique(rows.row_ids[rows.sampling]), table)
+            self._drafter.observe(rows, captured, table)
 
     def record_step(self, rows: StepRows, time_us: int) -> None:
         """Record the time of a step whose rows were decodes before drafts were added to them."""
@@ -381,6 +388,7 @@ class Speculation:
         ]
         if due:
             sequences.pending.resolve(rows.row_ids[due])
+            self._drafter.learn(rows.row_ids[due], table)
         if table.failures:  # of a token that was pending
             due = [row for row in due if int(rows.row_ids[row]) not in table.failures]
         if not due:

@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.runner.batch.forward import ForwardPass
-from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.drafting.drafter import (
     MAX_MATCH,
     Draft,
@@ -65,11 +63,10 @@ class SuffixDrafter(SequenceDrafter):
             continuations = tokens[starts + np.arange(num_drafts) % (len(tokens) - starts)]
         return Draft(likeliest_path(continuations), max(num_found, num_matched))
 
-    def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
-        """Add the step's output tokens to the history."""
+    def learn(self, row_ids: Int64Array, table: SequenceTable) -> None:
+        """Add their new output tokens to the history."""
         if self.history.capacity == 0:
             return
-        row_ids = np.unique(rows.row_ids[rows.sampling])
         row_ids = row_ids[table.sampling.num_candidates[row_ids] == 0]  # the core chooses a beam's
         ends, starts = table.num_tokens[row_ids], table.drafter_state[row_ids, _LENGTH]
         # The earlier output of a sequence that was preempted is in the history already.

@@ -75,7 +75,7 @@ class HostSteps:
                 for pooled in self._pooling.pool(rows, forward.hidden, table):
                     outcome.add_vectors(pooled, pooled.values.cpu().numpy())
             if speculation is not None:
-                speculation.observe(rows, forward, table)
+                speculation.observe(rows, forward.captured, table)
         if layout.world_size > 1:
             self._exchange(plan, rows, outcome, sequences)
         if speculation is not None and are_decodes:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from pagewire.v1 import sampling_pb2
 from pagewire_kernels.batch import StepBatch
+from pagewire_kernels.interface import Computed
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.step_plan import StepResult
 from tests.support.beams import BeamCase
@@ -49,10 +49,11 @@ class Poisoned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, batch: StepBatch) -> Tensor:
+    def forward_to_logits(self, batch: StepBatch) -> Computed:
         self.num_batches += 1
-        hidden = self._model.forward(batch)
-        return hidden.masked_fill((batch.token_ids == POISON).unsqueeze(1), torch.nan)
+        computed = self._model.forward_to_logits(batch)  # type: ignore[attr-defined]
+        is_poisoned = (batch.token_ids == POISON).unsqueeze(1)
+        return Computed(computed.hidden.masked_fill(is_poisoned, torch.nan))
 
 
 def group(**options: Any) -> RankThreads:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,16 +17,20 @@ from pagewire.v1 import context_pb2
 from pagewire_kernels import reference
 from pagewire_kernels.batch import RowAdapters, StepBatch
 from tests.support.counting_model import CountingModel
-from tests.support.runners import MIXED_SIZES, SIZES, HostEvent
+from tests.support.runners import MIXED_SIZES, SIZES, AllDrafts, HostEvent
 from tests.support.vocabularies import grammars
 from tests.support.worker_driver import Row, sampler_params
 from tests.worker_service.runner.device.test_launching_ahead import PARAMS, Pipeline
 from worker_service.adapters.lora import LoraAdapter, LoraModule
 from worker_service.adapters.store import AdapterStore
+from worker_service.array_types import Int32Array
+from worker_service.engine.executor import FinishedStep
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.device.cuda_graphs import Replay
 from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
+from worker_service.runner.drafting.drafter import Draft, Drafter, SequenceDrafter
+from worker_service.runner.drafting.speculation import Speculation
 from worker_service.runner.model_runner import ModelRunner
 
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
@@ -214,11 +219,16 @@ class OneSlot:
 
 
 def _pipeline(
-    queue: Queue, name: str, mixed: Sequence[int] = MIXED_SIZES, *, with_adapters: bool = False
+    queue: Queue,
+    name: str,
+    mixed: Sequence[int] = MIXED_SIZES,
+    *,
+    with_adapters: bool = False,
+    drafter: Drafter | None = None,
 ) -> Pipeline:
     """Two sequences that have just computed their prompts, and whose blocks have room; the first
     has these parameters. mixed: numbers of tokens of mixed batches that are recorded;
-    with_adapters: whether sequences may have `ADAPTER`."""
+    with_adapters: whether sequences may have `ADAPTER`; drafter: None adds no drafts."""
     adapters: AdapterStore[LoraAdapter] | None = None
     if with_adapters:
         adapters = AdapterStore(1)
@@ -229,7 +239,9 @@ def _pipeline(
         shape = StateShape(sizes=SIZES, mixed=mixed, with_adapters=with_adapters)
         kernels = CountedKernels(queue)
         state = DeviceState(counted, cache, block_size, shape, recorder, kernels=kernels)
-        device = DeviceSteps(counted, cache, state, make_event=HostEvent, adapters=OneSlot())
+        drafts = None if drafter is None else Speculation(drafter, AllDrafts())
+        parts: dict[str, Any] = {"adapters": OneSlot(), "speculation": drafts}
+        device = DeviceSteps(counted, cache, state, make_event=HostEvent, **parts)
         known = grammars(model.vocab_size)
         return ModelRunner(counted, cache, block_size, known, device=device, adapters=adapters)
 
@@ -352,3 +364,41 @@ def test_rows_with_adapters_are_replayed_with_their_slots_in_the_same_copy(
     assert decodes == [[SLOT, -1], [SLOT, -1]]
     assert (queue.launches, len(queue.copies_in), queue.waits) == (REPLAYS, 1, [])
     assert queue.replayed == [*FORWARD, "copy_", *SAMPLING]
+
+
+class Repeating(SequenceDrafter):
+    """Proposes the last token again."""
+
+    def follow(self, tokens: Int32Array, num_drafts: int, salt: np.uint64) -> Draft:
+        return Draft(np.repeat(tokens[-1:], num_drafts))
+
+
+@pytest.mark.parametrize("name", ["greedy", "penalties", "log probabilities"])
+def test_a_step_with_drafts_costs_one_replay_and_sampling_apart(name: str) -> None:
+    queue = Queue()
+    pipeline = _pipeline(queue, name, drafter=Repeating())
+    pipeline.bench.plans.grow(1, 3)
+    with queue:
+        step = pipeline.launch([Row(1), Row(2)], lookahead=bytes([3, 0]))
+    assert isinstance(step, FinishedStep)
+    reports = ["gather_logprobs"] if name == "log probabilities" else []
+    assert [name for name in queue.launches if name in KNOWN] == ["replay", *SAMPLING, *reports]
+    # Each place that is sampled at has a copy of its sequence's state.
+    copies = ["index_select"] * 5
+    assert [name for name in queue.launches if name == "index_select"][:5] == copies
+    assert len(queue.launches) <= 25
+    assert (len(queue.copies_in), len(queue.copies_out), queue.waits) == (1, 1, [])
+    assert queue.replayed == [*FORWARD, "index_select"]
+
+
+def test_sequences_that_are_not_due_for_drafts_are_launched_ahead() -> None:
+    """Searches become rare while they find nothing."""
+
+    class Nothing(SequenceDrafter):
+        def follow(self, tokens: Int32Array, num_drafts: int, salt: np.uint64) -> Draft:
+            return Draft(tokens[:0])
+
+    pipeline = _pipeline(Queue(), "greedy", drafter=Nothing())
+    pipeline.bench.plans.grow(1, 3)
+    steps = [pipeline.launch([Row(1), Row(2)], lookahead=bytes([3, 0])) for _ in range(30)]
+    assert not any(isinstance(step, FinishedStep) for step in steps)

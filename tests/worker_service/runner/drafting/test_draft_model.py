@@ -45,21 +45,25 @@ class Engine(SpeculatingEngine):
         return self.drafter
 
 
+@pytest.mark.parametrize("runner", ["host", "recorded"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("draft", ["llama", "qwen3"])
-def test_outputs_are_those_without_drafts(draft: str, sampling: dict[str, Any]) -> None:
+def test_outputs_are_those_without_drafts(
+    draft: str, sampling: dict[str, Any], runner: str
+) -> None:
     """Of the model itself as its own draft nearly all are right; another's may all be wrong."""
-    engine = Engine(checkpoint("llama"), checkpoint(draft))
+    engine = Engine(checkpoint("llama"), checkpoint(draft), runner=runner)
     engine.assert_outputs_are_those_without_drafts(PROMPTS, 40, num_choices=2, **sampling)
     assert engine.lengths.num_drafts > 100
     if draft == "llama":
         assert engine.lengths.num_accepted == engine.lengths.num_drafts
 
 
+@pytest.mark.parametrize("runner", ["host", "recorded"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("sampling", SAMPLING[:2])
 def test_drafts_are_right_after_preemption(
-    mode: str, sampling: dict[str, Any], caplog: pytest.LogCaptureFixture
+    mode: str, sampling: dict[str, Any], runner: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only a few sequences draft, since those with drafts in flight are never swapped."""
     model = checkpoint("llama")
@@ -69,6 +73,7 @@ def test_drafts_are_right_after_preemption(
         num_gpu_blocks=48,
         num_cpu_blocks=256,
         config=SchedulerConfig(max_speculative_seqs=3, preemption_mode=PreemptionMode(mode)),
+        runner=runner,
     )
     engine.assert_outputs_are_those_without_drafts(PROMPTS, 60, num_choices=2, **sampling)
     moved = "num_swapped" if mode == "swap" else "num_recomputed"

@@ -20,6 +20,7 @@ from tests.support.eagle_heads import make_head, write_head
 from tests.support.in_process import InProcessEngine
 from tests.support.loading import load
 from tests.support.rank_threads import ParallelEngine
+from tests.support.runners import RUNNERS
 from tests.support.speculation import (
     NUM_DRAFTS,
     PROMPTS,
@@ -193,18 +194,20 @@ def test_drafts_are_those_of_a_plain_implementation(
     engine.drafter.assert_drafts_are_those_of(reference, every=3)
 
 
+@pytest.mark.parametrize("runner", list(RUNNERS))
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_outputs_are_those_without_drafts(
-    target: Path, head: Path, sampling: dict[str, Any]
+    target: Path, head: Path, sampling: dict[str, Any], runner: str
 ) -> None:
-    engine = Engine(target, head)
+    engine = Engine(target, head, runner=runner)
     engine.assert_outputs_are_those_without_drafts(PROMPTS, 40, num_choices=2, **sampling)
     assert engine.lengths.num_drafts > 100
 
 
+@pytest.mark.parametrize("runner", ["host", "recorded"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_drafts_stay_right_through_preemption_and_forks(
-    target: Path, head: Path, mode: str, caplog: pytest.LogCaptureFixture
+    target: Path, head: Path, mode: str, runner: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prompts end within a block, so that choices share no block that they continue differently.
     The step after a swap has no drafts."""
@@ -215,6 +218,7 @@ def test_drafts_stay_right_through_preemption_and_forks(
         num_gpu_blocks=44,
         num_cpu_blocks=256,
         config=SchedulerConfig(max_speculative_seqs=2, preemption_mode=PreemptionMode(mode)),
+        runner=runner,
     )
     engine.assert_outputs_are_those_without_drafts(prompts, 60, num_choices=2)
     moved = "num_swapped" if mode == "swap" else "num_recomputed"
