@@ -274,7 +274,7 @@ class ModelDirectory:
 
         Raises PermissionDenied for a name that the tenant may not use, UnknownModel for one that
         no core has announced while others are served, UnsupportedByModel if the model, or every
-        one without a name, does other work, and InvalidArgument if no name is given where it is
+        one without a name, does other work and none is away or loading, and InvalidArgument if no name is given where it is
         needed. A request that `is_continued`, because another frontend or core has
         accepted it before, waits even for a model of which nothing is known here yet; after
         `MAX_UNKNOWN_WAIT_S` that raises Unavailable, which clients retry. So does waiting without a
@@ -288,7 +288,7 @@ class ModelDirectory:
                 self._check_does(model.info, work, tenant)
                 return model
             if name is None:
-                wanted = "no model that this API key may use is"
+                wanted = f"no model for {work_name(work)} that this API key may use is"
                 infos = self._served.values()
                 may_come = any(may_use(tenant, info) and does(info, work) for info in infos)
             else:
@@ -396,7 +396,9 @@ class ModelDirectory:
         if name is None:
             capable = [name for name in served if does(self._served[name], work)]
             if served and not capable:
-                if is_continued:
+                # One that is away for a moment, or is being loaded, may do the work.
+                is_complete = self._known <= self._named.keys() and not self._workers_loading
+                if is_continued or not is_complete:
                     return None
                 assert work is not None
                 self._check_does(self._served[min(served)], work, tenant)

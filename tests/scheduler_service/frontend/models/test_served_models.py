@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,29 @@ async def test_a_continued_request_waits_for_a_model_that_does_its_work() -> Non
     assert (await waiting).info.name == "b"
 
 
+@pytest.mark.parametrize(
+    "others",
+    [{"known": ["a", "b"]}, {"loading": [WorkerLoading(phase="reading weights", model="b")]}],
+    ids=["that is away", "that is being loaded"],
+)
+async def test_a_request_without_a_name_waits_for_a_model(
+    others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedder's workers may be the first that find a new core."""
+    directory = ModelDirectory(Fetch())
+    embedder = model_info("a", work_kinds=[model_pb2.WORK_KIND_POOLING])
+    directory.update([embedder], **others)
+    waiting = asyncio.create_task(directory.resolve(None, ANYBODY))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    directory.update([embedder, model_info("b")], **others)
+    assert (await waiting).info.name == "b"
+    directory.update([embedder], **others)
+    monkeypatch.setattr(served_models, "MAX_UNKNOWN_WAIT_S", 0.01)
+    with pytest.raises(Unavailable, match="no model for generation that"):
+        await directory.resolve(None, ANYBODY)
+
+
 async def test_a_model_is_found_under_each_of_its_names() -> None:
     directory = ModelDirectory(Fetch())
     directory.update([model_info("a", aliases=["small"]), model_info("b")])
@@ -240,7 +264,7 @@ async def test_a_key_whose_models_are_not_served_waits_a_bounded_time_for_one(
     directory = ModelDirectory(Fetch())
     directory.update([model_info("b")])
     tenant = Principal(name="t", models=frozenset(["a"]))
-    with pytest.raises(Unavailable, match="no model that this API key may use is being served now"):
+    with pytest.raises(Unavailable, match="no model for generation that this API key may use is"):
         await directory.resolve(None, tenant)
 
 
