@@ -168,7 +168,7 @@ fuzz: $(VENV)/.ready
 test-gpu:
 	$(SOURCES) $(PYTHON) -m pytest -m "gpu" -p no:cacheprovider -W default $(GPU_TESTS)
 
-## gpu-day: one stage (STAGE=1 to 10) of a short time on a GPU machine without network, to OUT
+## gpu-day: one stage (STAGE=1 to 11) of a short time on a GPU machine without network, to OUT
 ## (build/gpu-day); with the packages that gpu-day-packages carried. DRY_RUN=1: on a CPU, tiny models
 gpu-day:
 	test -e build/gpu-packages || test ! -e build/gpu-packages.tar.xz || \

@@ -220,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model", help="checkpoint directory, GGUF file or `embedded`")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--speculative", choices=DRAFTERS, default="ngram")
     parser.add_argument("--speculative-model")
@@ -236,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "model": args.model,
             "dtype": args.dtype,
             "quantization": args.quantization,
-            "device": "cpu",
+            "device": args.device,
+            "batch_invariant": args.device == "cuda",
             "threads": args.threads,
             "max_model_len": None,
             "max_num_seqs": max(args.streams),

@@ -368,7 +368,7 @@ class RunnerConfig:
     """Draft tokens and verify several in one step, without changing the output: ngram takes drafts
     from what followed the same tokens earlier in the prompt or output, suffix also from recent
     outputs of the same tenant, draft from a second, smaller model, eagle from a head that was
-    trained for the model (EAGLE-3). CPUs only."""
+    trained for the model (EAGLE-3). On CPUs, and on one GPU."""
 
     speculative_model: str | None = None
     """The model of `--speculative draft`, or the head of `--speculative eagle`: checkpoint

@@ -36,6 +36,7 @@ from tests.support.random_configurations import (
     with_speculation,
 )
 from tests.support.rank_threads import ParallelWorker, RankThreads
+from tests.support.runners import recorded
 from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_eagle_head, load_model
@@ -260,10 +261,14 @@ def test_a_worker_that_launches_ahead_gives_the_same_tokens(number: int) -> None
 
 
 @cache
-def speculation(number: int) -> Counter[str]:
-    """Run a configuration with drafts of which most are right; how much it was disturbed."""
+def speculation(number: int, *, ahead: bool = False) -> Counter[str]:
+    """Run a configuration with drafts of which most are right; how much it was disturbed. ahead:
+    whether workers launch steps ahead."""
     drafter = DRAFTERS[number % len(DRAFTERS)]
     worker_type = drafting_worker(drafter, configuration(number, True), undisturbed(number, True))
+    if ahead:
+        worker_type = partial(worker_type, kind=recorded)
+        return compare_runs(number, worker_type, compare_tokens, speculates=True)
     return compare_runs(number, worker_type, speculates=True)
 
 
@@ -336,6 +341,11 @@ def worker_with_head(name: str, model: Model, **options: Any) -> InProcessWorker
 @pytest.mark.parametrize("number", SPECULATING)
 def test_tokens_are_those_of_a_run_without_drafts(number: int) -> None:
     assert speculation(number)["steps"] > 0
+
+
+@pytest.mark.parametrize("number", AHEAD)
+def test_drafts_of_a_worker_that_launches_ahead_change_no_token(number: int) -> None:
+    assert speculation(number, ahead=True)["steps"] > 0
 
 
 def test_drafts_were_kept_and_refused_among_all_else() -> None:

@@ -194,6 +194,7 @@ def recorded_on_gpu(
     cache: CacheEngine,
     block_size: int,
     adapters: AdapterStore[LoraAdapter] | None = None,
+    speculation: Speculation | None = None,
 ) -> ModelRunner:
     """What a worker with a GPU has, less constraints: replays decodes, if the model can be
     recorded."""
@@ -206,8 +207,9 @@ def recorded_on_gpu(
         if not isinstance(model, TransformersModel):  # some of which wait for the device
             raise
         state = DeviceState(model, cache, block_size, StateShape())
-    device = DeviceSteps(model, cache, state, adapters=slots)
-    return ModelRunner(model, cache, block_size, device=device, adapters=adapters)
+    drafts = {"speculation": speculation}
+    device = DeviceSteps(model, cache, state, adapters=slots, **drafts)
+    return ModelRunner(model, cache, block_size, device=device, adapters=adapters, **drafts)
 
 
 MakeRunner = Callable[[Any, CacheEngine, int], ModelRunner]

@@ -7,7 +7,7 @@ from typing import Any
 
 from scheduler_service.core.config import SchedulerConfig
 from tests.support.in_process import InProcessEngine, InProcessWorker, Output, SpeculatingWorker
-from tests.support.runners import RUNNERS, AllDrafts
+from tests.support.runners import RUNNERS, AllDrafts, recorded_on_gpu
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
@@ -38,9 +38,9 @@ class SpeculatingEngine(InProcessEngine, ABC):
         runner: str = "host",
         **options: Any,
     ):
-        """runner: one of `RUNNERS`."""
+        """runner: one of `RUNNERS`, or `gpu` for what a worker has there."""
         self.path = model
-        self.kind = RUNNERS[runner]
+        self.kind = (RUNNERS | {"gpu": recorded_on_gpu})[runner]
         self.lengths = AllDrafts()
         config = config or SchedulerConfig(max_speculative_seqs=8)
         super().__init__(model, config=config, **options)
@@ -67,6 +67,7 @@ class SpeculatingEngine(InProcessEngine, ABC):
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
             block_size=self.block_size,
+            device=self.device,
         )
 
     def assert_outputs_are_those_without_drafts(

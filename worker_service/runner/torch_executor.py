@@ -207,11 +207,6 @@ class TorchExecutor:
         if loaded.pooler is not None:
             raise InvalidOption("speculative: expected none with the runner pooling")
         is_on_gpu, num_ranks = self._device.type != "cpu", loaded.communicator.layout.world_size
-        if is_on_gpu and self._runner.speculative == "eagle":
-            raise InvalidOption(
-                f"speculative: expected a CPU with eagle, got {self._device}; ngram, suffix and"
-                " draft work there"
-            )
         if is_on_gpu and num_ranks > 1:
             raise InvalidOption(f"speculative: expected one GPU for the model, got {num_ranks}")
         if loaded.model.kv_cache_spec.has_states:

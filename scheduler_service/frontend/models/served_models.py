@@ -274,11 +274,11 @@ class ModelDirectory:
 
         Raises PermissionDenied for a name that the tenant may not use, UnknownModel for one that
         no core has announced while others are served, UnsupportedByModel if the model, or every
-        one without a name, does other work and none is away or loading, and InvalidArgument if no name is given where it is
-        needed. A request that `is_continued`, because another frontend or core has
-        accepted it before, waits even for a model of which nothing is known here yet; after
-        `MAX_UNKNOWN_WAIT_S` that raises Unavailable, which clients retry. So does waiting without a
-        name while only models are served that the tenant may not use.
+        one without a name, does other work and none is away or loading, and InvalidArgument if
+        no name is given where it is needed. A request that `is_continued`, because another frontend
+        or core has accepted it before, waits even for a model of which nothing is known here yet;
+        after `MAX_UNKNOWN_WAIT_S` that raises Unavailable, which clients retry. So does waiting
+        without a name while only models are served that the tenant may not use.
         """
         give_up_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
         while True:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import torch
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
-from tests.support.in_process import InProcessEngine
+from tests.support.in_process import InProcessEngine, KnowingDrafter
 from tests.support.paged_driver import PagedDriver
 from tests.support.plans import step_plan
+from tests.support.speculation import PROMPTS, SAMPLING, SpeculatingEngine
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
@@ -65,6 +67,22 @@ def test_a_batch_invariant_gpu_gives_a_sequence_the_same_logits_in_any_batch(
         cuts = sorted({0, len(prompt) // 2, len(prompt) - 1, len(prompt)})
         pieces = [driver.run([(0, a, prompt[a:b])])[0] for a, b in pairwise(cuts)]
         assert torch.equal(torch.cat(pieces), expected)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_drafts_on_a_gpu_change_no_token(sampling: dict[str, Any]) -> None:
+    """Most are right, some are wrong."""
+    plain = InProcessEngine(checkpoint("llama"), device="cuda").generate(PROMPTS, 40, 2, **sampling)
+    outputs = [[*PROMPTS[index // 2], *output.token_ids] for index, output in enumerate(plain)]
+
+    class Engine(SpeculatingEngine):
+        def make_drafter(self, cache: CacheEngine) -> KnowingDrafter:
+            return KnowingDrafter(outputs)
+
+    engine = Engine(checkpoint("llama"), device="cuda", runner="gpu")
+    drafting = engine.generate(PROMPTS, 40, 2, **sampling)
+    assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
+    assert 0 < engine.lengths.num_accepted < engine.lengths.num_drafts
 
 
 def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them() -> None:
