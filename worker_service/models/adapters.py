@@ -212,8 +212,9 @@ class AdapterSlots:
         """By slot, the embeddings of virtual tokens, as layers get them."""
         self.changes = {"filled": 0, "evicted": 0}
         """Adapters that were put into slots, and those that others replaced there."""
-        self._num_prepared = 0
-        """Layers that adapters changed when a program was recorded last."""
+        self._num_prepared = -1
+        """Layers that adapters changed when a program was recorded last; -1: none was, and one of
+        the model's that was recorded before reads the memory of other slots."""
         for layer in layers_of(model):
             step = self._head_step if layer is model.head else self._step
             added = LayerAdapters(layer, step, max_slots, max_rank)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.v1 import context_pb2, sampling_pb2
+from pagewire_kernels.batch import AdapterRows
+from pagewire_kernels.slot_deltas import NO_SLOT
 from scheduler_service.core import ContextKind, ContextPart, Request
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Generation
@@ -39,6 +42,8 @@ from worker_service.errors import (
     InvalidPlan,
 )
 from worker_service.loader import LoadedModel, load_model
+from worker_service.models.adapters import AdapterSlots
+from worker_service.models.native import NativeModel
 from worker_service.plan import StepResult
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 from worker_service.service.wire import decode_plan
@@ -468,6 +473,30 @@ def test_slots_are_refilled_and_more_adapters_than_slots_are_an_invalid_plan() -
     assert here.adapters.slot_changes == {"filled": 6, "evicted": 5}
     with pytest.raises(InvalidPlan, match="expected at most 1 adapters in a step"):
         generate(here, digests[:2])
+
+
+def test_a_program_that_was_recorded_with_other_slots_is_not_run() -> None:
+    """It has the addresses of their memory, which may have been freed."""
+    here = executor("llama")
+    store, model = here.adapters.require_store(), here.loaded.model
+    assert isinstance(model, NativeModel)
+    digest = here.adapters.load(str(adapters("llama")[0].folder)).digest
+    spec, size = model.kv_cache_spec, 8
+    batch = spec.batch_of_ranges(
+        torch.arange(size),
+        [(0, size)],
+        [torch.arange(2, dtype=torch.int32)[None]],
+        spec.views(torch.zeros(2, spec.block_bytes(BLOCK_SIZE), dtype=torch.uint8), BLOCK_SIZE),
+        BLOCK_SIZE,
+    )
+    plain = model.forward(batch).clone()
+    changed = model.forward(replace(batch, adapters=[AdapterRows(digest, None)])).clone()
+    assert not torch.equal(changed, plain)
+    previous = model.adapters
+    model.adapters = AdapterSlots(model, store, 3, 64)
+    no_slots = torch.full((size,), NO_SLOT, dtype=torch.int32)
+    assert torch.equal(model.forward(replace(batch, adapters=no_slots)), plain)
+    assert previous is not None, "it lives until here, so that its memory can be read"
 
 
 def test_an_adapter_travels_to_another_worker_and_stays_until_its_last_sequence_ends() -> None:
