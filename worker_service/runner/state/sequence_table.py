@@ -299,7 +299,8 @@ class SequenceTable:
         self._group_of[blocks] = group
         is_moved = (before != group) & (before != _NO_GROUP)
         for other in set(before[is_moved].tolist()):
-            row_ids = np.array(self.used_rows(), np.int64)
+            # A sequence that has failed reads nothing: the core may yet plan its next tokens.
+            row_ids = np.array([r for r in self.used_rows() if r not in self.failures], np.int64)
             positions = self.num_computed_tokens[row_ids]
             held = self.tables[other].holding(blocks[before == other], row_ids, positions)
             if len(held):

@@ -8,6 +8,7 @@ import pytest
 from tests.support.plans import block_table, new_sequence
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.errors import InvalidPlan
+from worker_service.plan import RowErrorReason
 from worker_service.runner.batch.inputs import lay_out
 from worker_service.runner.state.sequence_table import SequenceTable
 
@@ -112,6 +113,18 @@ def test_a_block_that_a_window_has_released_may_join_another_group() -> None:
     update(table, (1, 0, 5, 10))
     with pytest.raises(InvalidPlan, match="block 10 is in a table of group 0"):
         update(table, (1, 1, 3, 10))
+
+
+def test_blocks_that_a_failed_sequence_would_read_may_join_another_group() -> None:
+    """The core plans its next tokens, and with them its window's, until it knows of the failure."""
+    table = empty_table(GROWING, WINDOW)
+    add(table, 1, [(0, 0, range(6)), (1, 0, [10, 11, 12])], num_computed=23)
+    with pytest.raises(InvalidPlan, match="block 11 is in a table of group 1"):
+        update(table, (1, 0, 6, 11))
+    table = empty_table(GROWING, WINDOW)
+    row_id = add(table, 1, [(0, 0, range(6)), (1, 0, [10, 11, 12])], num_computed=23)
+    table.fail(row_id, RowErrorReason.NON_FINITE_LOGITS)
+    update(table, (1, 0, 6, 11))
 
 
 def test_blocks_of_a_forgotten_sequence_may_join_another_group() -> None:
