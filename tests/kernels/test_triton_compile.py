@@ -33,7 +33,7 @@ from pagewire_kernels.triton.attention import Launch, num_stages
 from pagewire_kernels.triton.experts import TritonExperts
 from tests.support.quantized_files import NF4
 from tests.support.quantized_weights import random_weight
-from tests.support.state_layers import Convolution, DeltaRule, Mamba1, Mamba2
+from tests.support.state_layers import Convolution, DeltaRule, Mamba1, Mamba2, Rglru
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -401,6 +401,7 @@ def _states() -> None:
         lambda: Mamba1(dtype, 2048, 16, num_units=4),
         lambda: Mamba2(dtype, 8, 64, 1, 128),
         lambda: Mamba2(dtype, 8, 80, 1, 256, has_gate=False),
+        lambda: Rglru(dtype, 2048, num_units=4),
         lambda: DeltaRule(dtype, 2, 8),
         lambda: DeltaRule(torch.float32, 8, 8, by_element=True),
     ):
@@ -508,7 +509,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "rotate": (_rotate_in_place, 2),
     "layers": (_layers, 10 + 2 * len(ACTIVATIONS)),
-    "states": (_states, 9),
+    "states": (_states, 10),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "adapters": (_adapters, 10),

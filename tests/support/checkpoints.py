@@ -187,6 +187,16 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2MoeForCausalLM",
         {**_MOE, **_LFM2, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "attention_window_size": 9,
+            "num_key_value_heads": 1,
+            "w_init_variance_scale": 0.16,
+        },
+    ),
     "mamba": ("MambaConfig", "MambaForCausalLM", {"use_bias": True}),
     "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", {"use_conv_bias": False}),
     "mamba2": (
@@ -751,8 +761,8 @@ def make_checkpoint(family: str, path: Path, *, seed: int = 0, **overrides: Any)
         torch.manual_seed(seed)
         model = getattr(transformers, model_name)(config).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1 or name.endswith("gate_bias"):
                     parameter.add_(0.1 * torch.randn_like(parameter))
             for name, buffer in model.named_buffers():
                 # Of the scores of experts, zeros at first, and of a layer's output, 1 at first.

@@ -11,6 +11,7 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as ma
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba import modeling_mamba as mamba1
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_nets
+from transformers.models.recurrent_gemma import modeling_recurrent_gemma as recurrent_gemma
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.reference.backend import LayerKernels
@@ -212,6 +213,30 @@ class DeltaRule(Layer):
         return y.flatten(2).flatten(0, 1)
 
 
+class Rglru(Layer):
+    def __init__(self, dtype: torch.dtype, channels: int = 96, num_units: int = 1) -> None:
+        names = ("x", "input_gate", "decay_gate")
+        rows = {name: random(120, channels, seed=seed) * 2 for seed, name in enumerate(names)}
+        super().__init__(dtype, (num_units, channels // num_units), **rows)
+        self.biases = [random(channels, seed=4), random(channels, seed=5)]
+        self.rate = -8 * functional.softplus(random(channels, seed=6) - 2)
+
+    def apply(self, kernels: Any, states: Any, metadata: Any, rows: Any) -> Tensor:
+        parts = (rows[name] for name in ("x", "input_gate", "decay_gate"))
+        columns = [column.to(states.pages.device) for column in (*self.biases, self.rate)]
+        return kernels.rglru_scan(*parts, *columns, states.units, metadata)
+
+    def expected(self) -> Tensor:
+        x, input_gate, decay_gate = map(self.sequences, ("x", "input_gate", "decay_gate"))
+        log_decay = self.rate * (decay_gate + self.biases[1]).sigmoid()
+        inputs = x * (input_gate + self.biases[0]).sigmoid()
+        reset = torch.arange(self.length)[None, :, None] == 0
+        factor = torch.where(reset, 1, torch.sqrt(1 - torch.exp(2 * log_decay)))
+        scan = recurrent_gemma.RecurrentGemmaRglru._rnn_scan
+        y, _ = scan(None, inputs * factor, log_decay.exp(), reset, None)
+        return y.flatten(0, 1)
+
+
 LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     **{f"convolution of {w}": lambda dtype, w=w: Convolution(dtype, w) for w in range(2, 9)},
     "convolution without bias": lambda dtype: Convolution(dtype, 3, 64, bias=False),
@@ -224,6 +249,8 @@ LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     "mamba2 of small heads": lambda dtype: Mamba2(dtype, 3, 12, 1, 20, has_gate=False),
     "mamba2 without gate": lambda dtype: Mamba2(dtype, has_gate=False),
     "mamba2 of odd heads": lambda dtype: Mamba2(dtype, 6, 80, 3, 64),
+    "rg-lru": Rglru,
+    "rg-lru in units": lambda dtype: Rglru(dtype, 7 * 40, num_units=7),
     "delta rule": DeltaRule,
     "delta rule of odd heads": lambda dtype: DeltaRule(dtype, 3, 3, 20, 72),
     "delta rule of small heads": lambda dtype: DeltaRule(dtype, 1, 3, 16, 12),

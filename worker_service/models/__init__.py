@@ -6,6 +6,7 @@
     decoder.py             native decoders of all families, composed from specifications
     latent_attention.py    attention over latents of keys and values (DeepSeek)
     mamba.py               Mamba and Mamba-2, alone or beside attention
+    recurrent_unit.py      gated linear recurrent units (RecurrentGemma)
     convolution.py         causal convolutions, which keep their last inputs (LFM2)
     delta_net.py           gated delta nets, whose heads keep a matrix (Qwen3-Next, Kimi)
     per_layer.py           embeddings that each layer has of its own (Gemma 3n and 4)

@@ -57,7 +57,7 @@ embed_tokens     wte word_embeddings embed_in embeddings
 embed_positions  wpe
 embedding_norm   word_embeddings_layernorm
 layers           h blocks
-norm             ln_f final_layer_norm norm_f final_layernorm
+norm             ln_f final_layer_norm norm_f final_layernorm final_norm
 project_in
 project_out
 embed_tokens_per_layer

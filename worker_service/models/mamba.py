@@ -5,7 +5,7 @@ channel and element of its state in Mamba, of each head in Mamba-2. The state of
 last inputs of the convolution, in the dtype of activations, and that of the recurrence, in float32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -160,13 +160,23 @@ class Mamba2Spec:
         return Mamba2(self, inputs, size, context, kernels.layers)
 
 
+def _negative_exp(x: Tensor) -> Tensor:
+    return -torch.exp(x)
+
+
 class Decay(nn.Module):
-    """How fast states decay: -exp of a checkpoint's tensor. Implements `linear.Packable`."""
+    """How fast states decay: a function of a checkpoint's tensor. Implements `linear.Packable`."""
 
     weight: Tensor | None
     """As the checkpoint stores it; None once `numbers` are computed."""
 
-    def __init__(self, channels: Shard, context: ModelContext, *state_size: int) -> None:
+    def __init__(
+        self,
+        channels: Shard,
+        context: ModelContext,
+        *state_size: int,
+        function: Callable[[Tensor], Tensor] = _negative_exp,
+    ) -> None:
         """channels: heads or channels of this rank; state_size: elements of their states, if these
         decay each in its way."""
         super().__init__()
@@ -174,7 +184,7 @@ class Decay(nn.Module):
         self.weight = torch.empty(shape, dtype=torch.float32, device=context.device)
         self.numbers = torch.empty_like(self.weight.mT.contiguous() if state_size else self.weight)
         """float32 [*state_size, channels]."""
-        self._channels = channels
+        self._channels, self._function = channels, function
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destination of the tensor with this name."""
@@ -185,7 +195,7 @@ class Decay(nn.Module):
     def pack(self) -> None:
         """Compute the numbers, unless they are computed already."""
         if self.weight is not None:
-            decays = -torch.exp(self.weight)
+            decays = self._function(self.weight)
             self.numbers.copy_(decays.mT if decays.ndim == 2 else decays)
             self.weight = None
 

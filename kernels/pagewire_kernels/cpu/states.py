@@ -26,6 +26,7 @@ from pagewire_kernels.cpu.tasks import (
     GatedNormTask,
     Mamba1Task,
     Mamba2Task,
+    RglruTask,
     address,
     describe_batch,
     rows_of,
@@ -222,6 +223,36 @@ class NativeStateKernels(LayerKernels):
         )
         task.kept_alive = units.places
         self._run("gated_delta_rule", task, value.dtype, value.numel() * key_dim)
+        return y
+
+    def rglru_scan(
+        self,
+        x: Tensor,
+        input_gate: Tensor,
+        decay_gate: Tensor,
+        input_bias: Tensor,
+        decay_bias: Tensor,
+        rate: Tensor,
+        units: StateUnits,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Real-gated linear recurrent unit."""
+        num_rows, num_channels = x.shape
+        rows = {"x": x, "input_gate": input_gate, "decay_gate": decay_gate}
+        columns = {"input_bias": input_bias, "decay_bias": decay_bias, "rate": rate}
+        _require_rows(num_rows, x.dtype, **{name: (r, num_channels) for name, r in rows.items()})
+        _require_floats(**{name: (column, (num_channels,)) for name, column in columns.items()})
+        y = new_rows(num_rows, num_channels, x.dtype)
+        task = RglruTask(
+            num_threads=torch.get_num_threads(),
+            batch=self._batch_of(metadata, num_rows),
+            **_units(units, torch.float32, num_channels, 1),
+            **rows_of(**rows, y=y),
+            **{name: column.data_ptr() for name, column in columns.items()},
+            num_channels=num_channels,
+        )
+        task.kept_alive = units.places
+        self._run("rglru_scan", task, x.dtype, 8 * x.numel())
         return y
 
     def gated_rms_norm(

@@ -192,6 +192,15 @@ class Mamba1Task(NativeStruct):
     )
 
 
+class RglruTask(NativeStruct):
+    """`RglruTask` of src/states.h."""
+
+    _fields_ = fields_of(
+        "next_item num_threads batch" + _UNITS + " x x_stride input_gate input_gate_stride "
+        "decay_gate decay_gate_stride y y_stride input_bias decay_bias rate num_channels"
+    )
+
+
 class Mamba2Task(NativeStruct):
     """`Mamba2Task` of src/states.h."""
 

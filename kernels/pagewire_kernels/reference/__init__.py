@@ -5,7 +5,7 @@ kv_cache.py   writes to a paged cache, int8 heads, copies of blocks
 layers.py     embedding, norms, rotary embedding, activations
 adapters.py   what LoRA adapters add to products
 experts.py    the choice of experts, and gated experts
-states.py     layers with a state: causal convolutions, Mamba
+states.py     layers with a state: causal convolutions, Mamba, the delta rule, RG-LRU
 sampling.py   a step's inputs; edits of logits, sampling, log probabilities
 backend.py    the reference as an attention backend and as layer kernels
 """
@@ -56,4 +56,5 @@ from pagewire_kernels.reference.states import (
     gated_rms_norm,
     mamba1_scan,
     mamba2_scan,
+    rglru_scan,
 )

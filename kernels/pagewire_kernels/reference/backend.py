@@ -51,6 +51,7 @@ class LayerKernels:
     causal_convolution = staticmethod(reference.causal_convolution)
     mamba1_scan = staticmethod(reference.mamba1_scan)
     mamba2_scan = staticmethod(reference.mamba2_scan)
+    rglru_scan = staticmethod(reference.rglru_scan)
     gated_delta_rule = staticmethod(reference.gated_delta_rule)
     gated_rms_norm = staticmethod(reference.gated_rms_norm)
 

@@ -1,5 +1,5 @@
-"""Layers with a state, token by token in plain torch: causal convolutions, Mamba
-and the gated delta rule.
+"""Layers with a state, token by token in plain torch: causal convolutions, Mamba, the gated delta
+rule, and the gated linear recurrent unit.
 
 The rows of a step are those of `AttentionMetadata` of the state's cache group, whose block tables
 hold the pages of states, int32 [num_seqs, num_pages_of_a_state]. A sequence whose first row is at
@@ -176,11 +176,47 @@ def gated_delta_rule(
         )
         decays = torch.exp(-rate * softplus(decay[rows].float() + dt_bias))
         state = states.values[seqs] * decays[..., None]
-        gates = torch.exp(-beta[rows].float()).add_(1).reciprocal_()
+        gates = _sigmoid(beta[rows].float())
         change = (value[rows].float() - _sum(state, keys)) * gates[..., None]
         state = state + keys[..., None] * change[:, :, None]
         states.values[seqs] = state
         y[rows] = _sum(state, queries * key_dim**-0.5).to(value.dtype)
+    states.write()
+    return y
+
+
+def rglru_scan(
+    x: Tensor,
+    input_gate: Tensor,
+    decay_gate: Tensor,
+    input_bias: Tensor,
+    decay_bias: Tensor,
+    rate: Tensor,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """Real-gated linear recurrent unit, RG-LRU (De et al. 2024).
+
+    x, input_gate, decay_gate: [num_tokens, num_channels], the gates without their biases, and
+    before the sigmoid; input_bias, decay_bias, rate: float32 [num_channels], the rate negative;
+    units: float32 [1, num_channels / num_units] each. With a decay a = exp(rate *
+    sigmoid(decay_gate + decay_bias)), a state s becomes a * s + sqrt(1 - a^2) * sigmoid(input_gate
+    + input_bias) * x, which is also the result; the token at position 0 has no factor sqrt(1 -
+    a^2). Returns x's shape and dtype.
+    """
+    num_units, num_channels = len(units.places), len(rate)
+    states = _States(units, metadata, (1, num_channels // num_units))
+    y, starts = torch.empty_like(x), metadata.query_start.long()
+    first_positions = metadata.context_lens - metadata.query_start.diff()
+    for seqs, rows in _steps(metadata):
+        inputs = x[rows].float() * _sigmoid(input_gate[rows].float() + input_bias)
+        log_decay = rate * _sigmoid(decay_gate[rows].float() + decay_bias)
+        factor = (1 - torch.exp(2 * log_decay)).clamp(min=0).sqrt()
+        is_first = (first_positions[seqs] == 0) & (rows == starts[seqs])
+        inputs = inputs * torch.where(is_first[:, None], 1, factor)
+        state = states.values[seqs].flatten(1) * torch.exp(log_decay) + inputs
+        states.values[seqs] = state.view(len(rows), num_units, 1, -1)
+        y[rows] = state.to(x.dtype)
     states.write()
     return y
 
@@ -202,7 +238,7 @@ def gated_rms_norm(
     dtype.
     """
     wide = gate.float()
-    gates = _silu(wide) if activation == "silu" else torch.exp(-wide).add_(1).reciprocal_()
+    gates = _silu(wide) if activation == "silu" else _sigmoid(wide)
     wide = x.float()
     if gates_first:
         wide = wide * gates
@@ -224,6 +260,10 @@ def _silu(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return functional.silu(x)
     return x / torch.exp(-x).add_(1)  # see `layers._silu`
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return torch.exp(-x).add_(1).reciprocal_()
 
 
 def _sum(state: Tensor, c: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from pagewire_kernels.triton.states import (
     gated_rms_norm,
     mamba1_scan,
     mamba2_scan,
+    rglru_scan,
 )
 from pagewire_kernels.triton.streams import correct_streams, match_rms, mix_streams, sparsify
 
@@ -85,5 +86,6 @@ class TritonLayerKernels(LayerKernels):
     causal_convolution = staticmethod(causal_convolution)
     mamba1_scan = staticmethod(mamba1_scan)
     mamba2_scan = staticmethod(mamba2_scan)
+    rglru_scan = staticmethod(rglru_scan)
     gated_delta_rule = staticmethod(gated_delta_rule)
     gated_rms_norm = staticmethod(gated_rms_norm)

@@ -1,4 +1,5 @@
-"""Layers with a state, token by token: causal convolutions, Mamba, the delta rule, gated norms.
+"""Layers with a state, token by token: causal convolutions, Mamba, the delta rule, RG-LRU, gated
+norms.
 
 Bound by the latency of one token after the other in prefills, and by reading and writing states in
 decodes. A program computes a few channels of one sequence, or of one head of it, whose state it
@@ -36,6 +37,11 @@ def _kept_channels(place, num_rows, length, COUNT: tl.constexpr):
     """How many of a unit's channels are read, and how many are written."""
     num_written = tl.where(place < 0, 0, COUNT)
     return tl.where(length > num_rows, num_written, 0), num_written
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
@@ -488,7 +494,7 @@ def _correct_heads(
             else:
                 step = tl.load(times).to(tl.float32) + tl.load(dt_bias + head)
                 state *= tl.exp(-rate * _softplus(step))
-            gate = 1.0 / (1.0 + tl.exp(-tl.load(beta + at * beta_stride + head).to(tl.float32)))
+            gate = _sigmoid(tl.load(beta + at * beta_stride + head).to(tl.float32))
             source = value + at * value_stride + head * value_head_stride + within
             values = tl.load(source, mask, other=0.0).to(tl.float32)
             change = (values - tl.sum(state * keys[:, None], axis=0)) * gate
@@ -565,6 +571,100 @@ def gated_delta_rule(
     return y
 
 
+@triton.jit(do_not_specialize=["table_width"])
+def _scan_gated(
+    y,
+    x,
+    input_gate,
+    decay_gate,
+    input_bias,
+    decay_bias,
+    rate,
+    pages,
+    places,
+    tables,
+    starts,
+    lengths,
+    x_stride,
+    input_gate_stride,
+    decay_gate_stride,
+    page_stride,
+    table_width,
+    CHANNELS: tl.constexpr,
+    PER_UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (sequence, unit, tile of its channels)."""
+    seq, unit = tl.program_id(0), tl.program_id(1)
+    within = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    mask, channel = within < PER_UNIT, unit * PER_UNIT + within
+    first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    if end > first:
+        place = _unit(places, tables, table_width, page_stride, seq, unit)
+        length = tl.load(lengths + seq)
+        num_read, num_written = _kept_channels(place, end - first, length, PER_UNIT)
+        state = tl.load(pages + place + within, within < num_read, other=0.0)
+        rates = tl.load(rate + channel, mask, other=0.0)
+        input_offset = tl.load(input_bias + channel, mask, other=0.0)
+        decay_offset = tl.load(decay_bias + channel, mask, other=0.0)
+        position = length - (end - first)
+        at = first.to(tl.int64)
+        for _ in range(first, end):
+            inputs = tl.load(x + at * x_stride + channel, mask, other=0.0).to(tl.float32)
+            gates = tl.load(input_gate + at * input_gate_stride + channel, mask, other=0.0)
+            inputs *= _sigmoid(gates.to(tl.float32) + input_offset)
+            gates = tl.load(decay_gate + at * decay_gate_stride + channel, mask, other=0.0)
+            log_decay = rates * _sigmoid(gates.to(tl.float32) + decay_offset)
+            rest = 1.0 - tl.exp(2.0 * log_decay)
+            factor = tl.sqrt_rn(tl.maximum(rest, 0.0, propagate_nan=tl.PropagateNan.ALL))
+            inputs *= tl.where(position == 0, 1.0, factor)
+            state = state * tl.exp(log_decay) + inputs
+            tl.store(y + at * CHANNELS + channel, state.to(y.dtype.element_ty), mask)
+            at += 1
+            position += 1
+        tl.store(pages + place + within, state, within < num_written)
+
+
+def rglru_scan(
+    x: Tensor,
+    input_gate: Tensor,
+    decay_gate: Tensor,
+    input_bias: Tensor,
+    decay_bias: Tensor,
+    rate: Tensor,
+    units: StateUnits,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    """Real-gated linear recurrent unit; as `reference.rglru_scan`."""
+    num_channels = len(rate)
+    gates = {"input_gate": input_gate, "decay_gate": decay_gate}
+    columns = {"input_bias": input_bias, "decay_bias": decay_bias, "rate": rate}
+    expect_tensors(
+        ("x", x, FLOATS, (None, num_channels)),
+        *((name, rows, (x.dtype,), x.shape) for name, rows in gates.items()),
+        *((name, column, (torch.float32,), (num_channels,)) for name, column in columns.items()),
+    )
+    per_unit = _per_unit(units, torch.float32, num_channels)
+    y = x.new_empty(x.shape)
+    grid = len(metadata.context_lens), len(units.places), triton.cdiv(per_unit, _CHANNELS)
+    _scan_gated[grid](
+        y,
+        x,
+        *gates.values(),
+        *columns.values(),
+        *_addressed(units, metadata),
+        *(rows.stride(0) for rows in (x, *gates.values())),
+        units.pages.stride(0),
+        metadata.block_tables.stride(0),
+        CHANNELS=num_channels,
+        PER_UNIT=per_unit,
+        TILE=_CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return y
+
+
 @triton.jit
 def _gated_norm(
     y,
@@ -590,7 +690,7 @@ def _gated_norm(
     values = tl.load(x + row * x_stride + group * x_group_stride + column, mask, other=0.0)
     gates = tl.load(gate + row * gate_stride + group * gate_group_stride + column, mask, other=0.0)
     values, gates = values.to(tl.float32), gates.to(tl.float32)
-    gates = 1.0 / (1.0 + tl.exp(-gates)) if HAS_SIGMOID else _silu(gates)
+    gates = _sigmoid(gates) if HAS_SIGMOID else _silu(gates)
     if GATES_FIRST:
         values *= gates
     variance = tl.sum(values * values, axis=0) / SIZE

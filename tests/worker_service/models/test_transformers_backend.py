@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"d_model": 64, "n_heads": 4, "n_layers": 2, "attn_config": {"clip_qkv": 8.0}},
         "ALiBi",
     ),
-    "RecurrentGemmaForCausalLM": ("RecurrentGemmaConfig", SHAPE, "linear attention or a state"),
+    "MiniMaxForCausalLM": ("MiniMaxConfig", SHAPE, "linear attention or a state"),
     "RwkvForCausalLM": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, ""),
     "Llama4ForCausalLM": (
         "Llama4TextConfig",

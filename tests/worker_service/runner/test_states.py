@@ -31,7 +31,7 @@ from worker_service.loader import load_draft_model
 
 FAMILIES = (
     *("lfm2", "lfm2_moe", "mamba", "granite_hybrid", "falcon_h1", "nemotron_h_moe", "jamba"),
-    *("qwen3_next", "qwen3_5", "kimi_linear"),
+    *("qwen3_next", "qwen3_5", "kimi_linear", "recurrent_gemma"),
 )
 NUM_TOKENS = 60
 LENGTHS = (3, 17, 30, 41, 70)

@@ -72,6 +72,7 @@ from worker_service.models.decoder_families.parallel import (
     stablelm_settings,
     starcoder2_settings,
 )
+from worker_service.models.decoder_families.recurrent_gemma import recurrent_gemma_settings
 from worker_service.models.decoder_families.scored_mixtures import (
     dots1_settings,
     glm4_moe_settings,
@@ -131,6 +132,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "SmolLM3ForCausalLM": smollm3_settings,
     "Lfm2ForCausalLM": lfm2_settings,
     "Lfm2MoeForCausalLM": lfm2_moe_settings,
+    "RecurrentGemmaForCausalLM": recurrent_gemma_settings,
     "MambaForCausalLM": mamba_settings,
     "FalconMambaForCausalLM": mamba_settings,
     "Mamba2ForCausalLM": mamba2_settings,

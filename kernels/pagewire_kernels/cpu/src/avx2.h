@@ -41,6 +41,7 @@ inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
 inline Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+inline Floats square_root(Floats a) { return _mm256_sqrt_ps(a); }
 inline Floats greater_of(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Floats select(Mask mask, Floats a, Floats b) { return _mm256_blendv_ps(b, a, mask); }
 inline Mask both(Mask a, Mask b) { return _mm256_and_ps(a, b); }

@@ -39,6 +39,7 @@ inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats square_root(Floats a) { return _mm512_sqrt_ps(a); }
 inline Floats greater_of(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats select(Mask mask, Floats a, Floats b) { return _mm512_mask_blend_ps(mask, b, a); }
 inline Mask both(Mask a, Mask b) { return static_cast<Mask>(a & b); }

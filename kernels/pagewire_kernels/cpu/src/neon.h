@@ -39,6 +39,7 @@ inline Floats multiply(Floats a, Floats b) {
 inline Floats divide(Floats a, Floats b) {
   return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)};
 }
+inline Floats square_root(Floats a) { return {vsqrtq_f32(a.low), vsqrtq_f32(a.high)}; }
 inline Floats multiply_add(Floats a, Floats b, Floats sum) {
   return {vfmaq_f32(sum.low, a.low, b.low), vfmaq_f32(sum.high, a.high, b.high)};
 }

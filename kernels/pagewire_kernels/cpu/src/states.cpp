@@ -108,6 +108,47 @@ void scan_channels(Mamba1Task& task) {
   });
 }
 
+inline Floats sigmoid(Floats x) {
+  const Floats one = broadcast(1.0f);
+  return divide(one, add(one, exp_of_negative(x)));
+}
+
+// One register of channels, all rows of a sequence.
+template <class Number>
+void scan_gated(const RglruTask& task, const Rows& rows, int64_t channel, int64_t count, float* kept) {
+  const Floats rate = load_some(task.rate + channel, count), one = broadcast(1.0f);
+  const Floats input_bias = load_some(task.input_bias + channel, count);
+  const Floats decay_bias = load_some(task.decay_bias + channel, count);
+  Floats state = rows.is_begun && kept != nullptr ? load_some(kept, count) : zeros();
+  for (int64_t row = rows.first; row < rows.end; ++row) {
+    const auto load = [&](const void* operands, int64_t stride) {
+      return load_some(operand<Number>(operands, stride, row, channel), count);
+    };
+    const Floats input_gate = sigmoid(add(load(task.input_gate, task.input_gate_stride), input_bias));
+    const Floats decay_gate = sigmoid(add(load(task.decay_gate, task.decay_gate_stride), decay_bias));
+    const Floats log_decay = multiply(rate, decay_gate);
+    Floats input = multiply(load(task.x, task.x_stride), input_gate);
+    if (rows.is_begun || row > rows.first) {
+      const Floats square = exp(add(log_decay, log_decay));
+      input = multiply(input, square_root(greater_of(zeros(), subtract(one, square))));
+    }
+    state = multiply_add(state, exp(log_decay), input);
+    store_some(static_cast<Number*>(task.y) + row * task.y_stride + channel, state, count);
+  }
+  if (kept != nullptr) store_some(kept, state, count);
+}
+
+template <class Number>
+void scan_gated(RglruTask& task) {
+  const int64_t per_unit = task.num_channels / task.units.num_units;
+  const int64_t parts_per_unit = divide_up(per_unit, kLanes);
+  for_each_part(task, task.units.num_units * parts_per_unit, [&](int64_t seq, Rows rows, int64_t part) {
+    const int64_t unit = part / parts_per_unit, at = part % parts_per_unit * kLanes;
+    float* kept = unit_of<float>(task.units, *task.batch, seq, unit);
+    scan_gated<Number>(task, rows, unit * per_unit + at, per_unit - at, kept == nullptr ? kept : kept + at);
+  });
+}
+
 constexpr int64_t kRegistersPerItem = 4;
 constexpr int kSums = 4;  // of a register: sums that do not depend on each other hide their latency
 
@@ -202,8 +243,7 @@ template <class Number>
 void gated_norm(GatedNormTask& task) {
   const int64_t size = task.group_size;
   const auto activate = [&](Floats gate) {
-    const Floats one = broadcast(1.0f);
-    return task.has_sigmoid ? divide(one, add(one, exp_of_negative(gate))) : Silu()(gate);
+    return task.has_sigmoid ? sigmoid(gate) : Silu()(gate);
   };
   for_each_row(task, *task.num_rows * task.num_groups, size, [&](int64_t item) {
     const int64_t row = item / task.num_groups, group = item % task.num_groups;
@@ -242,10 +282,13 @@ PAGEWIRE_KERNEL pw_mamba1_scan_float32(Mamba1Task* task) { scan_channels<float>(
 PAGEWIRE_KERNEL pw_mamba1_scan_bfloat16(Mamba1Task* task) { scan_channels<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_mamba2_scan_float32(Mamba2Task* task) { scan_heads<float>(*task); }
 PAGEWIRE_KERNEL pw_mamba2_scan_bfloat16(Mamba2Task* task) { scan_heads<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_rglru_scan_float32(RglruTask* task) { scan_gated<float>(*task); }
+PAGEWIRE_KERNEL pw_rglru_scan_bfloat16(RglruTask* task) { scan_gated<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_gated_rms_norm_float32(GatedNormTask* task) { gated_norm<float>(*task); }
 PAGEWIRE_KERNEL pw_gated_rms_norm_bfloat16(GatedNormTask* task) { gated_norm<BFloat16>(*task); }
 
 PAGEWIRE_STRUCT_SIZE(ConvolutionTask)
 PAGEWIRE_STRUCT_SIZE(Mamba1Task)
 PAGEWIRE_STRUCT_SIZE(Mamba2Task)
+PAGEWIRE_STRUCT_SIZE(RglruTask)
 PAGEWIRE_STRUCT_SIZE(GatedNormTask)

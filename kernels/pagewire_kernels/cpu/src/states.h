@@ -108,6 +108,26 @@ struct DeltaTask : Task {
   int64_t decay_width;  // 1, or key_dim: one for each element of keys
 };
 
+// The real-gated linear recurrent unit: with d = exp(rate * sigmoid(decay_gate + decay_bias)), a state s, which
+// is also the result, becomes d * s + sqrt(1 - d^2) * sigmoid(input_gate + input_bias) * x.
+struct RglruTask : Task {
+  int64_t num_threads;
+  const Batch* batch;
+  StateUnits units;  // float32 [channels_per_unit] each
+  const void* x;     // [num_rows, num_channels], as the gates and y
+  int64_t x_stride;
+  const void* input_gate;
+  int64_t input_gate_stride;
+  const void* decay_gate;
+  int64_t decay_gate_stride;
+  void* y;
+  int64_t y_stride;
+  const float* input_bias;  // [num_channels], as decay_bias and rate
+  const float* decay_bias;
+  const float* rate;
+  int64_t num_channels;
+};
+
 // norm(x * silu(gate)) * weight, or norm(x) * weight * silu(gate), by groups of elements; or with the
 // sigmoid of the gate.
 struct GatedNormTask : Task {
