@@ -3,7 +3,8 @@
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +204,8 @@ class _Vocabulary:
         if metadata["tokenizer.ggml.model"] == "bert":
             self._tokens = [*map(_piece, self._tokens, self._types)]
         self._ids = {token: token_id for token_id, token in enumerate(self._tokens)}
-        self._merges: list[tuple[str, str]] | None = None
-        """Of a tokenizer that merges pairs."""
+        self._merges: Iterable[tuple[int, int]] | None = None
+        """Of a tokenizer that merges pairs of these tokens."""
         self._added: list[AddedToken] = []
         if len(self._ids) < len(self._tokens) or len(self._types) != len(self._tokens):
             raise BadCheckpoint(
@@ -262,14 +263,20 @@ class _Vocabulary:
             tokenizer.add_tokens(self._added)
             return tokenizer.to_str()
         content = json.loads(tokenizer.to_str())
-        content["model"] |= {"vocab": self._ids, "merges": self._merges}
         added = {self._ids[token.content]: token for token in self._added[::-1] if token.content}
         content["added_tokens"] = [
             {"id": token_id, "content": token.content, "single_word": False, "lstrip": False}
             | {"rstrip": token.rstrip, "normalized": False, "special": token.special}
             for token_id, token in sorted(added.items())
         ]
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        content["model"] |= {"vocab": {}, "merges": []}
+        names = [encode_basestring(token) for token in self._tokens]
+        vocab = ",".join([f"{name}:{token_id}" for token_id, name in enumerate(names)])
+        merges = ",".join([f"[{names[left]},{names[right]}]" for left, right in self._merges])
+        before, after = json.dumps(content, ensure_ascii=False).rsplit(
+            '"vocab": {}, "merges": []', 1
+        )
+        return f'{before}"vocab":{{{vocab}}},"merges":[{merges}]{after}'
 
     def _pre_tokenizer(self) -> str:
         pre = self._get("pre")
@@ -306,7 +313,7 @@ class _Vocabulary:
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer, pre in _STARTS_WITH_BOS
 
-    def _merge(self, merge: str) -> tuple[str, str]:
+    def _merge(self, merge: str) -> tuple[int, int]:
         left, _, right = merge[1:].partition(" ")
         left = merge[:1] + left
         if not (left in self._ids and right in self._ids and left + right in self._ids):
@@ -314,7 +321,7 @@ class _Vocabulary:
                 f"{self._path}: tokenizer.ggml.merges: expected two tokens that merge into a third,"
                 f" got {merge!r}"
             )
-        return left, right
+        return self._ids[left], self._ids[right]
 
     def _sentence_piece(self) -> tuple[Tokenizer, bool]:
         scores = np.array(self._scores(), np.float64)
@@ -325,9 +332,7 @@ class _Vocabulary:
         left, right, merged = normal[left], normal[right], normal[merged]
         # By the score of the merged token, then by the scores of its parts; the sort is stable.
         order = np.lexsort([-scores[right], -scores[left], -scores[merged]])
-        tokens = self._tokens
-        pairs = zip(left[order].tolist(), right[order].tolist(), strict=True)
-        self._merges = [(tokens[one], tokens[other]) for one, other in pairs]
+        self._merges = zip(left[order].tolist(), right[order].tolist(), strict=True)
         return self._of_letters(has_prefix=self._get("add_space_prefix", True)), True
 
     def _of_letters(self, *, has_prefix: bool) -> Tokenizer:
