@@ -30,9 +30,10 @@ class Pagewire:
     wait for messages, which takes no measurable time; it would show as foreign load.
     """
 
-    def __init__(self, settings: Settings, name: str = NAME) -> None:
+    def __init__(self, settings: Settings, name: str = NAME, **further: Any) -> None:
+        """further: flags that the settings do not have."""
         self.name = name
-        self._flags = flags(settings)
+        self._flags = flags(settings) | further
         self._model = settings.model()
         self.about = About(version=VERSION, settings=self._flags)
 
