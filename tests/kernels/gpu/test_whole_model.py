@@ -32,6 +32,7 @@ from worker_service.loader.weights import EagerPacking, load_weights, open_check
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers import RMSNorm
 from worker_service.models.linear import Linear, VocabEmbedding
+from worker_service.models.mamba import Decay
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import build_native_model
 from worker_service.runner.device.cuda_graphs import CudaGraphRecorder
@@ -59,6 +60,8 @@ def _model(folder: Path, kernels: Kernels) -> NativeModel:
             module.fix_order()
         if isinstance(module, RMSNorm):
             module.add_offset()  # not by `finish_loading`, which packs weights for a CPU
+        if isinstance(module, Decay):
+            module.pack()
     return model
 
 
