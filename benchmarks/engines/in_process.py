@@ -83,6 +83,7 @@ class InProcess:
                     lifetime=CacheLifetime(group.lifetime.value),
                     block_tokens=group.block_tokens,
                     span=group.span,
+                    num_blocks=group.num_blocks,
                 )
                 for group in facts.cache_groups
             ),
