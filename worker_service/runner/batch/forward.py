@@ -56,6 +56,7 @@ class HostForward:
         self._caches = caches
         self._device = device
         self._with_logits = with_logits
+        self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
 
     def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
@@ -70,7 +71,11 @@ class HostForward:
         else:
             sampled = states if len(states) else None
             batch = build_batch(inputs, table, self._caches, sampled)
-        hidden, head, captured = computed_by(self._model, batch)
+        if self._to_logits is None:
+            computed = Computed(self._model.forward(batch))
+        else:
+            computed = self._to_logits(batch)
+        hidden, head, captured = computed
         if head is not None:
             largest = Largest(head.best.numpy(), head.largest.numpy())
             return ForwardPass(hidden, captured, head.logits, largest)

@@ -123,18 +123,19 @@ class DeviceSteps:
         Raises InvalidPlan."""
         table, pending, state = sequences.table, sequences.pending, self._state
         rows = resolve_rows(plan, plan_rows.batch, table)
-        computes = rows.computes
+        computes, states = rows.computes, rows.last_states()
         if table.sampling.edits:
             edited = _resolve_edits(rows.row_ids[rows.sampling], sequences)
             state.rows.record_edits(edited)
         state.rows.record(plan, plan_rows)
         if not computes.any() or not state.rows.hold(rows.row_ids, table.sampling):
             return None
+        changes = state.rows.changes(table)
         speculation, are_decodes = self._speculation, rows.are_decodes
         if speculation is not None and plan.lookahead.any():
             rows = speculation.add(rows, plan.lookahead, sequences, is_shared=False)
-        row_ids, states = rows.row_ids[rows.sampling], rows.last_states()
-        changes = state.rows.changes(table)
+            states = rows.last_states()
+        row_ids = rows.row_ids[rows.sampling]
         found = sequences.masks.constrained(row_ids) if sequences.masks else []
         constrained = np.array([row for row, _ in found], np.int64)
         sampling = SamplingColumns.of(rows, constrained, table)
@@ -182,7 +183,6 @@ class DeviceSteps:
         table.advance(
             rows.row_ids, rows.num_computed, rows.row_ids[rows.parents], rows.row_ids[rows.forks]
         )
-        self._buffers.add(step)
         if speculation is not None and (rows.drafts is not None or speculation.reads_hidden):
             result = self._verify(step, rows, sequences, speculation)
             speculation.observe(rows, queued.captured, table)
@@ -194,6 +194,7 @@ class DeviceSteps:
             row_ids = np.concatenate([row_ids, reports.reporting_ids])
             positions = np.append(positions, np.full(num_reporting, NO_PLACEHOLDER))
         pending.add(step, row_ids, positions)
+        self._buffers.add(step)
         return step
 
     def _verify(
@@ -205,6 +206,7 @@ class DeviceSteps:
     ) -> StepResult:
         """Wait for a step that was launched with speculation, and append its tokens, up to the
         first draft that was wrong, to the sequences."""
+        self._buffers.add(step)
         table, numbers = sequences.table, step.wait()[:, 0]
         sequences.pending.resolve_all()
         outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)
