@@ -6,7 +6,7 @@ as processes of their own is tested end to end.
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -249,9 +249,11 @@ class ParallelWorker(InProcessWorker):
         sampler = self._group.ranks[0].layout.sampler
 
         def result() -> StepResult:
-            for rank, other in enumerate(steps):
-                assert rank == sampler or not other.done() or other.result()().token_ids == []
-            sampled = steps[sampler].result()()
+            # An error of one rank would leave the others waiting for it.
+            done, _ = wait(steps, return_when=FIRST_EXCEPTION)
+            results = [step.result()() for step in steps if step in done]
+            sampled = results.pop(sampler)
+            assert all(result.token_ids == [] for result in results)
             self.num_kept += sum(count - 1 for count in sampled.num_sampled or ())
             return sampled
 
