@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pagewire_kernels.batch import AttentionMetadata, RowAdapters, StepBatch
+from pagewire_kernels.interface import Computed
 from pagewire_kernels.reference.backend import LayerKernels, ReferenceBackend
 from pagewire_kernels.select import Kernels
 from worker_service.config import ModelConfig
@@ -58,6 +59,10 @@ class CountingModel:
         ]
         rows.append(torch.full((len(token_ids) - starts[-1],), torch.nan))  # rows of no sequence
         return torch.cat(rows).unsqueeze(1)
+
+    def forward_to_logits(self, batch: StepBatch) -> Computed:
+        """As native models do; there are no logits yet."""
+        return Computed(self.forward(batch))
 
     def compute_logits(
         self, hidden_states: torch.Tensor, adapters: RowAdapters = ()

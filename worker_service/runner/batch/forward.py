@@ -1,7 +1,7 @@
 """The forward pass of a step that is computed at once: operation by operation, or on a CPU as one
 recorded program."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,11 +32,15 @@ class ForwardPass(NamedTuple):
     """The largest logit of each row, if that was computed, too."""
 
 
-def computed_by(model: Model, batch: StepBatch) -> Computed:
-    """A model's hidden states, with what it captures."""
+def forward_of(model: Model) -> Callable[[StepBatch], Computed]:
+    """The forward pass of a model, with what it captures and computes of logits, if it does."""
     if isinstance(model, ComputesLogits):
-        return model.forward_to_logits(batch)
-    return Computed(model.forward(batch))
+        return model.forward_to_logits
+
+    def forward(batch: StepBatch) -> Computed:
+        return Computed(model.forward(batch))
+
+    return forward
 
 
 class HostForward:
@@ -56,7 +60,7 @@ class HostForward:
         self._caches = caches
         self._device = device
         self._with_logits = with_logits
-        self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
+        self._compute = forward_of(model)
 
     def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
@@ -71,11 +75,7 @@ class HostForward:
         else:
             sampled = states if len(states) else None
             batch = build_batch(inputs, table, self._caches, sampled)
-        if self._to_logits is None:
-            computed = Computed(self._model.forward(batch))
-        else:
-            computed = self._to_logits(batch)
-        hidden, head, captured = computed
+        hidden, head, captured = self._compute(batch)
         if head is not None:
             largest = Largest(head.best.numpy(), head.largest.numpy())
             return ForwardPass(hidden, captured, head.logits, largest)

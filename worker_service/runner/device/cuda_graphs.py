@@ -40,7 +40,7 @@ from pagewire_kernels.slot_deltas import NO_SLOT
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Staging
-from worker_service.runner.batch.forward import computed_by
+from worker_service.runner.batch.forward import forward_of
 from worker_service.runner.batch.inputs import HostInputs
 from worker_service.runner.device.columns import StepColumns
 from worker_service.runner.device.reports import DevicePass
@@ -380,7 +380,7 @@ class StepGraphs:
 
     def _computed(self, batch: StepBatch) -> Tensor:
         """Compute the last hidden states, and keep what the model captures."""
-        hidden, _, captured = computed_by(self._model, batch)
+        hidden, _, captured = forward_of(self._model)(batch)
         if not self._captured:  # in the first run, which is not captured, of the largest batch
             most = max([*self._sizes, *self._mixed_sizes])
             self._captured = [part.new_zeros((most, part.shape[1])) for part in captured]

@@ -8,7 +8,7 @@ import numpy as np
 from pagewire_kernels.batch import LayerMemory, RowAdapters, SamplingRows, StepInputs
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Staging
-from worker_service.runner.batch.forward import computed_by
+from worker_service.runner.batch.forward import forward_of
 from worker_service.runner.batch.inputs import whole_texts
 from worker_service.runner.device.columns import StepColumns
 from worker_service.runner.device.reports import DevicePass
@@ -62,7 +62,7 @@ def compute_eagerly(
             num_decodes=inputs.num_decodes,
         )
         batch = replace(batch, adapters=adapters, has_virtual_tokens=inputs.has_virtual_tokens)
-    hidden, _, captured = computed_by(model, batch)
+    hidden, _, captured = forward_of(model)(batch)
     return DevicePass(
         rows=SamplingRows(row_ids, outputs, mask_rows, state.sampler.no_masks),
         logits=lambda: model.compute_logits(hidden.index_select(0, states), of_states),

@@ -164,7 +164,7 @@ async def test_a_request_without_a_name_waits_for_a_model(
     directory.update([embedder, model_info("b")], **others)
     assert (await waiting).info.name == "b"
     directory.update([embedder], **others)
-    monkeypatch.setattr(served_models, "MAX_UNKNOWN_WAIT_S", 0.01)
+    monkeypatch.setattr(served_models, "MAX_UNKNOWN_WAIT_S", 0.01)  # else the test waits as long
     with pytest.raises(Unavailable, match="no model for generation that"):
         await directory.resolve(None, ANYBODY)
 
