@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from service_common.errors import Unauthenticated
-from service_common.grpc_options import MAX_FRAME_BYTES, Options, channel_options
+from service_common.grpc_options import IDLE_TIMEOUT_MS, MAX_FRAME_BYTES, Options, channel_options
 from service_common.metadata import AUTHORIZATION, authorization
 from service_common.tls import TlsFiles, channel_credentials, server_credentials
 from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
@@ -127,9 +127,14 @@ class Cluster:
         return grpc.aio.secure_channel(address, credentials, options=named)
 
     def blocking_channel(self, address: str) -> grpc.Channel:
-        """As `channel`, for calls that block their thread and receive much data."""
+        """As `channel`, for calls that block their thread and receive much data. It has no
+        connection when it was idle for a while."""
         credentials = self.channel_credentials()
-        options = [*channel_options(), ("grpc.http2.max_frame_size", MAX_FRAME_BYTES)]
+        options = [
+            *channel_options(),
+            ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
+            ("grpc.client_idle_timeout_ms", IDLE_TIMEOUT_MS),
+        ]
         if credentials is None:
             return grpc.insecure_channel(address, options=options)
         named = [*options, ("grpc.ssl_target_name_override", MEMBER_NAME)]

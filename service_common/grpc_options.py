@@ -8,6 +8,10 @@ MAX_MESSAGE_BYTES = 256 << 20
 MAX_FRAME_BYTES = 2**24 - 1
 """Largest frame of a connection for much data, instead of 16 KiB: a third more bytes per second."""
 
+IDLE_TIMEOUT_MS = 60_000
+"""Time without a call after which a connection for much data is closed; the next call opens it
+again."""
+
 MAX_METADATA_BYTES = 16 << 10
 """Maximum size of a call's metadata, in bytes."""
 

@@ -38,6 +38,8 @@ class Peers:
     """How this worker reaches others, and its place in its group."""
 
     connect: Connect
+    disconnect: Callable[[], None] = lambda: None
+    """Closes connections that are kept for the next `connect`."""
     rank: int = 0
     world_size: int = 1
     reads_memory: bool = True
@@ -286,7 +288,8 @@ class Transfers:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all leases and fetches, without waiting for a write that is in progress."""
+        """End all leases and fetches, without waiting for a write that is in progress, and give up
+        the connections to others."""
         if self.leases is not None:
             self.leases.end_all()
         self._guard.close()
@@ -295,6 +298,7 @@ class Transfers:
             self._changed.notify_all()
         for fetch in fetches:
             fetch.stop()
+        self._peers.disconnect()
 
     def wait_closed(self) -> None:
         """Wait until nothing writes to the blocks any more; after `close`."""

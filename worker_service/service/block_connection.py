@@ -2,7 +2,11 @@
 
 import os
 import secrets
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -21,6 +25,10 @@ for every message."""
 
 DIGESTED_BYTES = 8 << 20
 """Bytes of the blocks whose digests a message without bytes has, at least one block."""
+
+MAX_IDLE_CHANNELS = 8
+"""Channels that are kept open for further calls. Their connections close after a time without one;
+see `service_common.grpc_options`."""
 
 _PROBE = bytearray(secrets.token_bytes(16))
 """Random bytes by which a reader recognizes this process."""
@@ -90,29 +98,79 @@ def _data_parts(blocks: LeasedBlocks) -> Iterator[pb.ReadBlocksResponse]:
     yield pb.ReadBlocksResponse(data=b"".join(data), digests=digests)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Channel:
+    address: str
+    credentials: grpc.ChannelCredentials | None
+    """With which it was made."""
+    connection: grpc.Channel
+
+
 class BlockConnections:
-    """Calls of other workers, whose channels have the cluster's credentials."""
+    """Calls of other workers, on channels with the cluster's credentials. A channel has one call at
+    a time, and is kept for the next one if that has ended well."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._lock = threading.Lock()
+        self._busy: set[_Channel] = set()
+        self._idle: deque[_Channel] = deque()
+        """Channels without a call, the one that was used last at the end."""
 
     def connect(self, address: str, request: ReadRequest, timeout_s: float) -> "Answer":
-        """Send a request on a channel of its own."""
-        channel = self._cluster.blocking_channel(address)
-        stub = self._cluster.stub(pb_grpc.WorkerServiceStub, channel)
-        return Answer(
-            channel, stub.ReadBlocks(wire.encode_read_request(request), timeout=timeout_s)
-        )
+        """Send a request on a channel to this address that has no call, or a new one."""
+        channel = self._pop_idle(address) or self._open(address)
+        with self._lock:
+            self._busy.add(channel)
+        stub = self._cluster.stub(pb_grpc.WorkerServiceStub, channel.connection)
+        call = stub.ReadBlocks(wire.encode_read_request(request), timeout=timeout_s)
+        return Answer(call, partial(self._end_call, channel))
+
+    def close_idle(self) -> None:
+        """Close the channels without a call."""
+        with self._lock:
+            idle, self._idle = self._idle, deque()
+        for channel in idle:
+            channel.connection.close()
+
+    def _open(self, address: str) -> _Channel:
+        credentials = self._cluster.channel_credentials()
+        return _Channel(address, credentials, self._cluster.blocking_channel(address))
+
+    def _pop_idle(self, address: str) -> _Channel | None:
+        credentials = self._cluster.channel_credentials()
+        with self._lock:
+            for channel in reversed(self._idle):
+                if channel.address == address and channel.credentials is credentials:
+                    self._idle.remove(channel)
+                    return channel
+        return None
+
+    def _end_call(self, channel: _Channel, *, is_usable: bool) -> None:
+        """Keep or close a call's channel; on the first call of this alone."""
+        with self._lock:
+            if channel not in self._busy:
+                return
+            self._busy.remove(channel)
+            surplus = channel
+            if is_usable:
+                self._idle.append(channel)
+                if len(self._idle) <= MAX_IDLE_CHANNELS:
+                    return
+                surplus = self._idle.popleft()
+        surplus.connection.close()
 
 
 class Answer:
     """Implements `worker_service.block_transfer.transport.Parts`."""
 
     def __init__(
-        self, channel: grpc.Channel, call: "grpc.CallIterator[pb.ReadBlocksResponse]"
+        self, call: "grpc.CallIterator[pb.ReadBlocksResponse]", on_end: Callable[..., None]
     ) -> None:
-        self._channel = channel
+        """on_end: with `is_usable`, whether the call's channel may be used again; only the first
+        call counts."""
         self._call = call
+        self._on_end = on_end
 
     def __iter__(self) -> Iterator[Part]:
         try:
@@ -120,8 +178,9 @@ class Answer:
         except grpc.RpcError as error:
             failure = _FAILURES.get(error.code(), FetchFailure.UNREACHABLE)
             raise FetchFailed(failure, f"{error.code().name}: {error.details()}") from None
+        self._on_end(is_usable=True)
 
     def cancel(self) -> None:
-        """End the call and close its channel."""
+        """End the call, and close its channel unless all was received."""
         self._call.cancel()
-        self._channel.close()
+        self._on_end(is_usable=False)

@@ -62,8 +62,10 @@ def make_worker(
             parse(address, option)
     tracing = make_tracing("worker", VERSION, network.otlp_endpoint, network.worker_id)
     cluster = Cluster(network.cluster)
+    connections = BlockConnections(cluster)
     peers = Peers(
-        connect=BlockConnections(cluster).connect,
+        connect=connections.connect,
+        disconnect=connections.close_idle,
         rank=config.group.layout.rank,
         world_size=config.group.layout.world_size,
     )

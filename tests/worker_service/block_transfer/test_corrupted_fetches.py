@@ -232,6 +232,7 @@ class Source:
         self._memory: Any = stream.transfers._memory
         self.block_bytes: int = self._memory.block_bytes
         self.blocks = self.bytes()
+        self.connections = block_connection.BlockConnections(Cluster(NO_CLUSTER))
         self._lease = lease(list(range(NUM_BLOCKS)), timeout_ms=2**31 - 1)
 
     def bytes(self) -> list[bytes]:
@@ -280,10 +281,9 @@ async def source(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Source]:
 def attempt(source: Source, reads_memory: bool, faults: Faults) -> tuple[Target, FetchResult]:
     """The end of a fetch with a fault, and its target."""
     target = Target(source.block_bytes)
-    connections = block_connection.BlockConnections(Cluster(NO_CLUSTER))
 
     def connect(address: str, request: ReadRequest, timeout_s: float) -> Parts:
-        answer = connections.connect(address, faults.request(request), timeout_s)
+        answer = source.connections.connect(address, faults.request(request), timeout_s)
         return Answer(answer, faults.parts)
 
     pairs = [(block, block + 2) for block in range(NUM_BLOCKS)]
