@@ -11,8 +11,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -27,17 +29,19 @@ class LineProcess:
         *,
         log: Path | None = None,
     ) -> None:
-        """`environment`: additional variables. `log`: file for all other output."""
-        with open(log or os.devnull, "w") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=os.environ | (environment or {}),
-                text=True,
-            )
-        self._log = log
+        """`environment`: additional variables. `log`: file for all other output, of which errors
+        quote the end; a temporary one otherwise."""
+        self._files = ExitStack()
+        open_log = log.open if log else tempfile.TemporaryFile
+        self._log = self._files.enter_context(open_log("w+"))
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=os.environ | (environment or {}),
+            text=True,
+        )
         try:
             self.ready: dict[str, Any] = self._answer()
             """Its first line, which it writes when it is ready."""
@@ -65,9 +69,8 @@ class LineProcess:
         return json.loads(line)
 
     def _last_words(self) -> str:
-        if self._log is None:
-            return ""
-        return ":\n" + "\n".join(self._log.read_text().splitlines()[-20:])
+        self._log.seek(0)
+        return ":\n" + "\n".join(self._log.read().splitlines()[-20:])
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End the process: close its input, and kill it if it does not end in time."""
@@ -80,6 +83,7 @@ class LineProcess:
             self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
+        self._files.close()
 
     def __enter__(self) -> Self:
         return self
