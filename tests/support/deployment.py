@@ -296,26 +296,27 @@ class Deployment:
 
     # Steps.
 
-    def _step(self, index: int) -> None:
+    def _step(self, index: int) -> bool:
+        """Send a worker what can be planned, and receive a result; returns whether one was due."""
         link = self._links[index]
         while (plan := self._core.schedule(str(index), now=0.0)) is not None:
             self._note_plan(plan, link)
             message = wire.encode_plan(plan, epoch=1)
             link.plans.append(link.worker.send(message.SerializeToString()))
-        if link.plans:
-            result = link.plans.popleft()()
-            failed = [fetch for fetch in result.fetches if fetch.failure]
-            self.disturbance["fetches"] += len(result.fetches) - len(failed)
-            self.disturbance["failed fetches"] += len(failed)
-            self.disturbance["kept drafts"] += sum(result.num_sampled or ()) - len(
-                result.num_sampled or ()
-            )
-            self.disturbance["kept log probabilities"] += sum(
-                map(len, result.kept_logprobs.values())
-            )
-            self._core.update(str(index), result, now=0.0)
-            self.disturbance["wasted tokens"] += len(result.token_ids)
-            self._collect()
+        if not link.plans:
+            return False
+        result = link.plans.popleft()()
+        failed = [fetch for fetch in result.fetches if fetch.failure]
+        self.disturbance["fetches"] += len(result.fetches) - len(failed)
+        self.disturbance["failed fetches"] += len(failed)
+        self.disturbance["kept drafts"] += sum(result.num_sampled or ()) - len(
+            result.num_sampled or ()
+        )
+        self.disturbance["kept log probabilities"] += sum(map(len, result.kept_logprobs.values()))
+        self._core.update(str(index), result, now=0.0)
+        self.disturbance["wasted tokens"] += len(result.token_ids)
+        self._collect()
+        return True
 
     def _note_plan(self, plan: StepPlan, link: Link) -> None:
         new = plan.new_sequences
@@ -359,9 +360,8 @@ class Deployment:
     def _check_rest(self) -> None:
         """Nobody is there any more, and nothing is left of anybody."""
         self._note_end_of_core()
-        for index, link in self._links.items():
-            while link.plans:
-                self._core.update(str(index), link.plans.popleft()(), now=0.0)
+        while any(self._step(index) for index in self._links):  # leases and copies end, too
+            pass
         self._core.check()
         for group in self._core.snapshot().worker_groups:
             assert group.num_free_gpu_blocks == group.num_gpu_blocks
