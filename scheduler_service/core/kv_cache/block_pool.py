@@ -372,9 +372,9 @@ class BlockPool:
 
         Blocks are freed tail first, so that a shared prefix is reused last.
         """
-        num_freed = 0
+        num_freed, ref_counts = 0, self._ref_counts
         for block in reversed(blocks):
-            self._ref_counts[block] = count = self._ref_counts[block] - 1
+            ref_counts[block] = count = ref_counts[block] - 1
             assert count >= 0, f"block {block} freed twice"
             if count == 0:
                 num_freed += 1

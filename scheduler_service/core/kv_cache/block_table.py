@@ -85,6 +85,11 @@ class SequenceTables:
     tables: list[Table]
     num_offered: int = 0
     """Its first units of keys that were offered to the prefix cache, or found there."""
+    num_offered_in_spans: int = 0
+    """The same for windows and chunks, which are offered less often."""
+    boundaries: list[int] = field(default_factory=list)
+    """Where its windows are to stay cached, in order; those after the last one are not. The list
+    is the prefix cache's, which adds to it."""
     is_prompt: bool = False
     """Whether blocks are reserved for it; released ones are then reserved again."""
     num_reserved: int = 0
@@ -113,7 +118,12 @@ class SequenceTables:
     def fork(self) -> "SequenceTables":
         """The same tables for another sequence."""
         tables = [Table(table.first, list(table.blocks)) for table in self.tables]
-        return SequenceTables(tables, self.num_offered, last_states=dict(self.last_states))
+        return SequenceTables(
+            tables,
+            self.num_offered,
+            self.num_offered_in_spans,
+            last_states=dict(self.last_states),
+        )
 
     def mapped(self, targets: Mapping[int, int]) -> "SequenceTables":
         """The same tables of other blocks."""

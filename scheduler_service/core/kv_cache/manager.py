@@ -27,7 +27,8 @@ from scheduler_service.core.step_plan import StepPlan
 
 OFFERED_TOKENS = 64
 """Decoded tokens that are offered to the prefix cache together. The last ones are offered when
-their sequence ends or is preempted."""
+their sequence ends or is preempted, and so are those in windows and chunks: what slides out of them
+before is no loss, as it is evicted first."""
 
 
 class KVCacheManager(DeviceTables):
@@ -82,7 +83,8 @@ class KVCacheManager(DeviceTables):
         self._saves_at_boundaries = config.enable_chunked_prefill and self._states.enabled
         self._released = ReleasedBlocks(groups, self.device, prefixes)
         self.exchange = CacheExchange(groups, self.device, self.host.pool)
-        self._has_spans = any(group.span for group in groups)
+        self._growing = [number for number, group in enumerate(groups) if group.is_growing]
+        self._spans = [number for number, group in enumerate(groups) if group.span]
         self._num_queried = 0
         """Tokens of the sequences admitted so far, if the prefix cache was searched for them."""
         self._num_found = [0] * len(groups)
@@ -120,7 +122,7 @@ class KVCacheManager(DeviceTables):
             for block in range(pool.num_blocks):
                 pool.forget(block)
         for held in self._tables.values():
-            held.num_offered = 0
+            held.num_offered = held.num_offered_in_spans = 0
         self._prefixes.reseed(seed)
         if self._records is not None:
             self._records.reseed(seed)
@@ -175,29 +177,41 @@ class KVCacheManager(DeviceTables):
         held = self._tables.get(seq.seq_id)
         return held is not None and self._states.is_saving(seq, held, position)
 
-    def offer(self, seq: CacheableSequence, num_tokens: int) -> None:
+    def offer(self, seq: CacheableSequence, num_tokens: int, *, in_spans: bool = True) -> None:
         """Let others find a sequence's first `num_tokens` tokens, which are computed: the results
         are in. If another block has the same contents, they still find that one. A sequence that
-        has yet to fork has computed none."""
+        has yet to fork has computed none. `in_spans`: also what windows and chunks have of them."""
         held, end = self._tables.get(seq.seq_id), num_tokens // self.tokens_per_unit
-        if held is None or not self._prefixes.is_enabled or end <= held.num_offered:
+        if held is None or not self._prefixes.is_enabled:
+            return
+        if end <= (held.num_offered_in_spans if in_spans else held.num_offered):
             return
         keys = self._prefixes.keys(seq, end)
         self._prefixes.record_computed(keys[held.num_offered : end])
         if not held.num_offered:
             self._offer_source(seq, held)
-        for number, tokens in self._block_tokens.items():
-            table, num_units = held.tables[number], tokens // self.tokens_per_unit
-            first = max(held.num_offered // num_units, table.first)  # others have been released
-            starts = range(first * num_units, end, num_units)
-            for start, block in zip(starts, table.blocks[first - table.first :], strict=False):
-                units = tuple(keys[start : min(start + num_units, end)])
-                self.device.cached.add(block, Contents(number, units, len(units) == num_units))
+        for number in self._growing:
+            self._offer_blocks(held, number, keys, held.num_offered, end)
         held.num_offered = end
+        if in_spans:
+            for number in self._spans:
+                self._offer_blocks(held, number, keys, held.num_offered_in_spans, end)
+            held.num_offered_in_spans = end
         if held.unconfirmed:
             self._released.confirm(held, end * self.tokens_per_unit)
         if held.saved:
             self._states.confirm(seq, held)
+
+    def _offer_blocks(
+        self, held: SequenceTables, number: int, keys: Sequence[BlockKey], start: int, end: int
+    ) -> None:
+        """Let others find what a cache group has of the units of keys from `start` to `end`."""
+        table, num_units = held.tables[number], self._block_tokens[number] // self.tokens_per_unit
+        first = max(start // num_units, table.first)  # others have been released
+        starts = range(first * num_units, end, num_units)
+        for unit, block in zip(starts, table.blocks[first - table.first :], strict=False):
+            units = tuple(keys[unit : min(unit + num_units, end)])
+            self.device.cached.add(block, Contents(number, units, len(units) == num_units))
 
     def offer_all(self, seq: CacheableSequence) -> None:
         """Let others find all that a sequence has computed, also after its last whole unit: its
@@ -293,6 +307,7 @@ class KVCacheManager(DeviceTables):
         self._num_reserved += num_forks * self._demand.per_fork
         if hit.num_moves:  # what is fetched is offered again where it arrives
             self._tables[seq.seq_id].num_offered = 0
+            self._tables[seq.seq_id].num_offered_in_spans = 0
         return moves
 
     def _count_found(self, seq: CacheableSequence, hit: PrefixHit) -> None:
@@ -396,7 +411,9 @@ class KVCacheManager(DeviceTables):
         used = set(filter(pool.is_used, hit.shared))
         self.host.fetch(hit.host_blocks)
         pool.share(hit.shared)  # before others are evicted
-        held = SequenceTables([], num_offered=hit.num_tokens // self.tokens_per_unit)
+        num_units = hit.num_tokens // self.tokens_per_unit
+        held = SequenceTables([], num_offered=num_units, num_offered_in_spans=num_units)
+        held.boundaries = self._prefixes.boundaries(seq)
         held.is_prompt = True
         for group, found, number in zip(self.groups, hit.groups, numbers, strict=True):
             table = Table(found.first, self._begin(found, taken, moves))
@@ -455,7 +472,7 @@ class KVCacheManager(DeviceTables):
         them."""
         held = self._tables[seq.seq_id]
         updates: list[BlockUpdate] | None = []
-        if self._has_spans:
+        if self._spans:
             self._slide(seq, held, start)
             updates = self._extend(held, end)
         if self._state_groups and start and updates is not None:
@@ -496,7 +513,7 @@ class KVCacheManager(DeviceTables):
         It is called when a sequence has outgrown its memory, in few of its steps: whatever is to be
         done for decoding sequences is done here, so that their other steps cost nothing."""
         held = self._tables[seq.seq_id]
-        if self._has_spans:
+        if self._spans:
             self._released.slide(seq, held, seq.next_position)
         length = seq.length
         if not self.can_reserve(seq, length):
@@ -506,14 +523,14 @@ class KVCacheManager(DeviceTables):
         if held.saved and not held.saved[-1].is_found:
             min_offered = held.saved[-1].position
         if length > min_offered and seq.num_confirmed >= min_offered:
-            self.offer(seq, seq.num_confirmed)
+            self.offer(seq, seq.num_confirmed, in_spans=self.has_states)
         if self._state_groups:
             self._states.roll(seq, held)
         return updates
 
     def release_unread(self, seq: CacheableSequence) -> None:
         """Release what no row to come of a decoding sequence will read."""
-        if self._has_spans:
+        if self._spans:
             self._slide(seq, self._tables[seq.seq_id], seq.next_position)
 
     def _slide(self, seq: CacheableSequence, held: SequenceTables, position: int) -> None:
@@ -551,10 +568,10 @@ class KVCacheManager(DeviceTables):
     def num_tokens_to_recompute(self, sequences: Sequence[CacheableSequence]) -> int:
         """Tokens that must be computed again if these sequences are freed: with the prefix cache,
         those that no other sequence has, each once."""
-        growing = [number for number, group in enumerate(self.groups) if group.is_growing]
-        if not self._prefixes.is_enabled or not growing:
+        if not self._prefixes.is_enabled or not self._growing:
             return sum(seq.length for seq in sequences)
-        return self.memory_freed(sequences, growing[0]) * self._block_tokens[growing[0]]
+        growing = self._growing[0]
+        return self.memory_freed(sequences, growing) * self._block_tokens[growing]
 
     def can_swap_out(self, sequences: Iterable[CacheableSequence]) -> bool:
         """Whether the host has room for these sequences, if its cached blocks are evicted. False
@@ -659,7 +676,7 @@ class KVCacheManager(DeviceTables):
     def _num_used(self) -> list[int]:
         """Device blocks in use by cache group. All that are not in the tables of other groups are
         counted as the first growing group's, whose tables are too long to be searched."""
-        growing = next((n for n, group in enumerate(self.groups) if group.is_growing), None)
+        growing = next(iter(self._growing), None)
         used = [
             0
             if n == growing

@@ -455,10 +455,10 @@ class PrefixCache:
         if end not in boundaries:
             insort(boundaries, end)
 
-    def last_boundary(self, seq: CacheableSequence) -> int:
-        """The last position at which windows are to stay cached; what decodes is after it."""
-        boundaries = self._boundaries.get(seq)
-        return boundaries[-1] if boundaries else 0
+    def boundaries(self, seq: CacheableSequence) -> list[int]:
+        """Where windows of an admitted sequence are to stay cached, in order, in addition to the
+        multiples of BOUNDARY_TOKENS in its prompt; others are added while it runs."""
+        return self._boundaries.get(seq, [])
 
     def retained(
         self, seq: CacheableSequence, number: int, index: int, cached: Contents | None

@@ -30,19 +30,28 @@ class ReleasedBlocks:
         num_freed = 0
         for number, group in self._spans:
             table, tokens = held.tables[number], group.block_tokens
-            first = group.first_needed(position) // tokens
-            if first <= table.first:
+            num_blocks = group.first_needed(position) // tokens - table.first
+            if num_blocks <= 0:
                 continue
-            blocks = table.blocks[: first - table.first]
-            if table.first * tokens >= self._prefixes.last_boundary(seq):
+            blocks = table.blocks[:num_blocks]
+            if held.boundaries and table.first * tokens < held.boundaries[-1]:
+                num_freed += self._retain(seq, held, number, blocks)
+            else:  # decoded tokens, as a rule
                 num_freed += self._device.release(blocks, is_expendable=True)
-                blocks = []
-            for index, block in enumerate(blocks, table.first):
-                cached = self._device.cached.contents_of(block)
-                contents = self._prefixes.retained(seq, number, index, cached)
-                num_freed += self._let_go(held, block, (index + 1) * tokens, contents)
-            del table.blocks[: first - table.first]
-            table.first = first
+            del table.blocks[:num_blocks]
+            table.first += num_blocks
+        return num_freed
+
+    def _retain(
+        self, seq: CacheableSequence, held: SequenceTables, number: int, blocks: Sequence[int]
+    ) -> int:
+        """Release the first blocks of a table, of which some may be needed at a boundary; returns
+        the number of blocks freed."""
+        num_freed, tokens = 0, self._groups[number].block_tokens
+        for index, block in enumerate(blocks, held.tables[number].first):
+            cached = self._device.cached.contents_of(block)
+            contents = self._prefixes.retained(seq, number, index, cached)
+            num_freed += self._let_go(held, block, (index + 1) * tokens, contents)
         return num_freed
 
     def _let_go(self, held: SequenceTables, block: int, end: int, contents: Contents | None) -> int:

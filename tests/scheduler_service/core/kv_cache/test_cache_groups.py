@@ -137,6 +137,22 @@ def test_a_prefix_is_found_at_the_end_of_a_prompt_whose_window_has_moved_on() ->
     assert cache.match_prefix(make_seq(2, 30)).num_tokens == 28
 
 
+def test_windows_of_an_output_are_offered_when_it_ends() -> None:
+    cache, seq = make_cache(ALL, WINDOW), make_seq(1, 30)
+    prefill(cache, seq)
+    num_cached = cache.usage()[1].num_cached
+    for length in range(31, 131):
+        seq.tokens.append(length - 1)
+        seq.next_position = length - 1
+        cache.advance(seq)
+    assert cache.usage()[1].num_cached == num_cached
+    assert cache.match_prefix(make_seq(2, 131)).num_tokens == 28
+    cache.offer(seq, seq.num_confirmed)
+    cache.free(seq)
+    assert cache.match_prefix(make_seq(2, 131)).num_tokens == 128
+    cache.check([])
+
+
 def test_results_may_arrive_after_a_window_has_moved_on() -> None:
     cache, seq = make_cache(ALL, WINDOW), make_seq(1, 40)
     cache.admit(seq, cache.match_prefix(seq))
