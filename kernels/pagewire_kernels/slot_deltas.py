@@ -21,7 +21,8 @@ NO_SLOT = -1
 
 
 class DeltaTable(NamedTuple):
-    """The slots of a layer, whose outputs have one or several parts, such as queries and keys."""
+    """The slots of a layer, whose outputs have one or several parts, such as queries and keys. If
+    it has experts, or heads with weights of their own, each adapter has as many slots, in order."""
 
     a: Tensor
     """[num_slots, num_parts, max_rank, in_features], in the dtype of the layer's rows; of an
@@ -48,12 +49,21 @@ class AddDeltas(Protocol):
         ...
 
 
+class AddOfExperts(Protocol):
+    """Adds to the rows `y` of products of `x` with the weights of experts what adapters add."""
+
+    def __call__(self, y: Tensor, x: Tensor, expert: Tensor, rows: Tensor) -> Tensor:
+        """expert, rows: int64 [n], the expert and the row of the step of each row of x. Returns
+        y."""
+        ...
+
+
 class PackedSlot(NamedTuple):
-    """The content of a slot, on the host; pinned if the slots are on a GPU."""
+    """What an adapter has in its slots, on the host; pinned if the slots are on a GPU."""
 
     weights: Tensor
     scales: Tensor
-    rank: int
+    ranks: Tensor
 
 
 class SlotDeltas:
@@ -67,10 +77,11 @@ class SlotDeltas:
         max_rank: int,
         add: AddDeltas,
         like: Tensor,
+        num_experts: int = 1,
     ) -> None:
         """outputs: of the layer's parts; a_shape: of `DeltaTable.a` without slots, and without
         ranks, which are padded here; max_rank: of an adapter; like: has the dtype of the layer's
-        rows and the device of the slots."""
+        rows and the device of the slots; num_experts: that have weights of this shape."""
         rank = -(-max_rank // RANK_UNIT) * RANK_UNIT
         num_outputs = max(part.stop for part in outputs)
         self._is_embedding = len(a_shape) == 1
@@ -78,13 +89,14 @@ class SlotDeltas:
         self._shapes = a_shape, (num_outputs, rank)
         self._add, self._pinned = add, like.is_cuda
         num_numbers = sum(map(_product, self._shapes))
-        # One tensor, so that a slot is filled by one copy.
-        self._weights = like.new_zeros(max_slots, num_numbers)
+        self._num_experts, num_slots = num_experts, max_slots * num_experts
+        # One tensor, so that what an adapter adds is filled by one copy.
+        self._weights = like.new_zeros(num_slots, num_numbers)
         device, num_parts = like.device, len(outputs)
         self._table = DeltaTable(
             *self._views(self._weights),
-            scales=torch.zeros(max_slots, num_parts, dtype=torch.float32, device=device),
-            ranks=torch.zeros(max_slots, dtype=torch.int32, device=device),
+            scales=torch.zeros(num_slots, num_parts, dtype=torch.float32, device=device),
+            ranks=torch.zeros(num_slots, dtype=torch.int32, device=device),
             outputs=tuple((part.start, part.stop) for part in outputs),
         )
 
@@ -100,39 +112,51 @@ class SlotDeltas:
 
     def pack(self, parts: Sequence[DeltaPart]) -> PackedSlot:
         """Pack what an adapter adds to the layer; it may be put into slots any number of times. May
-        be called on any thread."""
-        table = self._table
-        weights = torch.zeros(1, self._weights.shape[1], dtype=self._weights.dtype)
-        scales = torch.zeros(table.scales.shape[1])
-        [a], [b] = self._views(weights)
-        firsts = [first for first, _ in table.outputs]
+        be called on any thread. Raises ValueError if two parts add to the same outputs."""
+        table, num_experts = self._table, self._num_experts
+        weights = torch.zeros(num_experts, self._weights.shape[1], dtype=self._weights.dtype)
+        scales = torch.zeros(num_experts, table.scales.shape[1])
+        ranks = torch.zeros(num_experts, dtype=torch.int32)
+        a, b = self._views(weights)
         for part in parts:
-            place, rank = firsts.index(part.first_output), part.a.shape[0]
-            if self._is_embedding:
-                a[:, :rank] = part.a.t()
-            else:
-                a[place, :rank] = part.a
-            b[part.first_output : part.first_output + len(part.b), :rank] = part.b
-            scales[place] = part.scale
-        max_rank = max(part.a.shape[0] for part in parts)
-        if self._pinned:
-            weights, scales = weights.pin_memory(), scales.pin_memory()
-        return PackedSlot(weights[0], scales, max_rank)
+            expert, rank, end = part.expert, part.a.shape[0], part.first_output + len(part.b)
+            for place, (first, stop) in enumerate(table.outputs):
+                outputs = slice(max(first, part.first_output), min(stop, end))
+                if outputs.start >= outputs.stop:
+                    continue
+                if scales[expert, place] != 0:
+                    raise ValueError(f"expected one change of the outputs {outputs}, got two")
+                of_part = a[expert].mT if self._is_embedding else a[expert, place]
+                of_part[:rank] = part.a
+                added = part.b[outputs.start - part.first_output : outputs.stop - part.first_output]
+                b[expert, outputs, :rank] = added
+                scales[expert, place] = part.scale
+            ranks[expert] = max(rank, int(ranks[expert]))
+        packed = PackedSlot(weights, scales, ranks)
+        return PackedSlot(*(t.pin_memory() for t in packed)) if self._pinned else packed
 
     def fill(self, slot: int, packed: PackedSlot) -> None:
         """Put an adapter that changes the layer into a slot, after what was queued on the device
         before, without waiting for it."""
-        self._weights[slot].copy_(packed.weights, non_blocking=True)
-        self._table.scales[slot].copy_(packed.scales, non_blocking=True)
-        self._table.ranks[slot].fill_(packed.rank)
+        slots, (_, _, scales, ranks, _) = self._slots_of(slot), self._table
+        for target, numbers in zip((self._weights, scales, ranks), packed, strict=True):
+            target[slots].copy_(numbers, non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Let the adapter of a slot change nothing."""
-        self._table.ranks[slot].fill_(0)
+        self._table.ranks[self._slots_of(slot)].fill_(0)
 
-    def add(self, y: Tensor, x: Tensor, slots: Tensor) -> None:
+    def _slots_of(self, slot: int) -> slice:
+        """Those in the table."""
+        return slice(slot * self._num_experts, (slot + 1) * self._num_experts)
+
+    def add(self, y: Tensor, x: Tensor, slots: Tensor, expert: int | Tensor | None = None) -> None:
         """Add to the rows of a product, [num_rows, *]. x: what was multiplied, or the tokens of an
-        embedding; slots: int32 [num_rows], of each row's adapter, or NO_SLOT."""
+        embedding; slots: int32 [num_rows], of each row's adapter, or NO_SLOT; expert: whose weight
+        the product has, also by row, int64 [num_rows]."""
+        if expert is not None:
+            of_expert = slots * self._num_experts + expert
+            slots = torch.where(slots < 0, slots, of_expert).to(torch.int32)
         self._add(y, x, slots, self._table)
 
     def _views(self, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,8 @@ from worker_service.adapters.lora import STACKS, LoraAdapter, LoraModule
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
 from worker_service.models.experts import ExpertProduct, ExpertWeights
-from worker_service.models.linear import Linear, LinearPart, VocabEmbedding
+from worker_service.models.latent_attention import Expansion
+from worker_service.models.linear import HeadsProduct, Linear, LinearPart, VocabEmbedding
 from worker_service.models.native import NativeModel
 
 _OF_FIRST = re.compile(
@@ -59,7 +60,7 @@ class _Step:
         self.adapters, self.slots, self.is_active = (), None, False
 
 
-Layer = Linear | VocabEmbedding | ExpertProduct
+Layer = Linear | VocabEmbedding | ExpertProduct | HeadsProduct
 
 
 class LayerDelta(NamedTuple):
@@ -134,8 +135,17 @@ class LayerAdapters:
             self._add_to(y, x, digest, rows, None)
         return y
 
-    def add_of_expert(self, y: Tensor, x: Tensor, expert: int, rows: Tensor) -> Tensor:
+    def add_of_expert(self, y: Tensor, x: Tensor, expert: int | Tensor, rows: Tensor) -> Tensor:
         """See `linear.Additions`."""
+        if isinstance(self._deltas, SlotDeltas):
+            if self._step.slots is not None:
+                self._deltas.add(y, x, self._step.slots[rows], expert)
+            return y
+        if isinstance(expert, Tensor):
+            for one in expert.unique().tolist():
+                chosen = (expert == one).nonzero().flatten()
+                y[chosen] = self.add_of_expert(y[chosen], x[chosen], one, rows[chosen])
+            return y
         for adapter in self._step.adapters:
             if (found := adapter.among(rows)) is not None:
                 self._add_to(y, x, *found, expert)
@@ -176,14 +186,14 @@ class _Place:
 
 
 def layers_of(model: NativeModel) -> Iterator[Layer]:
-    """The layers that adapters may change: all linear ones, the experts on CPUs, embeddings of
-    tokens and the LM head, which is last."""
+    """The layers that adapters may change: all linear ones, experts, embeddings of tokens and the
+    LM head, which is last."""
     for layer in model.modules():
         if isinstance(layer, VocabEmbedding) and not layer.can_adapt:
             continue
         if isinstance(layer, Linear | VocabEmbedding) and layer not in (model.head, model.score):
             yield layer
-        if isinstance(layer, ExpertWeights) and layer.can_adapt:
+        if isinstance(layer, ExpertWeights | Expansion):
             yield from layer.products
     if model.head is not None:
         yield model.head

@@ -24,15 +24,17 @@ from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference import Gate, Routing
 from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import Kernels
+from pagewire_kernels.slot_deltas import AddOfExperts, SlotDeltas
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import ACTIVATIONS, Vector
 from worker_service.models.linear import (
     Additions,
+    ExpertsOfGPU,
     GatedLinear,
     Linear,
     LinearPart,
-    PackedExperts,
+    make_slots,
     pack_experts,
 )
 
@@ -301,7 +303,9 @@ class ExpertProduct:
         weights of all."""
         return self._weights.parts(self._part)
 
-    def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas | None:
+    def make_deltas(
+        self, rows: ActiveRows, max_slots: int, max_rank: int
+    ) -> NativeDeltas | SlotDeltas | None:
         """As `Linear.make_deltas`."""
         return self._weights.make_deltas(self._part, rows, max_slots, max_rank)
 
@@ -310,6 +314,13 @@ class ExpertProduct:
         found = None if self.additions is None else self.additions.of_step()
         assert found is None or isinstance(found, ExpertDeltas)
         return found
+
+    def adder(self) -> AddOfExperts | None:
+        """The function that adds to the products on a GPU in the present step; None: nothing is
+        added."""
+        if self.additions is None or not self.additions.is_active:
+            return None
+        return self.additions.add_of_expert
 
 
 class ExpertWeights(nn.Module):
@@ -323,7 +334,7 @@ class ExpertWeights(nn.Module):
         )
         self._context, self._inner, self._storage = context, inner, spec.storage
         num_experts, parts = spec.routing.num_experts, [inner] * (1 + spec.is_gated)
-        num_outputs = len(parts) * inner.size
+        self._num_first = num_outputs = len(parts) * inner.size
         num_first = num_experts * num_outputs * size
         self.weight: Tensor | None = context.empty_weight(
             num_first + num_experts * size * inner.size
@@ -346,16 +357,11 @@ class ExpertWeights(nn.Module):
         self._gate_up_bias = context.empty(num_experts, num_outputs) if spec.bias else None
         self._down_bias = context.empty(num_experts, size) if spec.bias else None
         self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._packed: PackedExperts | None = None
+        self._packed: NativeExperts | ExpertsOfGPU | None = None
         self._size, self._num_experts = size, num_experts
         self._place = ""
         """The name of the layer."""
         self.products = ExpertProduct(self, 0), ExpertProduct(self, 1)
-
-    @property
-    def can_adapt(self) -> bool:
-        """Whether adapters may change them: by C++ kernels or by torch on a CPU."""
-        return self._context.device.type == "cpu" and not self._context.packs_with_triton
 
     def parts(self, part: int) -> Iterator[tuple[str, LinearPart]]:
         """See `ExpertProduct.parts`."""
@@ -395,12 +401,17 @@ class ExpertWeights(nn.Module):
 
     def make_deltas(
         self, part: int, rows: ActiveRows, max_slots: int, max_rank: int
-    ) -> NativeDeltas | None:
+    ) -> NativeDeltas | SlotDeltas | None:
         """See `ExpertProduct.make_deltas`."""
-        if not isinstance(self._packed, NativeExperts):
-            return None
-        num_modules = (3, 2)[part]
-        return self._packed.make_deltas(part, rows, max_slots, num_modules, max_rank)
+        if isinstance(self._packed, NativeExperts):
+            num_modules = (3, 2)[part]
+            return self._packed.make_deltas(part, rows, max_slots, num_modules, max_rank)
+        inner, outputs, num_inputs = self._inner.size, [slice(0, self._size)], self._inner.size
+        if part == 0:
+            num_inputs, firsts = self._size, range(0, self._num_first, inner)
+            outputs = [slice(first, first + inner) for first in firsts]
+        a_shape, limits = (len(outputs), num_inputs), (max_slots, max_rank)
+        return make_slots(self._context, outputs, a_shape, *limits, self._num_experts)
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destinations of the tensors with these names; see `ExpertStorage`."""
@@ -525,6 +536,8 @@ class ExpertWeights(nn.Module):
                 down_bias=down_bias,
                 shared=shared,
                 shared_gate=shared_gate,
+                add_to_gate_up=self.products[0].adder(),
+                add_to_down=self.products[1].adder(),
             )
 
         def product(part: int, linears: list[Linear], biases: Tensor | None) -> reference.Product:

@@ -25,7 +25,7 @@ from worker_service.models.layers import (
     RotaryTable,
     halves_order,
 )
-from worker_service.models.linear import Linear, PackedHeads, RowParallelLinear, pack_heads
+from worker_service.models.linear import HeadsProduct, Linear, LinearPart, RowParallelLinear
 from worker_service.models.native import LayerInputs
 
 _MAX_SCALED = 32
@@ -190,16 +190,20 @@ class Expansion(nn.Module):
         super().__init__()
         self._sizes = spec.key_dim, spec.value_dim
         self._num_heads, self._num_spare = heads.size, spec.rotary_dim
+        self._latent_dim = spec.latent_dim
         self._rows, self._heads, self._context = heads.times(sum(self._sizes)), heads, context
         self.weight = context.empty_weight(self._rows.size, spec.latent_dim)
-        self._keys: PackedHeads | None = None
-        self._values: PackedHeads | None = None
+        self._name = ""
+        self.products: tuple[HeadsProduct, ...] = ()
+        """With the weights of keys, then of values; empty until they are packed. Adapters change
+        both: the products with queries, and those with sums of latents, are linear, too."""
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destinations of the weight of the module with this name, or of the modules of keys,
         [num_heads, latent_dim, key_dim], and of values, [num_heads, value_dim, latent_dim]."""
         assert self.weight is not None
         assert not transposed
+        self._name = names[0].replace(".k_b_proj", ".kv_b_proj")
         if len(names) == 1:
             yield WeightTarget(f"{names[0]}.weight", self.weight, shard=self._rows, keep=self._keep)
             return
@@ -218,18 +222,31 @@ class Expansion(nn.Module):
             return
         weights = self.weight.unflatten(0, (self._num_heads, -1))
         keys, values = weights.split(self._sizes, dim=1)
-        self._keys = pack_heads(keys.mT, self._context)
-        self._values = pack_heads(values, self._context)
+        of_keys, of_values = zip(*map(self._parts_of, range(self._num_heads)), strict=True)
+        self.products = (
+            HeadsProduct(keys.mT, self._context, of_keys),
+            HeadsProduct(values, self._context, of_values),
+        )
         self.weight = None
+
+    def _parts_of(self, head: int) -> tuple[tuple[str, LinearPart], tuple[str, LinearPart]]:
+        """The parts of the checkpoint's weight that are a head's of keys, and of values."""
+        (key_dim, value_dim), latent = self._sizes, Shard.full(self._latent_dim)
+        first, total = self._rows.start + head * (key_dim + value_dim), self._rows.total
+        rows, columns = slice(first, first + key_dim), slice(0, latent.size)
+        keys = LinearPart([latent.size, total], rows, latent, None, columns, head, True)
+        shard, outputs = Shard(first + key_dim, value_dim, total), slice(0, value_dim)
+        values = LinearPart([total, latent.size], columns, shard, None, outputs, head)
+        return (self._name, keys), (self._name, values)
 
     def absorb(self, query: Tensor) -> Tensor:
         """Multiply queries by the weights of keys. query: [num_tokens, num_heads, key_dim]. Returns
         [num_tokens, num_heads, latent_dim + rotary_dim], without the end of each head."""
-        assert self._keys is not None, "weights are loaded"
-        return self._keys.apply(query, self._num_spare)
+        keys, _ = self.products
+        return keys.apply(query, self._num_spare)
 
     def values(self, latents: Tensor) -> Tensor:
         """Multiply sums of latents by the weights of values. latents: [num_tokens, num_heads,
         latent_dim]. Returns [num_tokens, num_heads, value_dim]."""
-        assert self._values is not None, "weights are loaded"
-        return self._values.apply(latents)
+        _, values = self.products
+        return values.apply(latents)

@@ -33,7 +33,7 @@ from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight, quantize, stack
 from pagewire_kernels.reference import Gate, Routing
 from pagewire_kernels.reference.backend import LayerKernels
-from pagewire_kernels.slot_deltas import SlotDeltas
+from pagewire_kernels.slot_deltas import AddOfExperts, SlotDeltas
 from worker_service.distributed.layout import Shard
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -177,8 +177,8 @@ def pack_gated(
     )
 
 
-class PackedExperts(Protocol):
-    """The gated experts of a layer in a layout of their own."""
+class ExpertsOfGPU(Protocol):
+    """The experts of a layer as the kernels of a GPU have them."""
 
     def apply(
         self,
@@ -192,8 +192,10 @@ class PackedExperts(Protocol):
         down_bias: Tensor | None = None,
         shared: Tensor | None = None,
         shared_gate: Tensor | None = None,
+        add_to_gate_up: AddOfExperts | None = None,
+        add_to_down: AddOfExperts | None = None,
     ) -> Tensor:
-        """The weighted sum of the outputs of each row's experts; see `NativeExperts.apply`."""
+        """The weighted sum of the outputs of each row's experts; see `TritonExperts.apply`."""
         ...
 
 
@@ -202,10 +204,10 @@ def pack_experts(
     down: Sequence[Tensor | QuantizedWeight],
     gate: Gate,
     context: ModelContext,
-) -> PackedExperts | None:
+) -> NativeExperts | ExpertsOfGPU | None:
     """Pack the weights of a layer's experts, if the device has kernels for them; None otherwise.
     The memory of the originals is freed while packing. GPUs have dense experts only."""
-    if context.device.type == "cuda" and find_spec("triton") is not None:
+    if not _is_on_cpu(context) and find_spec("triton") is not None:
         from pagewire_kernels.triton import TritonExperts  # imported only if it is used
 
         dense_gate_up, dense_down = _stacked(gate_up, context), _stacked(down, context)
@@ -220,44 +222,6 @@ def pack_experts(
     return NativeExperts(
         gate_up, down, gate, native_library, _memory(), context.dtype, consume=True
     )
-
-
-class PackedHeads(Protocol):
-    """Weights by head in a layout of their own."""
-
-    def apply(self, x: Tensor, num_spare: int = 0) -> Tensor:
-        """The products of the heads of rows; see `NativeHeads.apply`."""
-        ...
-
-
-class _DenseHeads:
-    """Weights by head as torch multiplies them, or with `is_invariant` the Triton kernel whose
-    products have the same bits for a row in any batch."""
-
-    def __init__(self, weights: Tensor, *, is_invariant: bool) -> None:
-        self._weights, self._is_invariant = weights, is_invariant
-
-    def apply(self, x: Tensor, num_spare: int = 0) -> Tensor:
-        """See `NativeHeads.apply`."""
-        num_heads, size, _ = self._weights.shape
-        y = x.new_empty(x.shape[0], num_heads, size + num_spare)
-        if self._is_invariant:
-            from pagewire_kernels.triton import linear  # imported only if it is used
-
-            for head, weight in enumerate(self._weights):
-                y[:, head, :size] = linear(x[:, head].contiguous(), weight)
-        else:
-            y[:, :, :size] = torch.bmm(x.transpose(0, 1), self._weights.mT).transpose(0, 1)
-        return y
-
-
-def pack_heads(weights: Tensor, context: ModelContext) -> PackedHeads:
-    """Pack weights by head for the device. weights: [num_heads, out_features, in_features]."""
-    native_library = _native_library(context.dtype)
-    if native_library is not None and _is_on_cpu(context):
-        return NativeHeads(weights, native_library, _memory())
-    weights = weights.to(context.device).contiguous()
-    return _DenseHeads(weights, is_invariant=context.needs_fixed_products)
 
 
 def _stacked(weights: Sequence[Tensor | QuantizedWeight], context: ModelContext) -> Tensor:
@@ -313,7 +277,7 @@ class LinearPart(NamedTuple):
     """Where they are in the product."""
 
     expert: int | None = None
-    """Whose weight it is, if it is an expert's."""
+    """Whose weight it is, if it is an expert's, or a head's."""
 
     is_transposed: bool = False
     """Whether the checkpoint's weight is [in_features, out_features] to those that adapt it, while
@@ -343,29 +307,92 @@ class Additions(Protocol):
         do not compute it. x: rows, or the indices of an embedding's."""
         ...
 
-    def add_of_expert(self, y: Tensor, x: Tensor, expert: int, rows: Tensor) -> Tensor:
-        """As `add`, for the product of an expert. rows: of the step, that x has, int64 [n]."""
+    def add_of_expert(self, y: Tensor, x: Tensor, expert: int | Tensor, rows: Tensor) -> Tensor:
+        """As `add`, for the products of experts, or of heads, in place. expert: of all rows, or of
+        each, int64 [n]; rows: of the step, that x has, int64 [n]."""
         ...
 
 
-def _make_slots(
+def make_slots(
     context: ModelContext,
-    parts: Sequence[LinearPart],
+    outputs: Sequence[slice],
     a_shape: tuple[int, ...],
     max_slots: int,
     max_rank: int,
+    num_experts: int = 1,
 ) -> SlotDeltas | None:
-    """Make slots for what adapters add to a layer with these parts on a GPU; None elsewhere, and if
-    the layer has no parts. a_shape: as for `SlotDeltas`."""
-    if _is_on_cpu(context) or not parts:
+    """Make slots for what adapters add to a layer on a GPU; None elsewhere, and if the layer has no
+    parts. The arguments are those of `SlotDeltas`."""
+    if _is_on_cpu(context) or not outputs:
         return None
     kernels: ModuleType = reference
     if find_spec("triton") is not None:
         from pagewire_kernels import triton as kernels  # imported only if it is used
 
     add = kernels.add_embedding_deltas if len(a_shape) == 1 else kernels.add_deltas
-    outputs = [part.outputs for part in parts]
-    return SlotDeltas(outputs, a_shape, max_slots, max_rank, add, context.empty(0))
+    return SlotDeltas(outputs, a_shape, max_slots, max_rank, add, context.empty(0), num_experts)
+
+
+class HeadsProduct:
+    """The products of the heads of rows, each with a weight of its own, packed for the device."""
+
+    def __init__(
+        self,
+        weights: Tensor,
+        context: ModelContext,
+        named_parts: Sequence[tuple[str, LinearPart]] = (),
+    ) -> None:
+        """weights: [num_heads, out_features, in_features]; named_parts: see `parts`."""
+        self._named_parts, self._context = named_parts, context
+        native_library = _native_library(context.dtype)
+        self._packed: NativeHeads | None = None
+        if native_library is not None and _is_on_cpu(context):
+            self._packed = NativeHeads(weights, native_library, _memory())
+        else:
+            self._weights = weights.to(context.device).contiguous()
+        self.additions: Additions | None = None
+        """What adapters add to the products."""
+
+    def parts(self) -> Iterator[tuple[str, LinearPart]]:
+        """As `Linear.parts`; a part's head is its `expert`."""
+        yield from self._named_parts
+
+    def make_deltas(
+        self, rows: ActiveRows, max_slots: int, max_rank: int
+    ) -> NativeDeltas | SlotDeltas | None:
+        """As `Linear.make_deltas`."""
+        if self._packed is not None:
+            return self._packed.make_deltas(rows, max_slots, max_rank)
+        num_heads, size, num_inputs = self._weights.shape
+        outputs, a_shape = [slice(0, size)], (1, num_inputs)
+        return make_slots(self._context, outputs, a_shape, max_slots, max_rank, num_heads)
+
+    def apply(self, x: Tensor, num_spare: int = 0) -> Tensor:
+        """See `NativeHeads.apply`."""
+        additions = self.additions
+        if self._packed is not None:
+            deltas = None if additions is None else additions.of_step()
+            return self._packed.apply(x, num_spare, deltas)
+        num_heads, size, _ = self._weights.shape
+        num_rows, of_heads = x.shape[0], x.transpose(0, 1)
+        if self._context.needs_fixed_products:
+            from pagewire_kernels.triton import linear  # imported only if it is used
+
+            pairs = zip(of_heads, self._weights, strict=True)
+            product = torch.stack([linear(rows.contiguous(), weight) for rows, weight in pairs])
+        else:
+            product = torch.bmm(of_heads, self._weights.mT)
+        if additions is not None and additions.is_active:
+            heads, rows = (torch.arange(n, device=x.device) for n in (num_heads, num_rows))
+            additions.add_of_expert(
+                product.view(-1, size),
+                of_heads.flatten(0, 1),
+                heads.repeat_interleave(num_rows),
+                rows.repeat(num_heads),
+            )
+        y = x.new_empty(num_rows, num_heads, size + num_spare)
+        y[:, :, :size] = product.transpose(0, 1)
+        return y
 
 
 class Linear(nn.Module):
@@ -415,9 +442,9 @@ class Linear(nn.Module):
         """Make slots for what adapters add to the C++ product, or on a GPU; None if torch computes
         the product on a CPU."""
         if self.native_weight is None:
-            parts = [part for _, part in self.parts()]
-            a_shape = len(parts), self._inputs.size
-            return _make_slots(self._context, parts, a_shape, max_slots, max_rank)
+            outputs = [part.outputs for _, part in self.parts()]
+            a_shape = len(outputs), self._inputs.size
+            return make_slots(self._context, outputs, a_shape, max_slots, max_rank)
         return self.native_weight.make_deltas(rows, max_slots, len([*self.parts()]), max_rank)
 
     def parts(self) -> Iterator[tuple[str, LinearPart]]:
@@ -657,8 +684,8 @@ class VocabEmbedding(nn.Module):
         """As `Linear.make_deltas`."""
         native_library, dtype = _native_library(self._context.dtype), self._context.dtype
         if native_library is None or not _is_on_cpu(self._context):
-            parts, num_tokens = [part for _, part in self.parts()], max(1, self.shard.size)
-            return _make_slots(self._context, parts, (num_tokens,), max_slots, max_rank)
+            outputs, a_shape = [slice(0, self._size)], (max(1, self.shard.size),)
+            return make_slots(self._context, outputs, a_shape, max_slots, max_rank)
         sizes = self._size, self.shard.size
         return EmbeddingDeltas(*sizes, rows, max_slots, max_rank, native_library, dtype)
 

@@ -22,7 +22,7 @@ from worker_service.models.convolution import (
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerState
 from worker_service.models.layers import ACTIVATIONS, RotaryTable
-from worker_service.models.linear import Linear, PackedHeads, RowParallelLinear, pack_heads
+from worker_service.models.linear import HeadsProduct, Linear, RowParallelLinear
 from worker_service.models.mamba import Decay
 from worker_service.models.native import LayerInputs
 
@@ -98,7 +98,7 @@ class Gates(nn.Module):
         shape, device = (2, self._blocks.size * self._size), context.device
         self.biases = torch.empty(shape, dtype=torch.float32, device=device)
         """[2, num_channels]."""
-        self._gates: list[PackedHeads] = []
+        self._gates: list[HeadsProduct] = []
         self._context = context
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
@@ -113,7 +113,7 @@ class Gates(nn.Module):
     def pack(self) -> None:
         """Pack the weights for this machine, unless they are packed already."""
         if self.weight is not None:
-            self._gates = [pack_heads(weight.mT, self._context) for weight in self.weight]
+            self._gates = [HeadsProduct(weight.mT, self._context) for weight in self.weight]
             self.weight = None
 
     def forward(self, x: Tensor) -> list[Tensor]:

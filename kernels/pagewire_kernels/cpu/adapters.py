@@ -121,7 +121,8 @@ class NativeDeltas:
     ) -> None:
         """outputs: how many the layer has, of gate and up projection apart; rows: of steps;
         num_modules: the most parts of an adapter; max_rank: of a part; dtype: of the layer's rows,
-        float32 or bfloat16; num_experts: that have weights of these shapes."""
+        float32 or bfloat16; num_experts: that have weights of these shapes, or heads, of which each
+        has its part of a row."""
         self._outputs, self._rows, self._dtype = outputs, rows, dtype
         self._max_rank = num_modules * _padded(max_rank)
         self._num_experts = num_experts
@@ -225,17 +226,20 @@ class NativeDeltas:
     def multiply(self, x: Tensor) -> Tensor:
         """Launch the products with A: [num_rows, *], which `fields` expects.
 
-        x: [num_rows, in_features], with a dense last axis.
+        x: [num_rows, in_features], or of heads [num_rows, num_heads, in_features], with a dense
+        last axis.
         """
-        num_rows, in_features = x.shape
-        inner = new_tensor((num_rows, self._max_rank), self._dtype)
-        num_threads = threads.count_for(num_rows * in_features * _RANK_UNIT)
+        num_rows, num_heads = x.shape[0], self._num_experts
+        inner = new_tensor((num_rows, num_heads * self._max_rank), self._dtype)
+        num_threads = threads.count_for(x.numel() * _RANK_UNIT)
         task = AdapterTask(
             num_threads=num_threads,
             **rows_of(x=x, inner=inner),
-            in_features=in_features,
+            in_features=x.shape[-1],
             slots=ctypes.addressof(self._slots),
             rows=self._rows.address,
+            num_heads=num_heads,
+            x_head_stride=x.stride(1),
         )
         launch(self._library.kernel(f"multiply_a_{DTYPES[self._dtype]}"), task, num_threads)
         return inner

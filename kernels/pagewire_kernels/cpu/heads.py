@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from pagewire_kernels.cpu import threads
+from pagewire_kernels.cpu.adapters import ActiveRows, NativeDeltas
 from pagewire_kernels.cpu.checks import DTYPES, require
 from pagewire_kernels.cpu.linear import SERIAL_PRODUCTS, Memory, NativeWeight, Pieces
 from pagewire_kernels.cpu.native_library import Library
@@ -21,11 +22,19 @@ class NativeHeads:
         self._packed = [NativeWeight(weight, library, pieces) for weight in weights]
         self._head_bytes, self._library = pieces.piece_bytes, library
 
-    def apply(self, x: Tensor, num_spare: int = 0) -> Tensor:
+    def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas:
+        """Make slots for what adapters add to the products, as `NativeWeight.make_deltas`. A part's
+        head is its `expert`."""
+        limits = max_slots, 1, max_rank
+        sizes = [self.out_features]
+        return NativeDeltas(sizes, rows, *limits, self._library, self.dtype, self.num_heads)
+
+    def apply(self, x: Tensor, num_spare: int = 0, deltas: NativeDeltas | None = None) -> Tensor:
         """Multiply the heads of rows.
 
-        x: [num_rows, num_heads, in_features], with a dense last axis. Returns [num_rows, num_heads,
-        out_features + num_spare], of which the last `num_spare` columns are undefined.
+        x: [num_rows, num_heads, in_features], with a dense last axis; deltas: what adapters add.
+        Returns [num_rows, num_heads, out_features + num_spare], of which the last `num_spare`
+        columns are undefined.
         """
         num_rows, num_heads, size = x.shape
         require(
@@ -34,6 +43,7 @@ class NativeHeads:
             and x.stride(2) == 1,
             f"dense rows of {self.dtype} [*, {self.num_heads}, {self.in_features}]",
         )
+        inner = None if deltas is None else deltas.multiply(x)
         width = self.out_features + num_spare
         y = new_rows(num_rows, num_heads * width, self.dtype)
         num_threads = threads.count_for(x.numel() * self.out_features, SERIAL_PRODUCTS)
@@ -49,6 +59,9 @@ class NativeHeads:
             x_head_stride=x.stride(1),
             y_head_stride=width,
         )
+        if deltas is not None and inner is not None:
+            for name, value in deltas.fields(inner).items():
+                setattr(task, name, value)
         kernel = f"linear_heads_{DTYPES[self.dtype]}"
         launch(self._library.kernel(kernel), task, num_threads)
         return y.unflatten(1, (num_heads, width))

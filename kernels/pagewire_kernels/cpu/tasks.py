@@ -293,7 +293,8 @@ class AdapterTask(NativeStruct):
     """`AdapterTask` of src/adapters.h."""
 
     _fields_ = fields_of(
-        "next_item num_threads x x_stride in_features slots rows inner inner_stride"
+        "next_item num_threads x x_stride in_features slots rows inner inner_stride num_heads "
+        "x_head_stride"
     )
 
 
@@ -301,8 +302,8 @@ class ExpertAdapterTask(NativeStruct):
     """`ExpertAdapterTask` of src/experts.h."""
 
     _fields_ = fields_of(
-        "next_item num_threads x x_stride in_features slots rows inner inner_stride plan gathers "
-        "num_experts"
+        "next_item num_threads x x_stride in_features slots rows inner inner_stride num_heads "
+        "x_head_stride plan gathers num_experts"
     )
 
 

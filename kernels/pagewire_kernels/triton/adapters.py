@@ -2,9 +2,10 @@
 
 Bound by latency in decodes, and by reading and writing the product in prefills. Two kernels: the
 first multiplies rows by A, the second multiplies that by B and adds it to the product. A program
-has some rows that follow each other, whatever their adapters are, and goes through the slots: those
-that none of its rows has cost a comparison. So rows need no order, and neither the launches nor
-their grids depend on the adapters, which may change between replays of a CUDA graph.
+has some rows that follow each other, whatever their adapters are, and goes through the slots that
+these have: of rows that are sorted by expert, those of a few experts. Rows need no order, and
+neither the launches nor their grids depend on the adapters, which may change between replays of a
+CUDA graph.
 
 A row's sums depend on that row and its adapter alone: tiles have fixed sizes, and the inputs are
 divided among programs in parts of a fixed size, which the second kernel adds in order.
@@ -26,6 +27,12 @@ _TILE_ROWS = 16
 _TILE_OUTPUTS = 64
 _SPLIT_INPUTS = 512
 """Inputs of a program, so that there are enough programs for one row."""
+
+
+@triton.jit
+def _next_slot(slot_of_row, slot, NUM_SLOTS: tl.constexpr):
+    """The least slot of a row that is greater than `slot`; NUM_SLOTS: there is none."""
+    return tl.min(tl.where(slot_of_row > slot, slot_of_row, NUM_SLOTS), axis=0)
 
 
 # Not specialized by num_rows: code specialized for one row might sum in another order.
@@ -56,10 +63,10 @@ def _multiply_a(
     slot_of_row = tl.load(slots + row, row < num_rows, other=-1)
     row_at = rows + row.to(tl.int64)[:, None] * row_stride
     to = partial + (split.to(tl.int64) * num_rows + row[:, None]) * NUM_RANKS + rank[None, :]
-    for slot in range(NUM_SLOTS):
+    slot = _next_slot(slot_of_row, -1, NUM_SLOTS)
+    while slot < NUM_SLOTS:
         is_here = slot_of_row == slot
-        num_here = tl.sum(is_here.to(tl.int32), axis=0)
-        if (num_here > 0) & (first_rank < tl.load(ranks + slot)):
+        if first_rank < tl.load(ranks + slot):
             a_at = a + tl.cast(slot, tl.int64) * slot_stride + rank[:, None] * NUM_INPUTS
             total = tl.zeros([TILE_ROWS, TILE_RANKS], tl.float32)
             for start in range(0, SPLIT_INPUTS, TILE_INPUTS):
@@ -70,6 +77,7 @@ def _multiply_a(
                 weight = weight.to(rows.dtype.element_ty)
                 total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
             tl.store(to, total, is_here[:, None])
+        slot = _next_slot(slot_of_row, slot, NUM_SLOTS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -101,11 +109,11 @@ def _add_b(
     is_out = out < end_output
     slot_of_row = tl.load(slots + row, row < num_rows, other=-1)
     at = output + row.to(tl.int64)[:, None] * output_stride + out[None, :]
-    for slot in range(NUM_SLOTS):
+    slot = _next_slot(slot_of_row, -1, NUM_SLOTS)
+    while slot < NUM_SLOTS:
         is_here = slot_of_row == slot
-        num_here = tl.sum(is_here.to(tl.int32), axis=0)
         num_ranks = tl.load(ranks + slot)
-        if (num_here > 0) & (num_ranks > 0):
+        if num_ranks > 0:
             scale = tl.load(scales + slot * NUM_PARTS + part)
             b_at = b + tl.cast(slot, tl.int64) * slot_stride + out.to(tl.int64)[:, None] * MAX_RANK
             total = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
@@ -121,6 +129,7 @@ def _add_b(
             is_changed = is_here[:, None] & is_out[None, :]
             total += tl.load(at, is_changed, other=0.0).to(tl.float32)
             tl.store(at, total.to(output.dtype.element_ty), is_changed)
+        slot = _next_slot(slot_of_row, slot, NUM_SLOTS)
 
 
 def add_deltas(y: Tensor, x: Tensor, slots: Tensor, table: DeltaTable) -> None:

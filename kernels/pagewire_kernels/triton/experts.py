@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pagewire_kernels.interface import FLOATS
 from pagewire_kernels.reference import Gate, Routing, route
+from pagewire_kernels.slot_deltas import AddOfExperts
 from pagewire_kernels.triton.checks import dense, expect_tensors
 from pagewire_kernels.triton.layers import act_and_mul, activate
 
@@ -122,6 +123,7 @@ class _Slots(NamedTuple):
     """Pairs of row and expert, sorted, and their tiles; see `_multiply`."""
 
     row_of: Tensor
+    expert_of: Tensor
     slots: Tensor
     """int64 [num_rows, num_chosen]: of each row, in the order of experts."""
 
@@ -134,7 +136,7 @@ class _Slots(NamedTuple):
 def _sort(chosen: Tensor, num_experts: int, tile_rows: int) -> _Slots:
     """chosen: int64 [num_rows, num_chosen]"""
     flat = chosen.flatten()
-    order = flat.argsort(stable=True)
+    expert_of, order = flat.sort(stable=True)
     places = torch.arange(len(flat), device=flat.device)
     slots = torch.empty_like(order).scatter_(0, order, places).view_as(chosen)
     counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
@@ -145,6 +147,7 @@ def _sort(chosen: Tensor, num_experts: int, tile_rows: int) -> _Slots:
     tiles = torch.arange(max_tiles, device=flat.device)
     return _Slots(
         row_of=order // chosen.shape[1],
+        expert_of=expert_of,
         slots=slots,
         starts=starts,
         expert_of_tile=torch.searchsorted(ends, tiles, right=True),
@@ -185,9 +188,11 @@ class TritonExperts:
         down_bias: Tensor | None = None,
         shared: Tensor | None = None,
         shared_gate: Tensor | None = None,
+        add_to_gate_up: AddOfExperts | None = None,
+        add_to_down: AddOfExperts | None = None,
     ) -> Tensor:
-        """As `cpu.experts.NativeExperts.apply`. Raises TypeError or ValueError for unsupported
-        tensors."""
+        """As `cpu.experts.NativeExperts.apply`. add_to_gate_up, add_to_down: add what adapters do.
+        Raises TypeError or ValueError for unsupported tensors."""
         x, (num_experts, num_first, hidden) = dense(x), self._gate_up.shape
         expect_tensors(
             ("x", x, (self._gate_up.dtype,), (None, hidden)),
@@ -214,6 +219,9 @@ class TritonExperts:
         gate_up = self._multiply(
             rows, self._gate_up, gate_up_bias, slots, x.dtype, gathers=rows is x
         )
+        if add_to_gate_up is not None:
+            pairs = x[slots.row_of] if rows is x else rows
+            add_to_gate_up(gate_up, pairs, slots.expert_of, slots.row_of)
         if not self._gate.multiplies:
             inner = activate(gate_up, self._gate.activation)
         elif self._gate.limit is None:
@@ -221,6 +229,8 @@ class TritonExperts:
         else:
             inner = self._gate.apply(gate_up)
         results = self._multiply(inner, self._down, down_bias, slots, torch.float32, gathers=False)
+        if add_to_down is not None:
+            add_to_down(results, inner, slots.expert_of, slots.row_of)
         output = x.new_empty(x.shape)
         tile = min(triton.next_power_of_2(hidden), 1024)
         _combine[(len(x), triton.cdiv(hidden, tile))](

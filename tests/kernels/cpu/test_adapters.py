@@ -11,6 +11,7 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, EmbeddingDeltas, NativeDeltas
 from pagewire_kernels.cpu.experts import NativeExperts
+from pagewire_kernels.cpu.heads import NativeHeads
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.quantized_weight import quantize
@@ -288,3 +289,41 @@ def test_what_adapters_add_to_experts_is_the_sum_of_torch_and_the_same_in_any_ba
     assert not torch.equal(found, base)
     for first, end in ((0, 1), (17, 22), (40, num_rows)):
         assert torch.equal(apply(first, end), found[first:end])
+
+
+@DTYPES
+@ROWS
+@pytest.mark.parametrize(("outputs", "num_spare"), [(20, 4), (65, 0)])
+def test_heads_have_the_sums_of_separate_products_in_any_batch(
+    library: Library, dtype: torch.dtype, num_rows: int, outputs: int, num_spare: int
+) -> None:
+    weights = (_random(3, outputs, INPUTS, seed=9) / 10).to(dtype)
+    x = _random(num_rows, 3, INPUTS + 5, seed=3).to(dtype)[:, :, :INPUTS]
+    rows, slots = ActiveRows(), _slots(num_rows)
+    heads = NativeHeads(weights, library, HugeMemory())
+    together = heads.make_deltas(rows, 3, MAX_RANK)
+    apart = [NativeWeight(weight, library, HugeMemory()) for weight in weights]
+    of_heads = [weight.make_deltas(rows, 3, 1, MAX_RANK) for weight in apart]
+    for slot, seed, rank in ((0, 1, 9), (2, 20, 4)):
+        parts = []
+        for head, deltas in enumerate(of_heads):
+            a = (_random(rank, INPUTS, seed=seed + head) / 10).to(dtype)
+            b = (_random(outputs, rank, seed=seed + head + 50) / 10).to(dtype)
+            parts.append(DeltaPart(a, b, 0.5 + head, 0, head))
+            deltas.fill(slot, deltas.pack([parts[-1]._replace(expert=0)]))
+        together.fill(slot, together.pack(parts))
+
+    def set_rows(slots: Sequence[int | None]) -> None:
+        chosen = [[i for i, slot in enumerate(slots) if slot == one] for one in (0, 2)]
+        rows.set([0, 2], [torch.tensor(of_slot, dtype=torch.int64) for of_slot in chosen])
+
+    set_rows(slots)
+    found = heads.apply(x, num_spare, together)[:, :, :outputs]
+    for head, (weight, deltas) in enumerate(zip(apart, of_heads, strict=True)):
+        expected = weight.apply(x[:, head].contiguous(), deltas=deltas)
+        assert torch.equal(found[:, head], expected)
+    assert not torch.equal(found, heads.apply(x, num_spare)[:, :, :outputs])
+    for first, end in ((0, 1), (17, 22), (40, 150)):
+        set_rows(slots[first:end])
+        alone = heads.apply(x[first:end], num_spare, together)[:, :, :outputs]
+        assert torch.equal(alone, found[first:end])

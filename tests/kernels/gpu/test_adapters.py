@@ -19,6 +19,7 @@ SHAPES = {
     # inputs, outputs of each part, ranks by slot
     "one part": (96, (70,), (20, 3, 16)),
     "three parts": (130, (65, 16, 5), (1, 17, 20)),
+    "two": (8, (4, 5), (1, 1, 1)),
     "several splits": (1100, (64, 64), (20, 20, 8)),
 }
 
@@ -105,6 +106,64 @@ def test_a_row_has_the_same_bits_in_any_batch(
         alone = before[row : row + 1].to(DEVICE, copy=True)
         made.add(alone, x[row : row + 1].to(DEVICE), rows_with([slot]).to(DEVICE))
         assert torch.equal(alone[0], together[row])
+
+
+def made_experts(
+    dtype: torch.dtype, add: AddDeltas, device: torch.device
+) -> tuple[SlotDeltas, list[SlotDeltas]]:
+    """Slots of three experts, of which the last adapter changes two, and as many of one expert
+    each. What is added to both parts of one comes from one matrix."""
+    num_inputs, sizes, ranks = SHAPES["several splits"]
+    draw, whole = torch.Generator().manual_seed(1), sum(sizes)
+    outputs = [slice(0, sizes[0]), slice(sizes[0], whole)]
+    like, a_shape = torch.empty(0, dtype=dtype, device=device), (2, num_inputs)
+    limits = NUM_SLOTS, MAX_RANK, add, like
+    together = SlotDeltas(outputs, a_shape, *limits, num_experts=3)
+    apart = [SlotDeltas(outputs, a_shape, *limits) for _ in range(3)]
+    for slot, rank in enumerate(ranks):
+        parts = [
+            DeltaPart(
+                torch.randn(rank - expert, num_inputs, generator=draw) / num_inputs**0.5,
+                torch.randn(whole, rank - expert, generator=draw) / rank**0.5,
+                0.7 + slot,
+                0,
+                expert,
+            )
+            for expert in range(3 - (slot == NUM_SLOTS - 1))
+        ]
+        together.fill(slot, together.pack(parts))
+        for part in parts:
+            of_expert = apart[part.expert]
+            of_expert.fill(slot, of_expert.pack([part._replace(expert=0)]))
+    return together, apart
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_experts_have_the_sums_of_their_expert_in_any_batch(dtype: torch.dtype) -> None:
+    mix = rows_with(MIXES["a mix"])
+    expert = torch.arange(len(mix)) * 3 // len(mix)
+    expert[3:9] = torch.tensor([2, 0, 1, 1, 0, 2])  # not sorted
+    together, apart = made_experts(dtype, triton.add_deltas, DEVICE)
+    theirs, _ = made_experts(dtype, reference.add_deltas, torch.device("cpu"))
+    before, x = inputs_of("several splits", dtype, len(mix))
+    found, expected = before.to(DEVICE, copy=True), before.clone()
+    together.add(found, x.to(DEVICE), mix.to(DEVICE), expert.to(DEVICE))
+    theirs.add(expected, x, mix, expert)
+    assert_agrees(found, expected, 2)
+    is_kept = (mix == NO_SLOT) | ((mix == NUM_SLOTS - 1) & (expert == 2))
+    assert torch.equal((found.cpu() == before).all(dim=1), is_kept)
+    for one, of_expert in enumerate(apart):
+        rows = (expert == one).nonzero().flatten()
+        alone = before[rows].to(DEVICE)
+        of_expert.add(alone, x[rows].to(DEVICE), mix[rows].to(DEVICE))
+        assert torch.equal(alone, found[rows.to(DEVICE)])
+
+
+def test_two_changes_of_the_same_outputs_are_refused() -> None:
+    made = made_slots("two", torch.float32, triton.add_deltas, DEVICE, is_embedding=False)
+    parts = [DeltaPart(torch.ones(1, 8), torch.ones(n, 1), 1.0, 0) for n in (4, 9)]
+    with pytest.raises(ValueError, match="expected one change of the outputs"):
+        made.pack(parts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -112,9 +112,6 @@ def _on_cpu(path: Path) -> NativeModel:
     return model
 
 
-CASES: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": {}, "llama_tied int8": {}}
-
-
 def _models(case: str, folder: Path) -> tuple[NativeModel, NativeModel]:
     """On a CPU, and with the weights and kernels of a GPU."""
     family, *quantization = case.split()
@@ -133,6 +130,8 @@ def _models(case: str, folder: Path) -> tuple[NativeModel, NativeModel]:
     "case",
     [
         "llama",
+        pytest.param("mixtral", marks=LONG),
+        pytest.param("deepseek_v3", marks=LONG),
         pytest.param("gpt2", marks=LONG),
         pytest.param("llama_tied int8", marks=LONG),
     ],

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.reference import Gate, Routing
+from pagewire_kernels.slot_deltas import AddOfExperts
 from pagewire_kernels.triton.experts import TritonExperts
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
 
@@ -86,6 +87,38 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> N
     together = experts.apply(x, logits, routing)
     for part in (slice(0, 1), slice(63, 66), slice(149, 150), slice(7, 150)):
         assert torch.equal(experts.apply(x[part], logits[part], routing), together[part])
+
+
+@pytest.mark.parametrize("scales_inputs", [False, True])
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_what_adapters_add_to_both_products_is_as_in_a_changed_weight(
+    gate: Gate, scales_inputs: bool
+) -> None:
+    num_experts, hidden, inner = SHAPE
+    gate_up, down = _weights(torch.float32)
+    gate_up = gate_up if gate.multiplies else gate_up[:, :inner].contiguous()
+    change_first = _random(*gate_up.shape, seed=2) / 9
+    change_second = _random(*down.shape, seed=3) / 9
+    routing = Routing(num_experts=num_experts, num_chosen=2, scales_inputs=scales_inputs)
+    x, logits = _random(40, hidden), _random(40, num_experts, seed=1)
+    has_change = torch.arange(40) % 3 == 0
+
+    def add(change: Tensor) -> AddOfExperts:
+        def add_to(y: Tensor, rows: Tensor, expert: Tensor, of_step: Tensor) -> Tensor:
+            found = torch.einsum("ni,noi->no", rows.cpu(), change[expert.cpu()])
+            return y.add_((found * has_change[of_step.cpu(), None]).to(y.device))
+
+        return add_to
+
+    def apply(first: Tensor, second: Tensor, **additions: AddOfExperts) -> Tensor:
+        experts = TritonExperts(first.to(DEVICE), second.to(DEVICE), gate, batch_invariant=True)
+        return experts.apply(x.to(DEVICE), logits.to(DEVICE), routing, **additions).cpu()
+
+    plain = apply(gate_up, down)
+    changed = apply(gate_up + change_first, down + change_second)
+    found = apply(gate_up, down, add_to_gate_up=add(change_first), add_to_down=add(change_second))
+    assert torch.equal(found[~has_change], plain[~has_change])
+    assert_agrees(found[has_change].to(DEVICE), changed[has_change])
 
 
 def test_no_rows_give_no_rows() -> None:

@@ -171,6 +171,20 @@ def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str) -> None:
     assert_equal_to_peft(family, adapters(family), [0, None, 1, 2, 0, None])
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite"])
+def test_the_expansion_of_latents_is_that_of_peft(family: str) -> None:
+    """PEFT changes keys and values, which are never computed here: queries and sums of latents are
+    multiplied by the weights of `kv_b_proj`, alone and beside all other layers."""
+    base = base_of(family)
+    made = [
+        make_adapter(base, _folder() / f"{family}-latent-{i}", seed=i, **settings)
+        for i, settings in enumerate(
+            [{"target_modules": ["kv_b_proj"], "lora_alpha": 30}, {"r": 5}, {"r": 16}]
+        )
+    ]
+    assert_equal_to_peft(family, made, [0, None, 1, 2, 0, None])
+
+
 VOCABULARIES = ((EMBEDDING,), (HEAD,), (LAYERS, EMBEDDING, HEAD))
 
 
@@ -290,6 +304,13 @@ def quantizable() -> Path:
     return make_checkpoint("mixtral", _folder() / "mixtral-96", intermediate_size=96)
 
 
+@cache
+def quantizable_latents() -> Path:
+    """DeepSeek-V3 of sizes that can be quantized."""
+    sizes = {"moe_intermediate_size": 32, "intermediate_size": 96, "v_head_dim": 32}
+    return make_checkpoint("deepseek_v3", _folder() / "deepseek-32", **sizes)
+
+
 def of_experts(family: str, base: Path, alpha: float = 8) -> list[PeftAdapter]:
     """Adapters of the parameters with the weights of all experts: of both, also beside layers, and
     of one."""
@@ -368,10 +389,11 @@ def test_modules_of_experts_in_older_adapters_change_their_weights(
     assert_equal_to_peft(family, [PeftAdapter(folder, model)], [0, None, 0, None], base=base)
 
 
-def test_experts_have_the_same_bits_in_any_mix() -> None:
-    base = quantizable()
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_experts_and_latents_have_the_same_bits_in_any_mix(family: str) -> None:
+    base = quantizable() if family == "mixtral" else quantizable_latents()
     for options in ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}):
-        here = executor("mixtral", base=base, **options)
+        here = executor(family, base=base, **options)
         made = [random_adapter(here.loaded.model, i, rank=4 + i) for i in range(3)]
         a, b, c = (here.adapters._hold(adapter).digest for adapter in made)
         alone = {digest: generate(here, [digest] * 4) for digest in (a, b, c, None)}

@@ -67,8 +67,8 @@ void multiply_item(const char* const* x, int64_t num_rows, const char* a, int64_
 // Stores the scaled products of a row with some ranks.
 template <class Number>
 void store_inner(const AdapterTask& task, const AdapterSlot& slot, int64_t row, int64_t first_rank,
-                 int64_t num_ranks, const float* sums) {
-  Number* to = static_cast<Number*>(task.inner) + row * task.inner_stride + first_rank;
+                 int64_t num_ranks, const float* sums, int64_t first_inner = 0) {
+  Number* to = static_cast<Number*>(task.inner) + row * task.inner_stride + first_inner + first_rank;
   for (int64_t k = 0; k < num_ranks; k += kLanes) {
     const Floats scaled = multiply(load_floats(sums + k), load_floats(slot.scales + first_rank + k));
     store_some(to + k, scaled, num_ranks - k);
@@ -81,39 +81,45 @@ class Items {
   struct Item {
     const AdapterSlot* slot;
     const int32_t* rows;
-    int64_t num_rows, first_rank, num_ranks;
+    int64_t num_rows, first_rank, num_ranks, head;
   };
 
-  explicit Items(const AdapterTask& task) : task_(task) {}
-
-  int64_t size() const {
-    int64_t size = 0;
-    for (int64_t g = 0; g < task_.rows->num_groups; ++g) size += size_of(g);
-    return size;
+  explicit Items(const AdapterTask& task) : task_(task) {
+    for (int64_t g = 0; g < task_.rows->num_groups; ++g) head_size_ += size_of(g);
   }
 
+  int64_t size() const { return head_size_ * task_.num_heads; }
+
   Item operator[](int64_t item) const {
+    const int64_t head = item / head_size_;
+    item %= head_size_;
     int64_t g = 0;
     while (item >= size_of(g)) item -= size_of(g++);
     const AdapterRows& rows = *task_.rows;
-    const AdapterSlot& slot = task_.slots[rows.slots[g]];
+    const AdapterSlot& slot = slot_of(g, head);
     const int64_t num_parts = divide_up(slot.rank, kItemRanks);
     const int64_t first = rows.starts[g] + item / num_parts * kItemRows;
     const int64_t first_rank = item % num_parts * kItemRanks;
     return {&slot, rows.rows + first, least(rows.starts[g + 1] - first, kItemRows), first_rank,
-            least(slot.rank - first_rank, kItemRanks)};
+            least(slot.rank - first_rank, kItemRanks), head};
   }
 
  private:
   static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+  const AdapterSlot& slot_of(int64_t g, int64_t head) const {
+    return task_.slots[task_.rows->slots[g] * task_.num_heads + head];
+  }
+
+  // Of a head: an adapter has the same rank in all.
   int64_t size_of(int64_t g) const {
     const AdapterRows& rows = *task_.rows;
     const int64_t num_rows = rows.starts[g + 1] - rows.starts[g];
-    return divide_up(num_rows, kItemRows) * divide_up(task_.slots[rows.slots[g]].rank, kItemRanks);
+    return divide_up(num_rows, kItemRows) * divide_up(slot_of(g, 0).rank, kItemRanks);
   }
 
   const AdapterTask& task_;
+  int64_t head_size_ = 0;
 };
 
 template <class Number>
@@ -127,13 +133,16 @@ void multiply_a(AdapterTask& task) {
     const char* x[kItemRows];
     alignas(64) float sums[kItemRows][kItemRanks] = {};
     for (int64_t r = 0; r < item.num_rows; ++r) {
-      x[r] = static_cast<const char*>(task.x) + item.rows[r] * task.x_stride * sizeof(Number);
+      const int64_t at = item.rows[r] * task.x_stride + item.head * task.x_head_stride;
+      x[r] = static_cast<const char*>(task.x) + at * sizeof(Number);
     }
     const char* a = static_cast<const char*>(item.slot->a) + item.first_rank * item.slot->a_row_bytes;
     multiply_item<Dot>(x, item.num_rows, a, item.slot->a_row_bytes, item.num_ranks, num_bytes, sums);
     if (!items.may_write()) return;
+    const int64_t first_inner = item.head * (task.inner_stride / task.num_heads);
     for (int64_t r = 0; r < item.num_rows; ++r) {
-      store_inner<Number>(task, *item.slot, item.rows[r], item.first_rank, item.num_ranks, sums[r]);
+      store_inner<Number>(task, *item.slot, item.rows[r], item.first_rank, item.num_ranks, sums[r],
+                          first_inner);
     }
   }
 }

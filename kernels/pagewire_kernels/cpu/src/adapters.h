@@ -64,6 +64,8 @@ struct AdapterTask : Task {
   const AdapterRows* rows;
   void* inner;
   int64_t inner_stride;
+  int64_t num_heads;  // that have weights of their own in each slot, and parts of x and `inner`
+  int64_t x_head_stride;
 };
 
 // Adds what adapters change to the rows of tokens in an embedding.
@@ -169,14 +171,14 @@ void add_deltas_of(const Deltas& deltas, const AdapterSlot& slot, const int32_t*
 
 // Adds to the two registers of a panel's sums of `num_rows` rows from `first_row` on. columns: of the
 // outputs in each register, counted so that gate and up projection begin with a block each; next: the
-// same of the panel that will be computed next.
+// same of the panel that will be computed next; head: of `num_heads` that have weights in each slot.
 template <class Dot>
 void add_deltas(const Deltas& deltas, int64_t first_row, int64_t num_rows,
                 const int64_t (&columns)[2], const int64_t (&next)[2], float* sums,
-                int64_t sums_stride) {
+                int64_t sums_stride, int64_t head, int64_t num_heads) {
   const AdapterRows& all = *deltas.rows;
   for (int64_t g = 0; g < all.num_groups; ++g) {
-    const AdapterSlot& slot = deltas.slots[all.slots[g]];
+    const AdapterSlot& slot = deltas.slots[all.slots[g] * num_heads + head];
     if (slot.rank == 0) continue;
     const int32_t* end = all.rows + all.starts[g + 1];
     const int32_t* rows = first_from(all.rows + all.starts[g], end, first_row);

@@ -148,22 +148,27 @@ void multiply_heads(HeadsTask& task) {
     return weights + head * task.head_bytes + item % num_panels * product.panel_bytes();
   };
   LinearTask of_head = task;
-  int64_t current = -1, row = 0, count = 0;  // of the block of a head
+  int64_t current = -1, head = 0, row = 0, count = 0;  // of the block of a head
   SharedItems items(task, task.num_heads * num_blocks * num_panels, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
     if (item / num_panels != current) {
       current = item / num_panels;
-      const int64_t head = current / num_blocks;
+      head = current / num_blocks;
       row = current % num_blocks * block_rows;
       count = num_rows - row < block_rows ? num_rows - row : block_rows;
       const auto* x = static_cast<const Number*>(task.x) + head * task.x_head_stride;
       product.set_rows({x + row * task.x_stride, task.x_stride, nullptr}, count);
       of_head.y = static_cast<Number*>(task.y) + head * task.y_head_stride;
+      of_head.deltas.inner = static_cast<const Number*>(task.deltas.inner) +
+                             head * (task.deltas.inner_stride / task.num_heads);
     }
-    product(panel_at(item), panel_at(items.following(item)), sums);
+    const int64_t panel = item % num_panels, next = items.following(item);
+    product(panel_at(item), panel_at(next), sums);
+    add_adapters<Finish<Number, Number>>(of_head, row, count, panel, next % num_panels, sums, head,
+                                         task.num_heads);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) {
-      finish(of_head, row + r, item % num_panels, sums + r * kPanel);
+      finish(of_head, row + r, panel, sums + r * kPanel);
     }
   }
 }

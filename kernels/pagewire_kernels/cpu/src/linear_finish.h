@@ -77,14 +77,14 @@ struct PanelColumns {
 };
 
 // Adds what adapters change to the sums of a panel, [num_rows, kPanel], of the rows from `row` on. next:
-// the panel that will be computed next.
+// the panel that will be computed next; head, num_heads: as of `add_deltas`.
 template <class Finish>
 inline void add_adapters(const LinearTask& task, int64_t row, int64_t num_rows, int64_t panel,
-                         int64_t next, float* sums) {
+                         int64_t next, float* sums, int64_t head = 0, int64_t num_heads = 1) {
   if (task.deltas.slots == nullptr) return;
   const PanelColumns<Finish> of_panel(task, panel), of_next(task, next);
   add_deltas<DotOf<typename Finish::Number>>(task.deltas, row, num_rows, of_panel.columns,
-                                             of_next.columns, sums, kPanel);
+                                             of_next.columns, sums, kPanel, head, num_heads);
 }
 
 }  // namespace pagewire
