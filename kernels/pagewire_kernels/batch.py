@@ -234,16 +234,14 @@ class StepBatch:
 
 
 class StepInputs(NamedTuple):
-    """A step's inputs as the host sends them: int32, by flattened token and by sequence."""
+    """A step's inputs as the host sends them: int32, by flattened token and by sequence. They lack
+    what only the device may know: the latest tokens, and `SamplingTables.num_ahead`."""
 
     token_ids: Tensor
     """[num_tokens]; UNKNOWN_TOKEN for a token that only the device knows."""
 
     positions: Tensor
     """[num_tokens]."""
-
-    slot_mapping: Tensor
-    """[num_tokens]; negative for rows whose KV is not written."""
 
     token_rows: Tensor
     """[num_tokens]: row of each token's sequence in `SamplingTables` and in the block tables."""
@@ -265,7 +263,10 @@ class PreparedInputs(NamedTuple):
     """int64 [num_tokens]."""
 
     slot_mapping: Tensor
-    """int64 [num_tokens]."""
+    """int64 [num_tokens]; -1 where a sequence has no block, so that nothing is written."""
+
+    context_lens: Tensor
+    """int32 [num_seqs]."""
 
     block_tables: Tensor
     """int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are -1."""
@@ -327,6 +328,10 @@ class SamplingTables:
     """int64 [num_rows]: the token sampled last, or a negative outcome, which is final: the row has
     failed."""
 
+    num_ahead: Tensor
+    """int32 [num_rows]: tokens that a row's sequence has beyond those that the host counts when it
+    sends a step: the drafts that were accepted in steps whose results it has yet to read."""
+
     counts: Tensor
     """int32 [num_counted, vocab_size]: occurrences of tokens, for the first `num_counted` rows."""
 
@@ -350,7 +355,7 @@ class SamplingRows(NamedTuple):
     """Rows of the tables; only rows that pad the batch may occur more than once."""
 
     positions: Tensor
-    """Number of output tokens that each row's sequence has so far."""
+    """Number of output tokens that each row's sequence has so far, without `num_ahead`."""
 
     mask_rows: Tensor
     """Rows of `bitmask`; -1 for rows without a constraint."""

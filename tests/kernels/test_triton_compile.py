@@ -475,6 +475,7 @@ def _sampling_tables(vocab_size: int) -> SamplingTables:
     return SamplingTables(
         params=torch.zeros(1, len(SamplingParam), dtype=torch.int64),
         latest=torch.zeros(1, dtype=torch.int64),
+        num_ahead=torch.zeros(1, dtype=torch.int32),
         counts=torch.zeros(1, vocab_size, dtype=torch.int32),
         edit_tokens=entries,
         edit_values=entries.float(),
@@ -494,7 +495,8 @@ def _prepare(n: int, begin: int = 0, max_blocks: int = 64, block_size: int = 16)
     column = torch.zeros(begin + n, dtype=torch.int32)[begin:]
     block_tables = torch.zeros(4, 100, dtype=torch.int32)
     latest = torch.zeros(4, dtype=torch.int64)
-    triton_kernels.prepare(StepInputs(*[column] * 6), latest, block_tables, block_size, max_blocks)
+    inputs, num_ahead = StepInputs(*[column] * 5), torch.zeros(4, dtype=torch.int32)
+    triton_kernels.prepare(inputs, latest, num_ahead, block_tables, block_size, max_blocks)
 
 
 def _sampling() -> None:

@@ -24,23 +24,36 @@ _UNEDITED, _SOUND, _UNSOUND = 0, 1, 2
 
 
 def prepare(
-    inputs: StepInputs, latest: Tensor, block_tables: Tensor, block_size: int, max_blocks: int
+    inputs: StepInputs,
+    latest: Tensor,
+    num_ahead: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    max_blocks: int,
 ) -> PreparedInputs:
-    """Combine the inputs sent by the host with tokens and block tables on the device.
+    """Combine the inputs sent by the host with tokens, progress and block tables on the device.
 
-    latest: as in `SamplingTables`; it replaces unknown tokens (by 0 if the row has failed);
-    block_tables: int32 [num_rows, at least max_blocks]; block_size: tokens per block, 0 of blocks
-    of states, all of which a sequence with tokens uses; max_blocks: columns of the resulting block
-    tables.
+    latest, num_ahead: as in `SamplingTables`; the former replaces unknown tokens (by 0 if the row
+    has failed), the latter is added to positions and to context lengths; block_tables: int32
+    [num_rows, at least max_blocks]; block_size: tokens per block, 0 of blocks of states, all of
+    which a sequence with tokens uses, and which have no slots; max_blocks: columns of the resulting
+    block tables.
     """
     token_rows, seq_rows = inputs.token_rows.long(), inputs.seq_rows.long()
     known = inputs.token_ids.long()
     columns = torch.arange(max_blocks, device=latest.device)
-    is_used = columns * block_size < inputs.context_lens.unsqueeze(1)
+    positions = inputs.positions.long() + num_ahead[token_rows]
+    context_lens = inputs.context_lens + num_ahead[seq_rows]
+    is_used = columns * block_size < context_lens.unsqueeze(1)
+    slots = torch.full_like(positions, -1)
+    if block_size:
+        blocks = block_tables[token_rows, positions // block_size].long()
+        slots = torch.where(blocks < 0, -1, blocks * block_size + positions % block_size)
     return PreparedInputs(
         token_ids=torch.where(known == UNKNOWN_TOKEN, latest[token_rows].clamp_min(0), known),
-        positions=inputs.positions.long(),
-        slot_mapping=inputs.slot_mapping.long(),
+        positions=positions,
+        slot_mapping=slots,
+        context_lens=context_lens,
         block_tables=block_tables[seq_rows, :max_blocks].masked_fill(~is_used, -1),
     )
 
@@ -64,7 +77,7 @@ def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
     before, int32, in a private encoding for `sample`.
     """
     sound = torch.full((len(logits), 1), _UNEDITED, dtype=torch.int32, device=logits.device)
-    for row, (row_id, position, mask_row) in enumerate(_columns(rows)):
+    for row, (row_id, position, mask_row) in enumerate(_columns(rows, tables)):
         params, values = _Params(tables, row_id), logits[row]
         if not (params.num_edits or params.is_penalized or mask_row >= 0):
             continue
@@ -105,7 +118,7 @@ def sample(
     A row that has failed before keeps its outcome. The outcomes of the other rows are stored in the
     tables, and tokens of rows with penalties are counted.
     """
-    for row, (row_id, position, mask_row) in enumerate(_columns(rows)):
+    for row, (row_id, position, mask_row) in enumerate(_columns(rows, tables)):
         params = _Params(tables, row_id)
         number = before = int(tables.latest[row_id])
         if before >= 0:
@@ -162,9 +175,10 @@ class _Params:
         self.offers = integers[SamplingParam.OFFERS] != 0
 
 
-def _columns(rows: SamplingRows) -> list[tuple[int, int, int]]:
+def _columns(rows: SamplingRows, tables: SamplingTables) -> list[tuple[int, int, int]]:
     """(row of the tables, position, row of the bitmask) of each row."""
-    columns = (rows.row_ids.tolist(), rows.positions.tolist(), rows.mask_rows.tolist())
+    positions = rows.positions + tables.num_ahead[rows.row_ids.long()]
+    columns = (rows.row_ids.tolist(), positions.tolist(), rows.mask_rows.tolist())
     return list(zip(*columns, strict=True))
 
 

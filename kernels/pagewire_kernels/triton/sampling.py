@@ -36,7 +36,12 @@ _TILE_INPUTS = 1024
 
 
 def prepare(
-    inputs: StepInputs, latest: Tensor, block_tables: Tensor, block_size: int, max_blocks: int
+    inputs: StepInputs,
+    latest: Tensor,
+    num_ahead: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    max_blocks: int,
 ) -> PreparedInputs:
     """Prepare a model's inputs in one launch; as `reference.prepare`."""
     num_tokens, num_seqs, device = len(inputs.token_ids), len(inputs.seq_rows), latest.device
@@ -45,12 +50,14 @@ def prepare(
         expect_dtype(name, column, torch.int32)
         expect_rows(name, column, num_seqs if of_seqs else num_tokens)
     tokens = torch.empty((3, num_tokens), dtype=torch.int64, device=device)
+    lengths = torch.empty(num_seqs, dtype=torch.int32, device=device)
     tables = torch.empty((num_seqs, max_blocks), dtype=torch.int32, device=device)
-    prepared = PreparedInputs(tokens[0], tokens[1], tokens[2], tables)
+    prepared = PreparedInputs(tokens[0], tokens[1], tokens[2], lengths, tables)
     num_programs = max(num_seqs, triton.cdiv(num_tokens, _TILE_INPUTS))
     sampling_kernels.prepare[(num_programs, triton.cdiv(max_blocks, _TILE_INPUTS))](
         *inputs,
         latest,
+        num_ahead,
         block_tables,
         *prepared,
         num_tokens,
@@ -77,6 +84,7 @@ def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
             tiles,
             *rows,
             tables.params,
+            tables.num_ahead,
             tables.counts,
             tables.edit_tokens,
             tables.edit_values,
@@ -121,6 +129,7 @@ def sample(
             *rows,
             tables.params,
             tables.latest,
+            tables.num_ahead,
             tables.counts,
             vocab_size,
             logits.stride(0),

@@ -255,6 +255,7 @@ def sample(
     bitmask,
     param_table,
     latest,
+    num_ahead,
     counts,
     vocab_size,
     logits_stride,
@@ -288,7 +289,8 @@ def sample(
             number = tl.where(why == OFF_CONSTRAINT, why, NOT_SAMPLED)
         elif has_token:
             scratch = candidates + row * CAPACITY, candidate_ids + row * CAPACITY
-            position, peak = tl.load(positions + row), (largest, first)
+            position = tl.load(positions + row) + tl.load(num_ahead + row_id)
+            peak = largest, first
             number = _choose(values, scratch, own, position, peak, vocab_size, CAPACITY, TILE)
         else:
             number = why
@@ -317,6 +319,7 @@ def edit(
     mask_rows,
     bitmask,
     param_table,
+    num_ahead,
     counts,
     edit_tokens,
     edit_values,
@@ -343,7 +346,7 @@ def edit(
     mask_row = tl.load(mask_rows + row).to(tl.int64)
     num_edits = tl.load(params + NUM_EDITS)
     is_penalized = tl.load(params + IS_PENALIZED) != 0
-    position = tl.load(positions + row)
+    position = tl.load(positions + row) + tl.load(num_ahead + row_id)
     logits += row * logits_stride
     seen = tl.arange(0, TILE) * 0
     excluded_seen = tl.arange(0, TILE_EDITS) * 0
@@ -413,15 +416,16 @@ def _either(seen):
 def prepare(
     token_ids,
     positions,
-    slot_mapping,
     token_rows,
     seq_rows,
     context_lens,
     latest,
+    num_ahead,
     block_tables,
     new_token_ids,
     new_positions,
     new_slot_mapping,
+    new_context_lens,
     new_block_tables,
     num_tokens,
     num_seqs,
@@ -434,7 +438,8 @@ def prepare(
     number, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     if number < num_seqs:
         row = tl.load(seq_rows + number).to(tl.int64)
-        length = tl.load(context_lens + number)
+        length = tl.load(context_lens + number) + tl.load(num_ahead + row)
+        tl.store(new_context_lens + number, length, tl.program_id(1) == 0)
         if BLOCK_SIZE == 0:  # of states
             num_blocks = tl.where(length > 0, width, 0)
         else:
@@ -450,9 +455,15 @@ def prepare(
         is_unknown = mask & (token == UNKNOWN_TOKEN)
         known = tl.maximum(tl.load(latest + row, is_unknown, other=0), 0)
         tl.store(new_token_ids + at, tl.where(is_unknown, known, token), mask)
-        tl.store(new_positions + at, tl.load(positions + at, mask, other=0).to(tl.int64), mask)
-        slots = tl.load(slot_mapping + at, mask, other=0)
-        tl.store(new_slot_mapping + at, slots.to(tl.int64), mask)
+        position = tl.load(positions + at, mask, other=0) + tl.load(num_ahead + row, mask, other=0)
+        tl.store(new_positions + at, position.to(tl.int64), mask)
+        if BLOCK_SIZE == 0:
+            slots = row * 0 - 1
+        else:
+            entry = block_tables + row * table_stride + position // BLOCK_SIZE
+            block = tl.load(entry, mask, other=-1).to(tl.int64)
+            slots = tl.where(block < 0, -1, block * BLOCK_SIZE + position % BLOCK_SIZE)
+        tl.store(new_slot_mapping + at, slots, mask)
 
 
 @triton.jit

@@ -296,22 +296,28 @@ def test_inputs_are_prepared_as_by_the_reference(num_tokens: int, max_blocks: in
     seq_rows = torch.tensor([4, 0], dtype=torch.int32)
     inputs = StepInputs(
         token_ids=torch.randint(-1, 50, (num_tokens,), generator=draw, dtype=torch.int32),
-        positions=torch.arange(num_tokens, dtype=torch.int32),
-        slot_mapping=torch.arange(-1, num_tokens - 1, dtype=torch.int32),
+        positions=torch.arange(num_tokens, dtype=torch.int32) % (16 * max_blocks),
         token_rows=seq_rows[torch.arange(num_tokens) % 2],
         seq_rows=seq_rows,
         context_lens=torch.tensor([0, 16 * max_blocks - 20], dtype=torch.int32),
     )
-    latest = torch.tensor([33, 1, 1, 1, -2])
+    latest, num_ahead = torch.tensor([33, 1, 1, 1, -2]), torch.tensor([3, 9, 9, 9, 0]).int()
     block_tables = torch.randint(0, 99, (5, max_blocks + 3), generator=draw, dtype=torch.int32)
-    arguments = latest.to(DEVICE), block_tables.to(DEVICE), 16, max_blocks
-    ours = prepare(on_device(inputs), *arguments)
-    expected = reference.prepare(inputs, latest, block_tables, 16, max_blocks)
+    block_tables[4] = -1
+    tables = latest, num_ahead, block_tables
+    ours = prepare(on_device(inputs), *(part.to(DEVICE) for part in tables), 16, max_blocks)
+    expected = reference.prepare(inputs, *tables, 16, max_blocks)
     for name in expected._fields:
         assert getattr(ours, name).cpu().equal(getattr(expected, name)), name
     assert (expected.block_tables[0] == -1).all()
     assert (expected.block_tables[1] == -1).sum() == 1
-    of_states = prepare(on_device(inputs), *arguments[:2], 0, max_blocks).block_tables.cpu()
-    assert (of_states[0] == -1).all(), "a row that pads a batch has no state"
-    assert of_states[1].equal(block_tables[0, :max_blocks])
-    assert of_states.equal(reference.prepare(inputs, latest, block_tables, 0, max_blocks)[3])
+    is_padding = inputs.token_rows == 4
+    assert (expected.slot_mapping[is_padding] == -1).all()
+    assert (expected.slot_mapping[~is_padding] >= 0).all()
+    assert expected.positions.equal(inputs.positions + 3 * ~is_padding)
+    of_states = prepare(on_device(inputs), *(part.to(DEVICE) for part in tables), 0, max_blocks)
+    assert (of_states.block_tables[0] == -1).all(), "a row that pads a batch has no state"
+    assert of_states.block_tables[1].cpu().equal(block_tables[0, :max_blocks])
+    of_reference = reference.prepare(inputs, *tables, 0, max_blocks)
+    for column, wanted in zip(of_states, of_reference, strict=True):
+        assert column.cpu().equal(wanted)

@@ -47,9 +47,6 @@ class HostInputs:
     token_types: Int64Array | None
     """[num_tokens]: 0, or 1 in the second of two texts; None for a model with cache groups."""
 
-    slot_mappings: tuple[Int64Array, ...]
-    """[num_tokens] in each cache group; empty in one of states."""
-
     query_start: Int64Array
     """[num_seqs + 1]: first flattened row of each sequence."""
 
@@ -91,7 +88,6 @@ def lay_out(
         token_ids=table.token_ids[token_row_ids, positions].astype(np.int64),
         positions=positions,
         token_types=types,
-        slot_mappings=tuple(_slots(token_row_ids, positions, tables) for tables in table.tables),
         query_start=query_start,
         context_lens=context_lens,
         max_query_len=max_query_len,
@@ -122,12 +118,14 @@ def _upload_adapters(inputs: HostInputs, device: torch.device) -> tuple[AdapterR
     )
 
 
-def _slots(row_ids: Int64Array, positions: Int64Array, tables: BlockTables) -> Int64Array:
-    """Where the KV of these positions of these sequences is written."""
+def slot_mapping(inputs: HostInputs, tables: BlockTables) -> Int64Array:
+    """[num_tokens]: where the KV of each token is written in a cache group; empty in one of
+    states."""
     if not tables.has_tokens:
         return np.empty(0, np.int64)
-    indices, offsets = np.divmod(positions, tables.block_tokens)
-    return tables.blocks[row_ids, indices].astype(np.int64) * tables.block_tokens + offsets
+    indices, offsets = np.divmod(inputs.positions, tables.block_tokens)
+    blocks = tables.blocks[inputs.token_row_ids, indices].astype(np.int64)
+    return blocks * tables.block_tokens + offsets
 
 
 def _token_types(
@@ -161,14 +159,12 @@ def build_batch(
             query_start=query_start,
             context_lens=context_lens,
             block_tables=upload(tables.blocks[inputs.row_ids, :width], device),
-            slot_mapping=upload(slot_mapping, device),
+            slot_mapping=upload(slot_mapping(inputs, tables), device),
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
             num_decodes=inputs.num_decodes,
         ).in_chunks(tables.group.chunk, tables.block_tokens)
-        for tables, slot_mapping, width in zip(
-            table.tables, inputs.slot_mappings, widths, strict=True
-        )
+        for tables, width in zip(table.tables, widths, strict=True)
     ]
     return StepBatch(
         token_ids=upload(inputs.token_ids, device),

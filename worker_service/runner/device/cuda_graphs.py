@@ -7,8 +7,8 @@ and the tensors of `DeviceRows`.
 
 Batches of decodes have graphs by number of sequences, and mixed batches, of decodes and chunks of
 prompts in any proportion, by number of tokens. A batch is padded to the next size with rows that
-belong to no sequence: they have row `padding_row`, write to no slot (slot mapping -1 in every cache
-group), attend over nothing (context length 0) and have no adapter.
+belong to no sequence: they have row `padding_row`, which has no blocks, so that they write to no
+slot, attend over nothing (context length 0) and have no adapter.
 
 Where sequences may have adapters, there are two graphs of each kind and size, of which one adds
 those in the slots that its column of rows names. A step without adapters replays the other one,
@@ -165,16 +165,13 @@ class StepGraphs:
         self._sampler = sampler
         self._sizes = sorted(sizes)
         self._mixed_sizes = sorted(mixed)
-        self._slots = [f"slot_mapping_{group}" for group in range(len(device_rows.block_tables))]
         of_rows = dict.fromkeys(("row_ids", "seq_rows", "token_rows"), device_rows.padding_row)
-        self._padding = of_rows | dict.fromkeys(("mask_rows", *self._slots), -1)
-        self._padding[_ADAPTER_SLOTS] = NO_SLOT
+        self._padding = {**of_rows, "mask_rows": -1, _ADAPTER_SLOTS: NO_SLOT}
         """Values of padding rows, by name of the column, other than 0."""
         self._kinds = (True, False) if with_adapters else (False,)
         """Whether graphs add adapters, by kind of graph."""
         self._of_adapters = (_ADAPTER_SLOTS,) if with_adapters else ()
-        columns = _SAMPLING_COLUMNS, _DECODE_COLUMNS, self._of_adapters, self._slots
-        self._decode_names = tuple(name for names in columns for name in names)
+        self._decode_names = (*_SAMPLING_COLUMNS, *_DECODE_COLUMNS, *self._of_adapters)
         device, largest = device_rows.sampling.latest.device, self._sizes[-1]
         self._mixed_start = self._num_words = _aligned(len(self._decode_names) * largest)
         if mixed:
@@ -286,8 +283,7 @@ class StepGraphs:
         if step.adapter_slots is not None:
             of_adapters[_ADAPTER_SLOTS] = step.adapter_slots
             _fill(decodes, {_ADAPTER_SLOTS: step.adapter_slots[step.states]})
-        slots = dict(zip(self._slots, inputs.slot_mappings, strict=True))
-        by_token = {"token_ids": inputs.token_ids, "positions": inputs.positions, **slots}
+        by_token = {"token_ids": inputs.token_ids, "positions": inputs.positions}
         if num_tokens is None:
             _fill(decodes, {**by_token, "context_lens": inputs.context_lens})
             return words
@@ -331,7 +327,7 @@ class StepGraphs:
         largest = self._sizes[-1]
         num_seqs = min(size, largest)
         by_seq = {"seq_rows": num_seqs, "context_lens": num_seqs, "query_start": num_seqs + 1}
-        by_token = ("token_ids", "positions", "token_rows", *self._of_adapters, *self._slots)
+        by_token = ("token_ids", "positions", "token_rows", *self._of_adapters)
         return {**by_seq, "num_decodes": 1, "last_states": largest, **dict.fromkeys(by_token, size)}
 
     def _mixed_columns(self, words: Any, size: int) -> dict[str, Any]:
@@ -363,19 +359,15 @@ class StepGraphs:
         adds: bool,
         **metadata: Any,
     ) -> StepBatch:
-        slot_mappings = [columns[name] for name in self._slots]
         inputs = StepInputs(
             token_ids=columns["token_ids"],
             positions=columns["positions"],
-            slot_mapping=slot_mappings[0],
             token_rows=token_rows,
             seq_rows=seq_rows,
             context_lens=columns["context_lens"],
         )
         length = self._model.max_model_len
-        batch = self._sampler.prepare(
-            inputs, slot_mappings, self._caches, query_start, length, **metadata
-        )
+        batch = self._sampler.prepare(inputs, self._caches, query_start, length, **metadata)
         return replace(batch, adapters=columns[_ADAPTER_SLOTS]) if adds else batch
 
     def _computed(self, batch: StepBatch) -> Tensor:

@@ -33,7 +33,6 @@ def compute_eagerly(
         inputs.query_start,
         columns.states,
         *columns.sampling,
-        *inputs.slot_mappings,
         *([] if columns.adapter_slots is None else [columns.adapter_slots]),
     ]
     int32 = [column.astype(np.int32) for column in host]
@@ -41,7 +40,6 @@ def compute_eagerly(
     token_ids, positions, token_rows, seq_rows = (next(sent) for _ in range(4))
     context_lens, query_start, states = (next(sent) for _ in range(3))
     row_ids, outputs, mask_rows = (next(sent) for _ in columns.sampling)
-    slots = [next(sent) for _ in inputs.slot_mappings]
     adapters: RowAdapters = ()
     of_states: RowAdapters = ()
     if columns.adapter_slots is not None:
@@ -53,8 +51,7 @@ def compute_eagerly(
         batch = whole_texts(inputs, token_ids.device)
     else:
         batch = state.sampler.prepare(
-            StepInputs(token_ids, positions, slots[0], token_rows, seq_rows, context_lens),
-            slots,
+            StepInputs(token_ids, positions, token_rows, seq_rows, context_lens),
             caches,
             query_start,
             inputs.max_context_len,

@@ -88,6 +88,7 @@ class DeviceRows:
         self.sampling = SamplingTables(
             params=zeros(num_rows + 1, len(SamplingParam), dtype=torch.int64),
             latest=zeros(num_rows + 1, dtype=torch.int64),
+            num_ahead=zeros(num_rows + 1),
             counts=zeros(num_rows if num_counted is None else num_counted, vocab_size),
             edit_tokens=zeros(num_rows + 1, MAX_EDITS),
             edit_values=zeros(num_rows + 1, MAX_EDITS, dtype=torch.float32),

@@ -40,11 +40,13 @@ class StepKernels(Protocol):
         self,
         inputs: StepInputs,
         latest: Tensor,
+        num_ahead: Tensor,
         block_tables: Tensor,
         block_size: int,
         max_blocks: int,
     ) -> PreparedInputs:
-        """Combine the inputs sent by the host with tokens and block tables on the device."""
+        """Combine the inputs sent by the host with tokens, progress and block tables on the
+        device."""
         ...
 
     def edit(self, logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
@@ -134,36 +136,37 @@ class DeviceSampler:
     def prepare(
         self,
         inputs: StepInputs,
-        slot_mappings: Sequence[Tensor],
         caches: Sequence[LayerMemory],
         query_start: Tensor,
         max_context_len: int,
         **metadata: Any,
     ) -> StepBatch:
-        """Prepare the inputs of the model. slot_mappings: of each cache group, the first one's in
-        `inputs`, too; metadata: other fields of `AttentionMetadata` that the host decides."""
+        """Prepare the inputs of the model. metadata: other fields of `AttentionMetadata` that the
+        host decides."""
         attention = []
-        for slots, tables, group in zip(
-            slot_mappings, self._block_tables, self._groups, strict=True
-        ):
-            token_ids, positions, slot_mapping, block_tables = self._kernels.prepare(
-                inputs._replace(slot_mapping=slots if group.has_tokens else inputs.positions),
+        for tables, group in zip(self._block_tables, self._groups, strict=True):
+            prepared = self._kernels.prepare(
+                inputs,
                 self._tables.latest,
+                self._tables.num_ahead,
                 tables,
                 group.block_tokens,
                 group.table_width(max_context_len),
             )
             of_all = AttentionMetadata(
                 query_start=query_start,
-                context_lens=inputs.context_lens,
-                block_tables=block_tables,
-                slot_mapping=slot_mapping if group.has_tokens else slot_mapping[:0],
+                context_lens=prepared.context_lens,
+                block_tables=prepared.block_tables,
+                slot_mapping=prepared.slot_mapping[: None if group.has_tokens else 0],
                 max_context_len=max_context_len,
                 **metadata,
             )
             attention.append(of_all.in_chunks(group.chunk, group.block_tokens))
         return StepBatch(
-            token_ids=token_ids, positions=positions, attention=tuple(attention), caches=caches
+            token_ids=prepared.token_ids,
+            positions=prepared.positions,
+            attention=tuple(attention),
+            caches=caches,
         )
 
     def sample(self, logits: Tensor, rows: SamplingRows, outcome: Tensor) -> None:
@@ -195,6 +198,7 @@ class DeviceSampler:
         own = SamplingTables(
             params=tables.params.index_select(0, row_ids),
             latest=tables.latest.index_select(0, row_ids),
+            num_ahead=tables.num_ahead.index_select(0, row_ids),
             counts=counts,
             edit_tokens=tables.edit_tokens.index_select(0, row_ids),
             edit_values=tables.edit_values.index_select(0, row_ids),

@@ -9,7 +9,7 @@ from tests.support.plans import block_table, new_sequence
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.errors import InvalidPlan
 from worker_service.plan import RowErrorReason
-from worker_service.runner.batch.inputs import lay_out
+from worker_service.runner.batch.inputs import lay_out, slot_mapping
 from worker_service.runner.state.sequence_table import SequenceTable
 
 GROWING = CacheGroup(block_tokens=4)
@@ -158,6 +158,6 @@ def test_slots_are_those_of_each_groups_blocks() -> None:
     table = empty_table(GROWING, WINDOW)
     row = add(table, 1, [(0, 0, [1, 2, 3, 4, 5]), (1, 1, [10, 11])], num_computed=17)
     inputs = lay_out(np.array([row]), np.array([17]), np.array([3], np.int32), table)
-    growing, window = (slots.tolist() for slots in inputs.slot_mappings)
+    growing, window = (slot_mapping(inputs, tables).tolist() for tables in table.tables)
     assert growing == [5 * 4 + 1, 5 * 4 + 2, 5 * 4 + 3]
     assert window == [11 * 8 + 1, 11 * 8 + 2, 11 * 8 + 3]
