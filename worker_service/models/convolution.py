@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata, StateUnits
 from pagewire_kernels.reference.backend import LayerKernels
-from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerState, StateArray
-from worker_service.models.layers import RotaryTable
 from worker_service.models.linear import Linear, RowParallelLinear
-from worker_service.models.native import LayerInputs
+from worker_service.models.native import LayerInputs, MixerPlace
 
 _UNIT_CHANNELS = 16
 """Channels of a unit are a multiple of this, unless all channels are one unit."""
@@ -106,44 +104,31 @@ class ShortConvolutionSpec:
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the channels."""
-        layout.even_shard(self.num_channels, "channels of the convolution")
+        self.channels(layout)
+
+    def channels(self, layout: Layout) -> Shard:
+        """The channels of this rank."""
+        return layout.even_shard(self.num_channels, "channels of the convolution")
 
     def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerState, ...]:
         """The convolution's inputs."""
-        channels = self._channels(context.communicator.layout).size
+        channels = self.channels(context.communicator.layout).size
         return (LayerState(arrays=(convolution_state(channels, self.width, context.dtype),)),)
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "ShortConvolution":
+    def build(self, place: MixerPlace) -> "ShortConvolution":
         """See `decoder.MixerSpec`."""
-        channels = self._channels(context.communicator.layout)
-        return ShortConvolution(self, channels, inputs, size, context, kernels.layers)
-
-    def _channels(self, layout: Layout) -> Shard:
-        return layout.even_shard(self.num_channels, "channels of the convolution")
+        return ShortConvolution(self, place)
 
 
 class ShortConvolution(nn.Module):
     """See `ShortConvolutionSpec`. Each rank has some channels."""
 
-    def __init__(
-        self,
-        spec: ShortConvolutionSpec,
-        channels: Shard,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, spec: ShortConvolutionSpec, place: MixerPlace) -> None:
         super().__init__()
+        context, kernels = place.context, place.kernels.layers
+        channels = spec.channels(context.communicator.layout)
         self.inputs = Linear(
-            Shard.full(inputs),
+            Shard.full(place.inputs),
             consecutive([channels] * 3),
             bias=spec.bias,
             context=context,
@@ -152,7 +137,7 @@ class ShortConvolution(nn.Module):
         self.convolution = CausalConvolution(
             [channels], spec.width, bias=spec.bias, context=context, kernels=kernels
         )
-        self.output = RowParallelLinear(channels, size, bias=spec.bias, context=context)
+        self.output = RowParallelLinear(channels, place.size, bias=spec.bias, context=context)
         self._kernels = kernels
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:

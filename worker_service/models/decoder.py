@@ -37,6 +37,7 @@ from worker_service.models.layers import (
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
 from worker_service.models.native import (
     LayerInputs,
+    MixerPlace,
     ModelSettings,
     NativeLayer,
     NativeModel,
@@ -208,16 +209,9 @@ class AttentionSpec:
         )
         return (kv,)
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "Attention":
+    def build(self, place: MixerPlace) -> "Attention":
         """See `MixerSpec`."""
-        return Attention(self, inputs, size, context, kernels, rotary)
+        return Attention(self, place)
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the heads."""
@@ -256,16 +250,8 @@ class MixerSpec(Protocol):
     def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerKV | LayerState, ...]:
         """What a rank keeps of a sequence: keys and values, a state, or both."""
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> Mixer:
-        """The part, a `nn.Module`: inputs, size: width of the rows that it gets, and of those that
-        it makes. `LayerSpec.names` lists its attributes that have tensors."""
+    def build(self, place: MixerPlace) -> Mixer:
+        """The part, a `nn.Module`. `LayerSpec.names` lists its attributes that have tensors."""
 
 
 class FeedForwardSpec(Protocol):
@@ -423,17 +409,9 @@ class DecoderSettings(ModelSettings):
 class Attention(nn.Module):
     """Attention of a layer; queries, keys and values are one product."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> None:
-        """inputs, size: width of the rows that it gets, and of those that it makes."""
+    def __init__(self, spec: AttentionSpec, place: MixerPlace) -> None:
         super().__init__()
+        context, kernels, rotary = place.context, place.kernels, place.rotary
         s, layout = spec, context.communicator.layout
         heads = layout.even_shard(s.num_heads, "attention heads")
         kv_heads = layout.kv_head_shard(s.num_kv_heads)
@@ -453,14 +431,14 @@ class Attention(nn.Module):
             assert not s.has_pairs
             outputs[0], orders[0] = attended.times(2), _gates_order(heads.size, s.head_dim)
         self.qkv = Linear(
-            Shard.full(inputs),
+            Shard.full(place.inputs),
             outputs,
             bias=s.qkv_bias,
             context=context,
             sources=sources,
             orders=orders,
         )
-        self.output = RowParallelLinear(attended, size, bias=s.output_bias, context=context)
+        self.output = RowParallelLinear(attended, place.size, bias=s.output_bias, context=context)
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if s.head_norm is not None:
@@ -715,10 +693,10 @@ class DecoderLayer(NativeLayer):
         }
         for name, has_norm in has_norms.items():
             setattr(self, name, spec.norm.build(size, context, kernels) if has_norm else None)
-        inputs = attention_inputs or size
         self.attention: Mixer | None = None
         if mixer is not None:
-            self.attention = mixer.build(inputs, size, context, kernels, rotary)
+            inputs = attention_inputs or size
+            self.attention = mixer.build(MixerPlace(inputs, size, context, kernels, rotary))
         self.feed_forward: nn.Module | None = None
         if feed_forward is not None:
             self.feed_forward = feed_forward.build(size, context, kernels)

@@ -12,15 +12,13 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.reference.backend import LayerKernels
-from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.convolution import CausalConvolution, convolution_state
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import LayerState, StateArray
-from worker_service.models.layers import RMSNorm, RotaryTable, Vector
+from worker_service.models.layers import RMSNorm, Vector
 from worker_service.models.linear import Linear, RowParallelLinear
-from worker_service.models.native import LayerInputs
+from worker_service.models.native import LayerInputs, MixerPlace
 
 
 class DeltaStorage(Enum):
@@ -96,34 +94,21 @@ class GatedDeltaNetSpec:
         )
         return (LayerState(arrays=(inputs, heads)),)
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "GatedDeltaNet":
+    def build(self, place: MixerPlace) -> "GatedDeltaNet":
         """See `decoder.MixerSpec`."""
-        return GatedDeltaNet(self, inputs, size, context, kernels.layers)
+        return GatedDeltaNet(self, place)
 
 
 class GatedDeltaNet(nn.Module):
     """See `GatedDeltaNetSpec`. Each rank has some heads of keys, and those of values for them."""
 
-    def __init__(
-        self,
-        spec: GatedDeltaNetSpec,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, spec: GatedDeltaNetSpec, place: MixerPlace) -> None:
         super().__init__()
+        context, kernels = place.context, place.kernels.layers
         s, layout = spec, context.communicator.layout
         key_heads, channels = s.key_heads(layout), s.channels(layout)
         heads = key_heads.times(s.group)
-        values, rows = heads.times(s.value_dim), Shard.full(inputs)
+        values, rows = heads.times(s.value_dim), Shard.full(place.inputs)
         parts, gates = [*channels, values], [heads, heads]
         if s.storage is DeltaStorage.BY_KEY_HEAD:
             sizes = s.key_dim, s.key_dim, s.group * s.value_dim, s.group * s.value_dim
@@ -139,7 +124,7 @@ class GatedDeltaNet(nn.Module):
         )
         self.decay, self.decay_bias = Vector(heads, context), Vector(heads, context)
         self.norm = RMSNorm(s.value_dim, s.eps, context, kernels)
-        self.output = RowParallelLinear(values, size, bias=False, context=context)
+        self.output = RowParallelLinear(values, place.size, bias=False, context=context)
         self._spec, self._kernels, self._num_heads = s, kernels, heads.size
         self._key_size = key_heads.size * s.key_dim
 
@@ -208,31 +193,18 @@ class KimiDeltaSpec:
         heads = StateArray(num_units=num_heads, shape=(size, size), dtype=torch.float32)
         return (LayerState(arrays=(inputs, heads)),)
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "KimiDeltaAttention":
+    def build(self, place: MixerPlace) -> "KimiDeltaAttention":
         """See `decoder.MixerSpec`."""
-        return KimiDeltaAttention(self, inputs, size, context, kernels.layers)
+        return KimiDeltaAttention(self, place)
 
 
 class KimiDeltaAttention(nn.Module):
     """See `KimiDeltaSpec`. Each rank has some heads."""
 
-    def __init__(
-        self,
-        spec: KimiDeltaSpec,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, spec: KimiDeltaSpec, place: MixerPlace) -> None:
         super().__init__()
-        heads, rows = spec.heads(context.communicator.layout), Shard.full(inputs)
+        context, kernels = place.context, place.kernels.layers
+        heads, rows = spec.heads(context.communicator.layout), Shard.full(place.inputs)
         values, narrow = heads.times(spec.head_dim), Shard.full(spec.head_dim)
         self.inputs = Linear(rows, [values] * 3, bias=False, context=context)
         self.narrow = Linear(rows, [narrow, narrow, heads], bias=False, context=context)
@@ -249,7 +221,7 @@ class KimiDeltaAttention(nn.Module):
         self.decay = Vector(heads, context, axes_before=2, axes_after=1)
         self.decay_bias = Vector(values, context)
         self.norm = RMSNorm(spec.head_dim, spec.eps, context, kernels)
-        self.output = RowParallelLinear(values, size, bias=False, context=context)
+        self.output = RowParallelLinear(values, place.size, bias=False, context=context)
         self._kernels, self._num_heads, self._head_dim = kernels, heads.size, spec.head_dim
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from pagewire_kernels.quantized_weight import QuantizedWeight
-from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerKV
@@ -22,11 +21,10 @@ from worker_service.models.layers import (
     PagedAttention,
     RMSNorm,
     RotarySettings,
-    RotaryTable,
     halves_order,
 )
 from worker_service.models.linear import HeadsProduct, Linear, LinearPart, RowParallelLinear
-from worker_service.models.native import LayerInputs
+from worker_service.models.native import LayerInputs, MixerPlace
 
 _MAX_SCALED = 32
 """Elements of a query that are scaled together: the tables of factors are half as wide."""
@@ -80,32 +78,18 @@ class LatentAttentionSpec:
         size = self.latent_dim + self.rotary_dim
         return (LayerKV(num_kv_heads=1, head_dim=size, has_values=False),)
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "LatentAttention":
-        """The part for rows of this many inputs, which makes rows of this size."""
-        assert rotary is not None, "its settings are given"
-        return LatentAttention(self, inputs, size, context, kernels, rotary)
+    def build(self, place: MixerPlace) -> "LatentAttention":
+        """See `decoder.MixerSpec`."""
+        return LatentAttention(self, place)
 
 
 class LatentAttention(nn.Module):
     """See `LatentAttentionSpec`. Each rank has some heads, and all latents."""
 
-    def __init__(
-        self,
-        spec: LatentAttentionSpec,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable,
-    ) -> None:
+    def __init__(self, spec: LatentAttentionSpec, place: MixerPlace) -> None:
         super().__init__()
+        context, kernels, rotary = place.context, place.kernels, place.rotary
+        assert rotary is not None, "its settings are given"
         s, layout = spec, context.communicator.layout
         heads = layout.even_shard(s.num_heads, "attention heads")
         head_dim, latents = s.key_dim + s.rotary_dim, Shard.full(s.latent_dim + s.rotary_dim)
@@ -117,7 +101,7 @@ class LatentAttention(nn.Module):
         is_direct = s.query_latent_dim is None
         first = queries if s.query_latent_dim is None else Shard.full(s.query_latent_dim)
         self.inputs = Linear(
-            Shard.full(inputs),
+            Shard.full(place.inputs),
             [first, latents],
             bias=s.bias,
             context=context,
@@ -131,7 +115,7 @@ class LatentAttention(nn.Module):
         self.latent_norm = RMSNorm(s.latent_dim, s.eps, context, kernels.layers)
         self.expansion = Expansion(s, heads, context)
         self.output = RowParallelLinear(
-            heads.times(s.value_dim), size, bias=s.bias, context=context
+            heads.times(s.value_dim), place.size, bias=s.bias, context=context
         )
         self.paged = PagedAttention(kernels.attention, scale=s.scale)
         self._spec, self._rotary, self._kernels = s, rotary, kernels.layers

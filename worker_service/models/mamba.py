@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.reference.backend import LayerKernels
-from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.convolution import (
     CausalConvolution,
@@ -22,9 +20,9 @@ from worker_service.models.convolution import (
 from worker_service.models.decoder import AttentionSpec, NormSpec
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerKV, LayerState, StateArray
-from worker_service.models.layers import RMSNorm, RotarySettings, RotaryTable, Vector
+from worker_service.models.layers import RMSNorm, RotarySettings, Vector
 from worker_service.models.linear import Linear, RowParallelLinear
-from worker_service.models.native import LayerInputs
+from worker_service.models.native import LayerInputs, MixerPlace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +68,9 @@ class Mamba1Spec:
         states = units_of_channels(channels, self.state_size, torch.float32)
         return (LayerState(arrays=(convolution, states)),)
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "Mamba1":
+    def build(self, place: MixerPlace) -> "Mamba1":
         """See `decoder.MixerSpec`."""
-        return Mamba1(self, inputs, size, context, kernels.layers)
+        return Mamba1(self, place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,16 +139,9 @@ class Mamba2Spec:
         states = StateArray(num_units=num_heads, shape=shape, dtype=torch.float32)
         return (LayerState(arrays=(convolution, states)),)
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "Mamba2":
+    def build(self, place: MixerPlace) -> "Mamba2":
         """See `decoder.MixerSpec`."""
-        return Mamba2(self, inputs, size, context, kernels.layers)
+        return Mamba2(self, place)
 
 
 def _negative_exp(x: Tensor) -> Tensor:
@@ -203,18 +187,12 @@ class Decay(nn.Module):
 class Mamba1(nn.Module):
     """See `Mamba1Spec`. Each rank has some channels."""
 
-    def __init__(
-        self,
-        spec: Mamba1Spec,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, spec: Mamba1Spec, place: MixerPlace) -> None:
         super().__init__()
+        context, kernels = place.context, place.kernels.layers
         s, channels = spec, spec.channels(context.communicator.layout)
         self.inputs = Linear(
-            Shard.full(inputs),
+            Shard.full(place.inputs),
             consecutive([channels] * 2),
             bias=s.bias,
             context=context,
@@ -241,7 +219,7 @@ class Mamba1(nn.Module):
         self.time_step = Linear(rank, [channels], bias=False, context=context)
         self.time_step_bias, self.skip = Vector(channels, context), Vector(channels, context)
         self.decay = Decay(channels, context, s.state_size)
-        self.output = RowParallelLinear(channels, size, bias=s.bias, context=context)
+        self.output = RowParallelLinear(channels, place.size, bias=s.bias, context=context)
         self._kernels = kernels
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -272,23 +250,15 @@ class Mamba1(nn.Module):
 class Mamba2(nn.Module):
     """See `Mamba2Spec`. Each rank has some groups of heads, or a part of one."""
 
-    def __init__(
-        self,
-        spec: Mamba2Spec,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, spec: Mamba2Spec, place: MixerPlace) -> None:
         super().__init__()
+        context, kernels = place.context, place.kernels.layers
         s, layout = spec, context.communicator.layout
         heads, groups = s.shards(layout)
         channels = s.channels(layout)
         inner = channels[0]
-        parts = [inner, *channels, heads]
-        self.inputs = Linear(
-            Shard.full(inputs), consecutive(parts), bias=s.bias, context=context, sources=[0] * 5
-        )
+        rows, parts = Shard.full(place.inputs), consecutive([inner, *channels, heads])
+        self.inputs = Linear(rows, parts, bias=s.bias, context=context, sources=[0] * 5)
         self.convolution = CausalConvolution(
             consecutive(channels),
             s.width,
@@ -300,7 +270,7 @@ class Mamba2(nn.Module):
         self.time_step_bias, self.skip = Vector(heads, context), Vector(heads, context)
         self.decay = Decay(heads, context)
         self.norm = None if s.norm is None else Vector(inner, context)
-        self.output = RowParallelLinear(inner, size, bias=s.output_bias, context=context)
+        self.output = RowParallelLinear(inner, place.size, bias=s.output_bias, context=context)
         self._spec, self._kernels = s, kernels
         self._sizes = [part.size for part in parts]
         self._groups, self._communicator = groups, context.communicator
@@ -396,35 +366,20 @@ class ParallelMixerSpec:
         parts = self.attention, self.mamba
         return tuple(kept for part in parts for kept in part.kept(context, max_model_len))
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "ParallelMixer":
+    def build(self, place: MixerPlace) -> "ParallelMixer":
         """See `decoder.MixerSpec`."""
-        return ParallelMixer(self, inputs, size, context, kernels, rotary)
+        return ParallelMixer(self, place)
 
 
 class ParallelMixer(nn.Module):
     """See `ParallelMixerSpec`."""
 
-    def __init__(
-        self,
-        spec: ParallelMixerSpec,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> None:
+    def __init__(self, spec: ParallelMixerSpec, place: MixerPlace) -> None:
         super().__init__()
-        self.attention = spec.attention.build(inputs, size, context, kernels, rotary)
-        self.mamba = spec.mamba.build(inputs, size, context, kernels, None)
+        self.attention = spec.attention.build(place)
+        self.mamba = spec.mamba.build(place)
         self.paged = self.attention.paged
-        self._spec, self._kernels = spec, kernels.layers
+        self._spec, self._kernels = spec, place.kernels.layers
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""

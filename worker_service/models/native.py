@@ -29,6 +29,7 @@ from worker_service.models.layers import (
     LayerNorm,
     PagedAttention,
     RMSNorm,
+    RotaryTable,
     norm_targets,
 )
 from worker_service.models.linear import Linear, Packable, VocabEmbedding, VocabHead
@@ -96,6 +97,21 @@ class LayerInputs(NamedTuple):
     def states(self) -> LayerStates:
         """The parts of the state of a layer that has one."""
         return cast(LayerStates, self.memory)
+
+
+class MixerPlace(NamedTuple):
+    """The layer for which a `decoder.MixerSpec` builds its part."""
+
+    inputs: int
+    """Width of the rows that the part gets."""
+
+    size: int
+    """Width of the rows that it makes."""
+
+    context: ModelContext
+    kernels: Kernels
+    rotary: RotaryTable | None
+    """The table of `decoder.MixerSpec.rotary`."""
 
 
 class NativeLayer(nn.Module, ABC):

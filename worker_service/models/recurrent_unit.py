@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.reference.backend import LayerKernels
-from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.convolution import (
     CausalConvolution,
@@ -21,10 +19,10 @@ from worker_service.models.convolution import (
 )
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerState
-from worker_service.models.layers import ACTIVATIONS, RotaryTable
+from worker_service.models.layers import ACTIVATIONS
 from worker_service.models.linear import HeadsProduct, Linear, RowParallelLinear
 from worker_service.models.mamba import Decay
-from worker_service.models.native import LayerInputs
+from worker_service.models.native import LayerInputs, MixerPlace
 
 
 def _rates(parameters: Tensor) -> Tensor:
@@ -70,16 +68,9 @@ class RecurrentUnitSpec:
         convolution = convolution_state(channels, self.width, context.dtype)
         return (LayerState(arrays=(convolution, units_of_channels(channels, 1, torch.float32))),)
 
-    def build(
-        self,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: Kernels,
-        rotary: RotaryTable | None,
-    ) -> "RecurrentUnit":
+    def build(self, place: MixerPlace) -> "RecurrentUnit":
         """See `decoder.MixerSpec`."""
-        return RecurrentUnit(self, inputs, size, context, kernels.layers)
+        return RecurrentUnit(self, place)
 
 
 class Gates(nn.Module):
@@ -125,16 +116,10 @@ class Gates(nn.Module):
 class RecurrentUnit(nn.Module):
     """See `RecurrentUnitSpec`. Each rank has some blocks of channels."""
 
-    def __init__(
-        self,
-        spec: RecurrentUnitSpec,
-        inputs: int,
-        size: int,
-        context: ModelContext,
-        kernels: LayerKernels,
-    ) -> None:
+    def __init__(self, spec: RecurrentUnitSpec, place: MixerPlace) -> None:
         super().__init__()
-        channels, rows = spec.channels(context.communicator.layout), Shard.full(inputs)
+        context, kernels = place.context, place.kernels.layers
+        channels, rows = spec.channels(context.communicator.layout), Shard.full(place.inputs)
         self.gate = Linear(rows, [channels], bias=True, context=context)
         self.inputs = Linear(rows, [channels], bias=True, context=context)
         self.convolution = CausalConvolution(
@@ -142,7 +127,7 @@ class RecurrentUnit(nn.Module):
         )
         self.gates = Gates(spec, context)
         self.decay = Decay(channels, context, function=_rates)
-        self.output = RowParallelLinear(channels, size, bias=True, context=context)
+        self.output = RowParallelLinear(channels, place.size, bias=True, context=context)
         self._activation, self._kernels = ACTIVATIONS[spec.activation], kernels
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
