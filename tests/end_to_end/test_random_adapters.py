@@ -27,7 +27,7 @@ from tests.support.deployment import Deployment, Received
 from tests.support.in_process import AheadWorker, InProcessWorker
 from tests.support.lora import random_adapter, random_prompt
 from tests.support.random_configurations import Configuration, with_adapters
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.models.adapters import AdapterSlots
 from worker_service.models.interface import Model
@@ -77,7 +77,7 @@ def drawn_configuration(number: int, *, speculates: bool = False) -> Configurati
 
 
 @cache
-def adapters_of(name: str) -> list[LoraAdapter]:
+def adapters_of(name: str) -> list[ModelAdapter]:
     """Those of a model, of several ranks, and prompts."""
     target = model(name)
     assert isinstance(target, NativeModel)
@@ -92,7 +92,7 @@ def adapters_of(name: str) -> list[LoraAdapter]:
 def give_slots(target: Model, name: str, max_loras: int) -> None:
     """Let a model apply the adapters that a plan names."""
     assert isinstance(target, NativeModel)
-    every: AdapterStore[LoraAdapter] = AdapterStore(NUM_ADAPTERS)
+    every: AdapterStore[ModelAdapter] = AdapterStore(NUM_ADAPTERS)
     for adapter in adapters_of(name):
         every.add(adapter)
     target.adapters = AdapterSlots(target, every, max_loras, MAX_RANK)

@@ -26,7 +26,7 @@ from scheduler_service.core.request import Generation
 from scheduler_service.errors import GenerationFailed
 from tests.support.in_process import FRONTEND, MODEL, InProcessWorker
 from tests.support.random_configurations import Configuration, Job, Loss
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.models.interface import Model
 
 MAX_TICKS = 5_000
@@ -83,7 +83,7 @@ class Deployment:
         model: Model,
         prompts: list[list[int]],
         worker_type: Callable[..., InProcessWorker] = InProcessWorker,
-        adapters: Sequence[LoraAdapter] = (),
+        adapters: Sequence[ModelAdapter] = (),
     ) -> None:
         """`prompts` are those of the jobs, with what they follow. `adapters`: those of the jobs, by
         number; the model has slots for them."""

@@ -40,7 +40,7 @@ from tests.support.runners import (
     recorded_on_gpu,
     speculating,
 )
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.array_types import Int32Array
 from worker_service.cache_groups import CacheGroup as WorkerCacheGroup
@@ -111,7 +111,7 @@ class InProcessWorker:
         """make_runner: None makes the one that a worker on this device has. max_loras: adapters of
         the requests that the worker has at a time; 0: it refuses adapters."""
         self._max_loras = max_loras
-        self.adapters: AdapterStore[LoraAdapter] | None = None
+        self.adapters: AdapterStore[ModelAdapter] | None = None
         """Those that the worker holds."""
         self._num_speculative_tokens = num_speculative_tokens
         self._model = model

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from worker_service.adapters.lora import STACKS, WEIGHTS_FILE, LoraAdapter, LoraModule
+from worker_service.adapters.peft_format import STACKS, WEIGHTS_FILE, LoraModule, ModelAdapter
 from worker_service.models.adapters import layers_of
 from worker_service.models.native import NativeModel
 
@@ -118,15 +118,15 @@ def make_prompt(
         return PeftAdapter(folder, PeftModel.from_pretrained(plain, folder).eval())
 
 
-def random_prompt(model: NativeModel, seed: int, *, num_tokens: int) -> LoraAdapter:
+def random_prompt(model: NativeModel, seed: int, *, num_tokens: int) -> ModelAdapter:
     """A prompt adapter with random embeddings."""
     generator = torch.Generator().manual_seed(seed)
     size = model.virtual_token_size
     assert size is not None, "tokens cannot be replaced"
-    return LoraAdapter.of_modules({}, torch.randn(num_tokens, size, generator=generator))
+    return ModelAdapter.of_modules({}, torch.randn(num_tokens, size, generator=generator))
 
 
-def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> LoraAdapter:
+def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> ModelAdapter:
     """An adapter with random matrices of all layers of a model of one rank."""
     generator = torch.Generator().manual_seed(seed)
     modules = {}
@@ -138,4 +138,4 @@ def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> LoraAdapt
             a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
             b = torch.randn(num_outputs, rank, generator=generator) * rank**-0.5
             modules[name] = LoraModule(a, b, 1.0)
-    return LoraAdapter.of_modules(modules)
+    return ModelAdapter.of_modules(modules)

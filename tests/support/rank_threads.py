@@ -23,7 +23,7 @@ from tests.support.in_process import (
 from tests.support.runners import AllDrafts, HostEvent, LateEvent
 from tests.support.vocabularies import grammars
 from tools.launch import free_port
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.address import TcpAddress
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
@@ -188,7 +188,7 @@ class RankThreads:
         for future in joining:
             future.result()
 
-    def add_adapter(self, adapter: LoraAdapter) -> None:
+    def add_adapter(self, adapter: ModelAdapter) -> None:
         """Let all ranks hold an adapter, as from another worker."""
         for rank in self.ranks:
             assert rank.executor.adapters.add([adapter.content]) == adapter.info

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.support.vocabularies import grammars
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -93,7 +93,7 @@ def host(
     model: Model,
     cache: CacheEngine,
     block_size: int,
-    adapters: AdapterStore[LoraAdapter] | None = None,
+    adapters: AdapterStore[ModelAdapter] | None = None,
     speculation: Speculation | None = None,
 ) -> ModelRunner:
     """What a worker on a CPU has. adapters: those that sequences may have; None: none."""
@@ -128,7 +128,7 @@ def speculating(
     model: Model,
     cache: CacheEngine,
     block_size: int,
-    adapters: AdapterStore[LoraAdapter] | None = None,
+    adapters: AdapterStore[ModelAdapter] | None = None,
     kind: Callable[..., ModelRunner] = host,
 ) -> ModelRunner:
     """A runner of this kind with drafts, whatever they cost."""
@@ -143,7 +143,7 @@ def _launching(
     block_size: int,
     state: DeviceState,
     make_event: Callable[[], DeviceEvent],
-    adapters: AdapterStore[LoraAdapter] | None,
+    adapters: AdapterStore[ModelAdapter] | None,
     speculation: Speculation | None,
 ) -> ModelRunner:
     """Launches ahead. adapters: those that sequences may have, whose slots the model has; None:
@@ -165,7 +165,7 @@ def eager(
     model: Model,
     cache: CacheEngine,
     block_size: int,
-    adapters: AdapterStore[LoraAdapter] | None = None,
+    adapters: AdapterStore[ModelAdapter] | None = None,
     speculation: Speculation | None = None,
 ) -> ModelRunner:
     """Launches ahead, replays nothing."""
@@ -178,7 +178,7 @@ def recorded(
     cache: CacheEngine,
     block_size: int,
     num_rows: int = 64,
-    adapters: AdapterStore[LoraAdapter] | None = None,
+    adapters: AdapterStore[ModelAdapter] | None = None,
     speculation: Speculation | None = None,
 ) -> ModelRunner:
     """Replays steps in padded batches, on a device that is as late as can be, and which has room
@@ -193,7 +193,7 @@ def recorded_on_gpu(
     model: Model,
     cache: CacheEngine,
     block_size: int,
-    adapters: AdapterStore[LoraAdapter] | None = None,
+    adapters: AdapterStore[ModelAdapter] | None = None,
     speculation: Speculation | None = None,
 ) -> ModelRunner:
     """What a worker with a GPU has, less constraints: replays decodes, if the model can be

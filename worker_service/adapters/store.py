@@ -143,7 +143,8 @@ class AdapterStore(Generic[AdapterT]):
         """The digest of a sequence's adapter; empty if it has none.
 
         Raises InvalidPlan if it has several, one that is not held here, or one for some positions,
-        and if its prompt has no tokens after the adapter's.
+        one of a prompt although it becomes a vector, and if its prompt has no tokens after the
+        adapter's.
         """
         found = b""
         for index, part in enumerate(new.context):
@@ -162,6 +163,10 @@ class AdapterStore(Generic[AdapterT]):
                 problem = f"expected an adapter that is loaded here, got {found.hex()}"
                 raise InvalidPlan(f"{path}.digest", problem)
             number = held.info.num_virtual_tokens
+            if number and new.pooling is not None:
+                expected = "expected an adapter of layers for a sequence that becomes a vector"
+                problem = f"{expected}, got one with {number} virtual tokens"
+                raise InvalidPlan(f"{path}.digest", problem)
             if new.parent_seq_id is None and 0 < new.num_prompt_tokens <= number:
                 expected = f"expected more than the {number} virtual tokens of its adapter"
                 got = new.num_prompt_tokens

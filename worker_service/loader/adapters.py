@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from worker_service.adapters.lora import LoraAdapter, read_lora
+from worker_service.adapters.peft_format import ModelAdapter, read_peft
 from worker_service.errors import BadAdapter
 from worker_service.loader.gguf_adapter import read_gguf_lora
 from worker_service.loader.gguf_file import is_gguf
@@ -16,12 +16,12 @@ from worker_service.loader.weights import open_checkpoint
 from worker_service.models.native import NativeModel
 
 
-def read_adapter(path: str, loaded: LoadedModel) -> LoraAdapter:
+def read_adapter(path: str, loaded: LoadedModel) -> ModelAdapter:
     """Read an adapter of a native model. Raises AdapterNotFound or BadAdapter."""
     place = resolve_adapter(path)
     if is_gguf(place):
         return read_gguf_lora(place, loaded.hf_config)
-    return read_lora(place, partial(_check_base_weight, loaded))
+    return read_peft(place, partial(_check_base_weight, loaded))
 
 
 def _check_base_weight(loaded: LoadedModel, name: str, saved: Tensor) -> None:

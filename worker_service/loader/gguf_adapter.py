@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from worker_service.adapters.lora import LoraAdapter, LoraModule, check_tensor, module_of
+from worker_service.adapters.peft_format import LoraModule, ModelAdapter, check_tensor, module_of
 from worker_service.errors import AdapterNotFound, BadAdapter, BadCheckpoint
 from worker_service.loader.gguf_file import Gguf, open_gguf
 from worker_service.loader.gguf_model import architecture_of
@@ -20,7 +20,7 @@ _EMBEDDING = "token_embd.weight"
 _PARTS = {"lora_a": "A", "lora_b": "B"}
 
 
-def read_gguf_lora(path: Path, config: Mapping[str, Any]) -> LoraAdapter:
+def read_gguf_lora(path: Path, config: Mapping[str, Any]) -> ModelAdapter:
     """Read an adapter of the model whose `config.json` this is.
 
     Raises AdapterNotFound if there is no such file, and BadAdapter for one that is damaged, is of
@@ -41,7 +41,7 @@ def read_gguf_lora(path: Path, config: Mapping[str, Any]) -> LoraAdapter:
         raise BadAdapter(f"{path}: expected at least one module, got none")
     alpha = gguf.metadata.get(_ALPHA, 0.0)
     modules = {module: _module(module, pair, alpha) for module, pair in pairs.items()}
-    return LoraAdapter.of_modules(modules)
+    return ModelAdapter.of_modules(modules)
 
 
 def _check_settings(path: Path, gguf: Gguf, architecture: str | None) -> None:

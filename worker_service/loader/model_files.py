@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
+from worker_service.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from worker_service.config import EMBEDDED, local_model
 from worker_service.errors import AdapterNotFound, BadCheckpoint, ModelNotFound
 from worker_service.load_progress import LoadProgress

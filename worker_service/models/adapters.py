@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import AdapterRows, RowAdapters, StepBatch
 from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas, PackedDelta
 from pagewire_kernels.slot_deltas import NO_SLOT, PackedSlot, SlotDeltas
-from worker_service.adapters.lora import STACKS, LoraAdapter, LoraModule
+from worker_service.adapters.peft_format import STACKS, LoraModule, ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
 from worker_service.models.experts import ExpertProduct, ExpertWeights
@@ -206,13 +206,13 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, model: NativeModel, store: AdapterStore[LoraAdapter], max_slots: int, max_rank: int
+        self, model: NativeModel, store: AdapterStore[ModelAdapter], max_slots: int, max_rank: int
     ) -> None:
         self._store, self._max_slots, self._max_rank = store, max_slots, max_rank
         self._model, self._step, self._head_step = model, _Step(), _Step()
         self._places: dict[str, list[_Place]] = {}
         self._layers: dict[Layer, LayerAdapters] = {}
-        self._packed: WeakKeyDictionary[LoraAdapter, Mapping[Layer, LayerDelta]] = (
+        self._packed: WeakKeyDictionary[ModelAdapter, Mapping[Layer, LayerDelta]] = (
             WeakKeyDictionary()
         )
         """Of all adapters in the store."""
@@ -235,7 +235,7 @@ class AdapterSlots:
         self._device = next((device for device in devices if device is not None), None)
         """The GPU that has the slots; None on a CPU."""
 
-    def _check(self, adapter: LoraAdapter) -> None:
+    def _check(self, adapter: ModelAdapter) -> None:
         if adapter.prompt is not None:
             self._check_prompt(*adapter.prompt.shape)
         for name, module in adapter.modules.items():
@@ -391,7 +391,7 @@ class AdapterSlots:
             self._prompts[slot] = prompt * self._model.virtual_token_scale
         return slot
 
-    def prepare(self, adapter: LoraAdapter) -> None:
+    def prepare(self, adapter: ModelAdapter) -> None:
         """Check an adapter, and pack it for the layers, so that filling a slot takes no time.
 
         May be called on any thread. Raises BadAdapter unless every module of the adapter is a
@@ -400,7 +400,7 @@ class AdapterSlots:
         self._check(adapter)
         self._prepared(adapter)
 
-    def _prepared(self, adapter: LoraAdapter) -> Mapping[Layer, LayerDelta]:
+    def _prepared(self, adapter: ModelAdapter) -> Mapping[Layer, LayerDelta]:
         if (found := self._packed.get(adapter)) is None:
             by_layer = self._by_layer(adapter.modules)
             found = {layer: self._layers[layer].pack(parts) for layer, parts in by_layer.items()}

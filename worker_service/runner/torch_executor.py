@@ -44,7 +44,7 @@ from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.drafting.eagle_drafter import EagleDrafter
 from worker_service.runner.drafting.speculation import DraftLengths, Speculation
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
-from worker_service.runner.lora_adapters import LoraAdapters
+from worker_service.runner.model_adapters import ModelAdapters
 from worker_service.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class TorchExecutor:
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._adapter_config = adapters or AdapterConfig()
-        self.adapters = LoraAdapters(self._adapter_config)
+        self.adapters = ModelAdapters(self._adapter_config)
         self._loaded: LoadedModel | None = None
         self._draft: Model | EagleHead | None = None
         self._draft_lengths = draft_lengths or DraftLengths()

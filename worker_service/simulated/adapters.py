@@ -65,9 +65,10 @@ class SimulatedAdapter:
 class SimulatedAdapters(AdapterLoader[SimulatedAdapter]):
     """Loads the adapters of a simulated worker."""
 
-    def __init__(self, config: AdapterConfig) -> None:
+    def __init__(self, config: AdapterConfig, *, generates: bool = True) -> None:
+        """generates: whether the model also generates tokens, and does not only make vectors."""
         super().__init__(config, _MAX_BYTES)
-        self._max_rank = config.max_lora_rank
+        self._max_rank, self._generates = config.max_lora_rank, generates
 
     def _read(self, path: str) -> SimulatedAdapter:
         return SimulatedAdapter.read(Path(path))
@@ -76,6 +77,9 @@ class SimulatedAdapters(AdapterLoader[SimulatedAdapter]):
         return SimulatedAdapter(bytes(content))
 
     def _prepare(self, adapter: SimulatedAdapter) -> None:
+        if adapter.info.num_virtual_tokens and not self._generates:
+            got = "the embeddings of a prompt"
+            raise BadAdapter(f"peft_type: expected LORA for a model that makes vectors, got {got}")
         least = 0 if adapter.info.num_virtual_tokens else 1
         if not least <= adapter.info.rank <= self._max_rank:
             expected = f"1 to {self._max_rank}, --max-lora-rank"

@@ -305,8 +305,8 @@ class SimulatedExecutor:
         """max_drafts: most drafts of a row; 0 adds none. adapters: without --enable-lora, sequences
         may name any adapter, which is not loaded."""
         self._config = config
-        self.adapters = SimulatedAdapters(adapters or AdapterConfig())
         self._groups = config.groups(block_size)
+        self.adapters = SimulatedAdapters(adapters or AdapterConfig(), generates=bool(self._groups))
         self._max_drafts = max_drafts
         self._last: SimulatedRunner | None = None
 

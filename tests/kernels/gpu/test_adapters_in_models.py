@@ -16,7 +16,7 @@ from tests.support.gpu_kernels import DEVICE, INTERPRETED, MARKS
 from tests.support.lora import random_adapter
 from tests.support.runners import EagerRecorder, HostEvent, host, make_cache
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.loader import load_model
@@ -44,8 +44,8 @@ NUM_DECODES = 2
 class Steps:
     """Runs sequences with adapters of a model on a CPU, or as on a GPU."""
 
-    def __init__(self, model: NativeModel, made: Sequence[LoraAdapter], *, on_gpu: bool) -> None:
-        self.store: AdapterStore[LoraAdapter] = AdapterStore(len(made))
+    def __init__(self, model: NativeModel, made: Sequence[ModelAdapter], *, on_gpu: bool) -> None:
+        self.store: AdapterStore[ModelAdapter] = AdapterStore(len(made))
         slots = AdapterSlots(model, self.store, MAX_LORAS, MAX_RANK)
         model.adapters = slots
         for adapter in made:

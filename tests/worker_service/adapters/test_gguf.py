@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.support.checkpoints import checkpoint
 from tests.support.gguf_files import make_gguf, write
 from tests.support.lora import EMBEDDING, HEAD, make_adapter
-from worker_service.adapters.lora import LoraAdapter, read_lora
+from worker_service.adapters.peft_format import ModelAdapter, read_peft
 from worker_service.adapters.store import AdapterInfo
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
 from worker_service.errors import AdapterNotFound, BadAdapter
@@ -49,7 +49,7 @@ SETTINGS: Mapping[str, Any] = {
 
 def write_adapter(
     path: Path,
-    adapter: LoraAdapter,
+    adapter: ModelAdapter,
     architecture: str,
     heads: Mapping[str, int],
     *,
@@ -88,7 +88,7 @@ def test_a_file_has_the_digest_of_the_folder_that_it_was_made_from(
 ) -> None:
     config = read_config(checkpoint(family))
     made = make_adapter(checkpoint(family), tmp_path / "peft", r=4, lora_alpha=ALPHA)
-    adapter = read_lora(made.folder)
+    adapter = read_peft(made.folder)
     heads = {}
     if architecture == "llama":
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
@@ -106,7 +106,7 @@ def test_heads_of_delta_nets_have_the_order_of_the_folder(tmp_path: Path) -> Non
     made = make_adapter(
         checkpoint("qwen3_5"), tmp_path / "peft", target_modules=names, lora_alpha=ALPHA
     )
-    adapter = read_lora(made.folder)
+    adapter = read_peft(made.folder)
     num_keys = config["linear_num_key_heads"]
     first = {"in_proj_qkv": 2 * num_keys * config["linear_key_head_dim"]}
 
@@ -123,7 +123,7 @@ def test_heads_of_delta_nets_have_the_order_of_the_folder(tmp_path: Path) -> Non
         else:
             b = interleaved(b, first.get(part, 0))
         changed[name] = module._replace(a=a, b=b)
-    write_adapter(tmp_path / "a.gguf", LoraAdapter.of_modules(changed), "qwen35", {})
+    write_adapter(tmp_path / "a.gguf", ModelAdapter.of_modules(changed), "qwen35", {})
     assert read_gguf_lora(tmp_path / "a.gguf", config).info == adapter.info
 
 
@@ -143,7 +143,7 @@ def load(base: Path, adapter: Path) -> AdapterInfo:
 
 def test_workers_load_a_file_for_a_base_in_either_format(tmp_path: Path) -> None:
     file, folder = make_gguf("llama", "F32", tmp_path)
-    adapter = read_lora(make_adapter(folder, tmp_path / "peft", lora_alpha=ALPHA).folder)
+    adapter = read_peft(make_adapter(folder, tmp_path / "peft", lora_alpha=ALPHA).folder)
     config = read_config(folder)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     write_adapter(tmp_path / "a.gguf", adapter, "llama", heads)
@@ -168,7 +168,7 @@ def test_files_that_mean_something_else_are_refused(
     architecture: str, settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     base = checkpoint("llama")
-    adapter = read_lora(make_adapter(base, tmp_path / "peft").folder)
+    adapter = read_peft(make_adapter(base, tmp_path / "peft").folder)
     write_adapter(tmp_path / "a.gguf", adapter, architecture, {}, **settings)
     with pytest.raises(BadAdapter, match=message):
         read_gguf_lora(tmp_path / "a.gguf", read_config(base))
@@ -177,7 +177,7 @@ def test_files_that_mean_something_else_are_refused(
 def test_the_embedding_and_the_head_are_those_of_the_folder(tmp_path: Path) -> None:
     base = checkpoint("llama")
     settings = {"targets": (EMBEDDING, HEAD), "r": 4, "lora_alpha": ALPHA}
-    adapter = read_lora(
+    adapter = read_peft(
         make_adapter(base, tmp_path / "peft", **settings).folder, lambda name, weight: None
     )
     assert set(adapter.modules) == set(VOCABULARY)

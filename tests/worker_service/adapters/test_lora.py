@@ -33,7 +33,7 @@ from tests.support.lora import (
 from tests.support.rank_threads import ParallelEngine
 from tests.support.transformers_oracle import oracle
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
-from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE, read_lora
+from worker_service.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_peft
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.errors import (
     AdapterNotFound,
@@ -233,7 +233,7 @@ def assert_core_equals_peft(
     config = AdapterConfig(enable_lora=True, max_loras=len(made))
     scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=24)
     engine = ParallelEngine(base, config=scheduler, adapters=config)
-    read = [read_lora(adapter.folder) for adapter in made]
+    read = [read_peft(adapter.folder) for adapter in made]
     digests, requests = [adapter.info.digest for adapter in read], []
     try:
         for adapter in read:
@@ -561,7 +561,7 @@ def test_modules_that_the_settings_do_not_name_are_a_warning(
 ) -> None:
     settings = json.loads((edited / CONFIG_FILE).read_text())
     (edited / CONFIG_FILE).write_text(json.dumps(settings | {"target_modules": targets}))
-    read_lora(edited)
+    read_peft(edited)
     assert ("PEFT would not" not in caplog.text) == is_named
 
 

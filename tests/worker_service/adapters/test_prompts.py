@@ -26,7 +26,7 @@ from tests.worker_service.adapters.test_lora import (
     executor,
     prompt,
 )
-from worker_service.adapters.lora import CONFIG_FILE, WEIGHTS_FILE
+from worker_service.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from worker_service.errors import BadAdapter, InvalidPlan
 from worker_service.runner.torch_executor import TorchExecutor
 

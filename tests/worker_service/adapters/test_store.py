@@ -1,6 +1,7 @@
 """The adapters of a worker on the host, and sequences of a simulated worker that name them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from worker_service.errors import (
     InvalidOption,
     InvalidPlan,
 )
-from worker_service.plan import ContextKind, ContextPart
+from worker_service.plan import ContextKind, ContextPart, PoolingParams, PoolingType
 from worker_service.simulated.adapters import SimulatedAdapters
 
 
@@ -84,6 +85,23 @@ def test_a_sequence_has_one_adapter_that_is_loaded(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidPlan, match=path):
             store.adapter_of(new_sequence(context=context), "new")
+
+
+def test_prompts_are_refused_for_vectors(tmp_path: Path) -> None:
+    folder = tmp_path / "prompt"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"num_virtual_tokens": 3}))
+    here = adapters()
+    info, store = here.load(str(folder)), here.require_store()
+    sequence = new_sequence(token_ids=[1] * 5, context=(part(info),))
+    assert store.adapter_of(sequence, "new") == info.digest
+    params = PoolingParams(type=PoolingType.LAST, normalize=True)
+    with pytest.raises(InvalidPlan, match="becomes a vector, got one with 3 virtual tokens"):
+        store.adapter_of(replace(sequence, pooling=params), "new")
+    only_vectors = SimulatedAdapters(AdapterConfig(enable_lora=True), generates=False)
+    with pytest.raises(BadAdapter, match="peft_type: expected LORA for a model that makes vectors"):
+        only_vectors.load(str(folder))
+    assert only_vectors.load(write(tmp_path / "a", "x")).rank == 4
 
 
 def test_modules_are_named_as_users_of_vllm_name_them() -> None:

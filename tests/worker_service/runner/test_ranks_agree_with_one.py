@@ -16,7 +16,7 @@ from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, m
 from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine, Output
 from tests.support.lora import random_adapter, random_prompt
 from tests.support.rank_threads import AheadExecutor, Executor, ParallelEngine
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption
 from worker_service.loader import load_model
@@ -63,7 +63,7 @@ def _alone(model: Path) -> list[Output]:
 
 
 @cache
-def _adapters(model: Path) -> list[LoraAdapter]:
+def _adapters(model: Path) -> list[ModelAdapter]:
     loaded = load_model(ModelConfig(model=str(model), device="cpu", dtype="float32"), CacheConfig())
     assert isinstance(loaded.model, NativeModel)
     found = [random_adapter(loaded.model, seed, rank=rank) for seed, rank in enumerate((1, 4))]

@@ -14,7 +14,7 @@ from tests.support.lora import random_adapter
 from tests.support.real_generations import BLOCK_SIZE, generate
 from tests.support.runners import make_cache, recorded_on_gpu
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.config import ModelConfig
 from worker_service.engine.executor import Step
@@ -132,7 +132,7 @@ def test_adapters_are_put_into_slots_without_waiting_for_the_device(loaded: Load
     model = loaded.model
     assert isinstance(model, NativeModel)
     made = [random_adapter(model, seed) for seed in range(3)]
-    store: AdapterStore[LoraAdapter] = AdapterStore(len(made))
+    store: AdapterStore[ModelAdapter] = AdapterStore(len(made))
     slots = AdapterSlots(model, store, 2, 4)
     for adapter in made:
         slots.prepare(adapter)

@@ -21,7 +21,7 @@ from tests.support.runners import MIXED_SIZES, SIZES, AllDrafts, HostEvent
 from tests.support.vocabularies import grammars
 from tests.support.worker_driver import Row, sampler_params
 from tests.worker_service.runner.device.test_launching_ahead import PARAMS, Pipeline
-from worker_service.adapters.lora import LoraAdapter, LoraModule
+from worker_service.adapters.peft_format import LoraModule, ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.array_types import Int32Array
 from worker_service.engine.executor import FinishedStep
@@ -203,7 +203,7 @@ OTHER_PARAMS = {
 }
 
 
-ADAPTER = LoraAdapter.of_modules({"layer": LoraModule(torch.ones(1, 2), torch.ones(2, 1), 1.0)})
+ADAPTER = ModelAdapter.of_modules({"layer": LoraModule(torch.ones(1, 2), torch.ones(2, 1), 1.0)})
 OF_ADAPTER = [
     context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_ADAPTER, digest=ADAPTER.info.digest)
 ]
@@ -229,7 +229,7 @@ def _pipeline(
     """Two sequences that have just computed their prompts, and whose blocks have room; the first
     has these parameters. mixed: numbers of tokens of mixed batches that are recorded;
     with_adapters: whether sequences may have `ADAPTER`; drafter: None adds no drafts."""
-    adapters: AdapterStore[LoraAdapter] | None = None
+    adapters: AdapterStore[ModelAdapter] | None = None
     if with_adapters:
         adapters = AdapterStore(1)
         adapters.add(ADAPTER)

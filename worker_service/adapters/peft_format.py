@@ -127,7 +127,7 @@ class LoraModule(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class LoraAdapter:
+class ModelAdapter:
     """An adapter on the host: changes of layers, or a prompt. Implements
     `adapters.store.Adapter`."""
 
@@ -156,7 +156,7 @@ class LoraAdapter:
     @classmethod
     def of_modules(
         cls, modules: Mapping[str, LoraModule], prompt: Tensor | None = None
-    ) -> "LoraAdapter":
+    ) -> "ModelAdapter":
         """The adapter with these modules and this prompt, which are copied."""
         ordered = [(name, modules[name]) for name in sorted(modules)]
         described = [
@@ -185,7 +185,7 @@ class LoraAdapter:
         return cls.of_content(content)
 
     @classmethod
-    def of_content(cls, numbers: bytearray) -> "LoraAdapter":
+    def of_content(cls, numbers: bytearray) -> "ModelAdapter":
         """The adapter with this content. Raises BadAdapter if it is malformed."""
         if not numbers:
             raise BadAdapter("chunks: expected an adapter's content, got none")
@@ -237,7 +237,7 @@ def _refuse_base(name: str, weight: Tensor) -> None:
     raise BadAdapter(f"{name}.base_layer.weight: expected none, got {list(weight.shape)}")
 
 
-def read_lora(folder: Path, check_base: CheckBase = _refuse_base) -> LoraAdapter:
+def read_peft(folder: Path, check_base: CheckBase = _refuse_base) -> ModelAdapter:
     """Read an adapter as `save_pretrained` of PEFT wrote it.
 
     check_base: is called for the weights of the base that were saved with it, which PEFT does for
@@ -253,7 +253,7 @@ def read_lora(folder: Path, check_base: CheckBase = _refuse_base) -> LoraAdapter
     if not isinstance(settings, dict):
         raise BadAdapter(f"{CONFIG_FILE}: expected an object, got {type(settings).__name__}")
     if settings.get("peft_type") in _PROMPT_TYPES:
-        return LoraAdapter.of_modules({}, _prompt(_tensors(folder), settings))
+        return ModelAdapter.of_modules({}, _prompt(_tensors(folder), settings))
     _check_settings(settings)
     tensors = _tensors(folder)
     for name in [*tensors]:
@@ -270,7 +270,7 @@ def read_lora(folder: Path, check_base: CheckBase = _refuse_base) -> LoraAdapter
             len(others),
             others[0],
         )
-    return LoraAdapter.of_modules(modules)
+    return ModelAdapter.of_modules(modules)
 
 
 def _is_target(name: str, settings: Mapping[str, Any]) -> bool:

@@ -1,8 +1,8 @@
-"""The LoRA adapters of a worker's model."""
+"""The adapters of a worker's model, of LoRA and of prompts."""
 
 from collections.abc import Mapping
 
-from worker_service.adapters.lora import LoraAdapter
+from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.adapters.store import AdapterLoader
 from worker_service.config import AdapterConfig
 from worker_service.errors import AdaptersFull, BadAdapter, NotReady
@@ -14,7 +14,7 @@ from worker_service.models.adapters import AdapterSlots
 _MAX_BYTES = 1 << 32
 
 
-class LoraAdapters(AdapterLoader[LoraAdapter]):
+class ModelAdapters(AdapterLoader[ModelAdapter]):
     """Reads adapters, and packs them for the layers of the loaded model."""
 
     def __init__(self, config: AdapterConfig) -> None:
@@ -32,15 +32,15 @@ class LoraAdapters(AdapterLoader[LoraAdapter]):
         """Those of the model's slots."""
         return {} if self.slots is None else self.slots.changes
 
-    def _read(self, path: str) -> LoraAdapter:
+    def _read(self, path: str) -> ModelAdapter:
         if self._loaded is None:
             raise NotReady("the model is still loading")
         return read_adapter(path, self._loaded)
 
-    def _of_content(self, content: bytearray) -> LoraAdapter:
-        return LoraAdapter.of_content(content)
+    def _of_content(self, content: bytearray) -> ModelAdapter:
+        return ModelAdapter.of_content(content)
 
-    def _prepare(self, adapter: LoraAdapter) -> None:
+    def _prepare(self, adapter: ModelAdapter) -> None:
         if self.slots is None or self._loaded is None:
             raise NotReady("the model is still loading")
         if adapter.prompt is not None and self._loaded.pooler is not None:
