@@ -1,10 +1,12 @@
-"""Throughput with LoRA adapters, against the same model without, and vLLM with the same adapters.
+"""Throughput with LoRA adapters, against the same model without, and others with the same adapters.
 
     python -m benchmarks.adapters --shape smollm2-135m --vllm-python VLLM/bin/python
+    python -m benchmarks.adapters --streams 1 --prompts 8 --llama-server BUILD/bin/llama-server
 
 Adapters with random matrices on the seven linear layers of every layer. All prompts are sent at
 once, with no adapter, one, as many as there are slots, or more; the servers take turns. vLLM is
-asked in its own process, without a server; what does not run is stopped.
+asked in its own process, without a server, and llama.cpp's server with none or one; what does not
+run is stopped.
 """
 
 import argparse
@@ -26,9 +28,11 @@ from safetensors.torch import save_file
 
 from benchmarks.engines import vllm
 from benchmarks.engines.child import ChildEngine
-from benchmarks.engines.engine import Settings
+from benchmarks.engines.engine import Engine, Settings
+from benchmarks.engines.llama_cpp import LlamaCpp
 from benchmarks.engines.pagewire import flags
 from benchmarks.engines.vllm import options
+from benchmarks.gguf_file import write_gguf_adapter
 from benchmarks.machine import ForeignLoad
 from benchmarks.model_shapes import Shape
 from benchmarks.offline import add_common, settings_of
@@ -41,6 +45,7 @@ from tests.support.cluster import Cluster
 PROMPT_TOKENS = 32
 RANK = 16
 SLOTS = 8
+_OTHERS = ("vllm", "llama.cpp")
 CORE_FLAGS = ("max_num_seqs", "max_num_batched_tokens")
 
 
@@ -74,6 +79,11 @@ def _measure(args: argparse.Namespace, settings: Settings, folder: Path, stack: 
         engine = ChildEngine(vllm, args.vllm_python, with_adapters, environment)
         other = Child(stack.enter_context(engine))
         rows += [Row("vllm", case, other, chosen) for case, chosen in cases.items()]
+    if args.llama_server is not None:
+        write_gguf_adapter(settings.shape, folder / names[0], folder / "adapter.gguf")
+        with_one = replace(settings, lora_modules={names[0]: str(folder / "adapter.gguf")})
+        server = Child(stack.enter_context(LlamaCpp(args.llama_server, with_one)))
+        rows += [Row("llama.cpp", case, server, cases[case]) for case in ("none", "1")]
     jobs = draw_jobs(settings.shape, args)
     for row in rows:
         row.run(jobs[: args.streams])
@@ -83,14 +93,14 @@ def _measure(args: argparse.Namespace, settings: Settings, folder: Path, stack: 
         for row in [*rows[first:], *rows[:first]]:
             row.run(jobs)
     base = statistics.median(rows[0].tokens_per_s)
-    theirs = {row.case: row.tokens_per_s for row in rows if row.engine == "vllm"}
-    described = [row.described(base, theirs.get(row.case)) for row in rows]
+    described = [row.described(base, rows) for row in rows]
     facts = (
         f"{settings.shape.name}, {settings.dtype}{_rounded(settings)}: {len(jobs)} prompts of"
         f" {PROMPT_TOKENS} tokens, {args.tokens} tokens each, {args.streams} at a time. Adapters"
         f" of rank {RANK} on seven linear layers."
     )
     suffix = f"_{settings.quantization}" if settings.quantization else ""
+    suffix += "" if settings.max_num_seqs > 1 else "_single"
     name = re.sub(r"\W", "_", f"adapters_{settings.shape.name}{suffix}_{settings.dtype}")
     publish(name, facts, COLUMNS, described, load.cores, args.results)
 
@@ -109,6 +119,7 @@ COLUMNS = {
     "tokens_per_s": "tokens/s",
     "ratio": "÷ without",
     "times_vllm": "÷ vLLM",
+    "times_llama.cpp": "÷ llama.cpp",
     "first_token_p99_ms": "first token, p99 ms",
 }
 """Titles by the names in a row."""
@@ -145,7 +156,7 @@ class Served:
 class Child:
     """An engine in its own process, which runs all jobs at once."""
 
-    def __init__(self, engine: ChildEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         engine.pause()
 
@@ -183,9 +194,8 @@ class Row:
         """Forget what was measured."""
         self.tokens_per_s, self.first_s = [], []
 
-    def described(self, base: float, theirs: Sequence[float] | None) -> dict[str, Any]:
-        """The row of the table. base: tokens per second without adapters; theirs: vLLM's with the
-        same ones."""
+    def described(self, base: float, rows: "Sequence[Row]") -> dict[str, Any]:
+        """The row of the table. base: tokens per second without adapters; rows: all of it."""
         found = statistics.median(self.tokens_per_s)
         described = {
             "engine": self.engine,
@@ -194,8 +204,10 @@ class Row:
             "ratio": round(found / base, 3),
             "runs": self.tokens_per_s,
         }
-        if theirs and self.engine != "vllm":
-            described["times_vllm"] = round(found / statistics.median(theirs), 2)
+        for other in rows:
+            if other.engine in _OTHERS and self.engine not in _OTHERS and other.case == self.case:
+                times = found / statistics.median(other.tokens_per_s)
+                described[f"times_{other.engine}"] = round(times, 2)
         if self.first_s:
             described["first_token_p99_ms"] = round(1e3 * float(np.quantile(self.first_s, 0.99)))
         return described
@@ -267,8 +279,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
     parser.set_defaults(shape=["smollm2-135m"])
     args = parser.parse_args(arguments)
+    if args.llama_server is not None and args.quantization is not None:
+        parser.error("--llama-server: expected no --quantization, which it does not have")
     if args.adapters < SLOTS:
         parser.error(f"--adapters: expected at least {SLOTS}, got {args.adapters}")
     return args

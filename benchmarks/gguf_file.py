@@ -1,9 +1,10 @@
-"""A checkpoint's weights as a GGUF file for llama.cpp.
+"""The weights of a checkpoint, or of a LoRA adapter, as a GGUF file for llama.cpp.
 
 llama.cpp's own converter supports only known tokenizers, to which a synthetic one does not belong;
 so the file is written here, with the `gguf` library of llama.cpp's authors.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,14 +33,41 @@ def write_gguf(shape: Shape, checkpoint: Path, path: Path) -> None:
     writer = gguf.GGUFWriter(path, shape.model_type)
     _add_shape(writer, shape)
     _add_vocabulary(writer, shape.vocab_size)
+    for name, tensor in _tensors(checkpoint):
+        _add_tensor(writer, _name_of(name, shape), _interleaved(name, tensor, shape))
+    _write(writer)
+
+
+def write_gguf_adapter(shape: Shape, folder: Path, path: Path) -> None:
+    """Write the LoRA adapter in a folder of PEFT to the file `path`, in its own dtype."""
+    import gguf
+
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    writer = gguf.GGUFWriter(path, shape.model_type)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(settings["lora_alpha"]))
+    for name, tensor in _tensors(folder):
+        module, matrix = name.removeprefix("base_model.model.").split(".lora_")
+        weight, part = f"{module}.weight", matrix[0].lower()
+        if part == "b":
+            tensor = _interleaved(weight, tensor, shape)
+        _add_tensor(writer, f"{_name_of(weight, shape)}.lora_{part}", tensor)
+    _write(writer)
+
+
+def _name_of(name: str, shape: Shape) -> str:
+    """llama.cpp's name of a tensor."""
+    import gguf
+
     architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(architectures[shape.model_type], shape.num_layers)
-    for name, tensor in _tensors(checkpoint):
-        target = names.get_name(name, try_suffixes=(".weight",))
-        assert target is not None, f"llama.cpp has no tensor {name}"
-        if shape.model_type == "llama":
-            tensor = _interleaved(name, tensor, shape)
-        _add_tensor(writer, target, tensor)
+    target: str | None = names.get_name(name, try_suffixes=(".weight",))
+    assert target is not None, f"llama.cpp has no tensor {name}"
+    return target
+
+
+def _write(writer) -> None:  # type: ignore[no-untyped-def]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -95,7 +123,9 @@ def _add_tensor(writer, name: str, tensor: Tensor) -> None:  # type: ignore[no-u
 
 def _interleaved(name: str, tensor: Tensor, shape: Shape) -> Tensor:
     """Permute the rows of query and key projections: llama.cpp applies RoPE to adjacent elements of
-    a head, `transformers` to elements half a head apart."""
+    a head of Llama, `transformers` to elements half a head apart."""
+    if shape.model_type != "llama":
+        return tensor
     heads = {"q_proj": shape.num_heads, "k_proj": shape.num_kv_heads}.get(name.split(".")[-2])
     if heads is None:
         return tensor

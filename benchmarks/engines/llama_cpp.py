@@ -61,6 +61,10 @@ class LlamaCpp:
             "samplers": ["temperature"],
             "cache_prompt": True,
             "return_tokens": True,
+            "lora": [
+                {"id": number, "scale": float(name == job.adapter)}
+                for number, name in enumerate(self._settings.lora_modules)
+            ],
         }
         tokens: list[int] = self._ask("POST", "/completion", request)["tokens"]
         return tokens
@@ -138,6 +142,7 @@ def flags(settings: Settings) -> list[str]:
         *("-ctk", kind, "-ctv", kind, "-fa", "on"),
         # No cache of old prompts in addition to the slots, and no chat features.
         *("--cache-ram", "0", "--no-webui", "--no-jinja"),
+        *(flag for path in settings.lora_modules.values() for flag in ("--lora", path)),
     ]
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of random weights are whole, the same each time, and readable by others."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -9,7 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks import checkpoints
+from benchmarks.adapters import write_adapters
+from benchmarks.gguf_file import write_gguf_adapter
 from benchmarks.model_shapes import SHAPES, Shape
+from worker_service.adapters.peft_format import read_peft
+from worker_service.loader.gguf_adapter import read_gguf_lora
 
 TINY = Shape(
     name="tiny",
@@ -45,6 +50,16 @@ def test_llama_cpp_gets_the_same_weights(tmp_path: Path) -> None:
     assert torch.equal(tensors["blk.1.ffn_down.weight"], down)
     query = source["model.layers.0.self_attn.q_proj.weight"]
     assert torch.equal(tensors["blk.0.attn_q.weight"], query)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_llama_cpp_gets_the_same_adapters(model_type: str, tmp_path: Path) -> None:
+    shape = replace(TINY, model_type=model_type)
+    [name] = write_adapters(shape, 1, tmp_path)
+    write_gguf_adapter(shape, tmp_path / name, tmp_path / "adapter.gguf")
+    config = checkpoints.config_of(shape, "bfloat16")
+    expected = read_peft(tmp_path / name)
+    assert read_gguf_lora(tmp_path / "adapter.gguf", config).info == expected.info
 
 
 @pytest.mark.parametrize(
