@@ -17,7 +17,7 @@ from worker_service.models.native import NativeModel
 
 
 def read_adapter(path: str, loaded: LoadedModel) -> ModelAdapter:
-    """Read an adapter of a native model. Raises AdapterNotFound or BadAdapter."""
+    """Read an adapter of a model. Raises AdapterNotFound or BadAdapter."""
     place = resolve_adapter(path)
     if is_gguf(place):
         return read_gguf_lora(place, loaded.hf_config)
@@ -30,14 +30,18 @@ def _check_base_weight(loaded: LoadedModel, name: str, saved: Tensor) -> None:
     PEFT saves the embedding and the LM head of the base if an adapter changes one of them.
     """
     model = loaded.model
-    assert isinstance(model, NativeModel), "require_native"
+    saved_as = f"{name}.base_layer.weight"
+    if not isinstance(model, NativeModel):
+        raise BadAdapter(
+            f"{saved_as}: expected none, since {model.architecture} runs through transformers,"
+            " where it is not compared; save the adapter with save_embedding_layers=False"
+        )
     schemes = read_schemes(loaded.model_dir / "config.json", loaded.hf_config)
     sources = open_checkpoint(loaded.model_dir, schemes).sources(model)
     canonical = model.canonical_name(f"{name}.weight")
     found = sources.get(canonical)
     if found is None and canonical == "lm_head.weight":
         found = sources.get(model.head_name)
-    saved_as = f"{name}.base_layer.weight"
     if found is None:
         raise BadAdapter(f"{saved_as}: expected no such weight of {model.architecture}")
     if found.is_quantized:

@@ -9,7 +9,7 @@ computes nothing more.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +21,10 @@ from pagewire_kernels.slot_deltas import NO_SLOT, PackedSlot, SlotDeltas
 from worker_service.adapters.peft_format import STACKS, LoraModule, ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
-from worker_service.models.experts import ExpertProduct, ExpertWeights
+from worker_service.models.experts import ExpertWeights
 from worker_service.models.latent_attention import Expansion
-from worker_service.models.linear import HeadsProduct, Linear, LinearPart, VocabEmbedding
-from worker_service.models.native import NativeModel
+from worker_service.models.linear import AdaptableLayer, Linear, LinearPart, VocabEmbedding
+from worker_service.models.native import ActivatesAdapters, NativeModel
 
 _OF_FIRST = re.compile(
     r"model\.(?:project_in|embed_tokens_per_layer|per_layer_model_projection|altup_projections\.\d+)"
@@ -60,9 +60,6 @@ class _Step:
         self.adapters, self.slots, self.is_active = (), None, False
 
 
-Layer = Linear | VocabEmbedding | ExpertProduct | HeadsProduct
-
-
 class LayerDelta(NamedTuple):
     """What an adapter adds to one layer."""
 
@@ -74,7 +71,7 @@ class LayerDelta(NamedTuple):
 class LayerAdapters:
     """The adapters of one layer. Implements `linear.Additions`."""
 
-    def __init__(self, layer: Layer, step: _Step, max_slots: int, max_rank: int) -> None:
+    def __init__(self, layer: AdaptableLayer, step: _Step, max_slots: int, max_rank: int) -> None:
         """max_rank: of an adapter's module."""
         self._step = step
         self._deltas = layer.make_deltas(step.native_rows, max_slots, max_rank)
@@ -181,13 +178,44 @@ def _matrices(part: LinearPart, module: LoraModule) -> tuple[Tensor, Tensor]:
 class _Place:
     """Where a module of the checkpoint is in the model."""
 
-    layer: Layer
+    layer: AdaptableLayer
     part: LinearPart
 
 
-def layers_of(model: NativeModel) -> Iterator[Layer]:
-    """The layers that adapters may change: all linear ones, experts, embeddings of tokens and the
-    LM head, which is last."""
+@runtime_checkable
+class OtherModel(Protocol):
+    """A model that is not native, such as one that runs through `transformers`."""
+
+    architecture: str
+    max_model_len: int
+    num_layers: int
+    virtual_token_size: int | None
+    adapters: ActivatesAdapters | None
+
+    @property
+    def adaptable_layers(self) -> Sequence[AdaptableLayer]:
+        """Those that adapters may change, with the LM head."""
+        ...
+
+    @property
+    def head(self) -> AdaptableLayer | None:
+        """The LM head; None if adapters cannot change it."""
+        ...
+
+    def canonical_name(self, name: str) -> str:
+        """As `NativeModel.canonical_name`."""
+        ...
+
+
+Model = NativeModel | OtherModel
+
+
+def layers_of(model: Model) -> Iterator[AdaptableLayer]:
+    """The layers that adapters may change: all linear ones, and in native models experts,
+    embeddings of tokens and the LM head, which is last."""
+    if not isinstance(model, NativeModel):
+        yield from model.adaptable_layers
+        return
     for layer in model.modules():
         if isinstance(layer, VocabEmbedding) and not layer.can_adapt:
             continue
@@ -206,13 +234,13 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, model: NativeModel, store: AdapterStore[ModelAdapter], max_slots: int, max_rank: int
+        self, model: Model, store: AdapterStore[ModelAdapter], max_slots: int, max_rank: int
     ) -> None:
         self._store, self._max_slots, self._max_rank = store, max_slots, max_rank
         self._model, self._step, self._head_step = model, _Step(), _Step()
         self._places: dict[str, list[_Place]] = {}
-        self._layers: dict[Layer, LayerAdapters] = {}
-        self._packed: WeakKeyDictionary[ModelAdapter, Mapping[Layer, LayerDelta]] = (
+        self._layers: dict[AdaptableLayer, LayerAdapters] = {}
+        self._packed: WeakKeyDictionary[ModelAdapter, Mapping[AdaptableLayer, LayerDelta]] = (
             WeakKeyDictionary()
         )
         """Of all adapters in the store."""
@@ -287,7 +315,10 @@ class AdapterSlots:
     def _is_elsewhere(self, name: str) -> bool:
         """Whether a module is in a layer of another pipeline stage, which checks it. Layers differ:
         this stage does not know which modules that one has."""
-        model, layout = self._model, self._model.communicator.layout
+        model = self._model
+        if not isinstance(model, NativeModel):
+            return False
+        layout = model.communicator.layout
         name = self._canonical(name)
         if f"{name}.weight" == model.embedding_name or _OF_FIRST.fullmatch(name):
             return not layout.is_first_stage
@@ -387,6 +418,7 @@ class AdapterSlots:
         for layer, delta in self._prepared(adapter).items():
             self._layers[layer].fill(slot, digest, delta)
         if adapter.prompt is not None:
+            assert isinstance(self._model, NativeModel), "others refuse prompts"
             prompt = adapter.prompt.to(self._model.hidden_like)
             self._prompts[slot] = prompt * self._model.virtual_token_scale
         return slot
@@ -400,7 +432,7 @@ class AdapterSlots:
         self._check(adapter)
         self._prepared(adapter)
 
-    def _prepared(self, adapter: ModelAdapter) -> Mapping[Layer, LayerDelta]:
+    def _prepared(self, adapter: ModelAdapter) -> Mapping[AdaptableLayer, LayerDelta]:
         if (found := self._packed.get(adapter)) is None:
             by_layer = self._by_layer(adapter.modules)
             found = {layer: self._layers[layer].pack(parts) for layer, parts in by_layer.items()}
@@ -409,8 +441,8 @@ class AdapterSlots:
 
     def _by_layer(
         self, modules: Mapping[str, LoraModule]
-    ) -> dict[Layer, list[tuple[LinearPart, LoraModule]]]:
-        found: dict[Layer, list[tuple[LinearPart, LoraModule]]] = {}
+    ) -> dict[AdaptableLayer, list[tuple[LinearPart, LoraModule]]]:
+        found: dict[AdaptableLayer, list[tuple[LinearPart, LoraModule]]] = {}
         for name in sorted(modules):
             for place in self._places_of(name):
                 found.setdefault(place.layer, []).append((place.part, modules[name]))
@@ -429,10 +461,12 @@ def _joined(name: str) -> str:
     return name.replace(".block_sparse_moe.", ".mlp.")
 
 
-def require_native(model: object) -> NativeModel:
+def require_adaptable(model: object) -> Model:
     """The model, if it computes adapters. Raises InvalidOption."""
-    if not isinstance(model, NativeModel):
-        architecture = getattr(model, "architecture", type(model).__name__)
-        problem = f"{architecture} runs through transformers"
-        raise InvalidOption(f"enable_lora: expected a native model, {problem}")
-    return model
+    if isinstance(model, NativeModel) or (isinstance(model, OtherModel) and model.adaptable_layers):
+        return model
+    architecture = getattr(model, "architecture", type(model).__name__)
+    raise InvalidOption(
+        "enable_lora: expected a native model, or the C++ kernels of a CPU;"
+        f" {architecture} runs through transformers"
+    )

@@ -313,6 +313,23 @@ class Additions(Protocol):
         ...
 
 
+class AdaptableLayer(Protocol):
+    """A layer that adapters may change."""
+
+    additions: Additions | None
+    """What adapters add; None without adapters."""
+
+    def parts(self) -> Iterator[tuple[str, LinearPart]]:
+        """See `Linear.parts`."""
+        ...
+
+    def make_deltas(
+        self, rows: ActiveRows, max_slots: int, max_rank: int
+    ) -> NativeDeltas | SlotDeltas | None:
+        """See `Linear.make_deltas`."""
+        ...
+
+
 def make_slots(
     context: ModelContext,
     outputs: Sequence[slice],

@@ -25,7 +25,7 @@ from worker_service.kv_cache.memory_budget import (
 )
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
-from worker_service.models.adapters import AdapterSlots, require_native
+from worker_service.models.adapters import AdapterSlots, require_adaptable
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.runner.batch.pooling import Pooling
@@ -165,9 +165,9 @@ class TorchExecutor:
         if name is not None and self._loaded.communicator.layout.world_size > 1:
             model.kv_cache_spec = replace(model.kv_cache_spec, has_shared_drafts=True)
         if self.adapters.store is not None:
-            model = require_native(model)
+            adaptable = require_adaptable(model)
             limits = self._adapter_config.max_loras, self._adapter_config.max_lora_rank
-            model.adapters = slots = AdapterSlots(model, self.adapters.store, *limits)
+            adaptable.adapters = slots = AdapterSlots(adaptable, self.adapters.store, *limits)
             self.adapters.serve(self._loaded, slots)
         self._loaded = release_windows(self._loaded, self._config)
         if self._device.type == "cuda":

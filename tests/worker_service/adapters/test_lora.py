@@ -28,6 +28,7 @@ from tests.support.lora import (
     LAYERS,
     PeftAdapter,
     make_adapter,
+    make_prompt,
     random_adapter,
 )
 from tests.support.rank_threads import ParallelEngine
@@ -42,7 +43,7 @@ from worker_service.errors import (
     InvalidPlan,
 )
 from worker_service.loader import LoadedModel, load_model
-from worker_service.models.adapters import AdapterSlots
+from worker_service.models.adapters import AdapterSlots, require_adaptable
 from worker_service.models.native import NativeModel
 from worker_service.plan import StepResult
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
@@ -632,9 +633,59 @@ def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) 
         small.adapters.load(str(adapters("llama")[1].folder))
 
 
-def test_models_that_run_through_transformers_refuse_adapters() -> None:
-    with pytest.raises(InvalidOption, match="enable_lora: expected a native model"):
-        executor("phi")
+THROUGH_TRANSFORMERS = ["phi", "flex_olmo"]
+
+
+@pytest.mark.parametrize("family", THROUGH_TRANSFORMERS)
+def test_models_that_run_through_transformers_have_the_tokens_of_peft(family: str) -> None:
+    assert not isinstance(executor(family).loaded.model, NativeModel)
+    assert_equal_to_peft(family, adapters(family), [0, None, 1, 2, 0, None])
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_models_that_run_through_transformers_have_the_same_bits_in_any_mix(
+    options: Mapping[str, Any], tmp_path: Path
+) -> None:
+    base = make_checkpoint("phi", tmp_path / "base", intermediate_size=96)
+    made = [make_adapter(base, tmp_path / str(i), seed=i, r=4 + i) for i in range(3)]
+    here = executor("phi", base=base, **options)
+    a, b, c = (here.adapters.load(str(adapter.folder)).digest for adapter in made)
+    alone = {digest: generate(here, [digest] * 4) for digest in (a, b, c, None)}
+    for mix in ([a, None, b, c], [None, a, a, None], [c, b, None, a]):
+        for i, (tokens, logprobs) in enumerate(generate(here, mix)):
+            expected = alone[mix[i]][i]
+            assert tokens == expected[0]
+            assert logprobs.tobytes() == expected[1].tobytes()
+    assert len({array.tobytes() for rows in alone.values() for _, array in rows[:1]}) == 4
+
+
+def test_models_that_run_through_transformers_change_their_head_as_peft_does() -> None:
+    """PEFT saves the weight of the base with it, which is not compared."""
+    made = make_adapter(base_of("phi"), _folder() / "phi-head", targets=(HEAD,))
+    with pytest.raises(BadAdapter, match="save the adapter with save_embedding_layers=False"):
+        executor("phi").adapters.load(str(made.folder))
+    tensors = load_file(made.folder / WEIGHTS_FILE)
+    changes = {name: tensor for name, tensor in tensors.items() if "lora_" in name}
+    save_file(changes, made.folder / WEIGHTS_FILE)
+    assert_equal_to_peft("phi", [made], [0, None, 0])
+
+
+def test_models_that_run_through_transformers_refuse_other_modules(tmp_path: Path) -> None:
+    here = executor("phi")
+    embedding = make_adapter(base_of("phi"), tmp_path / "embedding", targets=(EMBEDDING,))
+    with pytest.raises(BadAdapter, match="embed_tokens"):
+        here.adapters.load(str(embedding.folder))
+    prompts = make_prompt(base_of("phi"), tmp_path / "prompt", num_tokens=2)
+    with pytest.raises(BadAdapter, match="peft_type: expected LORA"):
+        here.adapters.load(str(prompts.folder))
+
+
+def test_other_models_without_cpp_kernels_refuse_adapters() -> None:
+    model = executor("phi").loaded.model
+    assert require_adaptable(model) is model
+    model.adaptable_layers = []  # type: ignore[attr-defined]
+    with pytest.raises(InvalidOption, match=r"enable_lora: .* PhiForCausalLM runs through"):
+        require_adaptable(model)
 
 
 def test_compiled_layers_refuse_adapters() -> None:

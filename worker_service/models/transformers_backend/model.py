@@ -1,6 +1,7 @@
 """A `transformers` model that implements `interface.Model`, with paged attention."""
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,15 +13,16 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from pagewire_kernels.batch import LayerCaches, RowAdapters, StepBatch
+from pagewire_kernels.batch import LayerCaches, RowAdapters, StepBatch, have_adapters
 from pagewire_kernels.reference import activate
 from pagewire_kernels.select import Kernels
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
 from worker_service.models.linear import PackedWeight, can_pack, pack
+from worker_service.models.native import ActivatesAdapters
 from worker_service.models.pooling import facts_of
-from worker_service.models.transformers_backend.packed import Tables
+from worker_service.models.transformers_backend.packed import PackedLinear, Tables
 from worker_service.plan import PoolingHead
 from worker_service.pooling_facts import PoolingFacts
 
@@ -28,6 +30,9 @@ NAME = "pagewire"
 """The name under which the attention function is registered."""
 
 _STATE = "pagewire_state"
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+"""Of a layer, or of an expert in it, which may get some of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,6 +281,9 @@ def _sigmoid(input: Tensor) -> Tensor:
 class TransformersModel:
     """A `transformers` model over a paged cache; see `interface.Model`."""
 
+    virtual_token_size: int | None = None
+    """Its tokens cannot be replaced by embeddings."""
+
     def __init__(
         self,
         causal_lm: Any,
@@ -294,6 +302,18 @@ class TransformersModel:
         self.pooling = facts_of(architecture, {}, size, default)
         attach(causal_lm, state)
         self._state = state
+        self.num_layers = int(causal_lm.config.get_text_config().num_hidden_layers)
+        self.adapters: ActivatesAdapters | None = None
+        """None if no sequence has an adapter."""
+        self.adaptable_layers: list[PackedLinear] = []
+        """The linear layers whose rows are those of the step, which the C++ kernels multiply, and
+        the LM head."""
+        for name, module in causal_lm.named_modules():
+            if isinstance(module, PackedLinear) and len(_NUMBER.findall(name)) < 2:
+                module.name = name
+                self.adaptable_layers.append(module)
+        head = causal_lm.get_output_embeddings()
+        self.head = head if isinstance(head, PackedLinear) else None
         self._decoder = getattr(causal_lm, causal_lm.base_model_prefix)
         self._head = _head_alone(causal_lm)
         self._ops: AbstractContextManager[Any] = nullcontext()
@@ -305,18 +325,35 @@ class TransformersModel:
     def forward(self, batch: StepBatch) -> Tensor:
         """Last hidden states of all rows, [num_tokens, hidden_size]."""
         self._state.batch, self._state.groups = batch, self.kv_cache_spec.group_of
+        adapters = self.adapters if have_adapters(batch.adapters) else None
+        if adapters is not None:
+            adapters.activate(batch)
         try:
             return self._run(batch.token_ids, batch.positions)
         finally:
             self._state.batch = None
+            if adapters is not None:
+                adapters.deactivate()
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor, adapters: RowAdapters = ()) -> Tensor:
         """Logits of the model's own head: float32 [num_rows, vocab_size]."""
-        with self._ops:
-            output = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False)
+        active = self.adapters if have_adapters(adapters) else None
+        if active is not None:
+            active.activate_head(adapters, len(hidden_states))
+        try:
+            with self._ops:
+                output = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False)
+        finally:
+            if active is not None:
+                active.deactivate()
         logits: Tensor = output.logits
         return logits[0].float()
+
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
+        """PEFT names modules as the library does."""
+        return name
 
     def pool(self, pooled: Tensor, head: PoolingHead) -> Tensor:
         """See `interface.Pools`: these models have no labels."""

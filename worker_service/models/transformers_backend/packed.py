@@ -12,7 +12,7 @@ after loading.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,16 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from pagewire_kernels.cpu.adapters import ActiveRows, NativeDeltas
+from pagewire_kernels.cpu.linear import NativeWeight
 from pagewire_kernels.quantized_weight import QuantizedWeight, stack
+from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
     HEAD_ROUNDING,
+    Additions,
+    LinearPart,
     PackedTable,
     PackedWeight,
     can_pack,
@@ -77,16 +82,38 @@ class PackedLinear(nn.Module):
     """
 
     packed: PackedWeight
+    name: str
+    """Of the module in the model."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.additions: Additions | None = None
+        """What adapters add to the product."""
+
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = _outline(linear.weight)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        return self.packed.apply(rows, self.bias).view(*x.shape[:-1], self.out_features)
+        deltas = None if self.additions is None else self.additions.of_step()
+        if deltas is None:
+            product = self.packed.apply(rows, self.bias)
+        else:
+            assert isinstance(self.packed, NativeWeight), "it has made them"
+            product = self.packed.apply(rows, self.bias, deltas=deltas)
+        return product.view(*x.shape[:-1], self.out_features)
+
+    def parts(self) -> Iterator[tuple[str, LinearPart]]:
+        """As `linear.Linear.parts`."""
+        outputs, inputs = Shard.full(self.out_features), slice(0, self.in_features)
+        shape = [self.out_features, self.in_features]
+        yield self.name, LinearPart(shape, inputs, outputs, None, slice(0, self.out_features))
+
+    def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas | None:
+        """As `linear.Linear.make_deltas`."""
+        assert isinstance(self.packed, NativeWeight), "it is packed for a CPU"
+        return self.packed.make_deltas(rows, max_slots, 1, max_rank)
 
 
 class PackedExperts(nn.Module):
