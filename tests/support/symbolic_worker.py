@@ -382,8 +382,11 @@ class SymbolicWorker:
     def _kept(self, seq: WorkerSequence) -> KeptSequence:
         end, tables = seq.num_computed, []
         for number, group in enumerate(self.cache_groups):
-            first = group.first_needed(seq.num_computed) if group.has_tokens else 0
-            for position in range(first, end) if group.has_tokens else ():
+            if not group.has_tokens:
+                continue
+            needed = group.first_needed(seq.num_computed)
+            # Of a block that it reports, the next core finds all tokens.
+            for position in range(needed - needed % group.block_tokens, end):
                 if not self._is_confirmed(self._slot(seq, number, position)):
                     end = position
                     break
