@@ -329,7 +329,7 @@ class SamplingTables:
     failed."""
 
     num_ahead: Tensor
-    """int32 [num_rows]: tokens that a row's sequence has beyond those that the host counts when it
+    """int64 [num_rows]: tokens that a row's sequence has beyond those that the host counts when it
     sends a step: the drafts that were accepted in steps whose results it has yet to read."""
 
     counts: Tensor

@@ -475,7 +475,7 @@ def _sampling_tables(vocab_size: int) -> SamplingTables:
     return SamplingTables(
         params=torch.zeros(1, len(SamplingParam), dtype=torch.int64),
         latest=torch.zeros(1, dtype=torch.int64),
-        num_ahead=torch.zeros(1, dtype=torch.int32),
+        num_ahead=torch.zeros(1, dtype=torch.int64),
         counts=torch.zeros(1, vocab_size, dtype=torch.int32),
         edit_tokens=entries,
         edit_values=entries.float(),
@@ -495,11 +495,17 @@ def _prepare(n: int, begin: int = 0, max_blocks: int = 64, block_size: int = 16)
     column = torch.zeros(begin + n, dtype=torch.int32)[begin:]
     block_tables = torch.zeros(4, 100, dtype=torch.int32)
     latest = torch.zeros(4, dtype=torch.int64)
-    inputs, num_ahead = StepInputs(*[column] * 5), torch.zeros(4, dtype=torch.int32)
+    inputs, num_ahead = StepInputs(*[column] * 5), torch.zeros(4, dtype=torch.int64)
     triton_kernels.prepare(inputs, latest, num_ahead, block_tables, block_size, max_blocks)
 
 
+def _accept(n: int, begin: int = 0) -> None:
+    column = torch.zeros(begin + n, dtype=torch.int64)[begin:]
+    triton_kernels.accept(*[column] * 5, _sampling_tables(151936))
+
+
 def _sampling() -> None:
+    _accept(2)
     _prepare(2)
     _prepare(2, block_size=0)
     _sample(2)
@@ -519,7 +525,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "adapters": (_adapters, 14),
     "experts": (_experts, 8),
     "move_blocks": (_move_blocks, 1),
-    "sampling": (_sampling, 5),
+    "sampling": (_sampling, 6),
 }
 
 
@@ -535,7 +541,8 @@ def test_a_step_is_compiled_once_wherever_its_columns_begin(launched: list[Any])
     for n, begin, max_blocks in ((3, 0, 64), (3, 1, 64), (16, 0, 1), (1, 0, 33)):
         _prepare(n, begin, max_blocks)
         _sample(n, begin)
-    assert len({kernel.hash for kernel in launched}) == 3
+        _accept(n, begin)
+    assert len({kernel.hash for kernel in launched}) == 4
 
 
 def test_quotients_are_rounded_as_torch_rounds_before_they_become_fp8(launched: list[Any]) -> None:

@@ -53,7 +53,7 @@ def tables_of(sampled: Sequence[Sampled], vocab_size: int) -> tuple[SamplingRows
     tables = SamplingTables(
         params=torch.zeros((count + 1, len(SamplingParam)), dtype=torch.int64),
         latest=torch.zeros(count + 1, dtype=torch.int64),
-        num_ahead=torch.arange(count + 1, dtype=torch.int32) % 3,
+        num_ahead=torch.arange(count + 1) % 3,
         counts=torch.zeros((count + 1, vocab_size), dtype=torch.int32),
         edit_tokens=torch.zeros((count + 1, 300), dtype=torch.int32),
         edit_values=torch.zeros((count + 1, 300)),
@@ -89,7 +89,7 @@ def tables_of(sampled: Sequence[Sampled], vocab_size: int) -> tuple[SamplingRows
     positions = torch.tensor([row.position for row in sampled], dtype=torch.int32)
     rows = SamplingRows(
         row_ids=row_ids,
-        positions=positions - tables.num_ahead[row_ids.long()],
+        positions=positions - tables.num_ahead[row_ids.long()].int(),
         mask_rows=torch.tensor(mask_rows, dtype=torch.int32),
         bitmask=torch.stack(masks),
     )

@@ -44,6 +44,7 @@ from pagewire_kernels.reference.layers import (
     xielu,
 )
 from pagewire_kernels.reference.sampling import (
+    accept,
     apply_bitmask,
     edit,
     gather_logprobs,

@@ -43,7 +43,7 @@ def prepare(
     known = inputs.token_ids.long()
     columns = torch.arange(max_blocks, device=latest.device)
     positions = inputs.positions.long() + num_ahead[token_rows]
-    context_lens = inputs.context_lens + num_ahead[seq_rows]
+    context_lens = inputs.context_lens + num_ahead[seq_rows].int()
     is_used = columns * block_size < context_lens.unsqueeze(1)
     slots = torch.full_like(positions, -1)
     if block_size:
@@ -127,9 +127,50 @@ def sample(
             number = _outcome(logits[row], int(sound[row]), position, why, params)
             tables.latest[row_id] = before if number == NOT_SAMPLED else number
         if params.is_penalized and number >= 0:
-            entry = int(tables.counts[row_id, number])
-            tables.counts[row_id, number] = (entry | COUNT_OCCURS) + COUNT_ONE_OUTPUT
+            _count(tables.counts[row_id], number)
         outcome[row] = number
+
+
+def accept(
+    outcome: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    starts: Tensor,
+    num_drafts: Tensor,
+    tables: SamplingTables,
+) -> Tensor:
+    """Accept the drafts of rows up to the first one that differs from what was sampled in its
+    place, and store the last token that was sampled so, or the outcome if none was.
+
+    outcome: int64 [m], of consecutive places of each row, sampled as if its drafts before them had
+    been output; drafts: int64 [m], the draft that follows each place, if one does; row_ids, starts,
+    num_drafts: int64 [n], of each row its row of the tables, its first place and its drafts.
+    Returns the number of accepted drafts that a token follows, int32 [n], which are added to
+    `num_ahead`. Tokens of rows with penalties are counted.
+    """
+    counts = []
+    columns = (column.tolist() for column in (row_ids, starts, num_drafts))
+    sampled, proposed = outcome.tolist(), drafts.tolist()
+    for row_id, start, num in zip(*columns, strict=True):
+        end = start
+        while end < start + num and sampled[end] == proposed[end]:
+            end += 1
+        if end > start and sampled[end] < 0:
+            end -= 1
+        counts.append(end - start)
+        if sampled[end] != NOT_SAMPLED:
+            tables.latest[row_id] = sampled[end]
+        tables.num_ahead[row_id] += end - start
+        if _Params(tables, row_id).is_penalized:
+            for token in sampled[start : end + 1]:
+                if token >= 0:
+                    _count(tables.counts[row_id], token)
+    return torch.tensor(counts, dtype=torch.int32, device=outcome.device)
+
+
+def _count(entries: Tensor, token: int) -> None:
+    """Count a token that is output. entries: a row of `SamplingTables.counts`."""
+    entries[token] = (int(entries[token]) | COUNT_OCCURS) + COUNT_ONE_OUTPUT
 
 
 def _outcome(values: Tensor, sound: int, position: int, why: int, params: "_Params") -> int:

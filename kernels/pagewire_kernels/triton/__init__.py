@@ -34,4 +34,4 @@ from pagewire_kernels.triton.linear import InvariantWeight, linear
 from pagewire_kernels.triton.packed_attention import packed_attention
 from pagewire_kernels.triton.quantized_linear import TritonQuantizedWeight, can_pack_codes
 from pagewire_kernels.triton.rotary import rotate, rotate_and_write_kv
-from pagewire_kernels.triton.sampling import edit, gather_logprobs, prepare, sample
+from pagewire_kernels.triton.sampling import accept, edit, gather_logprobs, prepare, sample

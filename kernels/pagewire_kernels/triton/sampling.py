@@ -143,6 +143,41 @@ def sample(
         )
 
 
+def accept(
+    outcome: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    starts: Tensor,
+    num_drafts: Tensor,
+    tables: SamplingTables,
+) -> Tensor:
+    """Accept drafts in one launch; as `reference.accept`."""
+    num_places, num_rows = len(outcome), len(row_ids)
+    for name, column in (("outcome", outcome), ("drafts", drafts)):
+        expect_tensors((name, column, (torch.int64,), (num_places,)))
+    for name, column in (("row_ids", row_ids), ("starts", starts), ("num_drafts", num_drafts)):
+        expect_tensors((name, column, (torch.int64,), (num_rows,)))
+    accepted = torch.empty(num_rows, dtype=torch.int32, device=outcome.device)
+    if num_rows:
+        sampling_kernels.accept[(num_rows,)](
+            accepted,
+            outcome,
+            drafts,
+            row_ids,
+            starts,
+            num_drafts,
+            tables.params,
+            tables.latest,
+            tables.num_ahead,
+            tables.counts,
+            tables.counts.shape[1],
+            NUM_PARAMS=len(SamplingParam),
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return accepted
+
+
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Log softmax of some tokens, and the rank of the first; as `reference.gather_logprobs`.
 

@@ -43,7 +43,8 @@ HAS_UNSOUND = tl.constexpr(2)
 
 # The alignment of columns and the values of strides differ from batch to batch. If kernels were
 # specialized by them, they would be compiled again while requests wait.
-_COLUMNS = ["outcome", "row_ids", "positions", "mask_rows", "bitmask"]
+_COLUMNS = ["outcome", "row_ids", "positions", "mask_rows", "bitmask", "num_ahead"]
+_VERIFIED = ["outcome", "drafts", "row_ids", "starts", "num_drafts", "num_ahead"]
 _COUNTS = ["bitmask_stride", "table_stride"]
 
 
@@ -289,7 +290,7 @@ def sample(
             number = tl.where(why == OFF_CONSTRAINT, why, NOT_SAMPLED)
         elif has_token:
             scratch = candidates + row * CAPACITY, candidate_ids + row * CAPACITY
-            position = tl.load(positions + row) + tl.load(num_ahead + row_id)
+            position = tl.load(positions + row) + tl.load(num_ahead + row_id).to(tl.int32)
             peak = largest, first
             number = _choose(values, scratch, own, position, peak, vocab_size, CAPACITY, TILE)
         else:
@@ -299,6 +300,49 @@ def sample(
             entry = counts + row_id * vocab_size + number
             tl.store(entry, (tl.load(entry) | COUNT_OCCURS) + COUNT_ONE_OUTPUT)
     tl.store(outcome + row, number)
+
+
+@triton.jit(do_not_specialize_on_alignment=_VERIFIED)
+def accept(
+    accepted,
+    outcome,
+    drafts,
+    row_ids,
+    starts,
+    num_drafts,
+    param_table,
+    latest,
+    num_ahead,
+    counts,
+    vocab_size,
+    NUM_PARAMS: tl.constexpr,
+):
+    """Program (row)."""
+    row = tl.program_id(0)
+    row_id = tl.load(row_ids + row)
+    start = tl.load(starts + row)
+    last = start + tl.load(num_drafts + row)
+    end = start
+    number = tl.load(outcome + end)
+    before = number
+    is_equal = (end < last) & (number == tl.load(drafts + end))
+    while is_equal:
+        end += 1
+        before = number
+        number = tl.load(outcome + end)
+        is_equal = (end < last) & (number == tl.load(drafts + end))
+    is_failed = (end > start) & (number < 0)
+    number = tl.where(is_failed, before, number)
+    end = tl.where(is_failed, end - 1, end)
+    count = (end - start).to(tl.int32)
+    tl.store(accepted + row, count)
+    tl.store(latest + row_id, number, number != NOT_SAMPLED)
+    tl.store(num_ahead + row_id, tl.load(num_ahead + row_id) + count)
+    is_penalized = tl.load(param_table + row_id * NUM_PARAMS + IS_PENALIZED) != 0
+    if is_penalized & (number >= 0):
+        for place in range(start, end + 1):
+            entry = counts + row_id * vocab_size + tl.load(outcome + place)
+            tl.store(entry, (tl.load(entry) | COUNT_OCCURS) + COUNT_ONE_OUTPUT)
 
 
 @triton.jit
@@ -346,7 +390,7 @@ def edit(
     mask_row = tl.load(mask_rows + row).to(tl.int64)
     num_edits = tl.load(params + NUM_EDITS)
     is_penalized = tl.load(params + IS_PENALIZED) != 0
-    position = tl.load(positions + row) + tl.load(num_ahead + row_id)
+    position = tl.load(positions + row) + tl.load(num_ahead + row_id).to(tl.int32)
     logits += row * logits_stride
     seen = tl.arange(0, TILE) * 0
     excluded_seen = tl.arange(0, TILE_EDITS) * 0
@@ -404,10 +448,10 @@ def _either(seen):
     do_not_specialize_on_alignment=[
         "token_ids",
         "positions",
-        "slot_mapping",
         "token_rows",
         "seq_rows",
         "context_lens",
+        "num_ahead",
         "new_token_ids",
         "new_positions",
         "new_slot_mapping",
@@ -438,7 +482,7 @@ def prepare(
     number, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     if number < num_seqs:
         row = tl.load(seq_rows + number).to(tl.int64)
-        length = tl.load(context_lens + number) + tl.load(num_ahead + row)
+        length = tl.load(context_lens + number) + tl.load(num_ahead + row).to(tl.int32)
         tl.store(new_context_lens + number, length, tl.program_id(1) == 0)
         if BLOCK_SIZE == 0:  # of states
             num_blocks = tl.where(length > 0, width, 0)
@@ -456,7 +500,7 @@ def prepare(
         known = tl.maximum(tl.load(latest + row, is_unknown, other=0), 0)
         tl.store(new_token_ids + at, tl.where(is_unknown, known, token), mask)
         position = tl.load(positions + at, mask, other=0) + tl.load(num_ahead + row, mask, other=0)
-        tl.store(new_positions + at, position.to(tl.int64), mask)
+        tl.store(new_positions + at, position, mask)
         if BLOCK_SIZE == 0:
             slots = row * 0 - 1
         else:

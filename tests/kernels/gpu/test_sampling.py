@@ -18,7 +18,7 @@ from pagewire_kernels.batch import (
     SamplingTables,
     StepInputs,
 )
-from pagewire_kernels.triton import edit, gather_logprobs, prepare, sample, sampling_kernels
+from pagewire_kernels.triton import accept, edit, gather_logprobs, prepare, sample, sampling_kernels
 from tests.support.gpu_kernels import DEVICE, MARKS, on_device
 from tests.support.sampling_tables import EVER, Sampled, tables_of
 
@@ -301,7 +301,7 @@ def test_inputs_are_prepared_as_by_the_reference(num_tokens: int, max_blocks: in
         seq_rows=seq_rows,
         context_lens=torch.tensor([0, 16 * max_blocks - 20], dtype=torch.int32),
     )
-    latest, num_ahead = torch.tensor([33, 1, 1, 1, -2]), torch.tensor([3, 9, 9, 9, 0]).int()
+    latest, num_ahead = torch.tensor([33, 1, 1, 1, -2]), torch.tensor([3, 9, 9, 9, 0])
     block_tables = torch.randint(0, 99, (5, max_blocks + 3), generator=draw, dtype=torch.int32)
     block_tables[4] = -1
     tables = latest, num_ahead, block_tables
@@ -321,3 +321,35 @@ def test_inputs_are_prepared_as_by_the_reference(num_tokens: int, max_blocks: in
     of_reference = reference.prepare(inputs, *tables, 0, max_blocks)
     for column, wanted in zip(of_states, of_reference, strict=True):
         assert column.cpu().equal(wanted)
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_drafts_are_accepted_as_by_the_reference(begin: int) -> None:
+    """Rows without drafts, with all right, with a wrong one, with a failure at the first place and
+    after a draft, and one that offers candidates; tokens are counted where penalties are."""
+    cases = [
+        ([3], []),
+        ([5, 6, 7], [5, 6]),
+        ([5, 6, 7, 8], [5, 9, 7]),
+        ([-2, 6], [6]),
+        ([5, 5, -1, 8], [5, 5, 8]),
+        ([NOT_SAMPLED], []),
+        ([4, 4], [4]),
+    ]
+    counted = [_edited(0.0, occurrences={5: 1} if row % 3 else None) for row in range(len(cases))]
+    _, tables = tables_of(counted, 40)
+    outcome = torch.tensor([token for sampled, _ in cases for token in sampled])
+    drafts = torch.tensor([token for _, proposed in cases for token in [*proposed, 30]])
+    lengths = torch.tensor([len(sampled) for sampled, _ in cases])
+    row_ids = torch.arange(len(cases), 0, -1)
+    columns = outcome, drafts, row_ids, lengths.cumsum(0) - lengths, lengths - 1
+    ours = on_device(_copy(tables))
+    moved = [torch.cat([column[:begin], column]).to(DEVICE)[begin:] for column in columns]
+    accepted = accept(*moved, ours)
+    assert accepted.tolist() == [0, 2, 1, 0, 1, 0, 1]
+    before = tables.num_ahead.clone()
+    assert reference.accept(*columns, tables).equal(accepted.cpu())
+    assert tables.latest[row_ids].tolist() == [3, 7, 6, -2, 5, 0, 4]
+    assert (tables.num_ahead - before)[row_ids].equal(accepted.cpu())
+    for name in tables.__slots__:
+        assert getattr(ours, name).cpu().equal(getattr(tables, name)), name

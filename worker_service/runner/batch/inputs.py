@@ -55,6 +55,8 @@ class HostInputs:
 
     max_query_len: int
     max_context_len: int
+    """If the drafts whose verification is pending are accepted."""
+
     num_decodes: int
     """The first sequences, up to one that has more than one row."""
 
@@ -91,7 +93,7 @@ def lay_out(
         query_start=query_start,
         context_lens=context_lens,
         max_query_len=max_query_len,
-        max_context_len=int(context_lens.max()),
+        max_context_len=int((context_lens + table.num_pending_drafts[row_ids]).max()),
         num_decodes=int(np.argmax(query_lens > 1)) if max_query_len > 1 else len(row_ids),
         adapters=tuple(_adapters(token_row_ids, table)) if table.adapters else (),
         has_virtual_tokens=bool(table.adapters) and bool(is_virtual.any()),

@@ -99,6 +99,24 @@ class StepOutcome:
                 numbers[row, start : start + len(tokens)] = tokens
         return numbers
 
+    def add_logprobs(
+        self,
+        logprobs: dict[int, TokenLogprobs],
+        sampling: Int64Array,
+        offsets: Int64Array | None,
+    ) -> None:
+        """Add the log probabilities of the tokens that rows have brought. logprobs: by place that
+        was sampled at; sampling, offsets: of each place, its row and the drafts before it, None if
+        no row has any."""
+        for index, entry in logprobs.items():
+            row, offset = int(sampling[index]), 0 if offsets is None else int(offsets[index])
+            if row in self.errors:
+                continue
+            if offset == 0:
+                self.logprobs[row] = entry
+            elif offset <= len(self.kept.get(row, ())):
+                self.kept_logprobs.setdefault(row, []).append(entry)
+
     def add_vectors(self, pooled: PooledRows, values: Float32Array) -> None:
         """Add vectors, or the errors of rows with numbers that are not finite. The sequences
         continue: the core ends them, on all ranks at the same step."""

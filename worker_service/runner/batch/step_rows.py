@@ -170,14 +170,15 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
     """Rows compute tokens that exist, into blocks that exist, and sample from the last token. Rows
     with drafts compute and sample, and have blocks for all of them."""
     row_ids, firsts = rows.row_ids[rows.computes], rows.firsts[rows.computes]
-    end = last = firsts + rows.num_tokens[rows.computes]
+    end = firsts + rows.num_tokens[rows.computes]
+    last = end + table.num_pending_drafts[row_ids]
     num_tokens, limit = table.num_tokens[row_ids], table.capacity[row_ids]
     is_early = _ends_text(rows, table)[rows.computes] & (end != num_tokens)
     is_part = np.zeros(len(row_ids), np.bool_)
     if not table.tables:
         is_part = (firsts > 0) | (end < num_tokens)
     if (lookahead := plan.lookahead).any():
-        last = end + lookahead[rows.computes]
+        last = last + lookahead[rows.computes]
         is_idle = ~rows.sample | (plan.num_tokens == 0)
         if lookahead[is_idle].any():
             seq_id = plan.seq_ids[is_idle & (lookahead > 0)][0]

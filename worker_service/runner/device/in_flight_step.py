@@ -96,13 +96,17 @@ class InFlightStep:
 
     plan: StepPlan
     rows: Int64Array
-    """[n]: the plan's rows that sample, then those that only report on their prompts."""
+    """[n]: the plan's rows that sample, those with drafts once more for each of them; then those
+    that only report on their prompts."""
 
     errors: dict[int, RowErrorReason]
     """Rows of the plan whose sequences were known to have failed."""
 
     numbers: Int64Array
     """[n]: a token, one of `FAILURES` or NOT_SAMPLED each, once `end` is reached."""
+
+    offsets: Int64Array | None
+    """[num_sampling]: drafts before each place that is sampled at; None: none."""
 
     reports: FetchedReports
     buffers: StepBuffers
@@ -125,26 +129,44 @@ class InFlightStep:
         return self.end.is_reached
 
     def wait(self) -> Int64Array:
-        """[n, 1]: a token or negative outcome per row, once the device is done. Raises
-        GroupBroken."""
+        """Once the device is done, [m, 1 + 2 * most accepted drafts of a row]: of each row, see
+        `StepOutcome.encode`. Raises GroupBroken."""
+        numbers = self._wait()
+        if self.offsets is None:
+            return numbers[:, np.newaxis].copy()
+        kept = dict(self.reports.kept(numbers))
+        places = self._first_places()
+        most = max(map(len, kept.values()), default=0)
+        encoded = np.full((len(places), 1 + 2 * most), NO_TOKEN, np.int64)
+        encoded[:, 0] = numbers[places]
+        for start, tokens in kept.items():
+            encoded[np.searchsorted(places, start), 1 : 1 + len(tokens)] = tokens
+        return encoded
+
+    def _wait(self) -> Int64Array:
         self.end.wait()
         if self.check is not None:
             self.check()
-        return self.numbers[:, np.newaxis].copy()
+        return self.numbers
+
+    def _first_places(self) -> Int64Array:
+        """Where in `numbers` each row's first one is."""
+        if self.offsets is None:
+            return np.arange(len(self.rows))
+        num_reporting = len(self.rows) - len(self.offsets)
+        return np.flatnonzero(np.append(self.offsets, np.zeros(num_reporting)) == 0)
 
     def collect(self) -> StepResult:
         """Return the step's result, once the device is done. Raises GroupBroken."""
-        numbers = self.wait()[:, 0]
+        numbers = self._wait().copy()
         outcome = StepOutcome.of_failed(len(self.plan.seq_ids), self.errors)
         if self.samples:
-            outcome.tokens[self.rows] = np.maximum(numbers, NO_TOKEN)
-            for index in np.flatnonzero((numbers < 0) & (numbers != NOT_SAMPLED)).tolist():
-                outcome.errors[int(self.rows[index])] = FAILURES[int(numbers[index])]
-            self.reports.add_to(outcome, self.rows, numbers)
-        return self.result_of(outcome)
-
-    def result_of(self, outcome: StepOutcome) -> StepResult:
-        """The result with this outcome; the step's memory is used again."""
+            places = self._first_places()
+            rows, first = self.rows[places], numbers[places]
+            outcome.tokens[rows] = np.maximum(first, NO_TOKEN)
+            for index in np.flatnonzero((first < 0) & (first != NOT_SAMPLED)).tolist():
+                outcome.errors[int(rows[index])] = FAILURES[int(first[index])]
+            self.reports.add_to(outcome, self.rows, self.offsets, numbers)
         result = outcome.result(self.plan, self._timings(), samples=self.samples)
         self.is_collected = True
         return result

@@ -60,6 +60,28 @@ class DevicePass(NamedTuple):
     """int64 [n]: where that graph leaves a token or negative outcome per row."""
 
 
+class VerifiedDrafts(NamedTuple):
+    """The drafts of a step's rows that sample."""
+
+    starts: Int64Array
+    """[n]: the first of the places that are sampled at of each row."""
+
+    counts: Int64Array
+    """[n]: drafts of each row."""
+
+    tokens: Int64Array
+    """[num_sampling]: the draft that follows each place; any number after a row's last one."""
+
+    @classmethod
+    def of(cls, rows: StepRows, table: SequenceTable) -> "VerifiedDrafts":
+        """Those of a step's rows, which are in the table after the sequences' last tokens."""
+        assert rows.drafts is not None
+        starts, row_ids = np.flatnonzero(rows.drafts.offsets == 0), rows.row_ids[rows.sampling]
+        places = table.num_tokens[row_ids] + rows.drafts.offsets
+        counts = rows.drafts.counts[rows.sampling[starts]].astype(np.int64)
+        return cls(starts, counts, table.token_ids[row_ids, places].astype(np.int64))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReports:
     """What the rows of a step report, on the host."""
@@ -91,7 +113,9 @@ class StepReports:
     reporting_ids: Int64Array
     """Their rows of the table."""
 
-    has_drafts: bool
+    verified: "VerifiedDrafts | None"
+    """None if no row has drafts."""
+
     counted: Int64Array | None
     """[2, m]: indices of the sampling rows, and drafts before them that their penalties count;
     None unless rows have drafts and some have penalties."""
@@ -117,7 +141,7 @@ class StepReports:
             targets=np.concatenate([*tokens, np.empty(0, np.int64)]).astype(np.int64),
             reporting=reporting,
             reporting_ids=rows.row_ids[reporting],
-            has_drafts=rows.drafts is not None,
+            verified=None if rows.drafts is None else VerifiedDrafts.of(rows, table),
             counted=_counted_drafts(rows, table),
         )
 
@@ -125,12 +149,16 @@ class StepReports:
     def columns(self) -> list[Column]:
         """The columns that are sent to the device."""
         reported = [self.with_logprobs, self.with_candidates, self.targets, self.reporting_ids]
-        return reported if self.counted is None else [*reported, self.counted]
+        return [
+            *reported,
+            *(self.verified or ()),
+            *([] if self.counted is None else [self.counted]),
+        ]
 
     @property
     def is_empty(self) -> bool:
         """Whether no row reports anything, or verifies drafts."""
-        return not self.has_drafts and not any(map(len, self.columns))
+        return self.verified is None and not any(map(len, self.columns))
 
 
 def _counted_drafts(rows: StepRows, table: SequenceTable) -> Int64Array | None:
@@ -176,21 +204,41 @@ class FetchedReports(NamedTuple):
     vectors: Sequence[tuple[PooledRows, Column]] = ()
     """What rows bring, with its values on the host."""
 
-    def add_to(self, outcome: StepOutcome, rows: Int64Array, numbers: Int64Array) -> None:
-        """Add the reports of rows that have not failed. rows: the plan's rows that sample; numbers:
-        their tokens or negative outcomes."""
-        self.add_inputs_to(outcome)
-        samples = self.samples(numbers)
-        outcome.logprobs = {int(rows[i]): entry for i, entry in samples.logprobs.items()}
-        outcome.candidates = {int(rows[i]): entry for i, entry in samples.candidates.items()}
+    num_accepted: Column | None = None
+    """[n]: accepted drafts of each row that samples; None if none has drafts."""
 
-    def add_inputs_to(self, outcome: StepOutcome) -> None:
-        """Add what the rows report on their prompts, and their vectors."""
+    def kept(self, numbers: Int64Array) -> Iterator[tuple[int, Int64Array]]:
+        """The rows with accepted drafts, by the place of their first token, and the tokens that
+        were sampled after these. numbers: the outcome of each place."""
+        if self.reports is None or self.reports.verified is None or self.num_accepted is None:
+            return
+        starts, _, _ = self.reports.verified
+        for start, count in zip(starts.tolist(), self.num_accepted.tolist(), strict=True):
+            if count:
+                yield start, numbers[start + 1 : start + 1 + count]
+
+    def add_to(
+        self,
+        outcome: StepOutcome,
+        rows: Int64Array,
+        offsets: Int64Array | None,
+        numbers: Int64Array,
+    ) -> None:
+        """Add the reports of rows that have not failed. rows: the plan's row of each place that is
+        sampled at; offsets: the drafts before each place, None if there are none; numbers: their
+        tokens or negative outcomes."""
         reports = self.reports
         for pooled, values in self.vectors:
             outcome.add_vectors(pooled, values)
         if reports is None:
             return
+        outcome.kept = {int(rows[start]): tokens for start, tokens in self.kept(numbers)}
+        if reports.verified is not None:
+            outcome.num_drafts = np.zeros(len(outcome.tokens), np.int32)
+            outcome.num_drafts[rows[reports.verified.starts]] = reports.verified.counts
+        samples = self._samples(numbers)
+        outcome.add_logprobs(samples.logprobs, rows, offsets)
+        outcome.candidates = {int(rows[i]): entry for i, entry in samples.candidates.items()}
         for span, pieces in zip(reports.spans, self.prompts, strict=True):
             if pieces and span.row not in outcome.errors:
                 tables = [table_of(*piece) for piece in pieces]
@@ -198,7 +246,7 @@ class FetchedReports(NamedTuple):
                 if np.isfinite(prompt.logprobs).all():
                     outcome.prompt_logprobs[span.row] = prompt
 
-    def samples(self, numbers: Int64Array) -> Samples:
+    def _samples(self, numbers: Int64Array) -> Samples:
         """What was sampled; numbers: the token or negative outcome of each place."""
         reports = self.reports
         logprobs: dict[int, TokenLogprobs] = {}
@@ -246,6 +294,7 @@ def sample(
     outcome = numbers[:num_rows]
     logprobs: Sequence[Tensor] = ()
     candidates: Sequence[Tensor] = ()
+    accepted: Sequence[Tensor] = ()
     logits = queued.logits() if num_rows else None
     if logits is not None and sampler.samples:
         # Log probabilities and candidates need logits before they are edited in place below.
@@ -253,9 +302,10 @@ def sample(
         if len(with_candidates):
             offering = logits.index_select(0, with_candidates), rows.select(with_candidates)
             candidates = sampler.candidates(*offering, int(reports.num_candidates.max()))
-        if reports.has_drafts:
-            counted = None if reports.counted is None else queued.reported[4]
+        if reports.verified is not None:
+            verified, counted = queued.reported[4:7], next(iter(queued.reported[7:]), None)
             sampler.sample_apart(logits, rows, counted, outcome)
+            accepted = [sampler.accept(outcome, rows, verified)]
         else:
             sampler.sample(logits, rows, outcome)
         if raw is not None:
@@ -267,13 +317,16 @@ def sample(
         sampler.share(rows, numbers)
     of_prompts = (tensor for pieces in prompts for piece in pieces for tensor in piece)
     vectors = (part.values for part in pooled)
-    fetched = iter(buffers.fetch([numbers, *logprobs, *candidates, *of_prompts, *vectors]))
+    fetched = iter(
+        buffers.fetch([numbers, *logprobs, *candidates, *of_prompts, *vectors, *accepted])
+    )
     return next(fetched), FetchedReports(
         reports,
         [*islice(fetched, len(logprobs))],
         [*islice(fetched, len(candidates))],
         [[[*islice(fetched, len(piece))] for piece in pieces] for pieces in prompts],
-        [*zip(pooled, fetched, strict=True)],
+        [(rows, next(fetched)) for rows in pooled],
+        next(fetched, None),
     )
 
 

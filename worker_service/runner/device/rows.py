@@ -85,10 +85,12 @@ class DeviceRows:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        self._progress = zeros(2, num_rows + 1, dtype=torch.int64)
+        latest, num_ahead = self._progress
         self.sampling = SamplingTables(
             params=zeros(num_rows + 1, len(SamplingParam), dtype=torch.int64),
-            latest=zeros(num_rows + 1, dtype=torch.int64),
-            num_ahead=zeros(num_rows + 1),
+            latest=latest,
+            num_ahead=num_ahead,
             counts=zeros(num_rows if num_counted is None else num_counted, vocab_size),
             edit_tokens=zeros(num_rows + 1, MAX_EDITS),
             edit_values=zeros(num_rows + 1, MAX_EDITS, dtype=torch.float32),
@@ -101,6 +103,8 @@ class DeviceRows:
         """Rows whose edits depend on tokens that were sampled since."""
         self._miscounted: list[int] = []
         """Rows whose occurrences on the device are outdated."""
+        self._accepted: list[Int64Array] = []
+        """[2, n]: rows, and accepted drafts that the host counts, but `num_ahead` as well."""
 
     @property
     def num_bytes(self) -> int:
@@ -134,20 +138,30 @@ class DeviceRows:
         self._edited.extend(row_ids.tolist())
 
     def record_tokens(self, row_ids: Int64Array) -> None:
-        """Record that tokens of these rows are not in the tables: they were not sampled on the
-        device, or as `DeviceSampler.sample_apart` does."""
+        """Record that the last tokens of these rows were not sampled on the device."""
         self._miscounted.extend(row_ids[row_ids < self.padding_row].tolist())
+
+    def record_accepted(self, row_ids: Int64Array, num_drafts: Int64Array) -> None:
+        """Record that the host counts these numbers of accepted drafts of these rows, too."""
+        self._accepted.append(np.stack([row_ids, num_drafts]))
 
     def forget(self) -> None:
         """Drop all recorded changes."""
-        for recorded in (self._new, self._changed, self._edited, self._miscounted):
+        for recorded in (
+            self._new,
+            self._changed,
+            self._edited,
+            self._miscounted,
+            self._accepted,
+        ):
             recorded.clear()
 
     def changes(self, table: SequenceTable) -> list[Column]:
         """Return the current values of all entries that changed since the last call, to be uploaded
         and passed to `apply`. Empty if nothing changed."""
-        if not (self._new or self._changed or self._edited or self._miscounted):
+        if not any((self._new, self._changed, self._edited, self._miscounted, self._accepted)):
             return []
+        accepted = np.concatenate([np.empty((2, 0), np.int64), *self._accepted], axis=1)
         new = np.unique(np.array(self._new, np.int64))
         changed = np.concatenate([np.empty((0, 3), np.int64), *self._changed])
         entries = [
@@ -158,6 +172,7 @@ class DeviceRows:
         counted = _edits_of(sorted({*new.tolist(), *self._miscounted}), table.sampling)
         self.forget()
         return [
+            accepted,
             new,
             *(column for columns in entries for column in columns),
             edited,
@@ -170,12 +185,14 @@ class DeviceRows:
         if not changes:
             return
         tables = self.sampling
-        new, num_entries = changes[0], 3 * len(self.block_tables)
-        edited, params, *edits, counted, counts_at, values = changes[1 + num_entries :]
+        (accepted, new), num_entries = changes[:2], 3 * len(self.block_tables)
+        edited, params, *edits, counted, counts_at, values = changes[2 + num_entries :]
+        if accepted.numel():
+            tables.num_ahead.index_add_(0, accepted[0], accepted[1], alpha=-1)
         if len(new):
-            tables.latest.index_fill_(0, new, 0)
+            self._progress.index_fill_(1, new, 0)
         for group, block_tables in enumerate(self.block_tables):
-            row_ids, indices, blocks = changes[1 + 3 * group : 4 + 3 * group]
+            row_ids, indices, blocks = changes[2 + 3 * group : 5 + 3 * group]
             if len(new):
                 block_tables.index_fill_(0, new, NO_BLOCK)
             if len(row_ids):

@@ -64,6 +64,19 @@ class StepKernels(Protocol):
         """Write one token or negative outcome per row to `outcome` and the tables."""
         ...
 
+    def accept(
+        self,
+        outcome: Tensor,
+        drafts: Tensor,
+        row_ids: Tensor,
+        starts: Tensor,
+        num_drafts: Tensor,
+        tables: SamplingTables,
+    ) -> Tensor:
+        """Store the last token of each row whose drafts were verified. Returns the number of
+        accepted drafts of each."""
+        ...
+
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log softmax of some tokens of each row, and the rank of the first one."""
         ...
@@ -182,7 +195,8 @@ class DeviceSampler:
         self, logits: Tensor, rows: SamplingRows, counted: Tensor | None, outcome: Tensor
     ) -> None:
         """As `sample`, but several rows may be of one sequence, after some of its drafts, and
-        nothing is stored in `DeviceRows`: each row has a copy of its sequence's state.
+        nothing is stored in `DeviceRows` before `accept`: each row has a copy of its sequence's
+        state.
 
         counted: int64 [2, m], rows of the batch and drafts before them that penalties count; None:
         no row has penalties.
@@ -207,6 +221,16 @@ class DeviceSampler:
         places = torch.arange(len(row_ids), dtype=torch.int32, device=row_ids.device)
         apart = rows._replace(row_ids=places)
         self._kernels.sample(logits, self._kernels.edit(logits, apart, own), apart, own, outcome)
+
+    def accept(self, outcome: Tensor, rows: SamplingRows, verified: Sequence[Tensor]) -> Tensor:
+        """Accept the drafts that were right, and store the last token of each sequence and its
+        progress in `DeviceRows`. Returns the number of accepted drafts of each, int32 [n].
+
+        outcome: of `sample_apart`; verified: `VerifiedDrafts` on the device.
+        """
+        starts, num_drafts, drafts = verified
+        row_ids = rows.row_ids.index_select(0, starts).long()
+        return self._kernels.accept(outcome, drafts, row_ids, starts, num_drafts, self._tables)
 
     def share(self, rows: SamplingRows, outcome: Tensor) -> None:
         """Give the other ranks the outcome of a step, or receive it.

@@ -15,6 +15,9 @@ their collectives takes part of a batch's shape. One of them samples; the others
 on their devices, in the graph if the step is replayed, and their hosts learn them later as that of
 a single GPU does.
 
+Drafts are verified on the device, too: it stores the last token of each sequence, and how many
+drafts were accepted, from which the positions of the next step follow (`SamplingTables.num_ahead`).
+
 A launch waits until the host knows tokens only in these cases:
 
 | a plan with | waits for |
@@ -23,13 +26,14 @@ A launch waits until the host knows tokens only in these cases:
 | bad words of several tokens | the tokens of the sequences that have them |
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
-| sequences that are due for drafts | the tokens of these sequences; and for its own, if there are
-  drafts, since only then it is known where the next step begins, or if a head needs them |
+| sequences that are due for drafts | the tokens of these sequences |
+| any sequence, if a head drafts | its own tokens, which the head needs |
 | more sequences, edits or penalties than `rows.py` has room for | every step launched
   before; the step itself is computed on the host, which waits for the device |
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -37,13 +41,13 @@ import numpy as np
 from pagewire_kernels.batch import mask_width
 from pagewire_kernels.slot_deltas import NO_SLOT
 from worker_service.array_types import Int64Array
-from worker_service.engine.executor import FinishedStep, Step
+from worker_service.engine.executor import Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.plan import StepPlan, StepResult, monotonic_us
+from worker_service.plan import StepPlan
 from worker_service.runner.batch.inputs import HostInputs, lay_out
 from worker_service.runner.batch.pooling import Pooling
-from worker_service.runner.batch.step_outcome import StepOutcome, StepStart
+from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.batch.step_rows import StepRows, resolve_rows
 from worker_service.runner.device.buffers import StepBuffers
 from worker_service.runner.device.columns import SamplingColumns, StepColumns
@@ -58,8 +62,12 @@ from worker_service.runner.device.in_flight_step import (
 from worker_service.runner.device.reports import DevicePass, FetchedReports, StepReports, sample
 from worker_service.runner.device.state import DeviceState
 from worker_service.runner.drafting.speculation import Speculation
-from worker_service.runner.host.sampling import settle
-from worker_service.runner.state.sequence_state import FAILURES, NO_PLACEHOLDER, SequenceState
+from worker_service.runner.state.sequence_state import (
+    FORGOTTEN,
+    NO_PLACEHOLDER,
+    Resolved,
+    SequenceState,
+)
 from worker_service.runner.state.sequence_table import PlanRows
 
 
@@ -119,8 +127,8 @@ class DeviceSteps:
         self, plan: StepPlan, plan_rows: PlanRows, sequences: SequenceState, start: StepStart
     ) -> Step | None:
         """Launch a step; None if the host has to compute it. Waits for the device only if edits,
-        bitmasks or drafts need pending tokens, and for the step itself if it verifies drafts.
-        Raises InvalidPlan."""
+        bitmasks or drafts need pending tokens, and for the step itself if a head reads its hidden
+        states. Raises InvalidPlan."""
         table, pending, state = sequences.table, sequences.pending, self._state
         rows = resolve_rows(plan, plan_rows.batch, table)
         computes, states = rows.computes, rows.last_states()
@@ -130,11 +138,13 @@ class DeviceSteps:
         state.rows.record(plan, plan_rows)
         if not computes.any() or not state.rows.hold(rows.row_ids, table.sampling):
             return None
-        changes = state.rows.changes(table)
         speculation, are_decodes = self._speculation, rows.are_decodes
         if speculation is not None and plan.lookahead.any():
             rows = speculation.add(rows, plan.lookahead, sequences, is_shared=False)
             states = rows.last_states()
+        # Drafts of earlier steps may have been accepted since.
+        rows = replace(rows, firsts=table.num_computed_tokens[rows.row_ids])
+        changes = state.rows.changes(table)
         row_ids = rows.row_ids[rows.sampling]
         found = sequences.masks.constrained(row_ids) if sequences.masks else []
         constrained = np.array([row for row, _ in found], np.int64)
@@ -170,6 +180,7 @@ class DeviceSteps:
             rows=np.concatenate([rows.sampling, reports.reporting]),
             errors=rows.errors,
             numbers=numbers,
+            offsets=None if rows.drafts is None else rows.drafts.offsets,
             reports=fetched,
             buffers=buffers,
             begin=begin,
@@ -183,44 +194,49 @@ class DeviceSteps:
         table.advance(
             rows.row_ids, rows.num_computed, rows.row_ids[rows.parents], rows.row_ids[rows.forks]
         )
-        if speculation is not None and (rows.drafts is not None or speculation.reads_hidden):
-            result = self._verify(step, rows, sequences, speculation)
-            speculation.observe(rows, queued.captured, table)
-            if are_decodes:
-                speculation.record_step(rows, monotonic_us() - start.started_us)
-            return FinishedStep(result)
+        resolved = None
+        if speculation is not None:
+            resolved = self._resolved(step, rows, sequences, speculation, are_decodes)
+        if rows.drafts is not None:
+            table.num_pending_drafts[rows.row_ids] += rows.drafts.counts
+            row_ids = row_ids[rows.drafts.offsets == 0]
         positions = table.expect_tokens(row_ids)
         if num_reporting := len(reports.reporting):
             row_ids = np.concatenate([row_ids, reports.reporting_ids])
             positions = np.append(positions, np.full(num_reporting, NO_PLACEHOLDER))
-        pending.add(step, row_ids, positions)
+        pending.add(step, row_ids, positions, resolved)
         self._buffers.add(step)
+        if speculation is not None and speculation.reads_hidden:
+            pending.resolve_all()
+            speculation.observe(rows, queued.captured, table)
         return step
 
-    def _verify(
+    def _resolved(
         self,
         step: InFlightStep,
         rows: StepRows,
         sequences: SequenceState,
         speculation: Speculation,
-    ) -> StepResult:
-        """Wait for a step that was launched with speculation, and append its tokens, up to the
-        first draft that was wrong, to the sequences."""
-        self._buffers.add(step)
-        table, numbers = sequences.table, step.wait()[:, 0]
-        sequences.pending.resolve_all()
-        outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)
-        step.reports.add_inputs_to(outcome)
-        num_places = len(rows.sampling)
-        for row, number in zip(step.rows[num_places:], numbers[num_places:], strict=True):
-            if number in FAILURES:
-                outcome.errors[int(row)] = FAILURES[int(number)]
-                table.fail(int(rows.row_ids[row]), FAILURES[int(number)])
-        numbers = numbers[:num_places]
-        failed = {reason: np.flatnonzero(numbers == n) for n, reason in FAILURES.items()}
-        settle(outcome, rows, step.reports.samples(numbers), failed, table, speculation)
-        self._state.rows.record_tokens(rows.row_ids)
-        return step.result_of(outcome)
+        are_decodes: bool,
+    ) -> Resolved:
+        """What follows once a step's tokens are in the table. are_decodes: whether its rows were
+        decodes before they had drafts."""
+
+        def resolved(row_ids: Int64Array, num_accepted: Int64Array) -> None:
+            if are_decodes:
+                speculation.record_step(rows, step.end.us_since(step.begin))
+            if rows.drafts is None:
+                return
+            num_drafts = np.zeros_like(row_ids)
+            counts = rows.drafts.counts[rows.sampling[rows.drafts.offsets == 0]]
+            num_drafts[: len(counts)] = counts
+            verified = (num_drafts > 0) & (row_ids != FORGOTTEN)
+            columns = row_ids[verified], num_drafts[verified], num_accepted[verified]
+            sequences.table.num_pending_drafts[columns[0]] -= columns[1]
+            self._state.rows.record_accepted(columns[0], columns[2])
+            speculation.record_drafts(*columns)
+
+        return resolved
 
 
 def _adapter_slots(inputs: HostInputs, adapters: PlacesAdapters | None) -> Int64Array:

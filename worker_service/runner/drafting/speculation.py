@@ -323,6 +323,15 @@ class Speculation:
             self._drafter.learn(np.unique(rows.row_ids[rows.sampling]), table)
             self._drafter.observe(rows, captured, table)
 
+    def record_drafts(
+        self, row_ids: Int64Array, num_drafts: Int64Array, num_accepted: Int64Array
+    ) -> None:
+        """Record the number of drafts that each of some sequences computed, and of those that were
+        accepted."""
+        columns = row_ids.tolist(), num_drafts.tolist(), num_accepted.tolist()
+        for row in zip(*columns, strict=True):
+            self._lengths.record_drafts(*row)
+
     def record_step(self, rows: StepRows, time_us: int) -> None:
         """Record the time of a step whose rows were decodes before drafts were added to them."""
         if self._drafter is not None:

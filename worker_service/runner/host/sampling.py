@@ -7,7 +7,7 @@ import numpy as np
 from pagewire_kernels.batch import AdapterRows
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
-from worker_service.plan import RowErrorReason, TokenLogprobs
+from worker_service.plan import RowErrorReason
 from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.sampling import prompt_spans, sampling_batch
 from worker_service.runner.batch.step_outcome import StepOutcome
@@ -62,7 +62,8 @@ def settle(
     outcome.tokens[sampling] = tokens
     outcome.tokens[list(errors)] = NO_TOKEN
     if samples.logprobs:
-        _add_logprobs(outcome, rows, samples.logprobs)
+        offsets = None if rows.drafts is None else rows.drafts.offsets
+        outcome.add_logprobs(samples.logprobs, rows.sampling, offsets)
     for index, offered in samples.candidates.items():
         if (row := int(rows.sampling[index])) not in errors:
             outcome.candidates[row] = offered
@@ -71,7 +72,8 @@ def settle(
         sampled = sampling[outcome.tokens[sampling] != NO_TOKEN]
     table.append_tokens(rows.row_ids[sampled], outcome.tokens[sampled])
     for row, further in outcome.kept.items():
-        table.append_kept(int(rows.row_ids[row]), further)
+        row_id = int(rows.row_ids[row])
+        table.insert_kept(row_id, int(table.num_tokens[row_id]), further)
 
 
 def report_prompts(
@@ -100,20 +102,6 @@ def report_prompts(
             outcome.prompt_logprobs[span.row] = entry
         elif samples:
             _fail(outcome, rows, [span.row], RowErrorReason.NON_FINITE_LOGITS, table)
-
-
-def _add_logprobs(outcome: StepOutcome, rows: StepRows, logprobs: dict[int, TokenLogprobs]) -> None:
-    """Log probabilities of the tokens that rows have brought. logprobs: by place in
-    `rows.sampling`."""
-    for index, entry in logprobs.items():
-        row = int(rows.sampling[index])
-        offset = 0 if rows.drafts is None else int(rows.drafts.offsets[index])
-        if row in outcome.errors:
-            continue
-        if offset == 0:
-            outcome.logprobs[row] = entry
-        elif offset <= len(outcome.kept.get(row, ())):
-            outcome.kept_logprobs.setdefault(row, []).append(entry)
 
 
 def _fail(

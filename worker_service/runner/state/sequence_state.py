@@ -18,6 +18,7 @@ needs its sequence's tokens. Ranks therefore compute the same batches, as their 
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -64,6 +65,11 @@ class Outcome(Protocol):
         ...
 
 
+Resolved = Callable[[Int64Array, Int64Array], None]
+"""Called when a step's tokens are in the table: with the row of each, FORGOTTEN for some, and how
+many drafts were accepted, [n] each."""
+
+
 class _PendingStep(NamedTuple):
     """A step that has not been resolved."""
 
@@ -73,6 +79,8 @@ class _PendingStep(NamedTuple):
 
     positions: Int64Array
     """[n]: where in its sequence each row's placeholder stands, or NO_PLACEHOLDER."""
+
+    resolved: "Resolved | None"
 
 
 class _WithoutToken(NamedTuple):
@@ -94,9 +102,15 @@ class PendingTokens:
         self._without_token: list[_WithoutToken] = []
         """Rows of resolved steps that have no token, which the table does not know yet."""
 
-    def add(self, outcome: Outcome, row_ids: Int64Array, positions: Int64Array) -> None:
+    def add(
+        self,
+        outcome: Outcome,
+        row_ids: Int64Array,
+        positions: Int64Array,
+        resolved: Resolved | None = None,
+    ) -> None:
         """Add a launched step, whose placeholders are in the table. Takes over the arrays."""
-        self._steps.append(_PendingStep(outcome, row_ids, positions))
+        self._steps.append(_PendingStep(outcome, row_ids, positions, resolved))
 
     def contains(self, outcome: Outcome) -> bool:
         """Whether an outcome is still to be resolved."""
@@ -157,20 +171,33 @@ class PendingTokens:
                 self._table.fail(row.row_id, FAILURES[row.number])
 
     def _resolve_next(self) -> None:
-        outcome, row_ids, positions = self._steps.popleft()
+        outcome, row_ids, positions, resolved = self._steps.popleft()
         encoded = outcome.wait()
         numbers, further = encoded[:, 0], encoded[:, 1:]
         is_kept = row_ids != FORGOTTEN
         has_token = is_kept & (numbers >= 0)
         self._table.resolve_tokens(row_ids[has_token], positions[has_token], numbers[has_token])
+        num_kept = np.zeros(len(row_ids), np.int64)
         for index in np.flatnonzero(has_token).tolist() if further.size else ():
-            kept, drafts = (part[part != NO_TOKEN] for part in np.split(further[index], 2))
-            self._table.append_kept(int(row_ids[index]), kept)
-            self._table.next_drafts[int(row_ids[index])] = drafts.astype(np.int32)
+            row_id, kept_and_next = int(row_ids[index]), np.split(further[index], 2)
+            kept, drafts = (part[part != NO_TOKEN] for part in kept_and_next)
+            if num := len(kept):
+                num_kept[index] = num
+                self._table.insert_kept(row_id, int(positions[index]) + 1, kept)
+                self._move_placeholders(row_id, num)
+            if len(drafts):
+                self._table.next_drafts[row_id] = drafts.astype(np.int32)
         for index in np.flatnonzero(is_kept & (numbers < 0)).tolist():
             has_placeholder = bool(positions[index] != NO_PLACEHOLDER)
             row_id, number = int(row_ids[index]), int(numbers[index])
             self._without_token.append(_WithoutToken(row_id, number, has_placeholder))
+        if resolved is not None:
+            resolved(row_ids, num_kept)
+
+    def _move_placeholders(self, row_id: int, by: int) -> None:
+        """Move the placeholders of a sequence, which stand after a token that was resolved."""
+        for step in self._steps:
+            step.positions[(step.row_ids == row_id) & (step.positions != NO_PLACEHOLDER)] += by
 
 
 class SequenceState:

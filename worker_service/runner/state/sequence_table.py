@@ -44,6 +44,7 @@ _COLUMNS = (
     "num_prompt_tokens",
     "num_computed_tokens",
     "num_virtual_tokens",
+    "num_pending_drafts",
     "capacity",
     "salts",
     "drafter_state",
@@ -123,6 +124,9 @@ class SequenceTable:
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_virtual_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         """The first tokens, whose embeddings are those of a sequence's adapter."""
+        self.num_pending_drafts = np.zeros(_INITIAL_ROWS, np.int64)
+        """Drafts in steps that are not resolved: if they are accepted, a sequence has as many more
+        tokens, of which as many more are computed."""
         self.capacity = np.zeros(_INITIAL_ROWS, np.int64)
         """Tokens for which a sequence has blocks in all groups, within the model's length."""
         self.salts = np.zeros(_INITIAL_ROWS, np.uint64)
@@ -211,6 +215,7 @@ class SequenceTable:
             self.failures.pop(row_id, None)
             self.next_drafts.pop(row_id, None)
             self.drafter_state[row_id] = 0
+            self.num_pending_drafts[row_id] = 0
             self.prompt_logprobs.pop(row_id, None)
             self.texts.pop(row_id, None)
             self.contexts.pop(row_id, None)
@@ -333,12 +338,14 @@ class SequenceTable:
         if self.sampling.edits:
             self.sampling.append(row_ids, tokens)
 
-    def append_kept(self, row_id: int, tokens: Int64Array) -> None:
-        """Append the tokens sampled after drafts that were right. These drafts, one for each token,
-        are computed; they are the token before and all of these but the last."""
-        end = int(self.num_tokens[row_id])
-        self.token_ids[row_id, end : end + len(tokens)] = tokens
+    def insert_kept(self, row_id: int, place: int, tokens: Int64Array) -> None:
+        """Insert the tokens sampled after drafts that were right, after the token that was sampled
+        with them and before unknown ones. These drafts, one for each token, are computed; they are
+        the token before and all of these but the last."""
+        end = place + len(tokens)
         self.num_tokens[row_id] += len(tokens)
+        self.token_ids[row_id, place:end] = tokens
+        self.token_ids[row_id, end : self.num_tokens[row_id]] = UNKNOWN_TOKEN
         self.num_computed_tokens[row_id] += len(tokens)
         self.sampling.append(np.full(len(tokens), row_id), tokens)
 

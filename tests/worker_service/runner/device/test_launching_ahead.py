@@ -12,7 +12,8 @@ import pytest
 
 from pagewire.v1 import context_pb2, sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
-from tests.support.runners import LateEvent, eager, host, recorded
+from tests.support.in_process import KnowingDrafter
+from tests.support.runners import AllDrafts, LateEvent, eager, host, recorded, speculating
 from tests.support.vocabularies import END
 from tests.support.worker_driver import GREEDY, Row, block_table, column, sampler_params
 from tests.worker_service.runner.test_model_runner import Bench, continuation
@@ -149,6 +150,68 @@ def test_launching_ahead_changes_nothing(names: list[str], depth: int, make_runn
     for result, other in zip(results, expected, strict=True):
         for row, entry in result.logprobs.items():
             np.testing.assert_allclose(entry.logprobs, other.logprobs[row].logprobs, atol=1e-5)
+
+
+def tokens_by_row(results: Sequence[StepResult], num_rows: int) -> list[list[int]]:
+    """Of steps that have the same rows."""
+    found: list[list[int]] = [[] for _ in range(num_rows)]
+    for result in results:
+        counts = [1] * num_rows if result.num_sampled is None else result.num_sampled.tolist()
+        ends = np.cumsum(counts)[:-1]
+        for row, tokens in enumerate(np.split(result.token_ids, ends)):
+            found[row] += tokens.tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", [eager, recorded])
+@pytest.mark.parametrize(
+    "names", [["greedy"], ["greedy", "penalties", "random", "filtered", "log probabilities"]]
+)
+def test_steps_are_launched_behind_steps_with_drafts(names: list[str], kind: Any) -> None:
+    """Where they begin, only the device knows until the results of these are read: as long as no
+    sequence is due for drafts, nothing waits for them. A sequence that is forgotten meanwhile
+    leaves nothing to that which gets its row."""
+
+    def rows_of(count: int) -> list[Row]:
+        return [Row(seq_id) for seq_id in range(1, count + 1)]
+
+    params, requests = [PARAMS[name] for name in names], prompts(len(names))
+    plain = Pipeline(0, make_runner=host, block_size=16)
+    for (seq_id, prompt), sampling in zip(requests.items(), params, strict=True):
+        plain.bench.plans.add(seq_id, prompt, sampling=sampling)
+    plain.launch([Row(seq_id, len(prompt)) for seq_id, prompt in requests.items()])
+    for _ in range(60):
+        plain.launch(rows_of(len(names)))
+    expected = tokens_by_row(plain.finish(), len(names))
+    outputs = [
+        [*prompt, *tokens] for prompt, tokens in zip(requests.values(), expected, strict=True)
+    ]
+    drafter, lengths = KnowingDrafter(outputs), AllDrafts()
+    make_runner = partial(speculating, lambda _: drafter, lengths, kind=kind)
+    pipeline = Pipeline(9, make_runner=make_runner, block_size=16)
+    for (seq_id, prompt), sampling in zip(requests.items(), params, strict=True):
+        pipeline.bench.plans.add(seq_id, prompt, sampling=sampling)
+    pipeline.launch([Row(seq_id, len(prompt)) for seq_id, prompt in requests.items()])
+    for _ in range(6):
+        for seq_id in requests:
+            pipeline.bench.plans.grow(seq_id, 5)
+        steps = [pipeline.launch(rows_of(len(names)), lookahead=bytes([5] * len(names)))]
+        steps += [pipeline.launch(rows_of(len(names))) for _ in range(2)]
+        if kind is recorded:
+            assert not any(step.is_available for step in steps), "nothing waits for any of them"
+    assert lengths.num_drafts > lengths.num_accepted > len(names)
+    pipeline.bench.plans.grow(1, 5)
+    pipeline.launch([Row(1)], lookahead=b"\x05")
+    last = len(names) + 1
+    pipeline.bench.plans.add(last, requests[1], sampling=params[0])
+    pipeline.launch([Row(last, len(requests[1]))], forget_seq_ids=column([1]))
+    for _ in range(3):
+        pipeline.launch([Row(last)])
+    results = pipeline.finish()
+    found = tokens_by_row(results[:19], len(names))
+    assert all(len(tokens) > 25 for tokens in found)
+    assert found == [tokens[: len(some)] for tokens, some in zip(expected, found, strict=True)]
+    assert tokens_by_row(results[20:], 1) == [expected[0][:4]]
 
 
 def test_padding_leaves_no_trace_in_the_cache() -> None:
