@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import grpc
 
@@ -24,7 +25,8 @@ CHUNK_BYTES = 1 << 19
 for every message."""
 
 DIGESTED_BYTES = 8 << 20
-"""Bytes of the blocks whose digests a message without bytes has, at least one block."""
+"""Maximum number of bytes of the blocks whose digests a message without bytes has; at least one
+block."""
 
 MAX_IDLE_CHANNELS = 8
 """Channels that are kept open for further calls. Their connections close after a time without one;
@@ -74,14 +76,18 @@ def _memory_for(blocks: LeasedBlocks, reader: Reader) -> pb.ProcessMemory | None
 def _memory_parts(
     blocks: LeasedBlocks, memory: pb.ProcessMemory
 ) -> Iterator[pb.ReadBlocksResponse]:
-    yield pb.ReadBlocksResponse(memory=memory)
-    digests = bytearray()
-    count = max(1, DIGESTED_BYTES // memory.block_bytes)
-    for number, digest in enumerate(blocks.digests(), start=1):
-        digests += digest
-        if number % count == 0 or number == len(blocks.blocks):
-            yield pb.ReadBlocksResponse(digests=bytes(digests))
-            digests.clear()
+    """The reader copies the blocks of each message while the next ones are digested, so the first
+    message has few."""
+    digests, num_left = blocks.digests(), len(blocks.blocks)
+    max_blocks = max(1, DIGESTED_BYTES // memory.block_bytes)
+    count = max(1, max_blocks // 16)
+    part = pb.ReadBlocksResponse(memory=memory)
+    while num_left > 0:
+        part.digests = b"".join(islice(digests, count))
+        yield part
+        part = pb.ReadBlocksResponse()
+        num_left -= count
+        count = min(2 * count, max_blocks)
 
 
 def _data_parts(blocks: LeasedBlocks) -> Iterator[pb.ReadBlocksResponse]:
@@ -104,6 +110,7 @@ class _Channel:
     credentials: grpc.ChannelCredentials | None
     """With which it was made."""
     connection: grpc.Channel
+    stub: pb_grpc.WorkerServiceStub
 
 
 class BlockConnections:
@@ -122,8 +129,7 @@ class BlockConnections:
         channel = self._pop_idle(address) or self._open(address)
         with self._lock:
             self._busy.add(channel)
-        stub = self._cluster.stub(pb_grpc.WorkerServiceStub, channel.connection)
-        call = stub.ReadBlocks(wire.encode_read_request(request), timeout=timeout_s)
+        call = channel.stub.ReadBlocks(wire.encode_read_request(request), timeout=timeout_s)
         return Answer(call, partial(self._end_call, channel))
 
     def close_idle(self) -> None:
@@ -135,7 +141,9 @@ class BlockConnections:
 
     def _open(self, address: str) -> _Channel:
         credentials = self._cluster.channel_credentials()
-        return _Channel(address, credentials, self._cluster.blocking_channel(address))
+        connection = self._cluster.blocking_channel(address)
+        stub = self._cluster.stub(pb_grpc.WorkerServiceStub, connection)
+        return _Channel(address, credentials, connection, stub)
 
     def _pop_idle(self, address: str) -> _Channel | None:
         credentials = self._cluster.channel_credentials()
