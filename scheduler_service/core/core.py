@@ -311,6 +311,8 @@ class SchedulerCore:
         elif scheduler.hands_over and not len(scheduler.pipeline):
             moves.hand_over(model, scheduler, to_us(now))
             self._transfers.copy_ahead(model, scheduler, to_us(now))
+        elif not scheduler.hands_over:
+            moves.rebalance(model, self._transfers, scheduler, to_us(now))
         model.requeue(scheduler.pop_moved())
 
     # Outputs.

@@ -25,6 +25,10 @@ class Placement:
     """Arithmetic of its latest worker group; empty if unknown."""
     previous_id: str = ""
     """Id of the worker group that it was moved from, which may have what it computed."""
+    avoids: str = ""
+    """Id of the worker group that gave it away, where it goes only if no other one has room."""
+    num_tokens_at_move: int = 0
+    """Its tokens when a worker group gave it away for the last time."""
     awaits: str | None = None
     """Id of the worker group whose capacity is reserved for it."""
     until_us: int | None = None
@@ -41,6 +45,7 @@ class Placement:
         self.kv_quota, self.num_cache_tokens = kv_quota, num_cache_tokens
         tenant.kv_quota += kv_quota
         self.awaits = self.until_us = self.slot_wait_us = None
+        self.avoids = ""
         self.refusals = {}
 
     def release(self, tenant: TenantUsage) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from enum import StrEnum
 from math import ceil, log2
 
 from scheduler_service.core.kv_cache.usage import CacheGroupUsage
@@ -43,6 +44,15 @@ def summed(histograms: Iterable[LatencyHistogram]) -> list[int]:
     return [sum(bucket) for bucket in zip(none, *(h.counts for h in histograms), strict=True)]
 
 
+class MoveReason(StrEnum):
+    """Why a request leaves a worker group that computes it."""
+
+    DRAIN = "drain"
+    HAND_OVER = "hand_over"
+    EXCEEDS_CACHE = "exceeds_cache"
+    REBALANCE = "rebalance"
+
+
 @dataclass(slots=True)
 class ModelTotals:
     """Running totals of one model's requests since the core's start."""
@@ -61,6 +71,8 @@ class ModelTotals:
     """Requests that lost their worker group and were queued again."""
     num_inexact_recoveries: int = 0
     """Requests with output that were resumed on a worker group of another arithmetic."""
+    num_moved: Counter[MoveReason] = field(default_factory=Counter)
+    """Requests that left a worker group for another one."""
     num_fetches: int = 0
     """Times that blocks of another worker group arrived."""
     num_fetched_blocks: int = 0

@@ -65,6 +65,13 @@ class CoreMetrics:
                 for position, count in enumerate(model.totals.num_accepted_by_position())
             }
         )
+        yield _COMPUTED["moved_requests"].family(
+            {
+                (model.name, reason.value): count
+                for model in snapshot.models
+                for reason, count in model.totals.num_moved.items()
+            }
+        )
         yield _COMPUTED["failed_fetches"].family(
             {
                 (model.name, reason): count

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from scheduler_service.core.config import Role
+from scheduler_service.core.config import MoveKV, Role
 from tests.end_to_end.test_random_configurations import (
     configuration,
     model,
@@ -70,6 +70,23 @@ def handing_over(number: int) -> Configuration:
     )
 
 
+def crowded(number: int) -> Configuration:
+    """A configuration whose requests all begin on one worker; the others join again and again, and
+    get some that it has no memory for."""
+    drawn = moving(number)
+    return replace(
+        drawn,
+        drains=(),
+        losses=tuple(
+            Loss(at=tick, worker=worker, absence=9)
+            for tick in (1, 20, 40, 60)
+            for worker in range(1, NUM_WORKERS)
+        ),
+        jobs=tuple(replace(job, arrives_at=0) for job in drawn.jobs),
+        scheduler=replace(drawn.scheduler, move_kv=MoveKV.ALWAYS, max_num_seqs=16, watermark=0.0),
+    )
+
+
 def run(number: int, make_configuration: Callable[[int], Configuration] = moving) -> Counter[str]:
     drawn = make_configuration(number)
     expected = undisturbed(number, family=FAMILIES[number % len(FAMILIES)])
@@ -88,8 +105,14 @@ def test_requests_that_are_handed_over_are_those_of_an_undisturbed_run() -> None
     assert total["fetches"] > 60
 
 
+def test_requests_that_are_given_away_are_those_of_an_undisturbed_run() -> None:
+    total = sum((run(number, crowded) for number in QUICK), Counter[str]())
+    assert total["given away"] > 4
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", LONG)
 def test_many_more_requests_that_move(number: int) -> None:
     assert run(number)["steps"] > 0
+    assert run(number, crowded)["steps"] > 0
     assert run(number, handing_over)["steps"] > 0

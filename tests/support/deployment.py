@@ -23,6 +23,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.context import adapter_of
 from scheduler_service.core.request import Generation
+from scheduler_service.core.scheduler_stats import MoveReason
 from scheduler_service.errors import GenerationFailed
 from tests.support.in_process import FRONTEND, MODEL, InProcessWorker
 from tests.support.random_configurations import Configuration, Job, Loss
@@ -352,7 +353,10 @@ class Deployment:
         self.disturbance["steps with several adapters"] += len(found - {None}) > 1
 
     def _note_end_of_core(self) -> None:
-        self.disturbance["preemptions"] += self._core.snapshot().num_preemptions
+        snapshot = self._core.snapshot()
+        self.disturbance["preemptions"] += snapshot.num_preemptions
+        for model in snapshot.models:
+            self.disturbance["given away"] += model.totals.num_moved[MoveReason.REBALANCE]
 
     def _open(self) -> list[Received]:
         return [received for received in self.received.values() if not received.has_ended]

@@ -20,12 +20,14 @@ def check_inspection(core: SchedulerCore) -> Inspection:
         requests = [
             request for request in seen.requests if request.worker_group_id == group.worker_group_id
         ]
-        exchange = core._fleet.schedulers[group.worker_group_id].cache.exchange
+        cache = core._fleet.schedulers[group.worker_group_id].cache
+        exchange = cache.exchange
         tables = {request.number: request.block_tables for request in requests}
         moving = exchange.references(on_host=False)
         _check_map(device, group.num_free_gpu_blocks, tables, moving)
         tables = {request.number: request.host_block_tables for request in requests}
-        moving = exchange.references(on_host=True)
+        # Those that the next plan fills with what was evicted for copies of another group's.
+        moving = exchange.references(on_host=True) + Counter(cache.host._pinned)
         _check_map(host, group.num_free_cpu_blocks, tables, moving)
     for request in seen.requests + seen.ended_requests:
         times = [at_us for _, at_us, _ in request.events]
@@ -36,7 +38,7 @@ def check_inspection(core: SchedulerCore) -> Inspection:
 def _check_map(
     blocks: BlockMap, num_free: int, tables: dict[int, list[list[int]]], moving: Counter[int]
 ) -> None:
-    """moving: references of leases and of copies on their way, by block."""
+    """moving: references without a sequence, by block."""
     counts = Counter(b for own in tables.values() for table in own for b in table)
     num_references = counts + moving
     assert list(blocks.num_references) == [num_references[b] for b in range(len(blocks.owners))]

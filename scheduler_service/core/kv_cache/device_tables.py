@@ -71,6 +71,16 @@ class DeviceTables:
             return self.num_tokens
         return max(0, self._num_available) * self.num_tokens // self.device.num_blocks
 
+    @property
+    def free_memory(self) -> int:
+        """Memory on the device that no sequence holds or is promised, in the unit of
+        `memory_of`."""
+        return self._num_available
+
+    def memory_of(self, num_tokens: int, num_source_tokens: int = 0) -> int:
+        """Memory that a sequence of as many tokens takes on the device."""
+        return self._demand.of(num_tokens, num_source_tokens)
+
     def round_up(self, num_tokens: int) -> int:
         """The length up to which a sequence can grow in what holds its `num_tokens` tokens."""
         end = -(-num_tokens // self._smallest) * self._smallest

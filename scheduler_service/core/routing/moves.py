@@ -1,5 +1,5 @@
-"""How requests move between the worker groups of a model: one drains, or is for prefills alone, or
-they exceed its cache."""
+"""How requests move between the worker groups of a model: one drains, is for prefills alone, or is
+short of memory that another one has; or they exceed its cache."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -7,12 +7,26 @@ from functools import partial
 from itertools import chain
 
 from scheduler_service.core.config import WorkerGroupCapacity
+from scheduler_service.core.request_timing import RequestPhase
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import eligible
+from scheduler_service.core.routing.transfers import Transfers
+from scheduler_service.core.scheduler_stats import MoveReason
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
 
 logger = logging.getLogger(__name__)
+
+SHORT_STEPS = 32
+"""A worker group whose memory suffices for fewer steps gives a request away: in good time before it
+would preempt one, as it computes other requests while the KV is copied."""
+
+SPARE_STEPS = 256
+"""A worker group accepts it whose memory suffices for this number of steps, the request included:
+many more, so that it does not soon give one away itself."""
+
+MIN_TOKENS_BETWEEN_MOVES = 128
+"""Tokens that a request generates between two such moves."""
 
 
 def migrate_from_draining(model: ServedModel, now_us: int) -> None:
@@ -26,7 +40,7 @@ def migrate_from_draining(model: ServedModel, now_us: int) -> None:
         may_leave = partial(
             _fits_any, here=here.capacity, others=others, length=SequenceGroup.reach
         )
-        num_leaving = here.start_moving(may_leave, now_us)
+        num_leaving = here.start_moving(may_leave, MoveReason.DRAIN, now_us)
         if num_leaving:
             logger.info(
                 "requests leave a draining group group_id=%s num_requests=%d",
@@ -54,8 +68,91 @@ def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
             and any(other.probe.has_room_for(seq_group) for other in others)
         )
 
-    here.start_moving(may_leave, now_us)
+    here.start_moving(may_leave, MoveReason.HAND_OVER, now_us)
     model.requeue(here.pop_moved())
+
+
+def rebalance(model: ServedModel, transfers: Transfers, here: Scheduler, now_us: int) -> None:
+    """Give a request away, one at a time, if memory is short here, or will be soon, and another
+    group that can read what is computed here has much more than it needs."""
+    if (
+        len(model.schedulers) == 1
+        or model.waiting  # what others have is theirs
+        or here.placed.migrating
+        or here.port.is_in_use
+        or here.is_draining
+        or not here.probe.is_nearly_full
+        or not (others := _relieving(model, here))
+        or here.probe.memory_short(SHORT_STEPS) <= 0
+    ):
+        return
+    for seq_group in here.relieving():
+        target = _with_spare_memory(model, transfers, here, seq_group, others)
+        if target is not None:
+            logger.info(
+                "a group short of memory gives a request away request_id=%s group_id=%s target=%s "
+                "num_tokens=%d",
+                seq_group.request.request_id,
+                here.capacity.worker_group_id,
+                target.capacity.worker_group_id,
+                seq_group.max_known_tokens,
+            )
+            placement = seq_group.placement
+            placement.avoids = here.capacity.worker_group_id
+            placement.num_tokens_at_move = seq_group.max_known_tokens
+            here.start_moving({seq_group}.__contains__, MoveReason.REBALANCE, now_us)
+            return
+
+
+def _relieving(model: ServedModel, here: Scheduler) -> list[Scheduler]:
+    """The worker groups that may serve requests instead of another one."""
+    return [
+        other
+        for other in model.schedulers
+        if other is not here
+        and other.capacity.stores_like(here.capacity)
+        and not other.is_draining
+        and other.probe.has_room
+        and other.placed.suspect is None
+    ]
+
+
+def _with_spare_memory(
+    model: ServedModel,
+    transfers: Transfers,
+    here: Scheduler,
+    seq_group: SequenceGroup,
+    others: Iterable[Scheduler],
+) -> Scheduler | None:
+    """The worker group with the most spare memory for a request that may leave, if any has
+    enough, and the request continues there sooner than here."""
+    num_tokens = seq_group.max_known_tokens
+    placement = seq_group.placement
+    if (
+        seq_group.stays_where_it_began
+        or seq_group in here.placed.awaiting_kv
+        or (
+            placement.num_tokens_at_move
+            and num_tokens < placement.num_tokens_at_move + MIN_TOKENS_BETWEEN_MOVES
+        )
+    ):
+        return None
+    suitable = set(chain.from_iterable(eligible(seq_group, model.equivalent)))
+    is_preempted = seq_group.clock.phase is RequestPhase.PREEMPTED and not seq_group.swapped()
+    best, max_spare = None, -1
+    for other in others:
+        length = min(num_tokens + SPARE_STEPS, seq_group.reach(other.capacity))
+        needed = other.cache.memory_of(length, seq_group.num_source_tokens)
+        num_spare = -other.probe.memory_short(SPARE_STEPS) - seq_group.num_unfinished * needed
+        num_entries = other.cache.num_entries(num_tokens)
+        if (
+            other in suitable
+            and num_spare > max_spare
+            and other.probe.has_places_for(seq_group)
+            and (is_preempted or transfers.pays(num_tokens, num_entries, here, other))
+        ):
+            best, max_spare = other, num_spare
+    return best
 
 
 def settle_exceeding(model: ServedModel, here: Scheduler, now_us: int) -> bool:
@@ -77,7 +174,7 @@ def settle_exceeding(model: ServedModel, here: Scheduler, now_us: int) -> bool:
         else:
             here.fail_exceeding(seq_group, now_us)
     if moving:
-        here.start_moving(moving.__contains__, now_us)
+        here.start_moving(moving.__contains__, MoveReason.EXCEEDS_CACHE, now_us)
         model.requeue(here.pop_moved())
     return bool(exceeding)
 

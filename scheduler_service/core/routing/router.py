@@ -359,6 +359,8 @@ class RoutingRound:
         if seq_group.adapter is not None:
             allowed = self._with_slot(seq_group, seq_group.adapter, allowed, now_us)
         open_ = [scheduler for scheduler in allowed if scheduler in self._open]
+        if avoids := seq_group.placement.avoids:
+            open_ = [scheduler for scheduler in open_ if _id(scheduler) != avoids] or open_
         if not open_:
             self.waiting.skip_queue(seq_group)
             return None
@@ -440,7 +442,7 @@ class RoutingRound:
 
     def _reserve(self, scheduler: Scheduler, seq_group: SequenceGroup) -> None:
         """Reserve a worker group's capacity for a request, and skip the request in this round."""
-        seq_group.placement.awaits = _id(scheduler)
+        seq_group.placement.awaits, seq_group.placement.avoids = _id(scheduler), ""
         del self._open[scheduler]
         self._with_room.discard(scheduler)
         self.waiting.skip(seq_group)

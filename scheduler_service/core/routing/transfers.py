@@ -190,8 +190,7 @@ class Transfers:
     ) -> Transfer | None:
         """Begin to copy entries, without which `num_tokens` tokens would be computed; None if that
         does not pay, or memory is short at either end."""
-        always = self._config.move_kv is MoveKV.ALWAYS
-        if not entries or not (always or _pays(num_tokens, entries, source, target)):
+        if not entries or not self.pays(num_tokens, len(entries), source, target):
             return None
         size = sum(entry.size for entry in entries)
         if not source.cache.can_lease(entries) or not target.cache.can_receive(size):
@@ -200,6 +199,19 @@ class Transfers:
         transfer = Transfer(source, target, entries, lease, now_us)
         self._open[transfer] = None
         return transfer
+
+    def pays(self, num_tokens: int, num_entries: int, source: Scheduler, target: Scheduler) -> bool:
+        """Whether it is faster to copy entries than to compute tokens, or copies are always
+        made."""
+        if self._config.move_kv is MoveKV.ALWAYS:
+            return True
+        measured = (s.rates.us_per_prompt_token() for s in (target, source))
+        token_us = next((us for us in measured if us is not None), None)
+        if token_us is None:
+            return num_tokens >= MIN_TOKENS_UNMEASURED
+        busy = [s for s in (source, target) if len(s.pipeline)]
+        steps_us = sum(s.rates.us_per_decode_step or 0.0 for s in busy)
+        return steps_us + target.rates.copy_us(num_entries) < num_tokens * token_us
 
     def _token(self, source: Scheduler) -> bytes:
         """What a reader of the next lease presents: unguessable without the core's key."""
@@ -210,8 +222,7 @@ class Transfers:
 
     def _wait_for(self, transfer: Transfer, seq_group: SequenceGroup, now_us: int) -> None:
         transfer.waiting[seq_group] = None
-        transfer.target.placed.awaiting_kv[seq_group] = None
-        seq_group.clock.await_kv(now_us)
+        transfer.target.await_kv(seq_group, now_us)
 
     # What results say.
 
@@ -302,9 +313,7 @@ class Transfers:
             woken.add(source.capacity.worker_group_id)
         others = {g for t in self._open if t.target is target for g in t.waiting}
         for seq_group in transfer.waiting.keys() - others:
-            if seq_group in target.placed.awaiting_kv:
-                del target.placed.awaiting_kv[seq_group]
-                seq_group.clock.end_kv_wait(now_us)
+            target.end_kv_wait(seq_group, now_us)
         return woken
 
     # Ends.
@@ -363,15 +372,3 @@ class Transfers:
             assert (transfer.fetch_id is None) == (not transfer.copies)
             assert transfer.fetch_id is None or transfer.fetch_id in target.port.open_fetches
             # A request that has left the target and come back may be in `waiting`, and not wait.
-
-
-def _pays(
-    num_tokens: int, entries: list[CachedEntry], source: Scheduler, target: Scheduler
-) -> bool:
-    """Whether it is faster to copy entries than to compute tokens."""
-    measured = (s.rates.us_per_prompt_token() for s in (target, source))
-    token_us = next((us for us in measured if us is not None), None)
-    if token_us is None:
-        return num_tokens >= MIN_TOKENS_UNMEASURED
-    steps_us = sum(s.rates.us_per_decode_step or 0.0 for s in (source, target) if len(s.pipeline))
-    return steps_us + target.rates.copy_us(len(entries)) < num_tokens * token_us

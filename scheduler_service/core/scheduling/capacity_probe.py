@@ -16,6 +16,9 @@ from scheduler_service.core.throughput import StepRates
 
 RUNNING = SequenceStatus.RUNNING
 
+NEARLY_FULL = 8
+"""A worker group with less than this part of its memory free is nearly full."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityEstimate:
@@ -90,6 +93,15 @@ class CapacityProbe:
             shortage=max(0, places_short / max(1, num_sequences), memory_shortage),
         )
 
+    def has_places_for(self, seq_group: SequenceGroup) -> bool:
+        """Whether all sequences of a group of another worker group, and its adapter, would have
+        places here."""
+        adapter = seq_group.adapter
+        num_sequences = self.num_sequences + seq_group.num_unfinished
+        return num_sequences <= self.config.max_num_seqs and (
+            adapter is None or self.placed.adapters.has_room_for(adapter)
+        )
+
     def has_room_for(self, seq_group: SequenceGroup) -> bool:
         """Whether a group that fits would have capacity here now, if necessary by preemption."""
         has_room = self.has_room and self.estimate(seq_group).shortage == 0
@@ -155,6 +167,28 @@ class CapacityProbe:
             seq_group.num_prompt_tokens, seq_group.num_source_tokens
         )
         return max(0, min(num_fresh - 1, max_forks))
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether little memory is free, or groups wait for some."""
+        cache = self.running.cache
+        waits = self.placed.waiting or self.placed.preempting or self.running.swapped
+        return bool(waits) or cache.num_free_tokens * NEARLY_FULL < cache.num_tokens
+
+    def memory_short(self, num_steps: int) -> int:
+        """Memory that will be missing once running sequences have computed this many more tokens,
+        and waiting ones have been admitted; 0 or less if none."""
+        cache, running = self.running.cache, self.running
+        num_needed = 0
+        for seq in (*running.decoding, *running.prefilling, *running.swap_in_pending):
+            if seq.status is RUNNING:
+                held = max(seq.length, seq.reserved_length)
+                end = min(seq.length + num_steps, seq.max_length)
+                num_needed += max(0, cache.memory_of(end) - cache.memory_of(held))
+        for group in (*self.placed.waiting, *self.placed.preempting, *running.swapped):
+            if group not in self.placed.awaiting_kv:  # memory is allocated for what arrives
+                num_needed += cache.memory_of(group.max_known_tokens, group.num_source_tokens)
+        return num_needed - cache.free_memory
 
     @property
     def num_tokens_to_prefill(self) -> int:

@@ -1,6 +1,6 @@
 """Plans the steps of one worker group, and processes their results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -11,7 +11,7 @@ from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.kv_cache.transfer_port import Lease, TransferPort
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase
-from scheduler_service.core.scheduler_stats import ModelTotals
+from scheduler_service.core.scheduler_stats import ModelTotals, MoveReason
 from scheduler_service.core.scheduling.beams import Beams, BeamScheduler
 from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
 from scheduler_service.core.scheduling.departures import Departures
@@ -29,7 +29,7 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceSta
 from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.errors import GenerationFailed
 
-_QUESTIONS = ("is_full", "prefilling_seq_groups", "check")
+_QUESTIONS = ("is_full", "prefilling_seq_groups", "relieving", "check")
 
 
 def _counts_changes(kind: type["Scheduler"]) -> type["Scheduler"]:
@@ -136,7 +136,9 @@ class Scheduler:
         """Remove and return the groups that have not run here."""
         return self.placed.pop_not_started()
 
-    def start_moving(self, may_move: Callable[[SequenceGroup], bool], now_us: int) -> int:
+    def start_moving(
+        self, may_move: Callable[[SequenceGroup], bool], reason: MoveReason, now_us: int
+    ) -> int:
         """Stop scheduling the groups that may move, and return their number. `pop_moved` returns
         them once they have no rows in flight."""
         migrating = self.placed.migrating
@@ -145,7 +147,22 @@ class Scheduler:
             if self.capacity.kv_layout:
                 seq_group.placement.previous_id = self.capacity.worker_group_id
             self.departures.begin_move(seq_group, now_us)
+        if moving:
+            self.totals.num_moved[reason] += len(moving)
         return len(moving)
+
+    def relieving(self) -> Iterator[SequenceGroup]:
+        """The groups that would go first if another worker group served some of them: the first of
+        those that were preempted, the first that was swapped out, and the one that will be
+        preempted next."""
+        waiting = (g for g in self.placed.waiting if g.clock.phase is RequestPhase.PREEMPTED)
+        yield from sorted(waiting, key=lambda seq_group: seq_group.rank)[:1]
+        if (swapped := self.running.swapped.peek()) is not None:
+            yield swapped[1]
+        decoding = reversed(self.running.decoding)
+        last = next((s for s in decoding if s.status is SequenceStatus.RUNNING), None)
+        if last is not None:
+            yield last.seq_group
 
     def pop_moved(self) -> list[SequenceGroup]:
         """Remove and return the groups that are to move and have no rows in flight any more."""
@@ -210,6 +227,17 @@ class Scheduler:
         self.departures.fail_seq_group(seq_group, error, now_us)
 
     # KV that moves between worker groups.
+
+    def await_kv(self, seq_group: SequenceGroup, now_us: int) -> None:
+        """Keep a group that is here waiting until KV has arrived for it."""
+        self.placed.awaiting_kv[seq_group] = None
+        seq_group.clock.await_kv(now_us)
+
+    def end_kv_wait(self, seq_group: SequenceGroup, now_us: int) -> None:
+        """Let a group be admitted, if it is here and waits for KV."""
+        if seq_group in self.placed.awaiting_kv:
+            del self.placed.awaiting_kv[seq_group]
+            seq_group.clock.end_kv_wait(now_us)
 
     def lease(self, entries: list[CachedEntry], token: bytes, timeout_ms: int) -> Lease:
         """Let other worker groups read entries."""

@@ -576,7 +576,7 @@ class UnlikeMachine(CoreMachine):
 
 
 class MovingMachine(CoreMachine):
-    """Equal groups that lose their requests to each other: their blocks move with them."""
+    """Equal groups that lose requests to each other, or give them away: their blocks move, too."""
 
     @initialize(
         pipeline_depth=st.integers(1, 3),
@@ -618,6 +618,21 @@ class MovingMachine(CoreMachine):
     def move(self, pick: int, event: str) -> None:
         """Groups come and go more often than in other lives."""
         self.disturb(event, pick)
+
+    @rule(count=st.integers(4, 8), seed=st.integers(0, 1000), num_steps=st.integers(4, 24))
+    def crowd(self, count: int, seed: int, num_steps: int) -> None:
+        """A group joins when the others are short of memory, and gets requests of theirs."""
+        for i in range(count):
+            with suppress(*REFUSALS):
+                self.driver.submit(prompt=make_prompt(16 + i, 3, seed + i), max_tokens=30)
+        for _ in range(num_steps):
+            for group_id in self.group_ids():
+                self.driver.step(group_id)
+        if len(self.group_ids()) < 4:
+            self.add_worker_group(LARGE)
+        for _ in range(num_steps):
+            for group_id in self.group_ids():
+                self.driver.step(group_id)
 
 
 def machine_settings(max_examples: int) -> settings:
