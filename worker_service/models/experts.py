@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,15 @@ from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import ACTIVATIONS, Vector
 from worker_service.models.linear import (
     Additions,
-    ExpertsOfGPU,
     GatedLinear,
     Linear,
     LinearPart,
     make_slots,
     pack_experts,
 )
+
+if TYPE_CHECKING:
+    from pagewire_kernels.triton import TritonExperts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -357,7 +359,7 @@ class ExpertWeights(nn.Module):
         self._gate_up_bias = context.empty(num_experts, num_outputs) if spec.bias else None
         self._down_bias = context.empty(num_experts, size) if spec.bias else None
         self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._packed: NativeExperts | ExpertsOfGPU | None = None
+        self._packed: NativeExperts | TritonExperts | None = None
         self._size, self._num_experts = size, num_experts
         self._place = ""
         """The name of the layer."""

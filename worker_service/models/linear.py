@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,15 @@ from pagewire_kernels.cpu.heads import NativeHeads
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight, discard
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight, quantize, stack
-from pagewire_kernels.reference import Gate, Routing
+from pagewire_kernels.reference import Gate
 from pagewire_kernels.reference.backend import LayerKernels
-from pagewire_kernels.slot_deltas import AddOfExperts, SlotDeltas
+from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.distributed.layout import Shard
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
+
+if TYPE_CHECKING:  # Triton is imported only if it is used
+    from pagewire_kernels.triton import TritonExperts
 
 HEAD_ROUNDING = "int8"
 """The format of LM heads, and of embeddings tied to them, if other layers are quantized."""
@@ -177,34 +180,12 @@ def pack_gated(
     )
 
 
-class ExpertsOfGPU(Protocol):
-    """The experts of a layer as the kernels of a GPU have them."""
-
-    def apply(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        routing: Routing,
-        *,
-        bias: Tensor | None = None,
-        factors: Tensor | None = None,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        shared: Tensor | None = None,
-        shared_gate: Tensor | None = None,
-        add_to_gate_up: AddOfExperts | None = None,
-        add_to_down: AddOfExperts | None = None,
-    ) -> Tensor:
-        """The weighted sum of the outputs of each row's experts; see `TritonExperts.apply`."""
-        ...
-
-
 def pack_experts(
     gate_up: Sequence[Tensor | QuantizedWeight],
     down: Sequence[Tensor | QuantizedWeight],
     gate: Gate,
     context: ModelContext,
-) -> NativeExperts | ExpertsOfGPU | None:
+) -> "NativeExperts | TritonExperts | None":
     """Pack the weights of a layer's experts, if the device has kernels for them; None otherwise.
     The memory of the originals is freed while packing. GPUs have dense experts only."""
     if not _is_on_cpu(context) and find_spec("triton") is not None:
