@@ -77,23 +77,12 @@ class Stream:
         since = self.interrupted_at
         return 0 if since is None else sum(at > since for at in self.arrivals[-AFTER_EVENT:])
 
-    def gaps(self, since: float) -> list[float]:
-        """The times between two tokens of which the first came after `since`."""
-        return [end - start for start, end in pairwise(self.arrivals) if start > since]
-
-    @property
-    def pause_s(self) -> float:
-        """The longest time between two tokens after the interruption."""
+    def gaps(self, *, after: bool) -> list[float]:
+        """The times between two tokens, of which the second one came before or after the
+        interruption."""
         assert self.interrupted_at is not None
-        pairs = pairwise(self.arrivals)
-        return max(end - start for start, end in pairs if end > self.interrupted_at)
-
-    @property
-    def usual_s(self) -> float:
-        """The median time between two tokens before the interruption."""
-        assert self.interrupted_at is not None
-        pairs = pairwise(self.arrivals)
-        return median(end - start for start, end in pairs if end <= self.interrupted_at)
+        pairs, at = pairwise(self.arrivals), self.interrupted_at
+        return [end - start for start, end in pairs if (end > at) is after]
 
 
 class Deployment:
@@ -134,8 +123,8 @@ class Deployment:
             num_before = await interrupt()
             for stream in streams:
                 stream.interrupted_at = time.monotonic()
-        pauses = [stream.pause_s for stream in streams]
-        usual = median(stream.usual_s for stream in streams)
+        pauses = [max(stream.gaps(after=True)) for stream in streams]
+        usual = median(median(stream.gaps(after=False)) for stream in streams)
         return {
             "streams": num_streams,
             "tokens": num_tokens,
@@ -214,7 +203,7 @@ class Deployment:
             num_generated = sum(len(stream.arrivals) for stream in streams) - num_tokens_before
             for stream in streams:
                 stream.interrupted_at = begun_at
-        gaps = [gap for stream in streams for gap in stream.gaps(begun_at)]
+        gaps = [gap for stream in streams for gap in stream.gaps(after=True)]
         return {
             "streams": num_streams,
             "tokens": num_tokens,
