@@ -9,6 +9,16 @@ import torch
 from torch import Tensor
 
 
+class StateSaves(NamedTuple):
+    """Copies of states, made where they are reached within a step."""
+
+    rows: Tensor
+    """int32 [num_tokens], by row: that of `tables` for the state after it, or -1."""
+
+    tables: Tensor
+    """int32 [num_saves, blocks of a state]: blocks that no sequence has."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMetadata:
     """Maps query rows to sequences, and sequences to their KV.
@@ -47,6 +57,9 @@ class AttentionMetadata:
     """int32 [1], on the cache's device: `num_decodes` of a captured graph's batch, which the host
     does not know. Then `max_query_len` and `max_context_len` are limits, and the batch may be
     padded at its end: by sequences without rows, and by rows of no sequence."""
+
+    saves: StateSaves | None = None
+    """Of states: those that are saved; None: none."""
 
     plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Values that a backend has derived from the batch once for all layers."""

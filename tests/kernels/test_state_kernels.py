@@ -22,6 +22,7 @@ from tests.support.state_layers import (
     Convolution,
     Layer,
     Mamba2,
+    check_saves,
     in_wider_rows,
     random,
 )
@@ -78,6 +79,14 @@ def test_a_token_has_the_same_bits_in_any_step(
         for (seq, *_), y in zip(step, layer.run(kernels, mixed, step).split(lengths), strict=True):
             rows[seq].append(y)
     assert torch.equal(torch.stack([torch.cat(rows[seq]) for seq in range(3)]), expected)
+
+
+@each_implementation
+@each_layer
+def test_states_are_saved_where_they_are_reached(
+    kernels: LayerKernels, make: Callable[[torch.dtype], Layer]
+) -> None:
+    check_saves(make(torch.bfloat16), kernels)
 
 
 @each_implementation

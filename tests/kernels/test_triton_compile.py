@@ -406,7 +406,8 @@ def _states() -> None:
         lambda: DeltaRule(torch.float32, 8, 8, by_element=True),
     ):
         layer = make()
-        layer.run(kernels, layer.states(), [(0, 0, 3), (1, 3, 4)])
+        for saves in ((), [(0, 2)]):
+            layer.run(kernels, layer.states(), [(0, 0, 3), (1, 3, 4)], saves)
     rows, weight = torch.zeros(3, 8, 128, dtype=dtype), torch.ones(128)
     kernels.gated_rms_norm(rows, rows, weight, 1e-6, gates_first=False)
     kernels.gated_rms_norm(rows, rows, weight.expand(8, 128), 1e-6, gates_first=True)
@@ -519,7 +520,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "rotate": (_rotate_in_place, 2),
     "layers": (_layers, 10 + 2 * len(ACTIVATIONS)),
-    "states": (_states, 10),
+    "states": (_states, 18),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "adapters": (_adapters, 14),

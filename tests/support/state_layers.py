@@ -47,9 +47,13 @@ class Layer(ABC):
         return PagedStates(self.num_seqs, *self._units, dtype=self.units_dtype, device=device)
 
     def run(
-        self, kernels: LayerKernels, states: PagedStates, ranges: Sequence[tuple[int, int, int]]
+        self,
+        kernels: LayerKernels,
+        states: PagedStates,
+        ranges: Sequence[tuple[int, int, int]],
+        saves: Sequence[tuple[int, int]] = (),
     ) -> Tensor:
-        """Compute rows of sequences, each from a position up to an end."""
+        """Compute rows of sequences, each from a position up to an end, and save some states."""
         chosen = torch.cat(
             [torch.arange(first, end) + seq * self.length for seq, first, end in ranges]
         )
@@ -57,7 +61,7 @@ class Layer(ABC):
         rows = {
             name: in_wider_rows(tensor[chosen].to(device)) for name, tensor in self.rows.items()
         }
-        return self.apply(kernels, states, states.metadata(ranges), rows)
+        return self.apply(kernels, states, states.metadata(ranges, saves), rows)
 
     @abstractmethod
     def apply(
@@ -260,3 +264,27 @@ LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
 
 ALL = [(seq, 0, 40) for seq in range(3)]
 """All rows of all sequences."""
+
+
+def check_saves(layer: Layer, kernels: LayerKernels, device: torch.device | None = None) -> None:
+    """Assert that states that are saved within a step are those that sequences pass through: they
+    change no result, and each continues with the same bits."""
+    plain, states = layer.states(device), layer.states(device)
+    steps = [[(0, 0, 2), (1, 0, 1), (2, 0, 7)], [(0, 2, 11), (1, 1, 5)]]
+    saves = [[(0, 1), (2, 3), (2, 7)], [(0, 3), (0, 4), (0, 11), (1, 3)]]
+    for ranges, saved in zip(steps, saves, strict=True):
+        expected = layer.run(kernels, plain, ranges)
+        assert torch.equal(layer.run(kernels, states, ranges, saved), expected)
+        for number, (seq, position) in enumerate(saved):
+            other = layer.states(device)
+            layer.run(kernels, other, [(seq, 0, position)])
+            expected = layer.run(kernels, other, [(seq, position, position + 5)])
+            states.tables[seq], table = states.saved[number], states.tables[seq].clone()
+            assert torch.equal(
+                layer.run(kernels, states, [(seq, position, position + 5)]), expected
+            )
+            states.tables[seq] = table
+    absent, ranges = layer.states(device), [(0, 0, 3), (1, 0, 5)]
+    absent.saved.fill_(-1)
+    expected = layer.run(kernels, layer.states(device), ranges)
+    assert torch.equal(layer.run(kernels, absent, ranges, [(1, 2), (0, 3)]), expected)

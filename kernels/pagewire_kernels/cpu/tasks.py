@@ -32,7 +32,7 @@ class Batch(NativeStruct):
 
     _fields_ = fields_of(
         "num_rows num_seqs token_ids positions token_types slot_mapping query_start context_lens "
-        "block_tables table_width num_sampled sampled"
+        "block_tables table_width num_sampled sampled saves saved_tables"
     )
 
 
@@ -44,8 +44,12 @@ def describe_batch(
 
     Raises ValueError for tensors that are not contiguous or have other dtypes.
     """
-    for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables):
-        require(tensor.dtype == torch.int32 and tensor.is_contiguous(), "dense int32 metadata")
+    saves = metadata.saves or (None, None)
+    for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables, *saves):
+        require(
+            tensor is None or (tensor.dtype == torch.int32 and tensor.is_contiguous()),
+            "dense int32 metadata",
+        )
     names = ("token_ids", "positions", "token_types", "sampled")
     columns = {name: getattr(step, name, None) for name in names}
     for column in (metadata.slot_mapping, *columns.values()):
@@ -62,6 +66,7 @@ def describe_batch(
     batch.table_width = metadata.block_tables.shape[1]
     sampled = columns["sampled"]
     batch.num_sampled = 0 if sampled is None else sampled.shape[0]
+    batch.saves, batch.saved_tables = map(address, saves)
 
 
 class AttentionTask(NativeStruct):

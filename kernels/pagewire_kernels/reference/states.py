@@ -4,11 +4,14 @@ rule, and the gated linear recurrent unit.
 The rows of a step are those of `AttentionMetadata` of the state's cache group, whose block tables
 hold the pages of states, int32 [num_seqs, num_pages_of_a_state]. A sequence whose first row is at
 position 0 starts from zeros, whatever its pages hold. When a call returns, they hold the state
-after its last row. A page of -1 is neither read nor written: states in it start from zeros.
+after its last row, and those of `AttentionMetadata.saves` the states after rows before. A page of
+-1 is neither read nor written: states in it start from zeros.
 
 All is computed in float32, each token from the state before it alone, so that a token's result does
 not depend on the step in which it is computed.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -43,7 +46,7 @@ def causal_convolution(
     states = _States(units, metadata, (width - 1, num_channels // num_units))
     y = torch.empty_like(x)
     offset = 0 if bias is None else bias.float()
-    for seqs, rows in _steps(metadata):
+    for seqs, rows in states.steps():
         inputs = x[rows].view(len(rows), num_units, 1, -1)
         window = torch.cat([states.values[seqs], inputs], dim=2)
         states.values[seqs] = window[:, :, 1:]
@@ -52,7 +55,6 @@ def causal_convolution(
         for i in range(width):
             total = total + taps[:, i] * weight[i].float()
         y[rows] = (total if activation is None else _silu(total)).to(x.dtype)
-    states.write()
     return y
 
 
@@ -87,7 +89,7 @@ def mamba1_scan(
     num_units, (state_size, num_channels) = len(units.places), a.shape
     states = _States(units, metadata, (state_size, num_channels // num_units))
     y = torch.empty_like(x)
-    for seqs, rows in _steps(metadata):
+    for seqs, rows in states.steps():
         inputs = x[rows].float()
         delta = softplus(dt[rows].float() + dt_bias)
         state = states.values[seqs].transpose(1, 2).reshape(len(rows), state_size, num_channels)
@@ -97,7 +99,6 @@ def mamba1_scan(
         states.values[seqs] = parts.transpose(1, 2)
         total = _sum(state, c[rows].float()) + d * inputs
         y[rows] = (total if gate is None else total * _silu(gate[rows].float())).to(x.dtype)
-    states.write()
     return y
 
 
@@ -126,7 +127,7 @@ def mamba2_scan(
     states = _States(units, metadata, (state_size, head_dim))
     y = torch.empty_like(x)
     repeats = num_heads // num_groups
-    for seqs, rows in _steps(metadata):
+    for seqs, rows in states.steps():
         inputs = x[rows].float()
         delta = softplus(dt[rows].float() + dt_bias).clamp(*dt_limits)[:, :, None]
         keys, queries = (
@@ -137,7 +138,6 @@ def mamba2_scan(
         states.values[seqs] = state
         total = _sum(state, queries[..., 0]) + d[:, None] * inputs
         y[rows] = (total if gate is None else total * _silu(gate[rows].float())).to(x.dtype)
-    states.write()
     return y
 
 
@@ -169,7 +169,7 @@ def gated_delta_rule(
     states = _States(units, metadata, (key_dim, value_dim))
     y, repeats = torch.empty_like(value), num_heads // num_key_heads
     rate = torch.exp(a_log)[:, None]
-    for seqs, rows in _steps(metadata):
+    for seqs, rows in states.steps():
         queries, keys = (
             _unit_length(part[rows].float()).repeat_interleave(repeats, dim=1)
             for part in (query, key)
@@ -181,7 +181,6 @@ def gated_delta_rule(
         state = state + keys[..., None] * change[:, :, None]
         states.values[seqs] = state
         y[rows] = _sum(state, queries * key_dim**-0.5).to(value.dtype)
-    states.write()
     return y
 
 
@@ -208,7 +207,7 @@ def rglru_scan(
     states = _States(units, metadata, (1, num_channels // num_units))
     y, starts = torch.empty_like(x), metadata.query_start.long()
     first_positions = metadata.context_lens - metadata.query_start.diff()
-    for seqs, rows in _steps(metadata):
+    for seqs, rows in states.steps():
         inputs = x[rows].float() * _sigmoid(input_gate[rows].float() + input_bias)
         log_decay = rate * _sigmoid(decay_gate[rows].float() + decay_bias)
         factor = (1 - torch.exp(2 * log_decay)).clamp(min=0).sqrt()
@@ -217,7 +216,6 @@ def rglru_scan(
         state = states.values[seqs].flatten(1) * torch.exp(log_decay) + inputs
         states.values[seqs] = state.view(len(rows), num_units, 1, -1)
         y[rows] = state.to(x.dtype)
-    states.write()
     return y
 
 
@@ -277,39 +275,44 @@ def _sum(state: Tensor, c: Tensor) -> Tensor:
     return total
 
 
-def _steps(metadata: AttentionMetadata) -> list[tuple[Tensor, Tensor]]:
-    """The rows of a step in their order in sequences: numbers of sequences, and a row of each."""
-    starts = metadata.query_start.long()
-    lengths = starts.diff()
-    steps = []
-    for offset in range(int(lengths.max()) if len(lengths) else 0):
-        seqs = (lengths > offset).nonzero().squeeze(1)
-        steps.append((seqs, starts[seqs] + offset))
-    return steps
-
-
 class _States:
     """The units of all sequences, [num_seqs, num_units, *shape], outside of their pages."""
 
     def __init__(
         self, units: StateUnits, metadata: AttentionMetadata, shape: tuple[int, int]
     ) -> None:
-        self._pages = units.pages
-        columns, firsts = units.places.unbind(1)
-        self._tables = metadata.block_tables[:, columns].long()[:, :, None]
+        self._pages, self._metadata = units.pages, metadata
+        self._columns, firsts = units.places.unbind(1)
         self._elements = firsts[:, None] + torch.arange(shape[0] * shape[1], device=firsts.device)
-        lengths = metadata.query_start.diff()
-        has_rows = lengths > 0
-        has_pages = self._tables >= 0
-        is_read = has_pages & (metadata.context_lens > lengths)[:, None, None]
-        self._is_written = has_pages & has_rows[:, None, None]
-        stored = self._pages[self._tables.clamp(min=0), self._elements]
+        pages = self._pages_of(metadata.block_tables)
+        is_begun = metadata.context_lens > metadata.query_start.diff()
+        is_read = (pages >= 0) & is_begun[:, None, None]
+        stored = self._pages[pages.clamp(min=0), self._elements]
         values = torch.where(is_read, stored, 0)
         self.values = values.view(*values.shape[:2], *shape)
 
-    def write(self) -> None:
-        """Write the units to their pages."""
-        kept = self._is_written.expand(-1, -1, self._elements.shape[1])
-        elements = self._elements.expand_as(kept)[kept]
-        pages = self._tables.expand_as(kept)[kept]
-        self._pages[pages, elements] = self.values.flatten(2)[kept]
+    def steps(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of a step in their order in sequences: numbers of sequences, and a row of each.
+        The caller sets their `values`, which are then saved and, after the last row, kept."""
+        metadata = self._metadata
+        starts = metadata.query_start.long()
+        lengths = starts.diff()
+        for offset in range(int(lengths.max()) if len(lengths) else 0):
+            seqs = (lengths > offset).nonzero().squeeze(1)
+            rows = starts[seqs] + offset
+            yield seqs, rows
+            if (saves := metadata.saves) is not None:
+                is_saved = saves.rows[rows] >= 0
+                self._write(saves.tables[saves.rows[rows][is_saved]], seqs[is_saved])
+        seqs = (lengths > 0).nonzero().squeeze(1)
+        self._write(metadata.block_tables[seqs], seqs)
+
+    def _pages_of(self, tables: Tensor) -> Tensor:
+        return tables[:, self._columns].long()[:, :, None]
+
+    def _write(self, tables: Tensor, seqs: Tensor) -> None:
+        """Write the units of some sequences to pages. tables: [n, num_pages_of_a_state]."""
+        pages = self._pages_of(tables).expand(-1, -1, self._elements.shape[1])
+        kept = pages >= 0
+        elements = self._elements.expand_as(pages)
+        self._pages[pages[kept], elements[kept]] = self.values[seqs].flatten(2)[kept]

@@ -40,6 +40,28 @@ def _kept_channels(place, num_rows, length, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _save(
+    pages,
+    places,
+    saves,
+    saved_tables,
+    table_width,
+    page_stride,
+    unit,
+    row,
+    offsets,
+    state,
+    mask,
+):
+    """Copy a part of a unit's state after a row to where it is saved, if it is."""
+    saved = tl.load(saves + row)
+    if saved >= 0:
+        place = _unit(places, saved_tables, table_width, page_stride, saved, unit)
+        if place >= 0:
+            tl.store(pages + place + offsets, state, mask)
+
+
+@triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
@@ -73,6 +95,8 @@ def _convolve(
     tables,
     starts,
     lengths,
+    saves,
+    saved_tables,
     x_stride,
     page_stride,
     table_width,
@@ -81,6 +105,7 @@ def _convolve(
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SILU: tl.constexpr,
+    HAS_SAVES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Program (sequence, unit, tile of its channels)."""
@@ -113,6 +138,19 @@ def _convolve(
                 total = _silu(total)
             tl.store(outputs + row.to(tl.int64) * CHANNELS, total.to(y.dtype.element_ty), mask)
             row += 1
+            if HAS_SAVES:
+                saved = tl.load(saves + first + row - 1)
+                if saved >= 0:
+                    target = _unit(places, saved_tables, table_width, page_stride, saved, unit)
+                    num_saved = tl.where(target < 0, 0, PER_UNIT)
+                    for i in tl.static_range(WIDTH - 1):
+                        source = row + i - (WIDTH - 1)
+                        is_new = within < tl.where(source < 0, 0, PER_UNIT)
+                        is_old = within < tl.where(source < 0, num_read, 0)
+                        new = tl.load(inputs + source.to(tl.int64) * x_stride, is_new, other=0.0)
+                        old = tl.load(state + (source + WIDTH - 1) * PER_UNIT, is_old, other=0.0)
+                        place_saved = pages + target + i * PER_UNIT + within
+                        tl.store(place_saved, tl.where(is_new, new, old), within < num_saved)
         # In this order, an input is read before its place is overwritten.
         for i in tl.static_range(WIDTH - 1):
             source = num_rows + i - (WIDTH - 1)
@@ -158,6 +196,7 @@ def causal_convolution(
         WIDTH=width,
         HAS_BIAS=bias is not None,
         HAS_SILU=activation is not None,
+        HAS_SAVES=metadata.saves is not None,
         TILE=_CHANNELS,
         num_warps=2,
         enable_fp_fusion=False,
@@ -181,6 +220,8 @@ def _scan_channels(
     tables,
     starts,
     lengths,
+    saves,
+    saved_tables,
     x_stride,
     dt_stride,
     b_stride,
@@ -193,6 +234,7 @@ def _scan_channels(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_SAVES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Program (sequence, unit, tile of its channels)."""
@@ -207,7 +249,8 @@ def _scan_channels(
         place = _unit(places, tables, table_width, page_stride, seq, unit)
         length = tl.load(lengths + seq)
         num_read, num_written = _kept_channels(place, end - first, length, PER_UNIT)
-        kept = pages + place + element[:, None] * PER_UNIT + within[None, :]
+        offsets = element[:, None] * PER_UNIT + within[None, :]
+        kept = pages + place + offsets
         is_read = has_element[:, None] & (within < num_read)[None, :]
         state = tl.load(kept, is_read, other=0.0)
         rates = tl.load(a + element[:, None] * CHANNELS + channel[None, :], both, other=0.0)
@@ -227,6 +270,20 @@ def _scan_channels(
                 gates = tl.load(gate + at * gate_stride + channel, mask, other=0.0)
                 total *= _silu(gates.to(tl.float32))
             tl.store(y + at * CHANNELS + channel, total.to(y.dtype.element_ty), mask)
+            if HAS_SAVES:
+                _save(
+                    pages,
+                    places,
+                    saves,
+                    saved_tables,
+                    table_width,
+                    page_stride,
+                    unit,
+                    at,
+                    offsets,
+                    state,
+                    both,
+                )
             at += 1
         tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
 
@@ -280,6 +337,7 @@ def mamba1_scan(
         SIZE=state_size,
         PADDED=triton.next_power_of_2(state_size),
         HAS_GATE=gate is not None,
+        HAS_SAVES=metadata.saves is not None,
         TILE=_CHANNELS,
         num_warps=4,
         enable_fp_fusion=False,
@@ -303,6 +361,8 @@ def _scan_heads(
     tables,
     starts,
     lengths,
+    saves,
+    saved_tables,
     min_dt,
     max_dt,
     x_stride,
@@ -322,6 +382,7 @@ def _scan_heads(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_SAVES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Program (sequence, head, tile of its elements)."""
@@ -334,7 +395,8 @@ def _scan_heads(
         place = _unit(places, tables, table_width, page_stride, seq, head)
         length = tl.load(lengths + seq)
         num_read, num_written = _kept_channels(place, end - first, length, HEAD_DIM)
-        kept = pages + place + element[:, None] * HEAD_DIM + within[None, :]
+        offsets = element[:, None] * HEAD_DIM + within[None, :]
+        kept = pages + place + offsets
         is_read = has_element[:, None] & (within < num_read)[None, :]
         state = tl.load(kept, is_read, other=0.0)
         rate, skip = tl.load(a + head), tl.load(d + head)
@@ -357,6 +419,20 @@ def _scan_heads(
                 total *= _silu(tl.load(gates, mask, other=0.0).to(tl.float32))
             target = y + (at * HEADS + head) * HEAD_DIM + within
             tl.store(target, total.to(y.dtype.element_ty), mask)
+            if HAS_SAVES:
+                _save(
+                    pages,
+                    places,
+                    saves,
+                    saved_tables,
+                    table_width,
+                    page_stride,
+                    head,
+                    at,
+                    offsets,
+                    state,
+                    has_element[:, None] & mask[None, :],
+                )
             at += 1
         tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
 
@@ -424,6 +500,7 @@ def mamba2_scan(
         SIZE=state_size,
         PADDED=padded,
         HAS_GATE=gate is not None,
+        HAS_SAVES=metadata.saves is not None,
         TILE=tile,
         num_warps=4,
         enable_fp_fusion=False,
@@ -446,6 +523,8 @@ def _correct_heads(
     tables,
     starts,
     lengths,
+    saves,
+    saved_tables,
     scale,
     query_stride,
     query_head_stride,
@@ -464,6 +543,7 @@ def _correct_heads(
     PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BY_ELEMENT: tl.constexpr,
+    HAS_SAVES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Program (sequence, head, tile of its values)."""
@@ -476,7 +556,8 @@ def _correct_heads(
         place = _unit(places, tables, table_width, page_stride, seq, head)
         length = tl.load(lengths + seq)
         num_read, num_written = _kept_channels(place, end - first, length, VALUE_DIM)
-        kept = pages + place + element[:, None] * VALUE_DIM + within[None, :]
+        offsets = element[:, None] * VALUE_DIM + within[None, :]
+        kept = pages + place + offsets
         is_read = has_element[:, None] & (within < num_read)[None, :]
         state = tl.load(kept, is_read, other=0.0)
         rate = tl.exp(tl.load(a_log + head))
@@ -502,6 +583,20 @@ def _correct_heads(
             total = tl.sum(state * queries[:, None], axis=0)
             target = y + (at * HEADS + head) * VALUE_DIM + within
             tl.store(target, total.to(y.dtype.element_ty), mask)
+            if HAS_SAVES:
+                _save(
+                    pages,
+                    places,
+                    saves,
+                    saved_tables,
+                    table_width,
+                    page_stride,
+                    head,
+                    at,
+                    offsets,
+                    state,
+                    has_element[:, None] & mask[None, :],
+                )
             at += 1
         tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
 
@@ -564,6 +659,7 @@ def gated_delta_rule(
         PADDED=padded,
         VALUE_DIM=value_dim,
         BY_ELEMENT=width > 1,
+        HAS_SAVES=metadata.saves is not None,
         TILE=tile,
         num_warps=4,
         enable_fp_fusion=False,
@@ -585,6 +681,8 @@ def _scan_gated(
     tables,
     starts,
     lengths,
+    saves,
+    saved_tables,
     x_stride,
     input_gate_stride,
     decay_gate_stride,
@@ -592,6 +690,7 @@ def _scan_gated(
     table_width,
     CHANNELS: tl.constexpr,
     PER_UNIT: tl.constexpr,
+    HAS_SAVES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Program (sequence, unit, tile of its channels)."""
@@ -620,6 +719,20 @@ def _scan_gated(
             inputs *= tl.where(position == 0, 1.0, factor)
             state = state * tl.exp(log_decay) + inputs
             tl.store(y + at * CHANNELS + channel, state.to(y.dtype.element_ty), mask)
+            if HAS_SAVES:
+                _save(
+                    pages,
+                    places,
+                    saves,
+                    saved_tables,
+                    table_width,
+                    page_stride,
+                    unit,
+                    at,
+                    within,
+                    state,
+                    mask,
+                )
             at += 1
             position += 1
         tl.store(pages + place + within, state, within < num_written)
@@ -658,6 +771,7 @@ def rglru_scan(
         metadata.block_tables.stride(0),
         CHANNELS=num_channels,
         PER_UNIT=per_unit,
+        HAS_SAVES=metadata.saves is not None,
         TILE=_CHANNELS,
         num_warps=4,
         enable_fp_fusion=False,
@@ -758,4 +872,5 @@ def _per_unit(units: StateUnits, dtype: torch.dtype, num_channels: int) -> int:
 def _addressed(units: StateUnits, metadata: AttentionMetadata) -> tuple[Tensor, ...]:
     """The tensors that say where states are, and which rows are whose."""
     columns = metadata.block_tables, metadata.query_start, metadata.context_lens
-    return units.pages, units.places, *columns
+    saves = metadata.saves or (metadata.block_tables, metadata.block_tables)  # not read
+    return units.pages, units.places, *columns, *saves

@@ -8,7 +8,7 @@ import torch
 from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.triton import TritonLayerKernels
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
-from tests.support.state_layers import LAYERS, Layer, Mamba1, in_wider_rows, random
+from tests.support.state_layers import LAYERS, Layer, Mamba1, check_saves, in_wider_rows, random
 
 pytestmark = MARKS
 
@@ -39,6 +39,11 @@ def test_a_token_has_the_same_bits_in_any_batch(make: Callable[[torch.dtype], La
     expected = layer.run(KERNELS, together, [(0, 0, 3), (1, 0, 7)])[3:]
     parts = [layer.run(KERNELS, alone, [(1, *part)]) for part in ((0, 1), (1, 6), (6, 7))]
     assert torch.equal(torch.cat(parts), expected)
+
+
+@each_layer
+def test_states_are_saved_where_they_are_reached(make: Callable[[torch.dtype], Layer]) -> None:
+    check_saves(make(torch.float32), KERNELS, DEVICE)
 
 
 @each_layer

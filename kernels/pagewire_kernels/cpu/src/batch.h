@@ -19,6 +19,8 @@ struct Batch {
   int64_t table_width;
   int64_t num_sampled;          // rows that go on to the head
   const int64_t* sampled;       // [num_sampled]
+  const int32_t* saves;         // [num_rows] or null: the row of saved_tables for the state after each row, or -1
+  const int32_t* saved_tables;  // [num_saves, table_width]: blocks that states are copied to
 };
 
 }  // namespace pagewire

@@ -40,7 +40,7 @@ void load_decays(const DeltaTask& task, int64_t row, int64_t head, float rate, f
 // first-level cache holds.
 template <int kRegisters, class Number>
 void apply_head(const DeltaTask& task, const Rows& rows, int64_t head, int64_t at, int64_t count,
-                float* kept) {
+                Kept<float> kept) {
   constexpr int64_t kStride = kRegisters * kLanes;
   alignas(64) float state[kMaxStateSize * kStride];
   alignas(64) float keys[kMaxStateSize], queries[kMaxStateSize], decays[kMaxStateSize];
@@ -48,8 +48,8 @@ void apply_head(const DeltaTask& task, const Rows& rows, int64_t head, int64_t a
   const auto left = [&](int64_t j) { return count - j * kLanes; };
   for (int64_t n = 0; n < size; ++n) {
     for (int j = 0; j < kRegisters; ++j) {
-      const bool is_kept = rows.is_begun && kept != nullptr;
-      const float* before = kept + n * task.value_dim + at + j * kLanes;
+      const bool is_kept = kept.before != nullptr;
+      const float* before = kept.before + n * task.value_dim + at + j * kLanes;
       store_floats(state + n * kStride + j * kLanes, is_kept ? load_some(before, left(j)) : zeros());
     }
   }
@@ -90,11 +90,11 @@ void apply_head(const DeltaTask& task, const Rows& rows, int64_t head, int64_t a
     Number* y = static_cast<Number*>(task.y) + row * task.y_stride + head * task.y_head_stride + at;
     for (int j = 0; j < kRegisters; ++j) store_some(y + j * kLanes, sums[j], left(j));
   }
-  if (kept == nullptr) return;
+  if (kept.after == nullptr) return;
   for (int64_t n = 0; n < size; ++n) {
     for (int j = 0; j < kRegisters; ++j) {
       const Floats after = load_floats(state + n * kStride + j * kLanes);
-      store_some(kept + n * task.value_dim + at + j * kLanes, after, left(j));
+      store_some(kept.after + n * task.value_dim + at + j * kLanes, after, left(j));
     }
   }
 }
@@ -103,9 +103,9 @@ template <class Number>
 void apply_rule(DeltaTask& task) {
   constexpr int64_t kSize = kRegistersPerItem * kLanes;
   const int64_t parts_per_head = divide_up(task.value_dim, kSize);
-  for_each_part(task, task.num_heads * parts_per_head, [&](int64_t seq, Rows rows, int64_t part) {
+  for_each_part(task, task.num_heads * parts_per_head, [&](const Rows& rows, int64_t part) {
     const int64_t head = part / parts_per_head, first = part % parts_per_head * kSize;
-    float* kept = unit_of<float>(task.units, *task.batch, seq, head);
+    const Kept<float> kept = kept_of<float>(task.units, rows, head);
     if (task.value_dim - first >= kSize) {
       return apply_head<kRegistersPerItem, Number>(task, rows, head, first, kSize, kept);
     }

@@ -12,12 +12,12 @@ constexpr int64_t kChannelsPerItem = 64;
 // One register of channels of a causal convolution.
 template <int kWidth, class Number>
 void convolve(const ConvolutionTask& task, const Rows& rows, int64_t channel, int64_t count,
-              Number* state, int64_t state_stride) {
+              Kept<Number> kept, int64_t state_stride) {
   Floats taps[kWidth], past[kWidth];
   for (int i = 0; i < kWidth; ++i) {
     taps[i] = load_some(task.weight + i * task.num_channels + channel, count);
-    const bool is_kept = i < kWidth - 1 && rows.is_begun && state != nullptr;
-    past[i] = is_kept ? load_some(state + i * state_stride, count) : zeros();
+    const bool is_kept = i < kWidth - 1 && kept.before != nullptr;
+    past[i] = is_kept ? load_some(kept.before + i * state_stride, count) : zeros();
   }
   const Floats bias = task.bias == nullptr ? zeros() : load_some(task.bias + channel, count);
   const Number* x = static_cast<const Number*>(task.x) + rows.first * task.x_stride + channel;
@@ -29,21 +29,20 @@ void convolve(const ConvolutionTask& task, const Rows& rows, int64_t channel, in
     store_some(y, task.has_silu ? Silu()(sum) : sum, count);
     for (int i = 0; i < kWidth - 1; ++i) past[i] = past[i + 1];
   }
-  if (state == nullptr) return;
-  for (int i = 0; i < kWidth - 1; ++i) store_some(state + i * state_stride, past[i], count);
+  if (kept.after == nullptr) return;
+  for (int i = 0; i < kWidth - 1; ++i) store_some(kept.after + i * state_stride, past[i], count);
 }
 
 template <int kWidth, class Number>
 void convolve(ConvolutionTask& task) {
   const int64_t per_unit = task.num_channels / task.units.num_units;
   const int64_t parts_per_unit = divide_up(per_unit, kChannelsPerItem);
-  for_each_part(task, task.units.num_units * parts_per_unit, [&](int64_t seq, Rows rows, int64_t part) {
+  for_each_part(task, task.units.num_units * parts_per_unit, [&](const Rows& rows, int64_t part) {
     const int64_t unit = part / parts_per_unit, first = part % parts_per_unit * kChannelsPerItem;
     const int64_t end = first + kChannelsPerItem < per_unit ? first + kChannelsPerItem : per_unit;
-    Number* state = unit_of<Number>(task.units, *task.batch, seq, unit);
+    const Kept<Number> kept = kept_of<Number>(task.units, rows, unit);
     for (int64_t i = first; i < end; i += kLanes) {
-      convolve<kWidth>(task, rows, unit * per_unit + i, end - i, state == nullptr ? state : state + i,
-                       per_unit);
+      convolve<kWidth>(task, rows, unit * per_unit + i, end - i, kept.at(i), per_unit);
     }
   });
 }
@@ -64,12 +63,11 @@ void convolve(ConvolutionTask& task) {
 // One register of channels, all rows of a sequence. state: [state_size], rows `stride` elements apart.
 template <class Number>
 void scan_channels(const Mamba1Task& task, const Rows& rows, int64_t channel, int64_t count,
-                   float* kept, int64_t stride) {
+                   Kept<float> kept, int64_t stride) {
   Floats state[kMaxStateSize], a[kMaxStateSize];
   const int64_t size = task.state_size;
   for (int64_t n = 0; n < size; ++n) {
-    const bool is_kept = rows.is_begun && kept != nullptr;
-    state[n] = is_kept ? load_some(kept + n * stride, count) : zeros();
+    state[n] = kept.before == nullptr ? zeros() : load_some(kept.before + n * stride, count);
     a[n] = load_some(task.a + n * task.num_channels + channel, count);
   }
   const Floats d = load_some(task.d + channel, count), bias = load_some(task.dt_bias + channel, count);
@@ -92,19 +90,18 @@ void scan_channels(const Mamba1Task& task, const Rows& rows, int64_t channel, in
     }
     store_some(static_cast<Number*>(task.y) + row * task.y_stride + channel, sum, count);
   }
-  if (kept == nullptr) return;
-  for (int64_t n = 0; n < size; ++n) store_some(kept + n * stride, state[n], count);
+  if (kept.after == nullptr) return;
+  for (int64_t n = 0; n < size; ++n) store_some(kept.after + n * stride, state[n], count);
 }
 
 template <class Number>
 void scan_channels(Mamba1Task& task) {
   const int64_t per_unit = task.num_channels / task.units.num_units;
   const int64_t parts_per_unit = divide_up(per_unit, kLanes);
-  for_each_part(task, task.units.num_units * parts_per_unit, [&](int64_t seq, Rows rows, int64_t part) {
+  for_each_part(task, task.units.num_units * parts_per_unit, [&](const Rows& rows, int64_t part) {
     const int64_t unit = part / parts_per_unit, at = part % parts_per_unit * kLanes;
-    float* kept = unit_of<float>(task.units, *task.batch, seq, unit);
-    scan_channels<Number>(task, rows, unit * per_unit + at, per_unit - at,
-                          kept == nullptr ? kept : kept + at, per_unit);
+    const Kept<float> kept = kept_of<float>(task.units, rows, unit);
+    scan_channels<Number>(task, rows, unit * per_unit + at, per_unit - at, kept.at(at), per_unit);
   });
 }
 
@@ -115,11 +112,11 @@ inline Floats sigmoid(Floats x) {
 
 // One register of channels, all rows of a sequence.
 template <class Number>
-void scan_gated(const RglruTask& task, const Rows& rows, int64_t channel, int64_t count, float* kept) {
+void scan_gated(const RglruTask& task, const Rows& rows, int64_t channel, int64_t count, Kept<float> kept) {
   const Floats rate = load_some(task.rate + channel, count), one = broadcast(1.0f);
   const Floats input_bias = load_some(task.input_bias + channel, count);
   const Floats decay_bias = load_some(task.decay_bias + channel, count);
-  Floats state = rows.is_begun && kept != nullptr ? load_some(kept, count) : zeros();
+  Floats state = kept.before == nullptr ? zeros() : load_some(kept.before, count);
   for (int64_t row = rows.first; row < rows.end; ++row) {
     const auto load = [&](const void* operands, int64_t stride) {
       return load_some(operand<Number>(operands, stride, row, channel), count);
@@ -135,17 +132,17 @@ void scan_gated(const RglruTask& task, const Rows& rows, int64_t channel, int64_
     state = multiply_add(state, exp(log_decay), input);
     store_some(static_cast<Number*>(task.y) + row * task.y_stride + channel, state, count);
   }
-  if (kept != nullptr) store_some(kept, state, count);
+  if (kept.after != nullptr) store_some(kept.after, state, count);
 }
 
 template <class Number>
 void scan_gated(RglruTask& task) {
   const int64_t per_unit = task.num_channels / task.units.num_units;
   const int64_t parts_per_unit = divide_up(per_unit, kLanes);
-  for_each_part(task, task.units.num_units * parts_per_unit, [&](int64_t seq, Rows rows, int64_t part) {
+  for_each_part(task, task.units.num_units * parts_per_unit, [&](const Rows& rows, int64_t part) {
     const int64_t unit = part / parts_per_unit, at = part % parts_per_unit * kLanes;
-    float* kept = unit_of<float>(task.units, *task.batch, seq, unit);
-    scan_gated<Number>(task, rows, unit * per_unit + at, per_unit - at, kept == nullptr ? kept : kept + at);
+    const Kept<float> kept = kept_of<float>(task.units, rows, unit);
+    scan_gated<Number>(task, rows, unit * per_unit + at, per_unit - at, kept.at(at));
   });
 }
 
@@ -156,16 +153,16 @@ constexpr int kSums = 4;  // of a register: sums that do not depend on each othe
 // the first-level cache holds.
 template <int kRegisters, class Number>
 void scan_head(const Mamba2Task& task, const Rows& rows, int64_t head, int64_t at, int64_t count,
-               float* kept) {
+               Kept<float> kept) {
   constexpr int64_t kStride = kRegisters * kLanes;
   alignas(64) float state[kMaxStateSize * kStride];
   const int64_t size = task.state_size, group = head / task.heads_per_group;
   const auto left = [&](int64_t j) { return count - j * kLanes; };
   for (int64_t n = 0; n < size; ++n) {
     for (int j = 0; j < kRegisters; ++j) {
-      const bool is_kept = rows.is_begun && kept != nullptr;
-      const Floats before = is_kept ? load_some(kept + n * task.head_dim + at + j * kLanes, left(j)) : zeros();
-      store_floats(state + n * kStride + j * kLanes, before);
+      const float* before = kept.before + n * task.head_dim + at + j * kLanes;
+      const bool is_kept = kept.before != nullptr;
+      store_floats(state + n * kStride + j * kLanes, is_kept ? load_some(before, left(j)) : zeros());
     }
   }
   const Floats a = broadcast(task.a[head]), d = broadcast(task.d[head]);
@@ -210,11 +207,11 @@ void scan_head(const Mamba2Task& task, const Rows& rows, int64_t head, int64_t a
       store_some(y + j * kLanes, sum, left(j));
     }
   }
-  if (kept == nullptr) return;
+  if (kept.after == nullptr) return;
   for (int64_t n = 0; n < size; ++n) {
     for (int j = 0; j < kRegisters; ++j) {
       const Floats after = load_floats(state + n * kStride + j * kLanes);
-      store_some(kept + n * task.head_dim + at + j * kLanes, after, left(j));
+      store_some(kept.after + n * task.head_dim + at + j * kLanes, after, left(j));
     }
   }
 }
@@ -223,9 +220,9 @@ template <class Number>
 void scan_heads(Mamba2Task& task) {
   constexpr int64_t kSize = kRegistersPerItem * kLanes;
   const int64_t parts_per_head = divide_up(task.head_dim, kSize);
-  for_each_part(task, task.num_heads * parts_per_head, [&](int64_t seq, Rows rows, int64_t part) {
+  for_each_part(task, task.num_heads * parts_per_head, [&](const Rows& rows, int64_t part) {
     const int64_t head = part / parts_per_head, first = part % parts_per_head * kSize;
-    float* kept = unit_of<float>(task.units, *task.batch, seq, head);
+    const Kept<float> kept = kept_of<float>(task.units, rows, head);
     if (task.head_dim - first >= kSize) {
       return scan_head<kRegistersPerItem, Number>(task, rows, head, first, kSize, kept);
     }
