@@ -246,6 +246,7 @@ class StepStream:
         swap_in: Pairs = (),
         copy: Pairs = (),
         block_updates: Items[tuple[int, int, int, int]] = (),
+        saved_states: Items[tuple[int, int, int, int]] = (),
         max_results: int = 0,
     ) -> plan_pb2.StepPlan:
         """The next plan, with the new sequences and the blocks that its rows need.
@@ -270,6 +271,7 @@ class StepStream:
             new_sequences=[sequence.message() for sequence in new],
             appended_tokens=columns.pack_rows(appended),
             block_updates=columns.pack_rows(updates),
+            saved_states=columns.pack_rows(saved_states),
             seq_ids=columns.pack([row.sequence.seq_id for row in rows]),
             max_results=max_results,
         )

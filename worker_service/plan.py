@@ -364,6 +364,9 @@ class StepPlan:
     block_updates: Int32Array
     """[n, 4]: sequence id, cache group, index in its table of the group, device block."""
 
+    saved_states: Int32Array = field(default_factory=lambda: np.empty((0, 4), np.int32))
+    """[n, 4]: sequence id, cache group, position, device block of the copy."""
+
     seq_ids: Int32Array
     """[num_rows]."""
 

@@ -17,6 +17,10 @@ MAX_SPAN = 1024
 TABLES = "One block table for each of the model's cache groups in which the sequence has blocks"
 RELEASED = "The entries before it are of tokens that no row of the"
 COPY = "made before the forward pass, is the state that earlier plans have reached."
+SAVE = "sequence's row has computed as many tokens, its state is copied to these blocks: one"
+REACHED = (
+    "for each, in the order of its table of the group, one after the other. The position follows a"
+)
 SOURCE = "Until its sequence ends, written once"
 COMPLETE = "of a new sequence has blocks for all of them, and never changes."
 
@@ -132,6 +136,95 @@ def a_snapshot_that_the_same_plan_reaches_is_refused(worker: Worker, stream: Ste
     tables, copies = snapshot(stream, first)
     resumed(stream, first, tables, first.num_computed_tokens + 1)
     stream.send(first, copy=copies)
+
+
+Saves = list[tuple[int, int, int, int]]
+"""Entries of `saved_states`."""
+
+
+def saved(worker: Worker, stream: StepStream, sequence: Sequence, position: int) -> Saves:
+    """The entries of a plan that save a sequence's states at a position, in new blocks. Raises
+    Skipped if the model has no states."""
+    require(worker, STATE)
+    return [
+        (sequence.seq_id, index, position, block)
+        for index, group in enumerate(stream.groups)
+        if group.lifetime == STATE
+        for block in stream.take_blocks(group.num_blocks)
+    ]
+
+
+@stream_case("plan", SAVE)
+def states_that_are_saved_within_a_row_are_continued(worker: Worker, stream: StepStream) -> Alone:
+    first = stream.new(worker.prompt(1))
+    tokens, end = list(first.tokens), len(first.tokens)
+    positions = [1, end // 2, end - 1]
+    entries = {position: saved(worker, stream, first, position) for position in positions}
+    stream.step(first, saved_states=[entry for of in entries.values() for entry in of])
+    found: dict[str, Sequence] = {}
+    for position, of_position in entries.items():
+        tables, copies = snapshot(stream, first)
+        for index, group in enumerate(stream.groups):
+            if group.lifetime == STATE:
+                tables[index] = [block for _, number, _, block in of_position if number == index]
+            elif has_tokens(group):
+                tables[index] = tables[index][: -(-position // group.block_tokens)]
+        kept = {block for table in tables.values() for block in table}
+        again = resumed(stream, first, tables, position)
+        again.tokens = list(tokens)
+        stream.generate(again, 3, copy=[(s, t) for s, t in copies if t in kept])
+        found[f"a sequence that continues from its state at {position}"] = again
+    return found | {"its source": stream.generate(first, 2)}
+
+
+def _beyond_its_row(worker: Worker, stream: StepStream, sequence: Sequence) -> Saves:
+    return saved(worker, stream, sequence, len(sequence.tokens) + 1)
+
+
+def _before_its_row(worker: Worker, stream: StepStream, sequence: Sequence) -> Saves:
+    return saved(worker, stream, sequence, 0)
+
+
+def _without_a_row(worker: Worker, stream: StepStream, sequence: Sequence) -> Saves:
+    position = len(worker.prompt(1)) + 1
+    return [
+        (sequence.seq_id - 1, *entry[1:]) for entry in saved(worker, stream, sequence, position)
+    ]
+
+
+def _in_part(worker: Worker, stream: StepStream, sequence: Sequence) -> Saves:
+    entries = saved(worker, stream, sequence, 1)
+    (block,) = stream.take_blocks(1)
+    return [*entries, (*entries[0][:3], block)]
+
+
+def _of_tokens(worker: Worker, stream: StepStream, sequence: Sequence) -> Saves:
+    require(worker, STATE)
+    (block,) = stream.take_blocks(1)
+    return [(sequence.seq_id, stream.main_group, 1, block)]
+
+
+WRONG_SAVES = {
+    "a state after the row": _beyond_its_row,
+    "a state before the row": _before_its_row,
+    "a state of a sequence without a row": _without_a_row,
+    "a block too many for a state": _in_part,
+    "a saved state of tokens": _of_tokens,
+}
+"""What is refused."""
+
+
+def _send_save(make: Callable[[Worker, StepStream, Sequence], Saves]) -> PlanFunction:
+    def send(worker: Worker, stream: StepStream) -> None:
+        stream.prefilled(worker.prompt(1))  # a sequence without a row
+        sequence = stream.new(worker.prompt(2))
+        stream.send(sequence, saved_states=make(worker, stream, sequence))
+
+    return send
+
+
+for _name, _wrong in WRONG_SAVES.items():
+    refusal_case("plan", REACHED, "saved_states", name=f"{_name} is refused")(_send_save(_wrong))
 
 
 def with_source(worker: Worker, stream: StepStream) -> Sequence:

@@ -102,7 +102,8 @@ class StepPlan:
 
     Flat lists of pairs and triples: `swap_out` is [device, host, device, host, ...],
     `swap_in` [host, device, ...], `copy` [source, target, ...], `block_updates`
-    [seq_id, group, index, block, ...], `appended_tokens` [seq_id, token, ...].
+    [seq_id, group, index, block, ...], `appended_tokens` [seq_id, token, ...], `saved_states`
+    [seq_id, group, position, block, ...].
     """
 
     step_id: int
@@ -112,6 +113,7 @@ class StepPlan:
     copy: list[int] = field(default_factory=list)
     new_sequences: list[NewSequence] = field(default_factory=list)
     block_updates: list[int] = field(default_factory=list)
+    saved_states: list[int] = field(default_factory=list)
     seq_ids: list[int] = field(default_factory=list)
     num_tokens: list[int] | None = None
     """Tokens to compute per row; None: one in every row."""

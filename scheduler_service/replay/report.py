@@ -24,6 +24,8 @@ def show_plan(plan: StepPlan | None) -> list[str]:
     lines += [_show_new(new) for new in plan.new_sequences]
     for seq_id, token in _tuples(plan.appended_tokens, 2):
         lines.append(f"{seq_id} continues with {token}")
+    for seq_id, group, position, block in _tuples(plan.saved_states, 4):
+        lines.append(f"save state of {seq_id} in group {group} at {position} in block {block}")
     for seq_id, group, index, block in _tuples(plan.block_updates, 4):
         where = f" in group {group}" if group else ""
         lines.append(f"block table of {seq_id}{where}: entry {index} is block {block}")

@@ -111,6 +111,7 @@ PLAN = {
         st.builds(NewSequence, **NEW_SEQUENCE) | st.builds(NewSequence, **POOLED), max_size=3
     ),
     "block_updates": quadruples,
+    "saved_states": quadruples,
     "seq_ids": ids,
     "num_tokens": st.none() | ids,
     "output": st.none() | st.lists(st.integers(0, 3), max_size=20),

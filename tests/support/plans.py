@@ -7,7 +7,14 @@ import numpy as np
 
 from worker_service.plan import BlockTable, NewSequence, SamplerParams, StepPlan
 
-WIDTHS = {"swap_out": 2, "swap_in": 2, "copy": 2, "appended_tokens": 2, "block_updates": 4}
+WIDTHS = {
+    "swap_out": 2,
+    "swap_in": 2,
+    "copy": 2,
+    "appended_tokens": 2,
+    "block_updates": 4,
+    "saved_states": 4,
+}
 COLUMNS = ("forget_seq_ids", "seq_ids", "num_tokens", "output", "lookahead", *WIDTHS)
 
 

@@ -277,6 +277,7 @@ class SymbolicWorker:
         self._update_blocks(plan)
         rows = self._rows(plan, forks)
         starts = self._write(rows, plan, forks)
+        self._save_states(plan, rows, starts)
         self._read(rows, starts)
         lookahead = self._write_drafts(plan, rows)
         result = self._result(plan, rows, starts, lookahead)
@@ -726,6 +727,35 @@ class SymbolicWorker:
             for index in range(group.num_blocks):
                 content = _kv(number, bytes([index]) + seq.content(end - 1))
                 self._write_at(seq, (seq.tables[number][index], 0), content, sharers)
+
+    def _save_states(
+        self, plan: StepPlan, rows: list[tuple[WorkerSequence, int, int]], starts: list[int]
+    ) -> None:
+        """Write states that rows pass to blocks that nobody has."""
+        saved = grouped(plan.saved_states, 4)
+        blocks = [block for *_, block in saved]
+        require(len(blocks) == len(set(blocks)), "a state is saved into one block twice")
+        moved = {*plan.copy, *plan.swap_in[1::2]}
+        spans = {
+            seq.seq_id: (seq, range(start + 1, start + num_tokens + 1))
+            for (seq, num_tokens, _), start in zip(rows, starts, strict=True)
+        }
+        places: dict[tuple[int, int, int], list[int]] = {}
+        for seq_id, number, position, block in saved:
+            self._check_block(block)
+            self._check_may_write(block)
+            require(not self._owners(block), f"a state is saved into block {block} in use")
+            require(block not in moved, f"a state is saved into block {block}, which is moved")
+            places.setdefault((seq_id, number, position), []).append(block)
+        for (seq_id, number, position), blocks in places.items():
+            seq, reached = spans[seq_id]
+            require(position in reached, f"the row of {seq_id} does not reach {position}")
+            group = self.cache_groups[number]
+            require(group.is_state and len(blocks) == group.num_blocks, "a part of a state")
+            for index, block in enumerate(blocks):
+                self._poison(block)
+                content = _kv(number, bytes([index]) + seq.content(position - 1))
+                self.cache[block, 0] = content, self.num_steps
 
     def _source(self, seq: WorkerSequence, number: int) -> Iterable[tuple[Slot, History]]:
         """Where a sequence has its source, and what it is."""

@@ -199,6 +199,8 @@ class SimulatedRunner:
         for row in computing:
             forks = batch.forks.get(row.sequence.seq_id, ())
             self.memory.write(row.sequence, row.end, row.index, forks)
+        for save in batch.saves:
+            self.memory.save_state(*save)
         for row in batch.rows:
             if (parent := batch.parents.get(row.sequence.seq_id)) is not None:
                 row.sequence.num_computed = parent.sequence.num_computed

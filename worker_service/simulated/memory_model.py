@@ -16,6 +16,7 @@ The rules, each of which ends in `InvalidPlan`:
 - A block that a row writes is held by no other sequence, except the row's own new forks.
 - A block that a swap-in or a copy writes is held by no sequence, and written by one of them only;
   but a copy may also write the state of one sequence, which is a fork's.
+- A block that a state is saved in is held by no sequence, and nothing else in the step uses it.
 - A block that is swapped out is not written by a row of a sequence that held it.
 - A block that is swapped in is not used by a row or a copy of the same step, because the swap runs
   concurrently with them.
@@ -298,6 +299,18 @@ class MemoryModel:
         for block in sequence.tables[group]:
             slots = self._writable(block, sequence.seq_id, row, forks, group, 1)
             slots[0] = sequence.content(end - 1)
+
+    def save_state(
+        self, sequence: SimulatedSequence, group: int, position: int, block: int
+    ) -> None:
+        """Write the state after the first `position` tokens of a sequence to a block."""
+        field = "saved_states"
+        self.check_block(block, field)
+        self._check_unheld(field, [(block, block)])
+        self._check_not_leased(block, field)
+        if block in self._arriving:
+            raise InvalidPlan(field, f"device block {block} is a target of swap_in, too")
+        self._device[block] = Content(group, [sequence.content(position - 1)])
 
     def _writable(
         self, block: int, seq_id: int, row: int, forks: Collection[int], group: int, size: int

@@ -1,5 +1,6 @@
 """A simulated worker's sequences and a step's rows, checked against `plan.proto`'s rules."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -424,6 +425,9 @@ class Batch:
     forks: dict[int, set[int]]
     """The inverse: sequence ids of such forks by the parent's sequence id."""
 
+    saves: list[tuple[KnownSequence, int, int, int]]
+    """States to save, but for those of failed sequences: cache group, position, block."""
+
 
 def num_slots(tables: Sequence[Sequence[int]], groups: Sequence[CacheGroup]) -> int:
     """Number of a sequence's first tokens for which there are entries in all its tables."""
@@ -456,7 +460,8 @@ def resolve_rows(
     if len(places) != len(rows):
         raise InvalidPlan("seq_ids", "a sequence has two rows")
     _check_order(plan, places)
-    batch = Batch(rows=rows, parents={}, forks={})
+    saves = _resolve_saves(plan, rows, groups)
+    batch = Batch(rows=rows, parents={}, forks={}, saves=saves)
     parent_ids = {new.seq_id: new.parent_seq_id for new in plan.new_sequences}
     for row in rows:
         if row.sequence.failure is not None:
@@ -468,6 +473,34 @@ def resolve_rows(
         else:
             _check_length(row, groups, max_model_len)
     return batch
+
+
+def _resolve_saves(
+    plan: StepPlan, rows: list[Row], groups: Sequence[CacheGroup]
+) -> list[tuple[KnownSequence, int, int, int]]:
+    field, row_of = "saved_states", {row.sequence.seq_id: row for row in rows}
+    saves: list[tuple[KnownSequence, int, int, int]] = []
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for seq_id, group, position, block in plan.saved_states.tolist():
+        if not 0 <= group < len(groups) or groups[group].lifetime is not CacheLifetime.STATE:
+            raise InvalidPlan(field, f"expected groups of states, got {group}")
+        row = row_of.get(seq_id)
+        if (
+            row is None
+            or row.lookahead
+            or not 0 < position - row.end + row.num_tokens <= row.num_tokens
+        ):
+            raise InvalidPlan(field, f"no row of sequence {seq_id} reaches position {position}")
+        counts[seq_id, group, position] += 1
+        if row.is_computed:
+            saves.append((row.sequence, group, position, block))
+    for (seq_id, group, _), count in counts.items():
+        if count != (expected := groups[group].num_blocks):
+            problem = f"expected {expected} blocks of the state of sequence {seq_id}, got {count}"
+            raise InvalidPlan(field, problem)
+    if len({block for *_, block in saves}) != len(saves):
+        raise InvalidPlan(field, "a block is named twice")
+    return saves
 
 
 def _check_order(plan: StepPlan, places: dict[int, int]) -> None:

@@ -143,6 +143,7 @@ class StepPlan(_message.Message):
     UNCACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     KEY_SEED_FIELD_NUMBER: _builtins.int
     WITHDRAWN_STEP_ID_FIELD_NUMBER: _builtins.int
+    SAVED_STATES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The stream's fencing number, the same in all its plans. A worker that has seen a
     greater epoch ends the stream with ABORTED.
@@ -223,6 +224,13 @@ class StepPlan(_message.Message):
     `uncached_blocks` and earlier ones remove what its sequence has computed. Until such a plan
     arrives, the worker reports no records to another core. 0: none failed since the last plan.
     """
+    saved_states: _builtins.bytes
+    """Quadruples (sequence id, cache group of states, position, device block), int32 column: when the
+    sequence's row has computed as many tokens, its state is copied to these blocks: one quadruple
+    for each, in the order of its table of the group, one after the other. The position follows a
+    token of the row; no sequence has the blocks, nothing else in this plan reads or writes them,
+    and no position of a sequence is named twice in a group. Rows with `lookahead` save nothing.
+    """
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that the worker does not know (or has been instructed to forget), in
@@ -270,10 +278,11 @@ class StepPlan(_message.Message):
         uncached_blocks: _builtins.bytes = ...,
         key_seed: _builtins.int | None = ...,
         withdrawn_step_id: _builtins.int = ...,
+        saved_states: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_key_seed", b"_key_seed", "cached_blocks", b"cached_blocks", "key_seed", b"key_seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_key_seed", b"_key_seed", "appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "cached_blocks", b"cached_blocks", "copy", b"copy", "ended_lease_ids", b"ended_lease_ids", "epoch", b"epoch", "fetches", b"fetches", "forget_seq_ids", b"forget_seq_ids", "key_seed", b"key_seed", "leases", b"leases", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "output", b"output", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "uncached_blocks", b"uncached_blocks", "withdrawn_step_id", b"withdrawn_step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_key_seed", b"_key_seed", "appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "cached_blocks", b"cached_blocks", "copy", b"copy", "ended_lease_ids", b"ended_lease_ids", "epoch", b"epoch", "fetches", b"fetches", "forget_seq_ids", b"forget_seq_ids", "key_seed", b"key_seed", "leases", b"leases", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "output", b"output", "saved_states", b"saved_states", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out", "uncached_blocks", b"uncached_blocks", "withdrawn_step_id", b"withdrawn_step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__key_seed: _TypeAlias = _typing.Literal["key_seed"]  # noqa: Y015
     _WhichOneofArgType__key_seed: _TypeAlias = _typing.Literal["_key_seed", b"_key_seed"]  # noqa: Y015

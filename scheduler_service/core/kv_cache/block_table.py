@@ -18,6 +18,8 @@ class Moves:
     swap_out: list[int] = field(default_factory=list)
     swap_in: list[int] = field(default_factory=list)
     copy: list[int] = field(default_factory=list)
+    saved_states: list[int] = field(default_factory=list)
+    """Quadruples: sequence id, cache group, position, block."""
 
 
 @dataclass(slots=True)

@@ -80,7 +80,6 @@ class KVCacheManager(DeviceTables):
             seed=config.key_seed,
         )
         self._states = SavedStates(groups, self.device, prefixes)
-        self._saves_at_boundaries = config.enable_chunked_prefill and self._states.enabled
         self._released = ReleasedBlocks(groups, self.device, prefixes)
         self.exchange = CacheExchange(groups, self.device, self.host.pool)
         self._growing = [number for number, group in enumerate(groups) if group.is_growing]
@@ -475,24 +474,20 @@ class KVCacheManager(DeviceTables):
         if self._spans:
             self._slide(seq, held, start)
             updates = self._extend(held, end)
-        if self._state_groups and start and updates is not None:
-            self._pass_on_state(seq, held, start)
+        if self._state_groups and updates is not None:
+            self._pass_on_state(held, start)
+            self._states.pass_by(seq, held, start, end)
         return updates
 
     def chunk_end(self, seq: CacheableSequence, start: int, end: int) -> int:
         """Where the chunk of a prompt must end that begins at `start` and may have tokens up to
-        `end`: its state is saved at boundaries, and copied where others branch off."""
+        `end`: its state is copied where others that were admitted with it branch off."""
         if not self._state_groups:
             return end
-        ends = [at for at, _ in self._tables[seq.seq_id].branches if at > start]
-        if self._saves_at_boundaries:
-            boundary = self._prefixes.next_boundary(seq, start)
-            ends += [] if boundary is None else [boundary]
-        return min([end, *ends])
+        return min([end, *(at for at, _ in self._tables[seq.seq_id].branches if at > start)])
 
-    def _pass_on_state(self, seq: CacheableSequence, held: SequenceTables, position: int) -> None:
-        """Copy a prompt's state at a position to those that branch off there, and save it at a
-        boundary."""
+    def _pass_on_state(self, held: SequenceTables, position: int) -> None:
+        """Copy a prompt's state at a position to those that branch off there."""
         for at, seq_id in held.branches:
             if at == position and (other := self._tables.get(seq_id)) is not None:
                 for number in self._state_groups:
@@ -500,8 +495,6 @@ class KVCacheManager(DeviceTables):
                     self._copied_states.add(targets[0])
                     pairs = zip(held.tables[number].blocks, targets, strict=True)
                     self._copies += (block for pair in pairs for block in pair)
-        if self._prefixes.next_boundary(seq, position - 1) == position:
-            self._states.save(seq, held, position)
 
     # Decoding.
 
@@ -630,19 +623,20 @@ class KVCacheManager(DeviceTables):
     def end_plan(self, plan: int = 0, *, has_rows: bool) -> Moves:
         """Complete the plan under construction, of this number; returns what it must move in
         addition: `swap_out`, so that the host keeps what is evicted from the device now, and what
-        will be evicted next; and the `copy` of states."""
+        will be evicted next; and the `copy` and `saved_states` of states."""
         self._num_plans = plan
         copies, self._copies = self._copies, []
+        rolling: list[int] = []
         saved: list[int] = []
         if self._state_groups:
             self._settle_state_copies()
-            saved = self._states.copy_due(self._num_available, self._copied_states)
+            rolling, saved = self._states.save_due(self._num_available, self._copied_states)
             self._copied_states.clear()
         self.device.release(self._pinned)
         self._pinned = []
         self._copy_ahead.end_plan(has_rows=has_rows)
-        self.device.release(saved[1::2])
-        return Moves(swap_out=self.host.end_plan(), copy=copies + saved)
+        self.device.release(rolling[1::2] + saved[3::4])
+        return Moves(swap_out=self.host.end_plan(), copy=copies + rolling, saved_states=saved)
 
     def add_records(self, plan: StepPlan) -> None:
         """Add to a complete plan what has changed in the prefix cache, for workers to record."""

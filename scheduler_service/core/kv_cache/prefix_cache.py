@@ -441,13 +441,12 @@ class PrefixCache:
         self._unconfirmed.pop(seq, None)
         self._boundaries.pop(seq, None)
 
-    def next_boundary(self, seq: CacheableSequence, start: int) -> int | None:
-        """The next position after `start` at which states of a prompt are saved, if any."""
-        multiple = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
-        ends = [end for end in self._boundaries.get(seq, ()) if end > start]
-        if multiple < seq.num_prompt_tokens:
-            ends.append(multiple)
-        return min(ends, default=None)
+    def boundaries_within(self, seq: CacheableSequence, start: int, end: int) -> list[int]:
+        """The positions after `start` and up to `end` at which states of a prompt are saved."""
+        first = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
+        found = {*range(first, min(end + 1, seq.num_prompt_tokens), BOUNDARY_TOKENS)}
+        found.update(at for at in self._boundaries.get(seq, ()) if start < at <= end)
+        return sorted(found)
 
     def add_boundary(self, seq: CacheableSequence, end: int) -> None:
         """Keep what a row after a sequence's first `end` tokens reads."""

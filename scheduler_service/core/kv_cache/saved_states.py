@@ -2,10 +2,10 @@
 
 A state is overwritten by each token. So it is found only where it was saved: copies are made at the
 boundaries of prompts, every `ROLLING_TOKENS` tokens of an output, and a sequence that ends leaves
-its own. A plan copies the states that the plans before it reach, and they are found once those
-plans' results are in. Copies get blocks that are free or hold older cached contents when the plan
-is complete, so nothing waits or is preempted for them; all of them have at most a quarter of the
-blocks.
+its own. A plan saves states of prompts where its rows reach them, and copies those that the plans
+before it have reached in outputs; they are found once the results are in of the plans that reach
+them. Copies get blocks that are free or hold older cached contents when the plan is complete, so
+nothing waits or is preempted for them; all of them have at most a quarter of the blocks.
 
 Beyond that quarter the state of least *worth* is evicted (GreedyDual; Young 1994): the tokens
 between the previous saved state and this one, which would have to be computed again, plus the worth
@@ -53,26 +53,29 @@ class SavedStates:
         self._clocks = dict.fromkeys(self._groups, 0)
         """By group: the worth of the last evicted state."""
         self._numbers = count()
-        self._due: list[tuple[CacheableSequence, SequenceTables, int, bool]] = []
-        """States that the plan under construction copies: sequence, position, and whether it is
-        rolling."""
+        self._chunks: list[tuple[CacheableSequence, SequenceTables, int, int]] = []
+        """The rows of prompts in the plan under construction: sequence, start and end."""
+        self._due: list[tuple[CacheableSequence, SequenceTables, int]] = []
+        """States of outputs that the plan under construction copies: sequence, position."""
         self._ended: deque[tuple[int, int, list[tuple[int, Contents, Contents]]]] = deque()
         """Of sequences that have ended: the plan whose result is awaited, their ids, and blocks
         with what they hold until then and what is found afterwards."""
 
     # While a sequence runs.
 
-    def save(self, seq: CacheableSequence, held: SequenceTables, position: int) -> None:
-        """Save the state of a prompt that has reached a position, unless it is found there."""
+    def pass_by(self, seq: CacheableSequence, held: SequenceTables, start: int, end: int) -> None:
+        """Save the states of a prompt at the boundaries after `start` and up to `end`, between
+        which the plan under construction computes its tokens."""
         if self.enabled and not held.is_withdrawn:
-            key = self._prefixes.key(seq, position)
-            if any(self._device.cached.find(key, number) is None for number in self._groups):
-                self._due.append((seq, held, position, False))
+            self._chunks.append((seq, held, start, end))
 
     def is_saving(self, seq: CacheableSequence, held: SequenceTables, position: int) -> bool:
-        """Whether the state of a sequence at a position is saved, and will be found soon."""
-        is_due = any(other is seq and at == position for other, _, at, _ in self._due)
-        return is_due or any(s.position == position and not s.is_found for s in held.saved)
+        """Whether the state of a sequence at a position is saved, or can be by the plan under
+        construction, and will be found soon."""
+        is_passed = any(
+            other is seq and start < position <= end for other, _, start, end in self._chunks
+        )
+        return is_passed or any(s.position == position and not s.is_found for s in held.saved)
 
     def roll(self, seq: CacheableSequence, held: SequenceTables) -> None:
         """Save the state of a sequence that decodes, if it is due. Where drafts are in flight, its
@@ -82,29 +85,59 @@ class SavedStates:
         is_due = position >= last + ROLLING_TOKENS and position % self._unit == 0
         if self.enabled and is_due and seq.next_position == position:
             held.state_position = position
-            self._due.append((seq, held, position, True))
+            self._due.append((seq, held, position))
 
-    def copy_due(self, num_available: int, copied: Collection[int]) -> list[int]:
-        """The plan's `copy` for the states that are due, to up to `num_available` free blocks,
-        after evicting what ended sequences have left beyond the limit.
-        Those that the plan itself copies, by their first blocks, are left out. The caller releases
-        the targets when nothing more is moved to the host before they are written."""
+    def save_due(self, num_available: int, copied: Collection[int]) -> tuple[list[int], list[int]]:
+        """The plan's `copy` and `saved_states` for the states that are due, to up to
+        `num_available` free blocks, after evicting what ended sequences have left beyond the limit.
+        States of outputs that the plan itself copies, by their first blocks, are left out. The
+        caller releases the targets when nothing more is moved to the host before they are
+        written."""
         due, self._due = self._due, []
+        chunks, self._chunks = self._chunks, []
         for number in self._groups:
             self._make_room(number, self._most)
-        pairs: list[tuple[int, int]] = []
-        for seq, held, position, is_rolling in due:
-            for number, num_blocks in self._groups.items():
-                sources = held.tables[number].blocks
-                has_room = num_blocks <= num_available - len(pairs)
-                if sources[0] in copied or not has_room:
+        num_kept = self._device.num_free_blocks - num_available
+        copy: list[int] = []
+        saved: list[int] = []
+        for seq, held, start, end in chunks:
+            for position in self._prefixes.boundaries_within(seq, start, end):
+                key = self._prefixes.key(seq, position)
+                if all(
+                    self._device.cached.find(key, number) is not None for number in self._groups
+                ):
                     continue
-                if self._make_room(number, self._most - 1):
-                    targets = self._device.allocate(num_blocks)
-                    pairs += zip(sources, targets, strict=True)
-                    self._hold(held, SavedState(number, position, targets[0], is_rolling), targets)
+                for number in self._groups:
+                    for block in self._place(held, number, position, num_kept):
+                        saved += [seq.seq_id, number, position, block]
+        for seq, held, position in due:
+            for number in self._groups:
+                sources = held.tables[number].blocks
+                if sources[0] not in copied:
+                    targets = self._place(held, number, position, num_kept, is_rolling=True)
+                    copy += [
+                        block for pair in zip(sources, targets, strict=False) for block in pair
+                    ]
             self.confirm(seq, held)
-        return [block for pair in pairs for block in pair]
+        return copy, saved
+
+    def _place(
+        self,
+        held: SequenceTables,
+        number: int,
+        position: int,
+        num_kept: int,
+        *,
+        is_rolling: bool = False,
+    ) -> list[int]:
+        """Blocks for a sequence's state; none unless that many more than `num_kept` are free."""
+        num_blocks = self._groups[number]
+        has_room = num_blocks <= self._device.num_free_blocks - num_kept
+        if not has_room or not self._make_room(number, self._most - 1):
+            return []
+        blocks = self._device.allocate(num_blocks)
+        self._hold(held, SavedState(number, position, blocks[0], is_rolling), blocks)
+        return blocks
 
     def _hold(self, held: SequenceTables, state: SavedState, blocks: list[int]) -> None:
         """Keep a copy until it can be found."""

@@ -35,6 +35,8 @@ class Batch:
         """Pairs of blocks, as in the plan."""
         self.swap_in: list[int] = []
         self.copy: list[int] = []
+        self.saved_states: list[int] = []
+        """Quadruples, as in the plan."""
         self.lockstep_groups: set[SequenceGroup] = set()
         """Groups that have had their turn, of those whose sequences advance together."""
         self.has_preempted = False
@@ -160,6 +162,7 @@ class Batch:
             copy=self.copy,
             new_sequences=self._in_batch_order(),
             block_updates=self._block_updates,
+            saved_states=self.saved_states,
             seq_ids=[seq.seq_id for seq in self.rows],
             appended_tokens=self._appended_tokens,
         )

@@ -167,6 +167,7 @@ class StepPlanner:
         moves = self.running.cache.end_plan(batch.step_id, has_rows=bool(batch.rows))
         batch.swap_out += moves.swap_out
         batch.copy += moves.copy
+        batch.saved_states += moves.saved_states
         if batch.is_empty and not self.port.has_news and not self._awaits_fetches:
             return None
         forget_seq_ids = self.running.end_plan()

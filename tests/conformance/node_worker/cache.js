@@ -132,11 +132,11 @@ export class SequenceMemory {
     this.cache.device[this.#slot(group, position)] = word;
   }
 
-  /** Write states, which `position` tokens have led to, to their blocks. */
-  store(states, position) {
+  /** Write states, which `position` tokens have led to, to the blocks of some tables. */
+  store(states, position, tables = this.tables) {
     states.forEach((words, group) =>
-      words.forEach((word, at) => {
-        const first = this.tables[group][at] * this.cache.blockSize;
+      tables[group].length > 0 && words.forEach((word, at) => {
+        const first = tables[group][at] * this.cache.blockSize;
         this.cache.device[first + WORD] = word;
         this.cache.device[first + POSITION] = position;
       }),

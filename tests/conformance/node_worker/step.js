@@ -4,7 +4,7 @@ import { SequenceMemory } from "./cache.js";
 import { readColumns, withColumns } from "./columns.js";
 import { MAX_DRAFTS, draft } from "./drafts.js";
 import { PlanError } from "./errors.js";
-import { numSlots } from "./groups.js";
+import { isState, numSlots } from "./groups.js";
 import { computeSlot, logitsAfter } from "./model.js";
 import { ALL, accumulate, pooled } from "./pooling.js";
 import { choose, logprobsOf, offer } from "./sampler.js";
@@ -29,6 +29,8 @@ export function executeStep(plan, sequences, cache, receivedUs) {
   const rows = readRows(columns, sequences);
   const byId = new Map(rows.map((row) => [row.sequence.id, row]));
   for (const row of rows) checkRow(row, byId, newcomers, cache.groups);
+  columns.saved_states.forEach((entry) => addSave(entry, byId, cache));
+  for (const row of rows) checkSaves(row, cache.groups);
   const promptLogprobs = rows.flatMap((row) => compute(row, byId, cache));
   const forwardDoneUs = nowUs();
   const outcome = sampleAll(rows, plan.lookahead.length > 0);
@@ -67,6 +69,7 @@ function readRows({ seq_ids: ids, num_tokens: numTokens, output, lookahead }, se
     lookahead: lookahead[index],
     drafts: [],
     computed: [],
+    saves: new Map(), // by position, tables of the blocks that states are saved in
   }));
 }
 
@@ -107,6 +110,34 @@ function checkRow(row, byId, newcomers, groups) {
   }
 }
 
+const SAVES = "saved_states";
+
+/** A row saves states that it reaches. */
+function addSave([id, group, position, block], byId, { groups, numDeviceBlocks }) {
+  const row = byId.get(id);
+  const index = row ? position - row.sequence.numComputed : 0;
+  if (index < 1 || index > row.numTokens || row.lookahead > 0) {
+    throw new PlanError(SAVES, `no row of sequence ${id} reaches ${position}`);
+  }
+  if (!groups[group] || !isState(groups[group])) {
+    throw new PlanError(SAVES, `group ${group} has no states`);
+  }
+  if (block < 0 || block >= numDeviceBlocks) throw new PlanError(SAVES, `no block ${block}`);
+  const tables = row.saves.get(position) ?? groups.map(() => []);
+  tables[group].push(block);
+  row.saves.set(position, tables);
+}
+
+function checkSaves({ saves }, groups) {
+  for (const tables of saves.values()) {
+    tables.forEach(({ length }, index) => {
+      if (length > 0 && length !== groups[index].num_blocks) {
+        throw new PlanError(SAVES, `${length} blocks of a state of ${groups[index].num_blocks}`);
+      }
+    });
+  }
+}
+
 /** Write the row's slots; its last logits stay with the sequence. Returns prompt logprobs. */
 function compute(row, byId, cache) {
   const { sequence, numTokens, index } = row;
@@ -125,6 +156,7 @@ function compute(row, byId, cache) {
     sequence.lastLogits = logitsAfter(slot);
     if (sequence.pooling) accumulate(sequence.pooling, sequence.lastLogits, position);
     const next = position + 1;
+    if (row.saves.has(next)) memory.store(memory.states, next, row.saves.get(next));
     const isAsked = sequence.params.promptLogprobs !== null && next < sequence.numPrompt;
     if (isAsked && next >= sequence.promptLogprobsStart) {
       const width = sequence.params.promptLogprobs;

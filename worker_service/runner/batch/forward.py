@@ -68,7 +68,8 @@ class HostForward:
         if not computes.any():
             return None
         row_ids, firsts = rows.row_ids[computes], rows.firsts[computes]
-        inputs = lay_out(row_ids, firsts, rows.num_tokens[computes], table)
+        num_tokens = rows.num_tokens[computes]
+        inputs = lay_out(row_ids, firsts, num_tokens, table, rows.saved_states)
         # A fork samples from its parent's last state, which is then named twice.
         if inputs.token_types is not None:
             batch = whole_texts(inputs, self._device)

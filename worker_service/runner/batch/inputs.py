@@ -19,6 +19,7 @@ from pagewire_kernels.batch import (
     AdapterRows,
     AttentionMetadata,
     LayerMemory,
+    StateSaves,
     StepBatch,
     tensor_of,
 )
@@ -60,6 +61,9 @@ class HostInputs:
     num_decodes: int
     """The first sequences, up to one that has more than one row."""
 
+    saves: tuple[tuple[Int32Array, ...], ...] = ()
+    """By cache group: rows and tables of `StateSaves`, if states are saved."""
+
     adapters: tuple[tuple[bytes, Int64Array | None], ...] = ()
     """Digest and rows of each adapter, [n]; None: all rows."""
 
@@ -68,10 +72,15 @@ class HostInputs:
 
 
 def lay_out(
-    row_ids: Int64Array, firsts: Int64Array, num_tokens: Int32Array, table: SequenceTable
+    row_ids: Int64Array,
+    firsts: Int64Array,
+    num_tokens: Int32Array,
+    table: SequenceTable,
+    saved_states: Int32Array | None = None,
 ) -> HostInputs:
     """Flattened inputs for sequences that compute `num_tokens` tokens, all positive, from the
-    positions `firsts` on."""
+    positions `firsts` on. saved_states: as in `StepRows`; those that are not reached here are left
+    out."""
     query_lens = num_tokens.astype(np.int64)
     query_start = np.zeros(len(row_ids) + 1, np.int64)
     np.cumsum(query_lens, out=query_start[1:])
@@ -95,9 +104,31 @@ def lay_out(
         max_query_len=max_query_len,
         max_context_len=int((context_lens + table.num_pending_drafts[row_ids]).max()),
         num_decodes=int(np.argmax(query_lens > 1)) if max_query_len > 1 else len(row_ids),
+        saves=()
+        if saved_states is None
+        else tuple(
+            _saves(saved_states[saved_states[:, 1] == group], token_row_ids, positions, tables)
+            for group, tables in enumerate(table.tables)
+        ),
         adapters=tuple(_adapters(token_row_ids, table)) if table.adapters else (),
         has_virtual_tokens=bool(table.adapters) and bool(is_virtual.any()),
     )
+
+
+def _saves(
+    saved: Int32Array,
+    token_row_ids: Int64Array,
+    positions: Int64Array,
+    tables: BlockTables,
+) -> tuple[Int32Array, ...]:
+    """Rows and tables of `StateSaves`. saved: of one cache group."""
+    if not len(saved):
+        return ()
+    states = saved.reshape(-1, tables.group.num_blocks, 4)
+    rows = np.full(len(positions), -1, np.int32)
+    for number, (row_id, _, position, _) in enumerate(states[:, 0].tolist()):
+        rows[(token_row_ids == row_id) & (positions == position - 1)] = number
+    return (rows, np.ascontiguousarray(states[:, :, 3])) if (rows >= 0).any() else ()
 
 
 def _adapters(
@@ -165,8 +196,11 @@ def build_batch(
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
             num_decodes=inputs.num_decodes,
+            saves=StateSaves(*(upload(column, device) for column in saves)) if saves else None,
         ).in_chunks(tables.group.chunk, tables.block_tokens)
-        for tables, width in zip(table.tables, widths, strict=True)
+        for tables, width, saves in zip(
+            table.tables, widths, inputs.saves or ((),) * len(widths), strict=True
+        )
     ]
     return StepBatch(
         token_ids=upload(inputs.token_ids, device),

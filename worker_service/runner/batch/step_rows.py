@@ -58,6 +58,9 @@ class StepRows:
     errors: dict[int, RowErrorReason]
     """The rows of sequences that failed before."""
 
+    saved_states: Int32Array | None = None
+    """[n, 4]: those of the plan, with rows of the table as sequences; None if there are none."""
+
     drafts: Drafts | None = None
     """None if no row has any."""
 
@@ -98,6 +101,10 @@ def resolve_rows(plan: StepPlan, row_ids: Int64Array, table: SequenceTable) -> S
         forks = np.flatnonzero(~computes & is_alive)
         parents = np.array([_parent_row(plan, row, table) for row in forks.tolist()], np.int64)
         computes &= is_alive
+    saved_states = None
+    if len(saved := plan.saved_states):
+        saved_ids = table.row_ids(saved[:, 0], "saved_states").astype(np.int32)
+        saved_states = np.column_stack([saved_ids, saved[:, 1:]])
     planned = plan.samples
     samples = planned & computes
     samples[forks] = True
@@ -113,6 +120,7 @@ def resolve_rows(plan: StepPlan, row_ids: Int64Array, table: SequenceTable) -> S
         parents=parents,
         sampling=np.flatnonzero(samples),
         errors=errors,
+        saved_states=saved_states,
     )
     _check_lengths(rows, plan, table)
     _check_outputs(rows, plan, table)

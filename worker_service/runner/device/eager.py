@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagewire_kernels.batch import LayerMemory, RowAdapters, SamplingRows, StepInputs
+from pagewire_kernels.batch import LayerMemory, RowAdapters, SamplingRows, StateSaves, StepInputs
 from worker_service.models.interface import Model
-from worker_service.pinned_memory import Staging
+from worker_service.pinned_memory import Column, Staging
 from worker_service.runner.batch.forward import forward_of
 from worker_service.runner.batch.inputs import whole_texts
 from worker_service.runner.device.columns import StepColumns
@@ -24,7 +24,7 @@ def compute_eagerly(
 ) -> DevicePass:
     """Send the inputs of any step, and queue its forward pass."""
     inputs, reported = columns.inputs, columns.reports.columns
-    host = [
+    host: list[Column] = [
         inputs.token_ids,
         inputs.positions,
         inputs.token_row_ids,
@@ -33,6 +33,7 @@ def compute_eagerly(
         inputs.query_start,
         columns.states,
         *columns.sampling,
+        *(column for saves in inputs.saves for column in saves),
         *([] if columns.adapter_slots is None else [columns.adapter_slots]),
     ]
     int32 = [column.astype(np.int32) for column in host]
@@ -40,6 +41,10 @@ def compute_eagerly(
     token_ids, positions, token_rows, seq_rows = (next(sent) for _ in range(4))
     context_lens, query_start, states = (next(sent) for _ in range(3))
     row_ids, outputs, mask_rows = (next(sent) for _ in columns.sampling)
+    saves = [
+        StateSaves(*(next(sent) for _ in of_group)) if of_group else None
+        for of_group in inputs.saves
+    ]
     adapters: RowAdapters = ()
     of_states: RowAdapters = ()
     if columns.adapter_slots is not None:
@@ -58,7 +63,16 @@ def compute_eagerly(
             max_query_len=inputs.max_query_len,
             num_decodes=inputs.num_decodes,
         )
-        batch = replace(batch, adapters=adapters, has_virtual_tokens=inputs.has_virtual_tokens)
+        attention = batch.attention
+        if saves:
+            pairs = zip(attention, saves, strict=True)
+            attention = tuple(replace(group, saves=of_group) for group, of_group in pairs)
+        batch = replace(
+            batch,
+            attention=attention,
+            adapters=adapters,
+            has_virtual_tokens=inputs.has_virtual_tokens,
+        )
     hidden, _, captured = forward_of(model)(batch)
     return DevicePass(
         rows=SamplingRows(row_ids, outputs, mask_rows, state.sampler.no_masks),

@@ -4,8 +4,9 @@ A launch sends the changes of the plan and the inputs of the step in one copy fr
 state that is on the device already is gathered by row (`rows.py`). Sampled tokens stay on the
 device for the next step, and are copied to the host in the background (`in_flight_step.py`). A
 batch replays a CUDA graph if one was captured for its size (`cuda_graphs.py`): of decodes, or of
-decodes and chunks of prompts. Large prefills, prefills with a long context, prompts whose log
-probabilities are reported, and tokens with embeddings of adapters run eagerly. Sampling is part of
+decodes and chunks of prompts. Large prefills, prefills with a long context, prompts whose states
+are saved or whose log probabilities are reported, and tokens with embeddings of adapters run
+eagerly. Sampling is part of
 the graph, whatever the parameters; it is eager for rows with log probabilities or candidates, which
 are copied to the host together with the tokens. Bitmasks of constraints are sent in a separate
 copy, since they are computed while the forward pass runs.
@@ -153,11 +154,13 @@ class DeviceSteps:
         buffers = self._buffers.pop(pending)
         begin = self._make_event()
         num_tokens, firsts = rows.num_tokens[computes], rows.firsts[computes]
-        inputs = lay_out(rows.row_ids[computes], firsts, num_tokens, table)
+        row_ids_computed = rows.row_ids[computes]
+        inputs = lay_out(row_ids_computed, firsts, num_tokens, table, rows.saved_states)
         slots = _adapter_slots(inputs, self._adapters) if inputs.adapters else None
         columns = StepColumns(inputs, sampling, states, reports, changes, slots)
-        # Graphs keep no hidden states, and embed tokens.
+        # Graphs keep no hidden states, embed tokens, and save no states.
         can_replay = self._pooling is None and not inputs.has_virtual_tokens
+        can_replay = can_replay and not any(inputs.saves)
         graphs = state.graphs if can_replay else None
         queued = graphs.run(columns, buffers.staging) if graphs else None
         if queued is None:

@@ -200,6 +200,8 @@ class SequenceTable:
             self._put_sampling(row_id, sequence)
         if len(plan.appended_tokens):
             appended = self.append_chosen(plan.appended_tokens)
+        if len(plan.saved_states):
+            self._record_saves(plan, batch)
         added = np.array([row_id for row_id, _ in new], np.int64)
         return PlanRows(forgotten, added, updated, appended, batch)
 
@@ -542,6 +544,34 @@ class SequenceTable:
                 expected = f"expected {num_blocks} blocks in group {index}"
                 raise InvalidPlan(f"{field}.tables", f"{expected}, got {len(blocks)}")
             states.check(blocks, num_computed, f"{field}.num_computed_tokens")
+
+    def _record_saves(self, plan: StepPlan, batch: Int64Array) -> None:
+        """Check where the plan saves states, and record that they will be there. batch: the rows
+        of the table that its rows have."""
+        field, saved = "saved_states", plan.saved_states
+        num_blocks = {index: self.tables[index].group.num_blocks for index in self._of_states}
+        if wrong := set(saved[:, 1].tolist()) - num_blocks.keys():
+            raise InvalidPlan(field, f"expected groups of states, got {min(wrong)}")
+        self.check_blocks(saved[:, 3], field)
+        if len(np.unique(saved[:, 3])) != len(saved):
+            raise InvalidPlan(field, "a block is named twice")
+        row_ids, places = self.row_ids(saved[:, 0], field), saved[:, 2]
+        rows = {row_id: row for row, row_id in enumerate(batch.tolist())}
+        for row_id, position in set(zip(row_ids.tolist(), places.tolist(), strict=True)):
+            row, first = rows.get(row_id), int(self.num_computed_tokens[row_id])
+            last = first if row is None or plan.lookahead[row] else first + plan.num_tokens[row]
+            if not first < position <= last:
+                expected = f"expected a position from {first + 1} to {last}, which the row reaches"
+                raise InvalidPlan(field, f"{expected}, got {position}")
+        assert self.states is not None, "there is a group of states"
+        for group, count in num_blocks.items():
+            of_group = saved[saved[:, 1] == group]
+            states = of_group[: len(of_group) // count * count].reshape(-1, count, 4)
+            is_mixed = (states[:, :, :3] != states[:, :1, :3]).any()
+            num_states = len(np.unique(states[:, 0, :3], axis=0))
+            if is_mixed or num_states * count != len(of_group):
+                raise InvalidPlan(field, f"expected {count} blocks of each state in group {group}")
+            self.states.set(states[:, :, 3], states[:, 0, 2].astype(np.int64))
 
     def _check_tokens(self, token_ids: npt.NDArray[np.integer], field: str) -> None:
         if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):

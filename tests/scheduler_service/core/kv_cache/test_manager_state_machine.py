@@ -22,6 +22,7 @@ from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_table import BlockUpdate
 from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
 from tests.support.blocks import BLOCK_SIZE, KnownSequence, make_manager
+from tests.support.symbolic_worker import grouped
 
 ALL = CacheGroup(block_tokens=BLOCK_SIZE)
 WINDOW = CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=4, span=6)
@@ -157,6 +158,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.move(out, self.memory, self.host_memory)
         self.move(swap_in, self.host_memory, self.memory)
         self.move([*copy, *moves.copy], self.memory, self.memory)
+        for seq_id, number, position, block in grouped(moves.saved_states, 4):
+            assert not self.owners(block), "a state is saved in a block in use"
+            assert block not in (*copy, *moves.copy, *swap_in[1::2]), "nothing else is moved there"
+            for place in range(max(1, *(group.block_tokens for group in self.groups))):
+                self.memory.pop((block, place), None)
+            self.memory[block, 0] = self.content(self.running[seq_id], number, position)
 
     def move(
         self, pairs: Pairs, sources: dict[Cell, Content], targets: dict[Cell, Content]

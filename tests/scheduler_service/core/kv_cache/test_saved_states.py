@@ -62,12 +62,16 @@ class Life:
         """The tokens of the rows of prompts, in plans with one sequence."""
         return [plan.num_tokens[0] for plan in self.plans if plan.num_tokens is not None]
 
+    def saves(self) -> list[int]:
+        """Positions at which states of prompts are saved."""
+        return list(dict.fromkeys(at for plan in self.plans for at in plan.saved_states[2::4]))
+
 
 def test_a_prompt_is_found_at_its_last_unit() -> None:
     life = Life()
     life.ask(PROMPT)
-    assert life.chunks() == [36, 4], "the state after the last unit is saved by the next plan"
-    assert [len(plan.copy) for plan in life.plans] == [0, 2 * STATE.num_blocks]
+    assert life.chunks() == [40], "a state is saved within a row"
+    assert life.saves() == [36]
     life.ask(PROMPT)
     assert life.num_found == 36
 
@@ -76,7 +80,8 @@ def test_states_of_a_long_prompt_are_saved_every_512_tokens_where_others_may_bra
     life = Life(max_num_batched_tokens=1200, num_gpu_blocks=2000)
     prompt = [i * i % 29 for i in range(1100)]
     life.ask(prompt)
-    assert life.chunks() == [512, 512, 72, 4]
+    assert life.chunks() == [1100]
+    assert life.saves() == [512, 1024, 1096]
     for num_equal, num_found in ((500, 0), (600, 512), (1100, 1100)):
         life.ask([*prompt[:num_equal], 1, 2, 3])
         assert life.num_found == num_found
@@ -98,15 +103,31 @@ def test_the_third_prompt_with_one_beginning_computes_it_no_more(
     assert found == [0, 0, 340, 340]
 
 
-@pytest.mark.parametrize(("num_equal", "num_saves"), [(64, 2), (60, 1)])
+@pytest.mark.parametrize(("num_tokens", "num_steps"), [(17, 1), (600, 1), (1024, 1), (2500, 3)])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("groups", [(ALL, STATE), (STATE,), (ALL,)])
+def test_a_prompt_takes_as_many_steps_whether_or_not_states_are_saved(
+    groups: tuple[CacheGroup, ...], enable_prefix_caching: bool, num_tokens: int, num_steps: int
+) -> None:
+    life = Life(
+        *groups,
+        max_num_batched_tokens=1024,
+        num_gpu_blocks=2000,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    life.ask([i * i % 29 for i in range(num_tokens)])
+    assert len(life.plans) == num_steps
+
+
+@pytest.mark.parametrize(("num_equal", "saves"), [(64, [64, 100]), (60, [96])])
 def test_no_state_is_saved_that_would_spare_the_next_prompt_little(
-    num_equal: int, num_saves: int
+    num_equal: int, saves: list[int]
 ) -> None:
     life = Life(max_num_batched_tokens=1200, num_gpu_blocks=2000)
     system = [i * i % 29 for i in range(num_equal)]
     life.ask([*system, *([1] * 40)])
     life.ask([*system, *([2] * 40)])
-    assert sum(bool(plan.copy) for plan in life.plans) == num_saves
+    assert life.saves() == saves
 
 
 NUM_SHARED = 2000
@@ -194,7 +215,7 @@ def test_a_state_is_saved_every_32_decoded_tokens_and_two_of_a_sequence_are_kept
     life = Life(max_results=1)
     life.ask(PROMPT, max_tokens=300)
     saved = [plan for plan in life.plans if plan.copy]
-    assert len(saved) == 1 + 9, "at the prompt's boundary, and every 32 tokens of 300"
+    assert len(saved) == 9, "every 32 tokens of 300"
     saves = life.driver.core.snapshot().worker_groups[0]
     assert saves.num_free_gpu_blocks == saves.num_gpu_blocks
 
@@ -203,7 +224,14 @@ def test_without_a_prefix_cache_prompts_are_not_cut_and_nothing_is_saved() -> No
     life = Life(enable_prefix_caching=False)
     life.ask(PROMPT, max_tokens=200)
     assert life.chunks() == [40]
+    assert life.saves() == []
     assert not any(plan.copy for plan in life.plans)
+
+
+def test_states_are_saved_without_chunked_prefill_too() -> None:
+    life = Life(enable_chunked_prefill=False, max_num_batched_tokens=4003)
+    life.ask(PROMPT)
+    assert life.saves() == [36]
 
 
 @pytest.mark.parametrize("num_choices", [2, 4])
@@ -286,7 +314,6 @@ def test_where_a_state_was_evicted_the_one_after_it_costs_more() -> None:
     cache.admit(prompt, cache.match_prefix(prompt))
     cache.end_plan(1, has_rows=True)
     for start in range(0, 4096, 512):
-        assert cache.chunk_end(prompt, start, 4097) == start + 512
         cache.offer(prompt, start)
         cache.extend_prompt(prompt, start, start + 512)
         cache.end_plan(start + 2, has_rows=True)
