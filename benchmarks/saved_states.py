@@ -3,9 +3,9 @@
     python -m benchmarks.saved_states --shape qwen3.5-0.8b
 
 Two `LLM`s take turns with new random prompts: one saves states at boundaries of prompts, while it
-decodes and at the ends of requests, so its prompts are computed in more chunks; the other has
-`enable_prefix_caching` off. *tokens/s*: of `--num-requests` that run together; *first token*: the
-time of a request for one token, alone. The ratios are those of medians.
+decodes and at the ends of requests; the other has `enable_prefix_caching` off. *tokens/s*: of
+`--num-requests` that run together; *first token*: the time of a request for one token, alone. The
+ratios are those of medians.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1100)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kv-cache-gib", type=int, default=3)
     parser.add_argument("--checkpoints", type=Path, default=Path("/tmp/pagewire-checkpoints"))
     args = parser.parse_args(arguments)
     about = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     exit_on_sigterm()
     load, draw = ForeignLoad(), np.random.default_rng(0)
     shape = SHAPES[args.shape]
-    settings = Settings(shape=shape, dtype=args.dtype, checkpoints=args.checkpoints)
+    settings = Settings(
+        shape=shape,
+        dtype=args.dtype,
+        checkpoints=args.checkpoints,
+        kv_cache_gib=args.kv_cache_gib,
+    )
     batch, single = (
         Workload(
             name=name,

@@ -63,7 +63,8 @@ def test_llama_cpp_gets_the_same_adapters(model_type: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["smollm2-135m", "gemma3-270m", "lfm2-350m", "qwen3.5-0.8b", "granite4-h-350m"]
+    "name",
+    ["smollm2-135m", "gemma3-270m", "tiny-hybrid", "lfm2-350m", "qwen3.5-0.8b", "granite4-h-350m"],
 )
 def test_the_weights_of_a_shape_are_those_of_its_model(name: str) -> None:
     shape = SHAPES[name]

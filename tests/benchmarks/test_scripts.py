@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks import frontend, moving, recovery, scheduler_overhead, speculation
+from benchmarks import (
+    frontend,
+    moving,
+    recovery,
+    saved_states,
+    scheduler_overhead,
+    speculation,
+)
 from benchmarks.processes import processor_seconds, resident_bytes, tree
 from pagewire_client import SamplingParams
 
 STREAMS = ["--streams", "4", "--tokens", "5", "--pace", "0", "--frontends", "2", "--turns", "1"]
 QUEUES = ["--running", "4", "--prompt-tokens", "20", "--groups", "1", "4", "--drafts", "0"]
+STATES = ["--shape", "tiny-hybrid", "--dtype", "float32", "--num-requests", "2", "--repeats", "1"]
+STATES += ["--prompt-tokens", "600", "--output-tokens", "8", "--kv-cache-gib", "1"]
 DRAFTS = ["--dtype", "float32", "--streams", "1", "--turns", "1", "--tokens", "24"]
 
 SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[Any]]] = {
@@ -27,6 +36,7 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[
         "p50_ms",
         ["worker", "core", "frontend"],
     ),
+    "saved_states": (saved_states.main, STATES, "states", "tokens/s", ["saved", "off", "ratio"]),
     "scheduler_overhead": (
         scheduler_overhead.main,
         [*QUEUES, "--record", "--steps", "3"],
@@ -43,7 +53,7 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[
     ),
 }
 """By result: the script, its flags, a column with the value of each row, and a measured column."""
-SLOW = {"frontend", "moving", "speculation_embedded_float32_ngram"}
+SLOW = {"frontend", "moving", "saved_states", "speculation_embedded_float32_ngram"}
 """Those that `make test-long` runs."""
 
 
