@@ -204,8 +204,8 @@ class ServedModel:
             )
             if had_partner and not here.has_partner and not here.is_draining:
                 logger.warning(
-                    "no group exchanges KV with this one to do the rest of its requests, so it "
-                    "does all of them group_id=%s model=%s role=%s",
+                    "no group exchanges KV with this one to do the rest of its requests: until one "
+                    "joins, it does all of them group_id=%s model=%s role=%s",
                     capacity.worker_group_id,
                     self.name,
                     capacity.role,
