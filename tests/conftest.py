@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from pagewire_kernels.cpu import build
 
@@ -10,6 +11,10 @@ from pagewire_kernels.cpu import build
 # that interrupt a command would wait for an end that never comes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test depends on how fast the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -136,7 +136,6 @@ def test_answers_are_as_the_document_says(api: Any, path: str, method: str, mode
     @given(api[path][method].as_strategy(generation_mode=mode))
     @settings(
         max_examples=NUM_EXAMPLES,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[Phase.explicit, Phase.generate],

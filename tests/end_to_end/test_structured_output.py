@@ -72,9 +72,7 @@ ways = st.sampled_from(
         {"beam_search": {"width": 2}, "n": 2},
     ]
 )
-modest = settings(
-    deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+modest = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def answer_to(stub: InferenceServiceStub, **sampling: Any) -> Answer:

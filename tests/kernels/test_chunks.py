@@ -36,7 +36,7 @@ BACKENDS = {
     share=st.floats(0, 1),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_token_sees_what_the_mask_of_transformers_shows_it(
     name: str, block_size: int, blocks_per_chunk: int, ends: list[int], share: float, seed: int
 ) -> None:

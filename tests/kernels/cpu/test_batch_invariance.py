@@ -115,7 +115,7 @@ def _alone(backend: str) -> list[torch.Tensor]:
 
 @each_backend
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_any_chunks_in_any_company_give_the_same_bits(backend: str, data: st.DataObject) -> None:
     attention = Attention(backend, CHUNKED)
     expected = _alone(backend)

@@ -41,7 +41,7 @@ PAIRS = st.lists(
     is_one_cache=st.booleans(),
     num_threads=st.sampled_from([1, 3]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_moved_blocks_are_the_references(
     library: Library, pairs: Tensor, block_bytes: int, at: int, is_one_cache: bool, num_threads: int
 ) -> None:

@@ -104,7 +104,7 @@ def output_of(path: Path | None) -> list[int]:
     return [] if path is None else [step.token for step in path.steps()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 10**6),
     vocab_size=st.integers(12, 60),

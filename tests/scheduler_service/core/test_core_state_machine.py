@@ -639,7 +639,6 @@ def machine_settings(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
         stateful_step_count=40,
-        deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )

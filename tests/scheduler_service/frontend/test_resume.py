@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -53,7 +53,6 @@ def joined(deltas: list[pb.ChoiceDelta]) -> tuple[str, list[int], str]:
     return "".join(delta.text for delta in deltas), ids, f"{end.finish_reason} {end.stop_string}"
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(MODELS),
     st.lists(st.integers(3, 390), min_size=1, max_size=30),

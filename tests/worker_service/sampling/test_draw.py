@@ -55,7 +55,7 @@ def is_near_an_edge(logits: list[float], params: SamplerParams) -> bool:
     return bool((np.abs(np.cumsum(kept) - params.top_p) < EDGE).any())
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(logit_rows(), filter_params())
 def test_each_token_is_drawn_over_just_its_share_of_the_unit_interval(
     logits: list[float], params: SamplerParams
@@ -108,7 +108,7 @@ def test_the_draw_ends_in_the_last_token_with_weight_when_rounding_overshoots() 
     assert draw(logits, filters(SamplerParams(top_k=2), 1), overshot).tolist() == [CHUNK + 7]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(logit_rows(), st.integers(0, 2**32))
 def test_rows_without_filters_need_no_filtering(logits: list[float], seed: int) -> None:
     uniforms = torch.from_numpy(np.random.default_rng(seed).random(50))
@@ -131,7 +131,7 @@ def test_the_largest_logits_are_found_without_looking_at_all(count: int, vocab_s
     assert torch.equal(logits.gather(1, columns), values)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32), st.sampled_from((40, 900, 5000)))
 def test_a_row_gets_the_same_token_alone_and_in_any_batch(seed: int, vocab_size: int) -> None:
     random = np.random.default_rng(seed)

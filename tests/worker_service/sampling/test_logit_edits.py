@@ -42,7 +42,7 @@ def edit_params(draw: st.DrawFn) -> SamplerParams:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.tuples(

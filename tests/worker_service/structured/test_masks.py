@@ -71,7 +71,7 @@ def walk(asked: Constraint, language: set[str], choose: Callable[[list[int]], in
 words = st.sets(st.text('ab{".*[|\\/ ', min_size=1, max_size=6), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(words, st.data())
 def test_a_choice_allows_what_begins_one_of_its_texts(
     language: set[str], data: st.DataObject
@@ -107,14 +107,14 @@ patterns = st.recursive(
 ).filter(lambda pattern: len(pattern[1]) <= 200)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(patterns, st.data())
 def test_a_regex_allows_what_begins_a_match(pattern: Pattern, data: st.DataObject) -> None:
     asked = constraint("regex", pattern[0], ends=[END, OTHER_END])
     walk(asked, set(pattern[1]), lambda tokens: data.draw(st.sampled_from(tokens)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_matcher_made_anew_allows_what_the_one_that_was_there_does(data: st.DataObject) -> None:
     schema = {

@@ -107,7 +107,7 @@ thoughts = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(list(KINDS)), thoughts, st.data())
 def test_every_token_is_allowed_in_a_thought_and_the_constraint_begins_after_it(
     kind: str, thought: Thought, data: st.DataObject
@@ -127,7 +127,7 @@ def test_every_token_is_allowed_in_a_thought_and_the_constraint_begins_after_it(
         output.append(token)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(thoughts, st.lists(st.sampled_from(range(len(TEXTS))), max_size=8), st.data())
 def test_as_many_drafts_are_allowed_as_one_by_one(
     thought: Thought, tail: list[int], data: st.DataObject

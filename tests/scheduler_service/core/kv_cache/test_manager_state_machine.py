@@ -446,6 +446,4 @@ def source(
 
 
 TestKVCacheManager = KVCacheMachine.TestCase
-TestKVCacheManager.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
-)
+TestKVCacheManager.settings = settings(max_examples=100, stateful_step_count=50, derandomize=True)

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
@@ -39,7 +39,6 @@ token_ids = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(kinds, token_ids, st.booleans())
 def test_the_pieces_joined_are_what_the_library_decodes_from_all_tokens_at_once(
     kind: str, ids: list[int], skip: bool
@@ -49,7 +48,6 @@ def test_the_pieces_joined_are_what_the_library_decodes_from_all_tokens_at_once(
     )
 
 
-@settings(deadline=None)
 @given(kinds, token_ids)
 def test_what_was_emitted_is_a_prefix_of_every_later_truth(kind: str, ids: list[int]) -> None:
     detokenizer = OURS[kind].detokenizer(skip_special_tokens=True)
@@ -60,7 +58,6 @@ def test_what_was_emitted_is_a_prefix_of_every_later_truth(kind: str, ids: list[
         assert truth.startswith(emitted)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60), st.sampled_from(["byte-level", "llama", "metaspace"]))
 def test_text_never_shows_a_broken_character_on_its_way(text: str, kind: str) -> None:
     text = text.replace(REPLACEMENT, "")

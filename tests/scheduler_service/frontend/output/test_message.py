@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -82,7 +82,6 @@ def test_calls_are_parts_of_their_own() -> None:
     assert [call.id for call in whole.tool_calls] == [call_id("r", 0, n) for n in (0, 1)]
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([CALLS, THOUGHT, THOUGHT[:12], INTERLEAVED, "plain"]),
     st.integers(1, 7),

@@ -1,6 +1,6 @@
 import tracemalloc
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_service.frontend.input.validation import SAMPLING_LIMITS
@@ -33,7 +33,6 @@ def feed(matcher: StopMatcher, pieces: list[str], num_passed: int = 0) -> str:
     return shown + matcher.flush()
 
 
-@settings(deadline=None)
 @given(pieces, stops, st.booleans())
 def test_the_text_ends_where_a_search_of_the_whole_text_says(
     pieces: list[str], stops: list[str], include: bool
@@ -50,7 +49,6 @@ def test_the_text_ends_where_a_search_of_the_whole_text_says(
         assert shown == text[: end if include else end - len(stop)]
 
 
-@settings(deadline=None)
 @given(pieces, stops, st.integers(0, 6))
 def test_a_stop_string_counts_only_if_it_ends_after_the_passed_pieces(
     pieces: list[str], stops: list[str], num_passed: int
@@ -62,7 +60,6 @@ def test_a_stop_string_counts_only_if_it_ends_after_the_passed_pieces(
     assert shown == (text if found is None else text[: found[0]])
 
 
-@settings(deadline=None)
 @given(pieces, stops)
 def test_nothing_is_held_back_that_cannot_begin_a_stop_string(
     pieces: list[str], stops: list[str]

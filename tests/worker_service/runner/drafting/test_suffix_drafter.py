@@ -158,7 +158,7 @@ def majority(continuations: list[list[int]]) -> list[int]:
         )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_searches_are_those_of_a_brute_force_search(data: st.DataObject) -> None:
     """Sequences of several tenants grow in turns, over few tokens, beyond the capacity."""
