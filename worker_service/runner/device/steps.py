@@ -6,10 +6,9 @@ device for the next step, and are copied to the host in the background (`in_flig
 batch replays a CUDA graph if one was captured for its size (`cuda_graphs.py`): of decodes, or of
 decodes and chunks of prompts. Large prefills, prefills with a long context, prompts whose states
 are saved or whose log probabilities are reported, and tokens with embeddings of adapters run
-eagerly. Sampling is part of
-the graph, whatever the parameters; it is eager for rows with log probabilities or candidates, which
-are copied to the host together with the tokens. Bitmasks of constraints are sent in a separate
-copy, since they are computed while the forward pass runs.
+eagerly. Sampling is part of the graph, whatever the parameters; it is eager for rows with log
+probabilities or candidates, which are copied to the host together with the tokens. Bitmasks of
+constraints are sent in a separate copy, since they are computed while the forward pass runs.
 
 Ranks that share the layers of a model launch the same steps, in the same form, because each of
 their collectives takes part of a batch's shape. One of them samples; the others receive the tokens
