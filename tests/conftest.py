@@ -1,9 +1,9 @@
 """What all tests share."""
 
 import signal
+from contextlib import suppress
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from pagewire_kernels.cpu import build
 
@@ -13,8 +13,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test depends on how fast the machine is.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+with suppress(ModuleNotFoundError):  # those for a GPU need no Hypothesis
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

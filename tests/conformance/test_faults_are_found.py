@@ -632,6 +632,10 @@ GROUP_FAULTS: FaultTable = {
         ["released blocks may be given to others"],
     ),
     "ignores copies": (ignores("copy"), ["a state continues from a copy at its position"]),
+    "saves no states": (
+        ignores("saved_states"),
+        ["states that are saved within a row are continued"],
+    ),
     "hides every error": (
         _hides(grpc.StatusCode.INVALID_ARGUMENT),
         [
