@@ -5,6 +5,7 @@ import logging
 import tracemalloc
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -162,14 +163,17 @@ def traced() -> Iterator[None]:
 
 
 def growth(traffic: Traffic, num_requests: int) -> tuple[int, int]:
-    """Objects and bytes that `num_requests` requests leave behind, once caches are full."""
+    """Objects and bytes that `num_requests` requests leave behind, once caches are full: the least
+    of two rounds, since pytest allocates meanwhile, too."""
     traffic.serve(500)
     traffic.settle()
-    before = memory()
-    traffic.serve(num_requests)
-    traffic.settle()
-    after = memory()
-    return after[0] - before[0], after[1] - before[1]
+    found = [memory()]
+    for _ in range(2):
+        traffic.serve(num_requests)
+        traffic.settle()
+        found.append(memory())
+    rounds = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(found)]
+    return min(abs(objects) for objects, _ in rounds), min(abs(size) for _, size in rounds)
 
 
 def memory() -> tuple[int, int]:
@@ -183,8 +187,8 @@ def memory() -> tuple[int, int]:
 def test_a_thousand_requests_leave_nothing_behind() -> None:
     traffic = Traffic()
     num_objects, num_bytes = growth(traffic, 700)
-    assert abs(num_objects) < 70, "a tenth of an object a request"
-    assert abs(num_bytes) < 20_000
+    assert num_objects < 70, "a tenth of an object a request"
+    assert num_bytes < 20_000
     assert traffic.num_finished > 600
     assert traffic.num_refused > 10
     assert traffic.num_failed > 10
@@ -217,6 +221,6 @@ def test_only_refused_requests_leave_reference_cycles(garbage: list[object]) -> 
 @pytest.mark.long
 def test_a_hundred_thousand_requests_leave_nothing_behind() -> None:
     traffic = Traffic()
-    num_objects, _ = growth(traffic, 100_000)
-    assert abs(num_objects) < 50
+    num_objects, _ = growth(traffic, 50_000)
+    assert num_objects < 50
     assert traffic.num_finished > 60_000
