@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from pagewire_cli.app import app
 from tests.support.certificates import Authority
+from tests.support.grpc_servers import grpc_server
 
 
 @contextmanager
@@ -24,15 +25,9 @@ def server(credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
     servicer = health.HealthServicer()
     servicer.set("", statuses.NOT_SERVING)
     servicer.set("liveness", statuses.SERVING)
-    server = grpc.server(ThreadPoolExecutor(1))
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    if credentials is None:
-        port = server.add_insecure_port("127.0.0.1:0")
-    else:
-        port = server.add_secure_port("127.0.0.1:0", credentials)
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None).wait()
+    add = partial(health_pb2_grpc.add_HealthServicer_to_server, servicer)
+    with grpc_server(add, credentials) as address:
+        yield address
 
 
 @pytest.fixture

@@ -168,6 +168,20 @@ def generate(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def same_bits_in_any_mix(
+    here: TorchExecutor, a: bytes, b: bytes, c: bytes
+) -> dict[bytes | None, list[tuple[list[int], np.ndarray]]]:
+    """Assert that tokens and log probabilities with three adapters and none are the same bits in
+    any mix; returns those of batches with one each."""
+    alone = {digest: generate(here, [digest] * 4) for digest in (a, b, c, None)}
+    for mix in ([a, None, b, c], [None, a, a, None], [c, b, None, a]):
+        for i, (tokens, logprobs) in enumerate(generate(here, mix)):
+            expected = alone[mix[i]][i]
+            assert tokens == expected[0]
+            assert logprobs.tobytes() == expected[1].tobytes()
+    return alone
+
+
 def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str) -> None:
     assert_equal_to_peft(family, adapters(family), [0, None, 1, 2, 0, None])
 
@@ -397,12 +411,7 @@ def test_experts_and_latents_have_the_same_bits_in_any_mix(family: str) -> None:
         here = executor(family, base=base, **options)
         made = [random_adapter(here.loaded.model, i, rank=4 + i) for i in range(3)]
         a, b, c = (here.adapters._hold(adapter).digest for adapter in made)
-        alone = {digest: generate(here, [digest] * 4) for digest in (a, b, c, None)}
-        for mix in ([a, None, b, c], [None, a, a, None], [c, b, None, a]):
-            for i, (tokens, logprobs) in enumerate(generate(here, mix)):
-                expected = alone[mix[i]][i]
-                assert tokens == expected[0]
-                assert logprobs.tobytes() == expected[1].tobytes()
+        same_bits_in_any_mix(here, a, b, c)
 
 
 def test_experts_of_another_number_are_refused(tmp_path: Path) -> None:
@@ -650,12 +659,7 @@ def test_models_that_run_through_transformers_have_the_same_bits_in_any_mix(
     made = [make_adapter(base, tmp_path / str(i), seed=i, r=4 + i) for i in range(3)]
     here = executor("phi", base=base, **options)
     a, b, c = (here.adapters.load(str(adapter.folder)).digest for adapter in made)
-    alone = {digest: generate(here, [digest] * 4) for digest in (a, b, c, None)}
-    for mix in ([a, None, b, c], [None, a, a, None], [c, b, None, a]):
-        for i, (tokens, logprobs) in enumerate(generate(here, mix)):
-            expected = alone[mix[i]][i]
-            assert tokens == expected[0]
-            assert logprobs.tobytes() == expected[1].tobytes()
+    alone = same_bits_in_any_mix(here, a, b, c)
     assert len({array.tobytes() for rows in alone.values() for _, array in rows[:1]}) == 4
 
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from service_common import cluster
 from service_common.cluster import NO_CLUSTER, Cluster, ClusterConfig
 from tests.support.certificates import Authority
+from tests.support.grpc_servers import grpc_server
 from worker_service.block_transfer.transport import FetchFailed, ReadRequest
 from worker_service.service.block_connection import MAX_IDLE_CHANNELS, BlockConnections
 
@@ -38,16 +40,9 @@ class Source(pb_grpc.WorkerServiceServicer):
 @contextmanager
 def serving(source: Source, credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
     """The address of a source."""
-    with ThreadPoolExecutor(2 * MAX_IDLE_CHANNELS) as pool:
-        server = grpc.server(pool)
-        pb_grpc.add_WorkerServiceServicer_to_server(source, server)
-        if credentials is None:
-            port = server.add_insecure_port("127.0.0.1:0")
-        else:
-            port = server.add_secure_port("127.0.0.1:0", credentials)
-        server.start()
-        yield f"127.0.0.1:{port}"
-        server.stop(None).wait()
+    add = partial(pb_grpc.add_WorkerServiceServicer_to_server, source)
+    with grpc_server(add, credentials, 2 * MAX_IDLE_CHANNELS) as address:
+        yield address
 
 
 @pytest.fixture
