@@ -243,6 +243,12 @@ def _choose(logits, scratch, params, position, peak, vocab_size, CAPACITY, TILE:
     return token
 
 
+@triton.jit
+def _count(entry):
+    """Count a token that is output, in its entry of `SamplingTables.counts`."""
+    tl.store(entry, (tl.load(entry) | COUNT_OCCURS) + COUNT_ONE_OUTPUT)
+
+
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_COLUMNS)
 def sample(
     outcome,
@@ -297,8 +303,7 @@ def sample(
             number = why
         tl.store(latest + row_id, tl.where(number == NOT_SAMPLED, before, number))
         if is_penalized & (number >= 0):
-            entry = counts + row_id * vocab_size + number
-            tl.store(entry, (tl.load(entry) | COUNT_OCCURS) + COUNT_ONE_OUTPUT)
+            _count(counts + row_id * vocab_size + number)
     tl.store(outcome + row, number)
 
 
@@ -341,8 +346,7 @@ def accept(
     is_penalized = tl.load(param_table + row_id * NUM_PARAMS + IS_PENALIZED) != 0
     if is_penalized & (number >= 0):
         for place in range(start, end + 1):
-            entry = counts + row_id * vocab_size + tl.load(outcome + place)
-            tl.store(entry, (tl.load(entry) | COUNT_OCCURS) + COUNT_ONE_OUTPUT)
+            _count(counts + row_id * vocab_size + tl.load(outcome + place))
 
 
 @triton.jit

@@ -113,7 +113,7 @@ class StepReports:
     reporting_ids: Int64Array
     """Their rows of the table."""
 
-    verified: "VerifiedDrafts | None"
+    verified: VerifiedDrafts | None
     """None if no row has drafts."""
 
     counted: Int64Array | None
