@@ -167,7 +167,6 @@ def generate(
     return [(t, np.array(p)) for t, p in zip(tokens, logprobs, strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def same_bits_in_any_mix(
     here: TorchExecutor, a: bytes, b: bytes, c: bytes
 ) -> dict[bytes | None, list[tuple[list[int], np.ndarray]]]:
@@ -182,6 +181,7 @@ def same_bits_in_any_mix(
     return alone
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str) -> None:
     assert_equal_to_peft(family, adapters(family), [0, None, 1, 2, 0, None])
 
