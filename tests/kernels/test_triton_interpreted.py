@@ -30,7 +30,7 @@ SLOW = ("test_quantized_linear", "test_whole_model")
 
 PROCESSES = {
     stem: [file for file in INTERPRETED if file.stem == stem]
-    for stem in ("test_attention", "test_sampling", *SLOW)
+    for stem in ("test_adapters_in_models", "test_attention", "test_sampling", *SLOW)
 }
 PROCESSES["the others"] = [file for file in INTERPRETED if file.stem not in PROCESSES]
 """Files by the process that runs them."""

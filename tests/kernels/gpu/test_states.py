@@ -17,6 +17,15 @@ TORCH: LayerKernels = LayerKernels()
 
 each_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 
+OF_EACH_KIND = (
+    "convolution of 3",
+    "mamba1 without gate",
+    "mamba2 of small heads",
+    "rg-lru",
+    "delta rule of small heads",
+)
+"""The smallest layer of each kernel: the others take the interpreter minutes."""
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_layer
@@ -41,7 +50,13 @@ def test_a_token_has_the_same_bits_in_any_batch(make: Callable[[torch.dtype], La
     assert torch.equal(torch.cat(parts), expected)
 
 
-@each_layer
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[] if name in OF_EACH_KIND else pytest.mark.long)
+        for name, make in LAYERS.items()
+    ],
+)
 def test_states_are_saved_where_they_are_reached(make: Callable[[torch.dtype], Layer]) -> None:
     check_saves(make(torch.float32), KERNELS, DEVICE)
 
