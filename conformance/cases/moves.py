@@ -4,13 +4,13 @@ worker sends, or something else."""
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Event
 from typing import Any
 
 import grpc
 
-from conformance.assertions import Skipped, expect, expect_true
+from conformance.assertions import Failed, Skipped, expect, expect_true
 from conformance.case import case, refusal_case
 from conformance.cases.cache_operations import overwrite
 from conformance.sequence import Sequence
@@ -157,6 +157,21 @@ def blocks_without_a_lease_are_refused(worker: Worker) -> None:
         expect_refused(worker, request(stream, blocks), denied)
         expect_refused(worker, request(stream, blocks[:1], token=bytes(16)), denied)
         expect_refused(worker, request(stream, blocks[:1], lease_id=2), denied)
+
+
+@case("worker_service", "A reader whose lease has not begun is not refused at")
+def a_reader_waits_for_its_lease_to_begin(worker: Worker) -> None:
+    with worker.open() as stream, futures.ThreadPoolExecutor(max_workers=1) as pool:
+        _, blocks = prefix(worker, stream)
+        early = pool.submit(read, worker, request(stream, blocks))
+        with suppress(TimeoutError):
+            early.result(timeout=0.1)  # nothing announces that the call has reached the worker
+        send(stream, leases=[lease(blocks)])
+        try:
+            found = early.result()
+        except grpc.RpcError as error:
+            raise Failed(f"the reader was refused: {error.code().name}") from None
+        expect_true(found == read(worker, request(stream, blocks)), "it read something else")
 
 
 @case("worker_service", "Refused with FAILED_PRECONDITION if the epoch is not that of the worker's")

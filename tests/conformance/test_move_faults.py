@@ -83,6 +83,10 @@ FAULTS: FaultTable = {
             "a lease of a block that does not exist is refused",
         ],
     ),
+    "lets no reader wait": (
+        lambda: Fault(read_timeout_s=0.05),
+        ["a reader waits for its lease to begin"],
+    ),
     "ends no lease": (
         _ignores("ended_lease_ids"),
         [

@@ -25,6 +25,9 @@ class Fault:
     part: Callable[[pb.ReadBlocksResponse], None] = lambda part: None
     """Of what a reader of blocks is sent."""
 
+    read_timeout_s: float | None = None
+    """After which time a reader of blocks is refused."""
+
     kept: Callable[[pb.GetCachedBlocksResponse], None] = lambda kept: None
     """Of what another core is sent of records and sequences."""
 
@@ -116,7 +119,7 @@ class Proxy(pb_grpc.WorkerServiceServicer):
         fault = self.make_fault()
         request.ClearField("reader")  # else the proxy has nothing to change
         try:
-            for part in self.upstream.ReadBlocks(request):
+            for part in self.upstream.ReadBlocks(request, timeout=fault.read_timeout_s):
                 fault.part(part)
                 yield part
         except grpc.RpcError as error:

@@ -248,6 +248,8 @@ class SymbolicWorker:
     epoch: int = 0
     leases: dict[int, BlockLease] = field(default_factory=dict)
     """By number; those that were begun and not ended."""
+    last_lease_id: int = 0
+    """Of the lease that began last; the core numbers them."""
     fetches: dict[int, tuple[BlockFetch, int]] = field(default_factory=dict)
     """By number; those whose end was not reported, and the step whose result reports it."""
     step_us: Callable[[int, int], int] = _linear_us
@@ -302,6 +304,7 @@ class SymbolicWorker:
                 require(is_late, f"block {block} is leased before the result of step {last}")
                 require(block not in self._targets, f"block {block} is leased before it arrived")
             self.leases[lease.lease_id] = lease
+            self.last_lease_id = lease.lease_id
 
     def _begin_fetches(self, plan: StepPlan) -> None:
         for fetch in plan.fetches:
@@ -338,10 +341,23 @@ class SymbolicWorker:
         ended = [fetch for fetch, end in self.fetches.values() if is_idle or end <= self.num_steps]
         results = []
         for fetch in ended:
+            if self._waits_for_lease(fetch):
+                continue
             del self.fetches[fetch.fetch_id]
             failure = self._copy_from_source(fetch)
             results.append(FetchResult(fetch_id=fetch.fetch_id, failure=failure))
         return results
+
+    def _waits_for_lease(self, fetch: BlockFetch) -> bool:
+        """Whether the source's plan with the lease is still on its way; some fetches give up."""
+        source = self.peers(fetch.addresses[0])
+        if source is None or (source.epoch, source.last_lease_id) >= (
+            fetch.source_epoch,
+            fetch.lease_id,
+        ):
+            return False
+        require(source.epoch == fetch.source_epoch, "a fetch from an epoch that has not begun")
+        return fetch.token[2] % 4 > 0
 
     def _copy_from_source(self, fetch: BlockFetch) -> str:
         """Why it fails; empty if it does not. What fails has written some blocks."""

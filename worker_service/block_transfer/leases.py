@@ -93,6 +93,11 @@ class LeaseTable:
                 raise InvalidPlan(f"{field}.lease_id", f"lease {lease.lease_id} has not ended")
             self._leases[lease.lease_id] = _Lease(lease, received_us)
 
+    def has(self, lease_id: int) -> bool:
+        """Whether a lease has begun and not ended."""
+        with self._lock:
+            return lease_id in self._leases
+
     def end(self, lease_ids: Sequence[int]) -> None:
         """Serve leases no longer; their blocks may be written to from now on. Raises InvalidPlan
         for an unknown id."""

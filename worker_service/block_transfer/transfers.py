@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from worker_service.array_types import Int32Array
 from worker_service.block_transfer.leases import LeaseTable
@@ -29,6 +30,10 @@ logger = logging.getLogger(__name__)
 STALL_S = 2.0
 """How long a source may send nothing."""
 
+LEASE_WAIT_S = 1.0
+"""How long a reader waits for its lease to begin: the core sends the plan with the lease when it
+sends the reader the one with the fetch. Less than `STALL_S`."""
+
 MAX_RESULT_DELAY_S = 0.1
 """How long the result of a plan without rows waits for the end of a fetch."""
 
@@ -45,6 +50,44 @@ class Peers:
     reads_memory: bool = True
     """Whether to copy from the memory of processes of this machine."""
     stall_s: float = STALL_S
+    lease_wait_s: float = LEASE_WAIT_S
+
+
+class FetchThreads:
+    """Threads that are kept for further jobs: where processors are busy, a new thread begins later
+    than one that wakes up."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = self._num_idle = 0
+        self._is_closed = False
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Run a job now, beside all others, unless this is closed; it must handle its own
+        exceptions."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._jobs.put(job)
+            if self._num_idle:
+                self._num_idle -= 1
+                return
+            self._num_threads += 1
+        threading.Thread(target=self._work, name="fetch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads after their jobs."""
+        with self._lock:
+            self._is_closed = True
+            for _ in range(self._num_threads):
+                self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            with self._lock:
+                self._num_idle += 1
 
 
 class Fetch:
@@ -74,12 +117,11 @@ class Fetch:
         self._progress_s = 0.0
         self._has_stalled = False
         self._ended = threading.Event()
-        self._name = f"fetch-{fetch.fetch_id}"
 
-    def start(self) -> None:
+    def start(self, threads: FetchThreads) -> None:
         """Begin."""
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        threading.Thread(target=self._watch, name=f"{self._name}-watch", daemon=True).start()
+        threads.run(self._run)
+        threads.run(self._watch)
 
     def stop(self) -> None:
         """Make the thread end soon. The guard refuses its writes meanwhile."""
@@ -196,9 +238,11 @@ class Transfers:
         """memory: None for a model without blocks."""
         self._memory = memory
         self._peers = peers
+        self.lease_wait_s = peers.lease_wait_s
         self.leases = None if memory is None else LeaseTable(memory)
         """None if there are no blocks."""
         self._guard = WriteGuard()
+        self._threads = FetchThreads()
         self._changed = threading.Condition()
         self._targets: dict[int, set[int]] = {}
         """The targets of fetches whose end was not reported, by id."""
@@ -257,7 +301,7 @@ class Transfers:
             )
             with self._changed:
                 self._fetches[fetch.fetch_id] = started
-            started.start()
+            started.start(self._threads)
 
     def _end(self, result: FetchResult) -> None:
         with self._changed:
@@ -298,6 +342,7 @@ class Transfers:
             self._changed.notify_all()
         for fetch in fetches:
             fetch.stop()
+        self._threads.close()
         self._peers.disconnect()
 
     def wait_closed(self) -> None:

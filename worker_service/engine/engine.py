@@ -20,7 +20,6 @@ from worker_service.engine.step_stream import StepStream
 from worker_service.engine.tracing import MakeTraces
 from worker_service.errors import (
     InvalidPlan,
-    LeaseDenied,
     NotReady,
     OutOfOrder,
     ProfilingFailed,
@@ -219,17 +218,15 @@ class Engine:
         logger.info("step stream opened epoch=%d", epoch)
         return self._stream
 
-    def leased_blocks(self, request: ReadRequest) -> LeasedBlocks:
-        """The blocks that a reader requests. Raises LeaseDenied, and OutOfOrder for another epoch
-        or rank."""
+    async def leased_blocks(self, request: ReadRequest) -> LeasedBlocks:
+        """The blocks that a reader requests, if need be once their lease has begun. Raises
+        LeaseDenied, and OutOfOrder for another epoch or rank."""
         if self._stream is None or request.epoch != self._stream.epoch:
             epoch = 0 if self._stream is None else self._stream.epoch
             raise OutOfOrder(f"epoch {request.epoch} is not that of the step stream, {epoch}")
         if request.rank != self._peers.rank:
             raise OutOfOrder(f"expected rank {self._peers.rank}, got {request.rank}")
-        if (leases := self._stream.transfers.leases) is None:
-            raise LeaseDenied("the model has no blocks")
-        return leases.open(request.lease_id, request.token, request.block_ids)
+        return await self._stream.leased_blocks(request.lease_id, request.token, request.block_ids)
 
     def close_stream(self, stream: StepStream) -> None:
         """Discard the rest of a stream; called when its RPC ends, for whatever reason."""

@@ -8,18 +8,20 @@ launched as soon as the last one was, so that the device can start it right afte
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from worker_service.block_transfer.leases import LeasedBlocks
 from worker_service.block_transfer.transfers import Transfers
 from worker_service.engine.cached_blocks import CachedBlocks
 from worker_service.engine.executor import ModelThread, Runner, Step
 from worker_service.engine.step_stats import StepLog, StepMeter
 from worker_service.engine.tracing import StreamTraces
-from worker_service.errors import GroupBroken, OutOfOrder, StepFailed, WorkerError
+from worker_service.errors import GroupBroken, LeaseDenied, OutOfOrder, StepFailed, WorkerError
 from worker_service.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,8 @@ class StepStream:
         self._traces = traces
         self._capacity = asyncio.Semaphore(MAX_PENDING_PLANS)
         self._outbox: asyncio.Queue[list[StepResult] | _End] = asyncio.Queue()
+        self._leases_changed = asyncio.Event()
+        """Set, and replaced, when leases have begun or none begins any more."""
 
     async def submit(self, plan: StepPlan) -> None:
         """Queue a plan. Raises OutOfOrder unless it is the next one."""
@@ -105,6 +109,24 @@ class StepStream:
             # follow-up thread has counted the step whose result it has.
             self._thread.post(lambda: self._thread.follow_up(traces.close))
         self._outbox.put_nowait(_End(error))
+        self._announce_leases()
+
+    async def leased_blocks(
+        self, lease_id: int, token: bytes, blocks: Sequence[int]
+    ) -> LeasedBlocks:
+        """The blocks for a reader. A lease that has not begun is waited for, for a time. Raises
+        LeaseDenied as `LeaseTable.open` does."""
+        if (leases := self.transfers.leases) is None:
+            raise LeaseDenied("the model has no blocks")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.transfers.lease_wait_s):
+                while not (leases.has(lease_id) or self.is_closed):
+                    await self._leases_changed.wait()
+        return leases.open(lease_id, token, blocks)
+
+    def _announce_leases(self) -> None:
+        changed, self._leases_changed = self._leases_changed, asyncio.Event()
+        changed.set()
 
     def end_idle_spans(self) -> None:
         """End the spans of requests that have had no step for a while."""
@@ -126,6 +148,8 @@ class StepStream:
         try:
             self._cached_blocks.begin(plan)
             self.transfers.begin(plan)
+            if plan.leases:
+                self._on_loop(self._announce_leases)
             if not _moves_targets(plan):
                 self._begin_fetches(plan)
             step = self._runner.launch(plan)
@@ -195,6 +219,7 @@ class StepStream:
         if not self.is_closed:
             self.is_closed = True
             self.transfers.close()
+            self._on_loop(self._announce_leases)
             self._reset()
             self._thread.follow_up(lambda: self._put_end(error))
 
@@ -231,9 +256,12 @@ class StepStream:
 
     def _put(self, item: list[StepResult] | _End) -> None:
         """Runs on the follow-up thread, so that the end comes after the last result."""
+        self._on_loop(lambda: self._outbox.put_nowait(item))
+
+    def _on_loop(self, callback: Callable[[], None]) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._outbox.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nothing awaits the item
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # nothing awaits what it does
             logger.debug("the event loop is closed")
 
 

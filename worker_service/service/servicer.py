@@ -196,7 +196,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self, request: pb.ReadBlocksRequest, context: grpc.aio.ServicerContext
     ) -> None:
         wanted = wire.decode_read_request(request)
-        parts = read_parts(self._engine.leased_blocks(wanted), wanted.reader)
+        parts = read_parts(await self._engine.leased_blocks(wanted), wanted.reader)
         following = asyncio.create_task(asyncio.to_thread(next, parts, None))
         try:
             while (part := await following) is not None:

@@ -78,7 +78,9 @@ class WorkerServiceStub:
     StepPlan.fetches. Refused with FAILED_PRECONDITION if the epoch is not that of the worker's
     stream or the rank not the worker's, with PERMISSION_DENIED unless the token is that of a
     lease that has not ended or expired and names all blocks, and with UNIMPLEMENTED by a worker
-    without GetInfoResponse.moves_blocks. A lease that ends meanwhile ends the call with
+    without GetInfoResponse.moves_blocks. A reader whose lease has not begun is not refused at
+    once but waits for it, for a second: the core may send the plan with the lease and the
+    reader's plan with the fetch at the same time. A lease that ends meanwhile ends the call with
     PERMISSION_DENIED; nothing read after the end is sent.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.WorkerServiceLoadAdapterRequest, _worker_service_pb2.WorkerServiceLoadAdapterResponse]
@@ -151,7 +153,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     StepPlan.fetches. Refused with FAILED_PRECONDITION if the epoch is not that of the worker's
     stream or the rank not the worker's, with PERMISSION_DENIED unless the token is that of a
     lease that has not ended or expired and names all blocks, and with UNIMPLEMENTED by a worker
-    without GetInfoResponse.moves_blocks. A lease that ends meanwhile ends the call with
+    without GetInfoResponse.moves_blocks. A reader whose lease has not begun is not refused at
+    once but waits for it, for a second: the core may send the plan with the lease and the
+    reader's plan with the fetch at the same time. A lease that ends meanwhile ends the call with
     PERMISSION_DENIED; nothing read after the end is sent.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.WorkerServiceLoadAdapterRequest, _worker_service_pb2.WorkerServiceLoadAdapterResponse]  # type: ignore[assignment]
@@ -263,7 +267,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         StepPlan.fetches. Refused with FAILED_PRECONDITION if the epoch is not that of the worker's
         stream or the rank not the worker's, with PERMISSION_DENIED unless the token is that of a
         lease that has not ended or expired and names all blocks, and with UNIMPLEMENTED by a worker
-        without GetInfoResponse.moves_blocks. A lease that ends meanwhile ends the call with
+        without GetInfoResponse.moves_blocks. A reader whose lease has not begun is not refused at
+        once but waits for it, for a second: the core may send the plan with the lease and the
+        reader's plan with the fetch at the same time. A lease that ends meanwhile ends the call with
         PERMISSION_DENIED; nothing read after the end is sent.
         """
 

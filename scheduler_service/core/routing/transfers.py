@@ -6,8 +6,9 @@ reading them is faster than computing them, a *transfer* copies the missing entr
 own prefix cache, where the request finds them like all others. It waits meanwhile.
 
 1. The source *leases* the entries in its next plan: they keep their contents until the lease ends.
-2. Once that plan's result is in, the target allocates memory, and its next plan *fetches* the
-   entries into it, beside the steps of other requests.
+2. The target allocates memory, and its next plan *fetches* the entries into it, beside the steps of
+   other requests: at the same time if the source has no step in flight, as its workers then begin
+   the lease at once, and let a reader that comes first wait; else once that plan's result is in.
 3. Once all ranks have reported the end of the fetch, the copies are found, and stay until the
    request is admitted or gone. The lease ends with the source's next plan.
 
@@ -62,7 +63,7 @@ class Transfer:
     copies: list[CachedEntry] = field(default_factory=list)
     """At the target, once there is memory for them."""
     is_granted: bool = False
-    """Whether the source's workers serve the lease."""
+    """Whether the source's workers serve the lease, or will as soon as they have its plan."""
     fetch_id: int | None = None
     """Set while the target's workers may write to the copies."""
     has_lease: bool = True
@@ -97,6 +98,7 @@ class Transfers:
         for seq_group, target in placed.items():
             if seq_group in target.seq_groups and not seq_group.is_suspect:
                 self._consider(model, seq_group, target, now_us)
+                model.woken |= self._fetch_next(target, now_us)
         model.woken.update(
             transfer.source.capacity.worker_group_id
             for transfer in self._open
@@ -157,6 +159,7 @@ class Transfers:
             transfer = self._begin(num_tokens, missing, source, target, now_us)
             if transfer is not None:
                 transfer.ahead_of = seq_group
+                model.woken |= self._fetch_next(target, now_us)
 
     def _find(
         self, sequences: Iterable[Sequence], source: Scheduler, target: Scheduler
@@ -196,7 +199,7 @@ class Transfers:
         if not source.cache.can_lease(entries) or not target.cache.can_receive(size):
             return None
         lease = source.lease(entries, self._token(source), LEASE_MS)
-        transfer = Transfer(source, target, entries, lease, now_us)
+        transfer = Transfer(source, target, entries, lease, now_us, is_granted=source.is_at_rest)
         self._open[transfer] = None
         return transfer
 

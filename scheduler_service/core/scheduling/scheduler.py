@@ -115,6 +115,12 @@ class Scheduler:
         return not (self.running.num_places or len(self.pipeline) or self.port.open_fetches)
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether the workers, which have executed plans, have none now: they begin the next one as
+        soon as it arrives."""
+        return self.num_steps > 0 and not len(self.pipeline)
+
+    @property
     def is_short_of_memory(self) -> bool:
         """Whether a group preempts others here, or a preempted one waits to be swapped in."""
         return bool(self.placed.preempting or self.running.swapped)

@@ -17,7 +17,7 @@ from tests.support.peers import TOKEN, keys_of, lease
 from tests.support.running_worker import RunningWorker, Steps, running_worker
 from tests.support.worker_driver import PlanBuilder, Row
 from worker_service.block_transfer.memory import CacheAddresses
-from worker_service.block_transfer.transfers import Fetch, Peers
+from worker_service.block_transfer.transfers import Fetch, FetchThreads, Peers
 from worker_service.block_transfer.transport import Part, Parts, ReadRequest, WriteGuard
 from worker_service.plan import BlockFetch, FetchFailure, FetchResult, monotonic_us
 from worker_service.service import block_connection, wire
@@ -269,6 +269,8 @@ async def source(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Source]:
     monkeypatch.setattr(block_connection, "CHUNK_BYTES", 100)
     monkeypatch.setattr(block_connection, "DIGESTED_BYTES", 200)
     async with running_worker() as worker:
+        engine = worker.worker._engine
+        engine._peers = replace(engine._peers, lease_wait_s=0.01)  # many tries are without a lease
         await worker.initialize(Source.epoch)
         steps, plans = Steps(worker.stub), PlanBuilder(epoch=Source.epoch)
         plans.add(1, list(range(NUM_BLOCKS * 4)))
@@ -306,8 +308,11 @@ def attempt(source: Source, reads_memory: bool, faults: Faults) -> tuple[Target,
         ended.set()
 
     peers = Peers(connect=connect, reads_memory=reads_memory, stall_s=faults.stall_s)
-    Fetch(wanted, target, peers, WriteGuard(), received_us=monotonic_us(), on_end=end).start()
+    started = Fetch(wanted, target, peers, WriteGuard(), received_us=monotonic_us(), on_end=end)
+    threads = FetchThreads()
+    started.start(threads)
     assert ended.wait(SOON_S)
+    threads.close()
     return target, results[0]
 
 

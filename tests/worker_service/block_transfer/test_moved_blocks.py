@@ -252,6 +252,68 @@ async def test_a_lease_is_served_from_its_plan_to_its_end(ends: tuple[End, End])
     await source.step(ended_lease_ids=pack([1]))
 
 
+@pytest.fixture
+async def patient_source() -> AsyncIterator[End]:
+    """A source whose readers wait longer than a test for their leases."""
+    async with running_worker() as worker:
+        engine = worker.worker._engine
+        engine._peers = replace(engine._peers, lease_wait_s=600.0)
+        await worker.initialize(EPOCH)
+        source = End(worker, EPOCH)
+        source.plans.add(1, PROMPT)
+        await source.step([Row(1, len(PROMPT))])
+        yield source
+        source.steps.cancel()
+
+
+async def waiting(source: End, **changes: Any) -> asyncio.Task[grpc.StatusCode]:
+    """A call that does not return as long as its lease has not begun."""
+    call = asyncio.create_task(read(source, **changes))
+    done, _ = await asyncio.wait([call], timeout=0.05)
+    assert not done
+    return call
+
+
+async def test_a_reader_waits_for_its_lease_to_begin(patient_source: End) -> None:
+    source = patient_source
+    first = await waiting(source)
+    foreign = await waiting(source, token=bytes(16))
+    second = await waiting(source, lease_id=2)
+    await source.step(leases=[lease([0, 1])])
+    assert await first is grpc.StatusCode.OK
+    assert await foreign is grpc.StatusCode.PERMISSION_DENIED
+    assert await read(source, token=bytes(16)) is grpc.StatusCode.PERMISSION_DENIED
+    assert not second.done()
+    await source.step(leases=[lease([2], lease_id=2)])
+    assert await second is grpc.StatusCode.PERMISSION_DENIED, "it does not name block 0"
+
+
+@pytest.mark.parametrize("ending", ["by its core", "by another core", "by a wrong plan"])
+async def test_a_reader_waits_no_longer_than_its_stream_lasts(
+    patient_source: End, ending: str
+) -> None:
+    source = patient_source
+    call = await waiting(source)
+    if ending == "by its core":
+        assert await source.steps.finish() is grpc.StatusCode.OK
+    elif ending == "by another core":
+        await source.worker.initialize(EPOCH + 1)
+    else:
+        await source.steps.send(source.plans.plan([], ended_lease_ids=pack([7])))
+        assert (await source.steps.error()).code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await call is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_fetch_may_come_before_its_lease(ends: tuple[End, End]) -> None:
+    source, target = ends
+    wanted = fetch(source.address, [(0, 5), (1, 6)], source_epoch=EPOCH)
+    end = asyncio.create_task(fetched(target, wanted))
+    await asyncio.wait([end], timeout=0.05)
+    await source.step(leases=[lease([0, 1])])
+    assert (await end).failure == 0
+    assert await continued(target) == next_token(PROMPT)
+
+
 async def test_the_end_of_the_stream_ends_its_leases(ends: tuple[End, End]) -> None:
     source, _ = ends
     await source.step(leases=[lease([0, 1])])
