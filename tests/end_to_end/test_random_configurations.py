@@ -54,8 +54,8 @@ EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
 NUM_QUICK, NUM_LONG = 24, 240
 QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)
-STATEFUL = ("lfm2", "qwen3_next", "qwen3_5")
-"""Families of which some layers keep a state, which run without drafts."""
+STATEFUL = ("lfm2", "qwen3_next", "qwen3_5", "mamba2", "falcon_h1")
+"""Families of which some layers keep a state, or all do."""
 
 AHEAD = range(0, NUM_QUICK, 2)
 SPECULATING = QUICK
@@ -111,10 +111,10 @@ def loaded(name: str) -> LoadedModel:
 @cache
 def with_drafts(name: str, kind: str) -> tuple[Model, Model | EagleHead]:
     """A model, and itself as its draft model, so that most drafts are right, or a random head, of
-    which most are wrong. Models with chunks draft for none."""
+    which most are wrong. Models with chunks or states draft for none."""
     target = load(name)
     model = target.model
-    drafting = "llama" if name == "llama4" else name
+    drafting = "llama" if name == "llama4" or model.kv_cache_spec.has_states else name
     draft: Model | EagleHead | None = load(drafting).model if kind == "draft" else None
     if kind == "eagle":
         assert isinstance(model, NativeModel)
@@ -239,9 +239,9 @@ def test_the_runs_were_disturbed_in_every_way(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("family", STATEFUL)
 def test_states_are_those_of_an_undisturbed_run(family: str) -> None:
-    numbers = range(STATEFUL.index(family), NUM_QUICK, 3)
+    numbers = range(STATEFUL.index(family) % 3, NUM_QUICK, 3)
     total = sum((compare_runs(number, family=family) for number in numbers), Counter[str]())
-    kinds = {"preemptions", "cached tokens", "forks", "lost workers"}
+    kinds = {"cached tokens", "forks", "lost workers"}
     assert [kind for kind in sorted(kinds) if total[kind] == 0] == []
 
 
@@ -261,15 +261,16 @@ def test_a_worker_that_launches_ahead_gives_the_same_tokens(number: int) -> None
 
 
 @cache
-def speculation(number: int, *, ahead: bool = False) -> Counter[str]:
+def speculation(number: int, *, ahead: bool = False, family: str | None = None) -> Counter[str]:
     """Run a configuration with drafts of which most are right; how much it was disturbed. ahead:
-    whether workers launch steps ahead."""
+    whether workers launch steps ahead; family: as for `configuration`."""
     drafter = DRAFTERS[number % len(DRAFTERS)]
-    worker_type = drafting_worker(drafter, configuration(number, True), undisturbed(number, True))
+    drawn, expected = configuration(number, True, family), undisturbed(number, True, family)
+    worker_type = drafting_worker(drafter, drawn, expected)
     if ahead:
         worker_type = partial(worker_type, kind=recorded)
         return compare_runs(number, worker_type, compare_tokens, speculates=True)
-    return compare_runs(number, worker_type, speculates=True)
+    return compare_runs(number, worker_type, speculates=True, family=family)
 
 
 def drafting_worker(
@@ -346,6 +347,24 @@ def test_tokens_are_those_of_a_run_without_drafts(number: int) -> None:
 @pytest.mark.parametrize("number", AHEAD)
 def test_drafts_of_a_worker_that_launches_ahead_change_no_token(number: int) -> None:
     assert speculation(number, ahead=True)["steps"] > 0
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_drafts_leave_states_as_they_are_in_a_run_without(family: str) -> None:
+    assert drafts_on_states(family)["kept drafts"] > 0
+
+
+@cache
+def drafts_on_states(family: str) -> Counter[str]:
+    numbers = range(STATEFUL.index(family) % 3, NUM_QUICK, 3)
+    return sum((speculation(number, family=family) for number in numbers), Counter[str]())
+
+
+def test_drafts_on_states_were_kept_and_refused_among_all_else() -> None:
+    total = sum((drafts_on_states(family) for family in STATEFUL), Counter[str]())
+    assert total["rows with drafts"] > total["kept drafts"] / 2 > 100
+    assert total["kept log probabilities"] > 100
+    assert [kind for kind in KINDS if total[kind] == 0] == []
 
 
 def test_drafts_were_kept_and_refused_among_all_else() -> None:

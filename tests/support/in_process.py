@@ -5,7 +5,7 @@ only the network and the processes are missing. So a test can run many models in
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -93,6 +93,12 @@ def groups_of_core(groups: Sequence[WorkerCacheGroup]) -> tuple[CacheGroup, ...]
     )
 
 
+def blocks_of_state(model: Model, block_size: int) -> int:
+    """Blocks of a sequence's state; 0 for a model without."""
+    groups = model.kv_cache_spec.groups(block_size)
+    return sum(group.num_blocks for group in groups if not group.has_tokens)
+
+
 class InProcessWorker:
     """A model with KV caches of its own; executes plans as they come off the wire."""
 
@@ -106,6 +112,7 @@ class InProcessWorker:
         device: torch.device = CPU,
         make_runner: MakeRunner | None = None,
         num_speculative_tokens: int = 0,
+        num_draft_states: int = 0,
         max_loras: int = 0,
     ) -> None:
         """make_runner: None makes the one that a worker on this device has. max_loras: adapters of
@@ -120,6 +127,7 @@ class InProcessWorker:
             block_size,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
+            num_draft_blocks=num_draft_states * blocks_of_state(model, block_size),
             device=device,
         )
         make_runner = make_runner or (host if device.type == "cpu" else recorded_on_gpu)
@@ -269,6 +277,7 @@ class SpeculatingWorker(InProcessWorker):
         lengths = draft_lengths or AllDrafts()
         make_runner = partial(speculating, make_drafter, lengths, kind=kind)
         options |= {"make_runner": make_runner, "num_speculative_tokens": num_drafts}
+        options["num_draft_states"] = 2 * num_drafts + 1  # fewer than some steps would use
         super().__init__(model, **options)
 
 
@@ -278,6 +287,10 @@ class KnowingDrafter(SequenceDrafter):
     def __init__(self, outputs: Iterable[Sequence[int]]) -> None:
         """outputs: prompts with their outputs, as they will be."""
         self.num_drafts = 0
+        self.learn_outputs(outputs)
+
+    def learn_outputs(self, outputs: Iterable[Sequence[int]]) -> None:
+        """Propose from these instead."""
         self._outputs = [np.array(output, np.int32) for output in outputs]
 
     def follow(self, tokens: Int32Array, num_drafts: int, salt: np.uint64) -> Draft:
@@ -358,10 +371,11 @@ class InProcessEngine:
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
         num_choices: int = 1,
+        stop_token_ids: Collection[int] = (),
         **sampling: object,
     ) -> list[Output]:
-        """Run all prompts together to `max_tokens` tokens each, whatever they generate; the
-        choices of the first prompt, then those of the second, and so on."""
+        """Run all prompts together to `max_tokens` tokens each, whatever they generate but for stop
+        tokens; the choices of the first prompt, then those of the second, and so on."""
         params = sampling_pb2.SamplerParams(**(GREEDY | sampling))  # type: ignore[arg-type]
         for number, prompt in enumerate(prompts):
             request = Request(
@@ -374,6 +388,7 @@ class InProcessEngine:
                     max_tokens=max_tokens,
                     num_choices=num_choices,
                     sampling=params,
+                    stop_token_ids=frozenset(stop_token_ids),
                     wants_logprobs=params.HasField("logprobs"),
                     wants_prompt_logprobs=params.HasField("prompt_logprobs"),
                 ),

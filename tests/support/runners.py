@@ -20,6 +20,7 @@ from worker_service.runner.device.cuda_graphs import CudaGraphRecorder, Replay
 from worker_service.runner.device.in_flight_step import DeviceEvent
 from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
+from worker_service.runner.drafting.draft_states import DraftStates
 from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.drafting.speculation import DraftLengths, Proposal, Speculation
 from worker_service.runner.model_runner import ModelRunner
@@ -34,6 +35,7 @@ def make_cache(
     *,
     num_gpu_blocks: int = 64,
     num_cpu_blocks: int = 0,
+    num_draft_blocks: int = 0,
     device: torch.device | None = None,
 ) -> CacheEngine:
     """A cache for a model, on the CPU by default."""
@@ -42,6 +44,7 @@ def make_cache(
         block_size=block_size,
         num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=num_cpu_blocks,
+        num_draft_blocks=num_draft_blocks,
         device=device or torch.device("cpu"),
     )
 
@@ -133,7 +136,10 @@ def speculating(
 ) -> ModelRunner:
     """A runner of this kind with drafts, whatever they cost."""
     drafter, on_host = make_drafter(cache), kind is host
-    speculation = Speculation(drafter, lengths, edits_see_drafts=on_host)
+    states = None
+    if len(cache.draft_blocks):
+        states = DraftStates(cache, model.kv_cache_spec.groups(block_size))
+    speculation = Speculation(drafter, lengths, edits_see_drafts=on_host, states=states)
     return kind(model, cache, block_size, adapters=adapters, speculation=speculation)
 
 

@@ -223,14 +223,19 @@ class CacheEngine:
         num_gpu_blocks: int,
         num_cpu_blocks: int,
         device: torch.device,
+        num_draft_blocks: int = 0,
         mover: BlockMover | None = None,
         stream: OperationStream | None = None,
     ) -> None:
-        """block_size: tokens per block of the cache group with most; mover, stream: None takes
-        the fastest for the device; on a CPU there is no stream."""
+        """block_size: tokens per block of the cache group with most; num_draft_blocks: for states
+        after drafts (`DraftStates`), beside those that the scheduler knows; mover, stream: None
+        takes the fastest for the device; on a CPU there is no stream."""
         self._mover = mover_for(device) if mover is None else mover
         block_bytes = spec.block_bytes(block_size)
-        pool = _allocate(num_gpu_blocks + 1, block_bytes, device)
+        num_blocks = num_gpu_blocks + num_draft_blocks
+        self._pool = pool = _allocate(num_blocks + 1, block_bytes, device)
+        self.draft_blocks = np.arange(num_gpu_blocks, num_blocks, dtype=np.int32)
+        """[num_draft_blocks]: the numbers of the blocks for states after drafts."""
         self.caches = spec.views(pool, block_size)
         """Keys and values by layer of the model, the null block at the end."""
         self.draft_caches = spec.draft_views(pool, block_size)
@@ -265,9 +270,21 @@ class CacheEngine:
         if self._population is not None:
             self._population.stop()
 
-    def fits(self, num_gpu_blocks: int, num_cpu_blocks: int) -> bool:
+    def fits(self, num_gpu_blocks: int, num_cpu_blocks: int, num_draft_blocks: int = 0) -> bool:
         """Whether the caches have exactly these sizes."""
-        return (len(self.device_cache), len(self.host_cache)) == (num_gpu_blocks, num_cpu_blocks)
+        sizes = len(self.device_cache), len(self.host_cache), len(self.draft_blocks)
+        return sizes == (num_gpu_blocks, num_cpu_blocks, num_draft_blocks)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device's cache, those of drafts included."""
+        return self._pool.nbytes
+
+    def copy(self, pairs: Int32Array) -> None:
+        """Copy blocks of the device's cache, those of drafts included. pairs: [n, 2] of source and
+        target. On a CPU, where it is done at once."""
+        assert self._stream is None, "a stream would have to wait for the forward pass"
+        self._mover.copy(self._pool, pairs)
 
     def execute(self, plan: StepPlan) -> None:
         """Swap out, swap in and copy, as if in this order; no operation writes before it has read

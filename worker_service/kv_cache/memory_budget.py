@@ -143,7 +143,7 @@ def profile_blocks(
     of_full_length = spec.num_blocks(
         model.max_model_len, max_num_batched_tokens, batches.block_size
     )
-    held_bytes = 0 if cache is None else cache.device_cache.nbytes
+    held_bytes = 0 if cache is None else cache.device_bytes
     if device.type == "cuda":
         if num_graphs:
             later_bytes += num_graphs * _BYTES_PER_GRAPH + batches.pool_bytes(largest_graph)

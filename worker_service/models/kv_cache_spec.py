@@ -125,8 +125,7 @@ class KVCacheSpec:
         """The same layers, followed by those of a draft model or head, which this rank holds
         whole."""
         assert drafts.dtype == self.dtype, "they are loaded with the same options"
-        assert not self.has_states, "refused when it was loaded"
-        assert not drafts.has_states, "refused, too"
+        assert not drafts.has_states, "refused when it was loaded"
         assert all(layer.chunk is None for layer in drafts._of_tokens), "refused, too"
         kept = tuple(replace(layer, window=None) for layer in drafts._of_tokens)
         layers, start = (*self.layers, *kept), 0 if self.stage is None else self.stage.start

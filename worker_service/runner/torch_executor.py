@@ -40,6 +40,7 @@ from worker_service.runner.device.sampler import sample_padding, step_kernels
 from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.drafting.draft_model import DraftModel
+from worker_service.runner.drafting.draft_states import DraftStates, num_draft_blocks
 from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.drafting.eagle_drafter import EagleDrafter
 from worker_service.runner.drafting.speculation import DraftLengths, Speculation
@@ -209,10 +210,11 @@ class TorchExecutor:
         is_on_gpu, num_ranks = self._device.type != "cpu", loaded.communicator.layout.world_size
         if is_on_gpu and num_ranks > 1:
             raise InvalidOption(f"speculative: expected one GPU for the model, got {num_ranks}")
-        if loaded.model.kv_cache_spec.has_states:
+        if loaded.model.kv_cache_spec.has_states and (is_on_gpu or num_ranks > 1):
+            got = "a GPU" if is_on_gpu else f"{num_ranks} ranks"
             raise InvalidOption(
-                f"speculative: expected none for {loaded.model.architecture}, some layers of which"
-                " keep a state, which drafts that are wrong would change"
+                f"speculative: expected one CPU worker for {loaded.model.architecture}, some layers"
+                f" of which keep a state, got {got}"
             )
         if not loaded.batch_invariant and is_on_gpu:
             logger.warning(
@@ -234,7 +236,7 @@ class TorchExecutor:
         sample = self._sample_padding if self._has_device_steps else sample_on_host
         if self._draft is not None and not isinstance(self._draft, EagleHead):
             SyntheticBatches(self._draft, size, self._device).run(2, WARM_UP_TOKENS)
-        return profile_blocks(
+        counts = profile_blocks(
             SyntheticBatches(
                 self.loaded.model,
                 size,
@@ -253,6 +255,12 @@ class TorchExecutor:
             later_bytes=self._state_bytes(shape)
             + self.loaded.communicator.bytes_to_allocate(self._device),
         )
+        of_drafts = self._num_draft_blocks(counts.num_gpu_blocks)
+        return replace(counts, num_gpu_blocks=counts.num_gpu_blocks - of_drafts)
+
+    def _num_draft_blocks(self, num_gpu_blocks: int) -> int:
+        groups = self.loaded.model.kv_cache_spec.groups(self.loaded.block_size)
+        return num_draft_blocks(groups, num_gpu_blocks, self._runner.max_drafts)
 
     def _sample_padding(self, logits: Tensor) -> None:
         sample_padding(logits, step_kernels(self._device))
@@ -263,7 +271,9 @@ class TorchExecutor:
             self._state = None  # its graphs use the communicator of an epoch
             communicator, settings = self.loaded.communicator, self._group_settings()
             communicator.join(self._rendezvous, epoch, self._device, settings)
-        if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
+        of_drafts = self._num_draft_blocks(num_gpu_blocks)
+        sizes = num_gpu_blocks, num_cpu_blocks, of_drafts
+        if self._cache is None or not self._cache.fits(*sizes):
             # Free the old caches first, as both would not fit.
             if self._cache is not None:
                 self._cache.close()
@@ -273,6 +283,7 @@ class TorchExecutor:
                 block_size=self.loaded.block_size,
                 num_gpu_blocks=num_gpu_blocks,
                 num_cpu_blocks=num_cpu_blocks,
+                num_draft_blocks=of_drafts,
                 device=self._device,
             )
             self._cache.populate(available_host_memory)
@@ -280,7 +291,14 @@ class TorchExecutor:
         if max_drafts := self._runner.max_drafts:
             drafter, lengths = self._make_drafter(self._cache), self._draft_lengths
             is_on_host = not self._has_device_steps
-            speculation = Speculation(drafter, lengths, max_drafts, edits_see_drafts=is_on_host)
+            groups = self.loaded.model.kv_cache_spec.groups(self.loaded.block_size)
+            speculation = Speculation(
+                drafter,
+                lengths,
+                max_drafts,
+                edits_see_drafts=is_on_host,
+                states=DraftStates(self._cache, groups) if of_drafts else None,
+            )
         return ModelRunner(
             self.loaded.model,
             self._cache,

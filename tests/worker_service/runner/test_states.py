@@ -1,6 +1,7 @@
 """Models of which some layers keep a state: whatever happens to a sequence, its state is the one
 that its tokens lead to, bit for bit."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,15 +20,22 @@ from tests.support.in_process import (
     MODEL,
     InProcessEngine,
     InProcessWorker,
+    KnowingDrafter,
     Output,
+    SpeculatingWorker,
 )
 from tests.support.loading import load
 from tests.support.paged_driver import NAN
+from tests.support.runners import AllDrafts
 from tests.support.speculation import loaded_executor
 from tests.support.transformers_oracle import oracle
+from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.config import CacheConfig
-from worker_service.errors import InvalidOption
+from worker_service.distributed.communicator import Communicator
+from worker_service.distributed.layout import Layout
+from worker_service.errors import InvalidOption, OutOfMemory
 from worker_service.loader import load_draft_model
+from worker_service.runner.drafting.draft_states import num_draft_blocks
 
 FAMILIES = (
     *("lfm2", "lfm2_moe", "mamba", "granite_hybrid", "falcon_h1", "nemotron_h_moe", "jamba"),
@@ -64,6 +72,38 @@ def _alone(family: str) -> list[Output]:
     config = SchedulerConfig(enable_prefix_caching=False)
     engine = PoisonedEngine(checkpoint(family), config=config)
     return [engine.generate([prompt], NUM_TOKENS, logprobs=0)[0] for prompt in prompts()]
+
+
+class DraftingEngine(PoisonedEngine):
+    """The same with drafts, of which about every fourth is wrong, and no limit but memory's."""
+
+    def __init__(self, family: str, outputs: list[list[int]], **options: Any) -> None:
+        """outputs: prompts with their outputs, as they will be."""
+        self.drafter = KnowingDrafter(outputs)
+        self.lengths = AllDrafts()
+        super().__init__(checkpoint(family), **options)
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+        worker = SpeculatingWorker(
+            self.loaded.model,
+            make_drafter=lambda _: self.drafter,
+            draft_lengths=self.lengths,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            block_size=self.block_size,
+        )
+        worker._cache.device_cache.fill_(NAN)
+        return worker
+
+    def check_drafts(self) -> None:
+        """Many drafts were accepted, and many were not."""
+        accepted, verified = self.lengths.num_accepted, self.lengths.num_drafts
+        assert min(accepted, verified - accepted) > 20
+
+
+def _outputs(family: str) -> list[list[int]]:
+    pairs = zip(prompts(), expected_tokens(family), strict=True)
+    return [[*prompt, *output] for prompt, output in pairs]
 
 
 def _check(family: str, outputs: list[Output]) -> None:
@@ -233,9 +273,118 @@ def test_requests_that_share_a_prefix_continue_from_the_state_where_they_differ(
     assert cached == [0, 0, 100, 100], "the second one saves the state, with blocks of 4 tokens"
 
 
-def test_drafts_are_refused_beside_states() -> None:
-    with pytest.raises(InvalidOption, match="speculative: expected none for Lfm2ForCausalLM"):
-        loaded_executor(checkpoint("lfm2"), speculative="ngram")
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_no_bit_whether_or_not_they_are_right(family: str, block_size: int) -> None:
+    options = {"block_size": block_size, "num_gpu_blocks": 1024}
+    engine = DraftingEngine(family, _outputs(family), **options)
+    for _ in range(2):  # the second time with hits
+        outputs = engine.generate(prompts(), NUM_TOKENS, logprobs=0)
+        _check(family, outputs)
+    assert max(output.cached_tokens for output in outputs) >= 32
+    engine.check_drafts()
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_sequences_with_drafts_continue_to_the_bit(
+    family: str, mode: PreemptionMode
+) -> None:
+    config = SchedulerConfig(
+        preemption_mode=mode, max_num_batched_tokens=24, watermark=0.0, max_speculative_seqs=4
+    )
+    engine = DraftingEngine(
+        family, _outputs(family), num_gpu_blocks=60, num_cpu_blocks=160, config=config
+    )
+    _check(family, engine.generate(prompts(), NUM_TOKENS, logprobs=0))
+    engine.check_drafts()
+    assert (engine.core.snapshot().num_preemptions > 0) == (family != "mamba")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_with_penalties_and_drafts_are_those_without(family: str) -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.9,
+        "seed": 7,
+        "logprobs": 0,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+    }
+    plain = PoisonedEngine(checkpoint(family)).generate(prompts()[1:3], 40, 3, **sampling)
+    owners = [prompt for prompt in prompts()[1:3] for _ in range(3)]
+    outputs = [[*prompt, *o.token_ids] for prompt, o in zip(owners, plain, strict=True)]
+    engine = DraftingEngine(family, outputs)
+    drafting = engine.generate(prompts()[1:3], 40, 3, **sampling)
+    assert [(o.token_ids, o.logprobs) for o in drafting] == [
+        (o.token_ids, o.logprobs) for o in plain
+    ]
+    engine.check_drafts()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "mamba2"])
+def test_what_follows_an_output_with_drafts_begins_after_its_last_token(family: str) -> None:
+    """A state that is saved at an end, or while a sequence runs, never contains a draft."""
+    without = SchedulerConfig(enable_prefix_caching=False)
+    alone = PoisonedEngine(checkpoint(family), num_gpu_blocks=400, config=without)
+    engine = DraftingEngine(family, [], num_gpu_blocks=400)
+    draw, history = np.random.default_rng(8), list[int]()
+    for turn in range(5):
+        history += draw.integers(5, VOCAB_SIZE, size=19).tolist()
+        (plain,) = alone.generate([history], 24, logprobs=0)
+        engine.drafter.learn_outputs([[*history, *plain.token_ids]])
+        stop = plain.token_ids[10 + turn]  # in the middle of what a step accepts
+        for stop_token_ids in ([stop], []):
+            (output,) = engine.generate([history], 24, stop_token_ids=stop_token_ids, logprobs=0)
+            end = len(output.token_ids)
+            assert output.token_ids == plain.token_ids[:end]
+            assert output.logprobs == plain.logprobs[:end]
+        assert end == 24
+        history += output.token_ids
+    engine.check_drafts()
+    assert output.cached_tokens > 100
+
+
+def test_memory_for_states_after_drafts_is_a_bounded_share() -> None:
+    groups = (CacheGroup(), CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=3))
+    assert num_draft_blocks(groups, 1000, 0) == 0
+    assert num_draft_blocks(groups[:1], 1000, 4) == 0
+    assert num_draft_blocks(groups, 10_000, 4) == 16 * 4 * 3
+    assert num_draft_blocks(groups, 1000, 4) == 1000 // 8 // 3 * 3
+    assert num_draft_blocks(groups, 24, 4) == 3
+    with pytest.raises(OutOfMemory, match="speculative: the state after a draft takes 3 KV blocks"):
+        num_draft_blocks(groups, 23, 4)
+
+
+def test_memory_of_draft_states_is_part_of_the_cache_memory() -> None:
+    path, sizes = checkpoint("lfm2"), {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    plain = loaded_executor(path).profile_blocks(**sizes)
+    executor = loaded_executor(path, speculative="ngram", num_speculative_tokens=2)
+    counts = executor.profile_blocks(**sizes)
+    assert 0 < counts.num_gpu_blocks < plain.num_gpu_blocks
+    assert counts.num_cpu_blocks == plain.num_cpu_blocks
+    executor.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, epoch=1)
+    assert executor._cache is not None
+    block_bytes = executor.loaded.model.kv_cache_spec.block_bytes(16)
+    assert executor._cache.device_bytes <= (plain.num_gpu_blocks + 1) * block_bytes
+    assert len(executor._cache.draft_blocks) > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "num_ranks", "got"), [("cuda", 1, "a GPU"), ("cpu", 2, "2 ranks")]
+)
+def test_drafts_beside_states_are_refused_but_on_one_cpu_worker(
+    device: str, num_ranks: int, got: str
+) -> None:
+    executor = loaded_executor(checkpoint("lfm2"), speculative="ngram")
+    layout = Layout(tensor_parallel_size=num_ranks)
+    loaded = replace(
+        executor.loaded,
+        config=replace(executor.loaded.config, device=device),
+        communicator=Communicator(layout),
+    )
+    executor._loaded = loaded
+    with pytest.raises(InvalidOption, match=rf"speculative: .* for Lfm2ForCausalLM.*, got {got}"):
+        executor._check_speculation(loaded)
 
 
 def test_layers_with_states_are_not_compiled() -> None:

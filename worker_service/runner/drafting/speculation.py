@@ -42,6 +42,7 @@ from torch import Tensor
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.runner.batch.step_rows import Drafts, StepRows
+from worker_service.runner.drafting.draft_states import DraftStates
 from worker_service.runner.drafting.drafter import Draft, Drafter
 from worker_service.runner.state.sequence_state import SequenceState
 from worker_service.runner.state.sequence_table import SequenceTable
@@ -293,14 +294,16 @@ class Speculation:
         max_drafts: int = 0,
         *,
         edits_see_drafts: bool = True,
+        states: DraftStates | None = None,
     ) -> None:
         """drafter: None on a rank that does not sample. lengths: of an earlier runner, whose times
         of steps are still valid. max_drafts: of a row, the same on all ranks that share a model.
         edits_see_drafts: False where edits that depend on the last tokens are made before the step:
-        sequences that have some get no drafts."""
+        sequences that have some get no drafts. states: of a model with states."""
         self.max_drafts = max_drafts
         self._edits_see_drafts = edits_see_drafts
         self._drafter = drafter
+        self._states = states
         self._lengths = lengths or DraftLengths()
         self._lengths.forget_all()
 
@@ -368,13 +371,14 @@ class Speculation:
             return rows
         places = 1 + counts[rows.sampling].astype(np.int64)
         firsts = np.repeat(np.cumsum(places) - places, places)
-        return replace(
+        drafting = replace(
             rows,
             num_tokens=rows.num_tokens + counts,
             are_decodes=False,
             sampling=np.repeat(rows.sampling, places),
             drafts=Drafts(counts, np.arange(len(firsts)) - firsts),
         )
+        return drafting if self._states is None else self._states.save(drafting)
 
     def _choose(
         self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState
@@ -412,6 +416,9 @@ class Speculation:
             Proposal(row_id, *size) for row_id, size in zip(row_ids.tolist(), sizes, strict=True)
         ]
         chosen = lengths.choose(proposals, int(rows.num_tokens.sum()), len(rows.sampling))
+        if self._states is not None:
+            ends = np.minimum(np.cumsum(chosen), self._states.max_drafts)
+            chosen = np.diff(ends, prepend=0).tolist()
         if self._drafter.is_expensive:
             found = self._propose(row_ids, chosen, sequences)
         triples = zip(due, found, chosen, strict=True)
@@ -456,7 +463,8 @@ class Speculation:
     def accepted(
         self, rows: StepRows, tokens: Int64Array, table: SequenceTable
     ) -> dict[int, Int64Array]:
-        """Return by row the tokens sampled after accepted drafts, before any of them is appended.
+        """Return by row the tokens sampled after accepted drafts, before any of them is appended,
+        and let states be those after them.
 
         tokens: [num_sampling]; NO_TOKEN where none could be sampled, which ends a row's tokens.
         """
@@ -479,4 +487,6 @@ class Speculation:
             if stop > start:
                 kept[row] = tokens[start + 1 : stop + 1]
             self._lengths.record_drafts(row_id, num_drafts, max(stop - start, 0))
+        if self._states is not None:
+            self._states.restore(rows, kept, table)
         return kept

@@ -349,6 +349,7 @@ class SequenceTable:
         self.token_ids[row_id, place:end] = tokens
         self.token_ids[row_id, end : self.num_tokens[row_id]] = UNKNOWN_TOKEN
         self.num_computed_tokens[row_id] += len(tokens)
+        self._record_states(np.array([row_id]))
         self.sampling.append(np.full(len(tokens), row_id), tokens)
 
     def expect_tokens(self, row_ids: Int64Array) -> Int64Array:
@@ -380,6 +381,10 @@ class SequenceTable:
         self.num_computed_tokens[row_ids] += num_tokens
         if len(forks):
             self.num_computed_tokens[forks] = self.num_computed_tokens[parents]
+        self._record_states(row_ids)
+
+    def _record_states(self, row_ids: Int64Array) -> None:
+        """Record that the states of some sequences are those after their computed tokens."""
         if self.states is not None:
             for group in self._of_states:
                 blocks = self.tables[group].blocks[row_ids]
