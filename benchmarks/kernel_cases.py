@@ -400,6 +400,7 @@ def sampling_case(where: Setting) -> Case:
         params=zeros(num_rows, len(SamplingParam), dtype=torch.int64),
         latest=zeros(num_rows, dtype=torch.int64),
         num_ahead=zeros(num_rows, dtype=torch.int64),
+        drafts=zeros(num_rows, 0, dtype=torch.int64),
         counts=zeros(1, vocab_size),
         edit_tokens=zeros(num_rows, 1),
         edit_values=zeros(num_rows, 1, dtype=torch.float32),

@@ -248,10 +248,11 @@ class StepBatch:
 
 class StepInputs(NamedTuple):
     """A step's inputs as the host sends them: int32, by flattened token and by sequence. They lack
-    what only the device may know: the latest tokens, and `SamplingTables.num_ahead`."""
+    what only the device may know: the latest tokens, drafts, and `SamplingTables.num_ahead`."""
 
     token_ids: Tensor
-    """[num_tokens]; UNKNOWN_TOKEN for a token that only the device knows."""
+    """[num_tokens]; UNKNOWN_TOKEN, or FIRST_DRAFT and below, for a token that only the device
+    knows."""
 
     positions: Tensor
     """[num_tokens]."""
@@ -286,6 +287,10 @@ class PreparedInputs(NamedTuple):
 
 
 UNKNOWN_TOKEN = -1
+"""Stands for the latest token of a sequence."""
+FIRST_DRAFT = -2
+"""Stands for the first draft of a sequence in `SamplingTables.drafts`; `FIRST_DRAFT - i` stands for
+the one in column `i`."""
 
 NON_FINITE = -1
 """Outcome of sampling instead of a token: the row's largest logit is not finite."""
@@ -344,6 +349,9 @@ class SamplingTables:
     num_ahead: Tensor
     """int64 [num_rows]: tokens that a row's sequence has beyond those that the host counts when it
     sends a step: the drafts that were accepted in steps whose results it has yet to read."""
+
+    drafts: Tensor
+    """int64 [num_rows, max_drafts]: tokens that were drafted on the device after the latest one."""
 
     counts: Tensor
     """int32 [num_counted, vocab_size]: occurrences of tokens, for the first `num_counted` rows."""

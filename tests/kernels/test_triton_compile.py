@@ -477,6 +477,7 @@ def _sampling_tables(vocab_size: int) -> SamplingTables:
         params=torch.zeros(1, len(SamplingParam), dtype=torch.int64),
         latest=torch.zeros(1, dtype=torch.int64),
         num_ahead=torch.zeros(1, dtype=torch.int64),
+        drafts=torch.zeros(1, 15, dtype=torch.int64),
         counts=torch.zeros(1, vocab_size, dtype=torch.int32),
         edit_tokens=entries,
         edit_values=entries.float(),
@@ -497,7 +498,8 @@ def _prepare(n: int, begin: int = 0, max_blocks: int = 64, block_size: int = 16)
     block_tables = torch.zeros(4, 100, dtype=torch.int32)
     latest = torch.zeros(4, dtype=torch.int64)
     inputs, num_ahead = StepInputs(*[column] * 5), torch.zeros(4, dtype=torch.int64)
-    triton_kernels.prepare(inputs, latest, num_ahead, block_tables, block_size, max_blocks)
+    tables = latest, num_ahead, torch.zeros(4, 15, dtype=torch.int64), block_tables
+    triton_kernels.prepare(inputs, *tables, block_size, max_blocks)
 
 
 def _accept(n: int, begin: int = 0) -> None:

@@ -27,6 +27,8 @@ from worker_service.runner.model_runner import ModelRunner
 
 SIZES = [1, 2, 4, 8]
 MIXED_SIZES = [4, 16, 32]
+MAX_DRAFTS = 8
+"""Of a sequence, if a head drafts on the device."""
 
 
 def make_cache(
@@ -175,7 +177,7 @@ def eager(
     speculation: Speculation | None = None,
 ) -> ModelRunner:
     """Launches ahead, replays nothing."""
-    state = DeviceState(model, cache, block_size, StateShape())
+    state = DeviceState(model, cache, block_size, StateShape(max_drafts=MAX_DRAFTS))
     return _launching(model, cache, block_size, state, HostEvent, adapters, speculation)
 
 
@@ -190,7 +192,7 @@ def recorded(
     """Replays steps in padded batches, on a device that is as late as can be, and which has room
     for `num_rows` sequences."""
     sizes: dict[str, Any] = {"num_rows": num_rows, "sizes": SIZES, "mixed": MIXED_SIZES}
-    shape = StateShape(**sizes, with_adapters=adapters is not None)
+    shape = StateShape(**sizes, with_adapters=adapters is not None, max_drafts=MAX_DRAFTS)
     state = DeviceState(model, cache, block_size, shape, EagerRecorder())
     return _launching(model, cache, block_size, state, LateEvent, adapters, speculation)
 
@@ -207,7 +209,8 @@ def recorded_on_gpu(
     recorder = CudaGraphRecorder(cache.device_cache.device)
     slots = None if adapters is None else _slots_of(model)
     try:
-        shape = StateShape(sizes=SIZES, mixed=MIXED_SIZES, with_adapters=slots is not None)
+        sizes: dict[str, Any] = {"sizes": SIZES, "mixed": MIXED_SIZES, "max_drafts": MAX_DRAFTS}
+        shape = StateShape(**sizes, with_adapters=slots is not None)
         state = DeviceState(model, cache, block_size, shape, recorder)
     except CaptureFailed:
         if not isinstance(model, TransformersModel):  # some of which wait for the device

@@ -54,6 +54,7 @@ def tables_of(sampled: Sequence[Sampled], vocab_size: int) -> tuple[SamplingRows
         params=torch.zeros((count + 1, len(SamplingParam)), dtype=torch.int64),
         latest=torch.zeros(count + 1, dtype=torch.int64),
         num_ahead=torch.arange(count + 1) % 3,
+        drafts=torch.arange(5 * (count + 1)).view(count + 1, 5),
         counts=torch.zeros((count + 1, vocab_size), dtype=torch.int32),
         edit_tokens=torch.zeros((count + 1, 300), dtype=torch.int32),
         edit_values=torch.zeros((count + 1, 300)),

@@ -71,7 +71,10 @@ class ModelRunner:
         self._ranks = RankOutcomes(communicator or Communicator(Layout()))
         self._pooling = None if pooling is None else pooling.facts
         self._adapters = adapters
-        self._host = HostSteps(model, cache, self._ranks, speculation, pooling)
+        on_host = speculation
+        if speculation is not None and speculation.drafter and speculation.drafter.is_on_device:
+            on_host = None
+        self._host = HostSteps(model, cache, self._ranks, on_host, pooling)
         self._device = device
         self._speculation = speculation
         self._sequences = self._no_sequences()

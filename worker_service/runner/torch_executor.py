@@ -35,6 +35,7 @@ from worker_service.runner.device.cuda_graphs import (
     graph_sizes,
     mixed_sizes,
 )
+from worker_service.runner.device.drafts import HeadDrafter
 from worker_service.runner.device.in_flight_step import CudaEvent, DeviceEvent
 from worker_service.runner.device.sampler import sample_padding, step_kernels
 from worker_service.runner.device.state import DeviceState, StateShape
@@ -334,7 +335,8 @@ class TorchExecutor:
         if self._runner.speculative == "suffix":
             return SuffixDrafter()
         if isinstance(self._draft, EagleHead):
-            return EagleDrafter(self._draft, cache.draft_caches)
+            make = HeadDrafter if self._has_device_steps else EagleDrafter
+            return make(self._draft, cache.draft_caches)
         return None if self._draft is None else DraftModel(self._draft, cache.draft_caches)
 
     def _make_device_steps(
@@ -400,14 +402,16 @@ class TorchExecutor:
     @property
     def _state_shape(self) -> StateShape:
         """What the state of sequences on the device has room for."""
+        max_drafts = self._runner.max_drafts if isinstance(self._draft, EagleHead) else 0
         if not self._uses_cuda_graphs:
-            return StateShape(num_seqs=self._max_num_seqs)
+            return StateShape(num_seqs=self._max_num_seqs, max_drafts=max_drafts)
         num_places = self._max_num_seqs * (1 + self._runner.max_drafts)
         return StateShape(
             num_seqs=self._max_num_seqs,
             sizes=graph_sizes(min(self._runner.max_graph_batch_size, num_places)),
             mixed=mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens)),
             with_adapters=self.adapters.slots is not None,
+            max_drafts=max_drafts,
         )
 
     def check_device(self) -> None:

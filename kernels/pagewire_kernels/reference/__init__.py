@@ -46,6 +46,7 @@ from pagewire_kernels.reference.layers import (
 from pagewire_kernels.reference.sampling import (
     accept,
     apply_bitmask,
+    decode_drafts,
     edit,
     gather_logprobs,
     prepare,

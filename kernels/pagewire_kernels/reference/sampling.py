@@ -7,6 +7,7 @@ from torch import Tensor
 from pagewire_kernels.batch import (
     COUNT_OCCURS,
     COUNT_ONE_OUTPUT,
+    FIRST_DRAFT,
     NO_CANDIDATES,
     NON_FINITE,
     NOT_SAMPLED,
@@ -27,20 +28,21 @@ def prepare(
     inputs: StepInputs,
     latest: Tensor,
     num_ahead: Tensor,
+    drafts: Tensor,
     block_tables: Tensor,
     block_size: int,
     max_blocks: int,
 ) -> PreparedInputs:
     """Combine the inputs sent by the host with tokens, progress and block tables on the device.
 
-    latest, num_ahead: as in `SamplingTables`; the former replaces unknown tokens (by 0 if the row
-    has failed), the latter is added to positions and to context lengths; block_tables: int32
-    [num_rows, at least max_blocks]; block_size: tokens per block, 0 of blocks of states, all of
-    which a sequence with tokens uses, and which have no slots; max_blocks: columns of the resulting
-    block tables.
+    latest, num_ahead, drafts: as in `SamplingTables`; the first replaces unknown tokens (by 0 if
+    the row has failed), the second is added to positions and to context lengths, the third replaces
+    codes of drafts; block_tables: int32 [num_rows, at least max_blocks]; block_size: tokens per
+    block, 0 of blocks of states, all of which a sequence with tokens uses, and which have no slots;
+    max_blocks: columns of the resulting block tables.
     """
     token_rows, seq_rows = inputs.token_rows.long(), inputs.seq_rows.long()
-    known = inputs.token_ids.long()
+    known = decode_drafts(inputs.token_ids.long(), token_rows, drafts)
     columns = torch.arange(max_blocks, device=latest.device)
     positions = inputs.positions.long() + num_ahead[token_rows]
     context_lens = inputs.context_lens + num_ahead[seq_rows].int()
@@ -56,6 +58,15 @@ def prepare(
         context_lens=context_lens,
         block_tables=block_tables[seq_rows, :max_blocks].masked_fill(~is_used, -1),
     )
+
+
+def decode_drafts(token_ids: Tensor, row_ids: Tensor, drafts: Tensor) -> Tensor:
+    """Replace codes of drafts by these. token_ids, row_ids: int64 [n]; drafts: as in
+    `SamplingTables`."""
+    if drafts.shape[1] == 0:
+        return token_ids
+    columns = (FIRST_DRAFT - token_ids).clamp(0, drafts.shape[1] - 1)
+    return torch.where(token_ids <= FIRST_DRAFT, drafts[row_ids, columns], token_ids)
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
@@ -143,17 +154,21 @@ def accept(
     place, and store the last token that was sampled so, or the outcome if none was.
 
     outcome: int64 [m], of consecutive places of each row, sampled as if its drafts before them had
-    been output; drafts: int64 [m], the draft that follows each place, if one does; row_ids, starts,
-    num_drafts: int64 [n], of each row its row of the tables, its first place and its drafts.
+    been output; drafts: int64 [m], the draft that follows each place, if one does, or its code;
+    row_ids, starts, num_drafts: int64 [n], of each row its row of the tables, its first place and
+    its drafts.
     Returns the number of accepted drafts that a token follows, int32 [n], which are added to
     `num_ahead`. Tokens of rows with penalties are counted.
     """
     counts = []
     columns = (column.tolist() for column in (row_ids, starts, num_drafts))
-    sampled, proposed = outcome.tolist(), drafts.tolist()
+    sampled = outcome.tolist()
     for row_id, start, num in zip(*columns, strict=True):
+        places = slice(start, start + num)
+        of_row = torch.full_like(drafts[places], row_id)
+        proposed = decode_drafts(drafts[places], of_row, tables.drafts).tolist()
         end = start
-        while end < start + num and sampled[end] == proposed[end]:
+        while end < start + num and sampled[end] == proposed[end - start]:
             end += 1
         if end > start and sampled[end] < 0:
             end -= 1

@@ -35,6 +35,7 @@ NO_CANDIDATES = tl.constexpr(batch.NO_CANDIDATES)
 OFF_CONSTRAINT = tl.constexpr(batch.OFF_CONSTRAINT)
 NOT_SAMPLED = tl.constexpr(batch.NOT_SAMPLED)
 UNKNOWN_TOKEN = tl.constexpr(batch.UNKNOWN_TOKEN)
+FIRST_DRAFT = tl.constexpr(batch.FIRST_DRAFT)
 COUNT_OCCURS = tl.constexpr(batch.COUNT_OCCURS)
 COUNT_ONE_OUTPUT = tl.constexpr(batch.COUNT_ONE_OUTPUT)
 
@@ -45,7 +46,7 @@ HAS_UNSOUND = tl.constexpr(2)
 # specialized by them, they would be compiled again while requests wait.
 _COLUMNS = ["outcome", "row_ids", "positions", "mask_rows", "bitmask", "num_ahead"]
 _VERIFIED = ["outcome", "drafts", "row_ids", "starts", "num_drafts", "num_ahead"]
-_COUNTS = ["bitmask_stride", "table_stride"]
+_COUNTS = ["bitmask_stride", "table_stride", "drafts_stride"]
 
 
 @triton.jit
@@ -307,7 +308,15 @@ def sample(
     tl.store(outcome + row, number)
 
 
-@triton.jit(do_not_specialize_on_alignment=_VERIFIED)
+@triton.jit
+def _decode(token, row_id, draft_table, drafts_stride, mask):
+    """Replace codes of drafts by these, where `mask` is set."""
+    is_draft = mask & (token <= FIRST_DRAFT)
+    place = draft_table + row_id * drafts_stride + FIRST_DRAFT - token
+    return tl.where(is_draft, tl.load(place, is_draft, other=0), token)
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_VERIFIED)
 def accept(
     accepted,
     outcome,
@@ -318,8 +327,10 @@ def accept(
     param_table,
     latest,
     num_ahead,
+    draft_table,
     counts,
     vocab_size,
+    drafts_stride,
     NUM_PARAMS: tl.constexpr,
 ):
     """Program (row)."""
@@ -330,12 +341,14 @@ def accept(
     end = start
     number = tl.load(outcome + end)
     before = number
-    is_equal = (end < last) & (number == tl.load(drafts + end))
+    draft = _decode(tl.load(drafts + end), row_id, draft_table, drafts_stride, end < last)
+    is_equal = (end < last) & (number == draft)
     while is_equal:
         end += 1
         before = number
         number = tl.load(outcome + end)
-        is_equal = (end < last) & (number == tl.load(drafts + end))
+        draft = _decode(tl.load(drafts + end), row_id, draft_table, drafts_stride, end < last)
+        is_equal = (end < last) & (number == draft)
     is_failed = (end > start) & (number < 0)
     number = tl.where(is_failed, before, number)
     end = tl.where(is_failed, end - 1, end)
@@ -469,6 +482,7 @@ def prepare(
     context_lens,
     latest,
     num_ahead,
+    draft_table,
     block_tables,
     new_token_ids,
     new_positions,
@@ -479,6 +493,7 @@ def prepare(
     num_seqs,
     width,
     table_stride,
+    drafts_stride,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -502,6 +517,7 @@ def prepare(
         row = tl.load(token_rows + at, mask, other=0).to(tl.int64)
         is_unknown = mask & (token == UNKNOWN_TOKEN)
         known = tl.maximum(tl.load(latest + row, is_unknown, other=0), 0)
+        token = _decode(token, row, draft_table, drafts_stride, mask)
         tl.store(new_token_ids + at, tl.where(is_unknown, known, token), mask)
         position = tl.load(positions + at, mask, other=0) + tl.load(num_ahead + row, mask, other=0)
         tl.store(new_positions + at, position, mask)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from pagewire_kernels import philox, reference
 from pagewire_kernels.batch import (
+    FIRST_DRAFT,
     NO_CANDIDATES,
     NON_FINITE,
     NOT_SAMPLED,
@@ -295,7 +296,7 @@ def test_inputs_are_prepared_as_by_the_reference(num_tokens: int, max_blocks: in
     draw = torch.Generator().manual_seed(num_tokens)
     seq_rows = torch.tensor([4, 0], dtype=torch.int32)
     inputs = StepInputs(
-        token_ids=torch.randint(-1, 50, (num_tokens,), generator=draw, dtype=torch.int32),
+        token_ids=torch.randint(-5, 50, (num_tokens,), generator=draw, dtype=torch.int32),
         positions=torch.arange(num_tokens, dtype=torch.int32) % (16 * max_blocks),
         token_rows=seq_rows[torch.arange(num_tokens) % 2],
         seq_rows=seq_rows,
@@ -304,11 +305,16 @@ def test_inputs_are_prepared_as_by_the_reference(num_tokens: int, max_blocks: in
     latest, num_ahead = torch.tensor([33, 1, 1, 1, -2]), torch.tensor([3, 9, 9, 9, 0])
     block_tables = torch.randint(0, 99, (5, max_blocks + 3), generator=draw, dtype=torch.int32)
     block_tables[4] = -1
-    tables = latest, num_ahead, block_tables
+    drafts = torch.arange(100, 120).view(5, 4)
+    tables = latest, num_ahead, drafts, block_tables
     ours = prepare(on_device(inputs), *(part.to(DEVICE) for part in tables), 16, max_blocks)
     expected = reference.prepare(inputs, *tables, 16, max_blocks)
     for name in expected._fields:
         assert getattr(ours, name).cpu().equal(getattr(expected, name)), name
+    assert (expected.token_ids >= 0).all()
+    is_draft = inputs.token_ids <= FIRST_DRAFT
+    places = 4 * inputs.token_rows + FIRST_DRAFT - inputs.token_ids
+    assert expected.token_ids[is_draft].equal(100 + places[is_draft].long())
     assert (expected.block_tables[0] == -1).all()
     assert (expected.block_tables[1] == -1).sum() == 1
     is_padding = inputs.token_rows == 4
@@ -326,7 +332,8 @@ def test_inputs_are_prepared_as_by_the_reference(num_tokens: int, max_blocks: in
 @pytest.mark.parametrize("begin", [0, 1])
 def test_drafts_are_accepted_as_by_the_reference(begin: int) -> None:
     """Rows without drafts, with all right, with a wrong one, with a failure at the first place and
-    after a draft, and one that offers candidates; tokens are counted where penalties are."""
+    after a draft, one that offers candidates, and one whose drafts are on the device; tokens are
+    counted where penalties are."""
     cases = [
         ([3], []),
         ([5, 6, 7], [5, 6]),
@@ -335,9 +342,12 @@ def test_drafts_are_accepted_as_by_the_reference(begin: int) -> None:
         ([5, 5, -1, 8], [5, 5, 8]),
         ([NOT_SAMPLED], []),
         ([4, 4], [4]),
+        # Drafts of the device: those of row 1 of its table, of which the third is wrong.
+        ([5, 6, 8, 9], [FIRST_DRAFT, FIRST_DRAFT - 1, FIRST_DRAFT - 2]),
     ]
     counted = [_edited(0.0, occurrences={5: 1} if row % 3 else None) for row in range(len(cases))]
     _, tables = tables_of(counted, 40)
+    tables.drafts[1, :3] = torch.tensor([5, 6, 7])
     outcome = torch.tensor([token for sampled, _ in cases for token in sampled])
     drafts = torch.tensor([token for _, proposed in cases for token in [*proposed, 30]])
     lengths = torch.tensor([len(sampled) for sampled, _ in cases])
@@ -346,10 +356,10 @@ def test_drafts_are_accepted_as_by_the_reference(begin: int) -> None:
     ours = on_device(_copy(tables))
     moved = [torch.cat([column[:begin], column]).to(DEVICE)[begin:] for column in columns]
     accepted = accept(*moved, ours)
-    assert accepted.tolist() == [0, 2, 1, 0, 1, 0, 1]
+    assert accepted.tolist() == [0, 2, 1, 0, 1, 0, 1, 2]
     before = tables.num_ahead.clone()
     assert reference.accept(*columns, tables).equal(accepted.cpu())
-    assert tables.latest[row_ids].tolist() == [3, 7, 6, -2, 5, 0, 4]
+    assert tables.latest[row_ids].tolist() == [3, 7, 6, -2, 5, 0, 4, 8]
     assert (tables.num_ahead - before)[row_ids].equal(accepted.cpu())
     for name in tables.__slots__:
         assert getattr(ours, name).cpu().equal(getattr(tables, name)), name

@@ -8,6 +8,7 @@ from worker_service.array_types import Int64Array
 from worker_service.pinned_memory import Column
 from worker_service.runner.batch.inputs import HostInputs
 from worker_service.runner.batch.step_rows import StepRows
+from worker_service.runner.device.drafts import StepDrafts
 from worker_service.runner.device.reports import StepReports
 from worker_service.runner.state.sequence_table import SequenceTable
 
@@ -45,6 +46,9 @@ class StepColumns(NamedTuple):
     reports: StepReports
     changes: list[Column]
     """Of `DeviceRows`."""
+
+    drafting: StepDrafts | None = None
+    """None: no head drafts on the device."""
 
     adapter_slots: Int64Array | None = None
     """[num_tokens]: the slot of the adapter of each token's sequence, NO_SLOT for none; None: no

@@ -235,7 +235,8 @@ class StepGraphs:
         inputs, reports, changes = step.inputs, step.reports, step.changes
         num_sampling = len(step.states)
         size = next((size for size in self._sizes if size >= num_sampling), None)
-        num_tokens, further = None, [*reports.columns, *changes]
+        drafting = [] if step.drafting is None else step.drafting.columns
+        num_tokens, further = None, [*reports.columns, *drafting, *changes]
         num_bytes = sum(column.nbytes + ALIGNMENT for column in further)
         if size is None or num_bytes > _MAX_CHANGES_BYTES:
             return None
@@ -248,7 +249,10 @@ class StepGraphs:
         sampling_rows = self._rows(size, num_sampling)
         _, *sent = staging.send([words, *further], self.static_inputs)
         num_reported, adds = len(reports.columns), step.adapter_slots is not None
-        self._device_rows.apply(sent[num_reported:])
+        num_before = num_reported + len(drafting)
+        self._device_rows.apply(sent[num_before:])
+        if step.drafting is not None:
+            step.drafting.begin(sent[num_reported:num_before])
         (self._forwards[size, adds] if num_tokens is None else self._mixed[num_tokens, adds])()
         return DevicePass(
             rows=sampling_rows,

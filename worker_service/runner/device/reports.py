@@ -275,6 +275,22 @@ class FetchedReports(NamedTuple):
         }
 
 
+class Sampled(NamedTuple):
+    """Sampling that was queued on the device."""
+
+    outcome: Tensor
+    """int64 [n], on the device: a token or a negative outcome of each row that samples."""
+
+    numbers: Int64Array
+    """Host memory that will hold the same, then those of the rows that only report on their
+    prompts."""
+
+    reports: FetchedReports = FetchedReports()
+
+    num_accepted: Tensor | None = None
+    """`FetchedReports.num_accepted` on the device."""
+
+
 def sample(
     queued: DevicePass,
     reports: StepReports,
@@ -282,10 +298,9 @@ def sample(
     model: Model,
     buffers: StepBuffers,
     pooled: Sequence[PooledRows] = (),
-) -> tuple[Int64Array, FetchedReports]:
-    """Queue sampling and reports, operation by operation, and their copy to the host. Returns the
-    memory that will hold [n], a token or a negative outcome of each row that samples, then those of
-    the rows that only report on their prompts; and the reports. pooled: what else is copied."""
+) -> Sampled:
+    """Queue sampling and reports, operation by operation, and their copy to the host. pooled: what
+    else is copied."""
     rows, (with_logprobs, with_candidates, _, reporting) = queued.rows, queued.reported[:4]
     # A row whose prompt has an invalid log probability has failed before it samples.
     prompts = [[*pieces] for pieces in _prompt_pieces(queued, reports, sampler, model)]
@@ -320,7 +335,8 @@ def sample(
     fetched = iter(
         buffers.fetch([numbers, *logprobs, *candidates, *of_prompts, *vectors, *accepted])
     )
-    return next(fetched), FetchedReports(
+    on_host = next(fetched)
+    found = FetchedReports(
         reports,
         [*islice(fetched, len(logprobs))],
         [*islice(fetched, len(candidates))],
@@ -328,6 +344,7 @@ def sample(
         [(rows, next(fetched)) for rows in pooled],
         next(fetched, None),
     )
+    return Sampled(outcome, on_host, found, next(iter(accepted), None))
 
 
 def _prompt_pieces(

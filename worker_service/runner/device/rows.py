@@ -63,11 +63,12 @@ class DeviceRows:
         vocab_size: int,
         device: torch.device,
         num_counted: int | None = None,
+        max_drafts: int = 0,
     ) -> None:
         """Allocate all tensors.
 
         num_rows: capacity in sequences; num_counted: number of rows whose occurrences are kept,
-        None for all.
+        None for all; max_drafts: of a sequence, if they are made on the device.
         """
         self.padding_row = num_rows
         self.groups = groups
@@ -91,6 +92,7 @@ class DeviceRows:
             params=zeros(num_rows + 1, len(SamplingParam), dtype=torch.int64),
             latest=latest,
             num_ahead=num_ahead,
+            drafts=zeros(num_rows + 1, max_drafts, dtype=torch.int64),
             counts=zeros(num_rows if num_counted is None else num_counted, vocab_size),
             edit_tokens=zeros(num_rows + 1, MAX_EDITS),
             edit_values=zeros(num_rows + 1, MAX_EDITS, dtype=torch.float32),

@@ -41,11 +41,12 @@ class StepKernels(Protocol):
         inputs: StepInputs,
         latest: Tensor,
         num_ahead: Tensor,
+        drafts: Tensor,
         block_tables: Tensor,
         block_size: int,
         max_blocks: int,
     ) -> PreparedInputs:
-        """Combine the inputs sent by the host with tokens, progress and block tables on the
+        """Combine the inputs sent by the host with tokens, progress, drafts and block tables on the
         device."""
         ...
 
@@ -152,16 +153,19 @@ class DeviceSampler:
         caches: Sequence[LayerMemory],
         query_start: Tensor,
         max_context_len: int,
+        num_groups: int | None = None,
         **metadata: Any,
     ) -> StepBatch:
-        """Prepare the inputs of the model. metadata: other fields of `AttentionMetadata` that the
-        host decides."""
+        """Prepare the inputs of the model, or of a head that reads the first `num_groups` groups
+        only. metadata: other fields of `AttentionMetadata` that the host decides."""
         attention = []
-        for tables, group in zip(self._block_tables, self._groups, strict=True):
+        pairs = [*zip(self._block_tables, self._groups, strict=True)]
+        for tables, group in pairs[:num_groups]:
             prepared = self._kernels.prepare(
                 inputs,
                 self._tables.latest,
                 self._tables.num_ahead,
+                self._tables.drafts,
                 tables,
                 group.block_tokens,
                 group.table_width(max_context_len),
@@ -198,21 +202,23 @@ class DeviceSampler:
         nothing is stored in `DeviceRows` before `accept`: each row has a copy of its sequence's
         state.
 
-        counted: int64 [2, m], rows of the batch and drafts before them that penalties count; None:
-        no row has penalties.
+        counted: int64 [2, m], rows of the batch and drafts before them, or their codes, that
+        penalties count; None: no row has penalties.
         """
         row_ids, tables = rows.row_ids.long(), self._tables
         counts = tables.counts
         if counted is not None:
             # Rows without penalties get the occurrences of others, which are not read.
             counts = counts.index_select(0, row_ids.clamp_max(len(counts) - 1))
-            at = (counted[0], counted[1])
+            of_drafts = row_ids.index_select(0, counted[0])
+            at = (counted[0], reference.decode_drafts(counted[1], of_drafts, tables.drafts))
             counts.index_put_(at, counts.new_tensor(COUNT_ONE_OUTPUT), accumulate=True)
             counts.index_put_(at, counts[at] | COUNT_OCCURS)
         own = SamplingTables(
             params=tables.params.index_select(0, row_ids),
             latest=tables.latest.index_select(0, row_ids),
             num_ahead=tables.num_ahead.index_select(0, row_ids),
+            drafts=tables.drafts,
             counts=counts,
             edit_tokens=tables.edit_tokens.index_select(0, row_ids),
             edit_values=tables.edit_values.index_select(0, row_ids),

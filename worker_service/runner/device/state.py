@@ -39,6 +39,9 @@ class StateShape:
     with_adapters: bool = False
     """Whether graphs with adapters are captured, too."""
 
+    max_drafts: int = 0
+    """Drafts of a sequence that are made on the device."""
+
     @property
     def largest(self) -> tuple[int, int]:
         """The most sequences and the most tokens of a batch that is captured; 0 without graphs."""
@@ -51,7 +54,8 @@ class StateShape:
         num_rows = self.num_rows or capacity(max(1, num_blocks), self.num_seqs)
         num_counted = self.max_count_bytes // (4 * model.vocab_size)
         num_counted = min(num_rows, 2 * self.num_seqs, num_counted)
-        return DeviceRows(num_rows, groups, length, model.vocab_size, device, num_counted)
+        sizes = num_counted, self.max_drafts
+        return DeviceRows(num_rows, groups, length, model.vocab_size, device, *sizes)
 
     def num_bytes(self, model: Model, block_size: int) -> int:
         """Bytes of the state, without the hidden states and activations of its graphs."""

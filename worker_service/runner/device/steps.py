@@ -15,8 +15,9 @@ their collectives takes part of a batch's shape. One of them samples; the others
 on their devices, in the graph if the step is replayed, and their hosts learn them later as that of
 a single GPU does.
 
-Drafts are verified on the device, too: it stores the last token of each sequence, and how many
-drafts were accepted, from which the positions of the next step follow (`SamplingTables.num_ahead`).
+A head drafts on the device (`drafts.py`), and drafts are verified there, too: it stores the last
+token of each sequence, and how many drafts were accepted, from which the positions of the next step
+follow (`SamplingTables.num_ahead`).
 
 A launch waits until the host knows tokens only in these cases:
 
@@ -26,8 +27,7 @@ A launch waits until the host knows tokens only in these cases:
 | bad words of several tokens | the tokens of the sequences that have them |
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
-| sequences that are due for drafts | the tokens of these sequences |
-| any sequence, if a head drafts | its own tokens, which the head needs |
+| sequences that are due for drafts, but of a head | the tokens of these sequences |
 | more sequences, edits or penalties than `rows.py` has room for | every step launched
   before; the step itself is computed on the host, which waits for the device |
 """
@@ -51,6 +51,7 @@ from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.batch.step_rows import StepRows, resolve_rows
 from worker_service.runner.device.buffers import StepBuffers
 from worker_service.runner.device.columns import SamplingColumns, StepColumns
+from worker_service.runner.device.drafts import HeadDrafter
 from worker_service.runner.device.eager import compute_eagerly
 from worker_service.runner.device.in_flight_step import (
     BufferPool,
@@ -59,7 +60,7 @@ from worker_service.runner.device.in_flight_step import (
     InFlightStep,
     LastFinishTime,
 )
-from worker_service.runner.device.reports import DevicePass, FetchedReports, StepReports, sample
+from worker_service.runner.device.reports import DevicePass, Sampled, StepReports, sample
 from worker_service.runner.device.state import DeviceState
 from worker_service.runner.drafting.speculation import Speculation
 from worker_service.runner.state.sequence_state import (
@@ -106,6 +107,10 @@ class DeviceSteps:
         self._check = check
         self._pooling = pooling
         self._speculation = speculation
+        self._head: HeadDrafter | None = None
+        if speculation is not None and isinstance(speculation.drafter, HeadDrafter):
+            self._head = speculation.drafter
+            self._head.attach(state.rows, state.sampler)
         self._last_finish = LastFinishTime()
         state.rows.forget()
 
@@ -127,8 +132,7 @@ class DeviceSteps:
         self, plan: StepPlan, plan_rows: PlanRows, sequences: SequenceState, start: StepStart
     ) -> Step | None:
         """Launch a step; None if the host has to compute it. Waits for the device only if edits,
-        bitmasks or drafts need pending tokens, and for the step itself if a head reads its hidden
-        states. Raises InvalidPlan."""
+        bitmasks or drafts need pending tokens. Raises InvalidPlan."""
         table, pending, state = sequences.table, sequences.pending, self._state
         rows = resolve_rows(plan, plan_rows.batch, table)
         computes, states = rows.computes, rows.last_states()
@@ -156,7 +160,8 @@ class DeviceSteps:
         row_ids_computed = rows.row_ids[computes]
         inputs = lay_out(row_ids_computed, firsts, num_tokens, table, rows.saved_states)
         slots = _adapter_slots(inputs, self._adapters) if inputs.adapters else None
-        columns = StepColumns(inputs, sampling, states, reports, changes, slots)
+        drafting = None if self._head is None else self._head.plan(rows, table)
+        columns = StepColumns(inputs, sampling, states, reports, changes, drafting, slots)
         # Graphs keep no hidden states, embed tokens, and save no states.
         can_replay = self._pooling is None and not inputs.has_virtual_tokens
         can_replay = can_replay and not any(inputs.saves)
@@ -167,23 +172,22 @@ class DeviceSteps:
         computed = self._make_event()
         if len(constrained):
             queued = _constrain(queued, rows, constrained, sequences, state, buffers)
-        fetched = FetchedReports()
         pooled = []
         if self._pooling is not None and queued.hidden is not None and state.sampler.samples:
             pooled = self._pooling.pool(rows, queued.hidden, table)
         if queued.sample is None or queued.outcome is None or not reports.is_empty:
-            numbers, fetched = sample(queued, reports, state.sampler, self._model, buffers, pooled)
+            sampled = sample(queued, reports, state.sampler, self._model, buffers, pooled)
         else:
             if len(row_ids):
                 queued.sample()
-            numbers = buffers.fetch([queued.outcome])[0]
+            sampled = Sampled(queued.outcome, buffers.fetch([queued.outcome])[0])
         step = InFlightStep(
             plan=plan,
             rows=np.concatenate([rows.sampling, reports.reporting]),
             errors=rows.errors,
-            numbers=numbers,
+            numbers=sampled.numbers,
             offsets=None if rows.drafts is None else rows.drafts.offsets,
-            reports=fetched,
+            reports=sampled.reports,
             buffers=buffers,
             begin=begin,
             computed=computed,
@@ -196,6 +200,9 @@ class DeviceSteps:
         table.advance(
             rows.row_ids, rows.num_computed, rows.row_ids[rows.parents], rows.row_ids[rows.forks]
         )
+        if self._head is not None and drafting is not None:
+            drafting.observe(queued.captured, sampled.outcome, sampled.num_accepted)
+            drafting.advance(rows, table)
         resolved = None
         if speculation is not None:
             resolved = self._resolved(step, rows, sequences, speculation, are_decodes)
@@ -208,9 +215,6 @@ class DeviceSteps:
             positions = np.append(positions, np.full(num_reporting, NO_PLACEHOLDER))
         pending.add(step, row_ids, positions, resolved)
         self._buffers.add(step)
-        if speculation is not None and speculation.reads_hidden:
-            pending.resolve_all()
-            speculation.observe(rows, queued.captured, table)
         return step
 
     def _resolved(
@@ -237,6 +241,8 @@ class DeviceSteps:
             sequences.table.num_pending_drafts[columns[0]] -= columns[1]
             self._state.rows.record_accepted(columns[0], columns[2])
             speculation.record_drafts(*columns)
+            if self._head is not None:
+                self._head.record_accepted(columns[0], columns[2], sequences.table)
 
         return resolved
 

@@ -45,8 +45,9 @@ class Drafter(ABC):
     """Whether proposing is expensive. If so, the number of drafts is chosen first, and only that
     many are requested; otherwise drafts are requested first, and some of them are chosen."""
 
-    reads_hidden = False
-    """Whether `observe` needs every step, with its hidden states."""
+    is_on_device = False
+    """Whether drafts are made on the device, behind steps whose tokens the host has yet to read. If
+    so, `propose` reads no tokens, and returns codes that stand for the drafts (`FIRST_DRAFT`)."""
 
     @abstractmethod
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:

@@ -28,7 +28,7 @@ from worker_service.runner.drafting.drafter import Draft, Drafter
 from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
 
-_LENGTH, _PROVISIONAL = range(2)
+LENGTH, PROVISIONAL = range(2)
 """Columns of a sequence: number of tokens up to the last one whose hidden state is known, 0 if none
 is; whether the head's row for that token must be written again."""
 
@@ -38,7 +38,6 @@ class EagleDrafter(Drafter):
     other."""
 
     is_expensive = True
-    reads_hidden = True
 
     def __init__(self, head: EagleHead, caches: Sequence[LayerMemory]) -> None:
         """caches: keys and values of the layer of `head`, in the target's blocks."""
@@ -54,7 +53,7 @@ class EagleDrafter(Drafter):
         if missing := table.num_rows - len(self._hidden):
             more = self._hidden.new_zeros(missing, self._hidden.shape[1])
             self._hidden = torch.cat([self._hidden, more])
-        length, provisional = table.drafter_state[:, _LENGTH], table.drafter_state[:, _PROVISIONAL]
+        length, provisional = table.drafter_state[:, LENGTH], table.drafter_state[:, PROVISIONAL]
         computed = np.flatnonzero(rows.computes)
         row_ids, firsts = rows.row_ids[computed], rows.firsts[computed]
         starts = rows.ends()[computed] - rows.num_tokens[computed]
@@ -91,7 +90,7 @@ class EagleDrafter(Drafter):
         ends = table.num_tokens[row_ids]
         limits = np.minimum(np.array(counts, np.int64), self._head.max_model_len - ends)
         num_drafts = np.zeros(len(row_ids), np.int64)
-        has_token = table.drafter_state[row_ids, _LENGTH] == ends - 1
+        has_token = table.drafter_state[row_ids, LENGTH] == ends - 1
         rows = np.flatnonzero((limits > 0) & has_token & (ends > 1))
         hidden = self._hidden[row_ids[rows]]
         shifted = table.for_drafts(shift=1)

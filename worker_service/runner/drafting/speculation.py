@@ -308,9 +308,9 @@ class Speculation:
         self._lengths.forget_all()
 
     @property
-    def reads_hidden(self) -> bool:
-        """Whether the drafter observes every step."""
-        return self._drafter is not None and self._drafter.reads_hidden
+    def drafter(self) -> Drafter | None:
+        """None on a rank that does not sample."""
+        return self._drafter
 
     def reset(self) -> None:
         """Drop the statistics of all sequences."""
@@ -384,10 +384,14 @@ class Speculation:
         self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState
     ) -> dict[int, Int32Array]:
         """Return by row the drafts that `lookahead` allows, the drafter proposes and the lengths
-        choose. Waits for the pending tokens of the sequences that are due."""
+        choose. Waits for the pending tokens of the sequences that are due, unless drafts are made
+        on the device; then those with a constraint, whose masks depend on drafts, have none."""
         if self._drafter is None:
             return {}
         table, lengths = sequences.table, self._lengths
+        excluded: set[int] = set()
+        if self._drafter.is_on_device and sequences.masks is not None:
+            excluded = {row for row, _ in sequences.masks.constrained(rows.row_ids)}
         columns = (lookahead, rows.computes, rows.row_ids, table.num_tokens[rows.row_ids])
         due = [
             row
@@ -396,10 +400,11 @@ class Speculation:
             )
             if max_drafts > 0
             and computes
+            and row not in excluded
             and self._may_draft(row_id, table)
             and lengths.is_due(row_id, num_tokens)
         ]
-        if due:
+        if due and not self._drafter.is_on_device:
             sequences.pending.resolve(rows.row_ids[due])
             self._drafter.learn(rows.row_ids[due], table)
         if table.failures:  # of a token that was pending
@@ -435,6 +440,8 @@ class Speculation:
         """Propose drafts for sequences, up to the first one that a constraint does not allow."""
         assert self._drafter is not None
         found = self._drafter.propose(row_ids, counts, sequences.table)
+        if self._drafter.is_on_device:
+            return found
         for row in sequences.constrained_rows(row_ids):
             assert sequences.masks is not None
             draft = found[row.row]

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import LayerCaches
+from pagewire_kernels.batch import UNKNOWN_TOKEN, LayerCaches
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.eagle_heads import make_head, write_head
 from tests.support.in_process import InProcessEngine
 from tests.support.loading import load
 from tests.support.rank_threads import ParallelEngine
-from tests.support.runners import RUNNERS
+from tests.support.runners import RUNNERS, host
 from tests.support.speculation import (
     NUM_DRAFTS,
     PROMPTS,
@@ -34,7 +34,9 @@ from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_eagle_head
 from worker_service.models.eagle import EagleHead
-from worker_service.runner.drafting.drafter import Draft
+from worker_service.runner.batch.step_rows import StepRows
+from worker_service.runner.device.drafts import HeadDrafter, StepDrafts
+from worker_service.runner.drafting.drafter import Draft, Drafter
 from worker_service.runner.drafting.eagle_drafter import EagleDrafter
 from worker_service.runner.state.sequence_table import SequenceTable
 
@@ -124,20 +126,13 @@ def _rotate(heads: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-class Noted(EagleDrafter):
-    """Notes what it drafts."""
+class Recorded:
+    """What a head has drafted."""
 
     def __init__(self, head: EagleHead, caches: Sequence[LayerCaches]) -> None:
-        super().__init__(head, caches)
+        super().__init__(head, caches)  # type: ignore[call-arg]
         self.drafts: list[tuple[list[int], list[int]]] = []
         """Tokens of a sequence, and its drafts."""
-
-    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
-        found = super().propose(row_ids, counts, table)
-        for row_id, drafts in zip(row_ids.tolist(), found, strict=True):
-            tokens = table.token_ids[row_id, : table.num_tokens[row_id]].tolist()
-            self.drafts.append((tokens, drafts.tokens.tolist()))
-        return found
 
     def assert_drafts_are_those_of(
         self, reference: Reference, every: int = 7, num_without: int = 0
@@ -153,6 +148,57 @@ class Noted(EagleDrafter):
                 assert logits.max() - logits[index] < 1e-3, (tokens, drafts, count)
 
 
+class RecordedOnHost(Recorded, EagleDrafter):
+    """On a CPU."""
+
+    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
+        found = super().propose(row_ids, counts, table)
+        for row_id, drafts in zip(row_ids.tolist(), found, strict=True):
+            tokens = table.token_ids[row_id, : table.num_tokens[row_id]].tolist()
+            self.drafts.append((tokens, drafts.tokens.tolist()))
+        return found
+
+
+class RecordedOnDevice(Recorded, HeadDrafter):
+    """On a device, whose memory the host may read here at any time."""
+
+    def __init__(self, head: EagleHead, caches: Sequence[LayerCaches]) -> None:
+        super().__init__(head, caches)
+        self.unread: list[tuple[int, list[int], int, list[int]]] = []
+        """Rows, tokens that were known, number of tokens, and drafts, of sequences whose tokens
+        the host has yet to read."""
+
+    def plan(self, rows: StepRows, table: SequenceTable) -> StepDrafts:
+        self._read(table)
+        planned, begin = super().plan(rows, table), StepDrafts.begin
+        counts = [0] * len(rows.row_ids) if rows.drafts is None else rows.drafts.counts.tolist()
+        num_tokens = table.num_tokens[rows.row_ids].tolist()
+        columns = zip(rows.row_ids.tolist(), counts, num_tokens, strict=True)
+
+        def recorded(sent: list[Tensor]) -> None:
+            begin(planned, sent)
+            for row_id, count, length in columns:
+                if count:
+                    is_known = table.token_ids[row_id, :length] != UNKNOWN_TOKEN
+                    known = table.token_ids[row_id, :length][is_known].tolist()
+                    end = length + int(self.tables.num_ahead[row_id])
+                    drafts = self.tables.drafts[row_id, :count].tolist()
+                    self.unread.append((row_id, known, end, drafts))
+
+        planned.begin = recorded  # type: ignore[method-assign]
+        return planned
+
+    def _read(self, table: SequenceTable) -> None:
+        unread, self.unread = self.unread, []
+        for row_id, known, end, drafts in unread:
+            tokens = table.token_ids[row_id, :end].tolist()
+            if tokens[: len(known)] == known:  # else the sequence is forgotten
+                if UNKNOWN_TOKEN in tokens or table.num_tokens[row_id] < end:
+                    self.unread.append((row_id, known, end, drafts))
+                else:
+                    self.drafts.append((tokens, drafts))
+
+
 class Engine(SpeculatingEngine):
     """Drafts with a head."""
 
@@ -165,10 +211,11 @@ class Engine(SpeculatingEngine):
         assert self.head is not None
         return self.head
 
-    def make_drafter(self, cache: CacheEngine) -> Noted:
+    def make_drafter(self, cache: CacheEngine) -> Drafter:
         assert self.head is not None
-        self.drafter = Noted(self.head, cache.draft_caches)
-        return self.drafter
+        make = RecordedOnHost if self.kind is host else RecordedOnDevice
+        self.drafter = made = make(self.head, cache.draft_caches)
+        return made
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -382,7 +429,7 @@ def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
         loaded, cache = sampler.executor._draft, sampler.executor._cache
         assert isinstance(loaded, EagleHead)
         assert cache is not None
-        drafter = sampler.runner._speculation._drafter = Noted(loaded, cache.draft_caches)
+        drafter = sampler.runner._speculation._drafter = RecordedOnHost(loaded, cache.draft_caches)
         others = [rank for rank in engine.group.ranks if rank is not sampler]
         assert [rank.executor._draft for rank in others] == [None] * len(others)
         drafting = engine.generate(PROMPTS, 12)
