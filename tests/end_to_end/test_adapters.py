@@ -391,7 +391,7 @@ def test_answers_with_prompts_are_those_of_peft_and_share_no_kv(tmp_path: Path) 
                     assert found.usage.cached_tokens == num_cached
             peft, params = made["a"], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
             found = client.generate(prompt, params, lora="a")
-    [logits] = peft.model(torch.tensor([prompt])).logits.detach()
+    logits = peft.logits(prompt)
     expected = logits.log_softmax(-1)[20:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
     assert found.prompt_logprobs is not None
     first, *entries = found.prompt_logprobs
@@ -399,4 +399,4 @@ def test_answers_with_prompts_are_those_of_peft_and_share_no_kv(tmp_path: Path) 
     logprobs = [
         entry[token].logprob for entry, token in zip(entries, prompt[1:], strict=True) if entry
     ]
-    assert logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    assert logprobs == pytest.approx(expected.tolist(), abs=2e-5)

@@ -11,19 +11,33 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.support.float64 import Float64
 from worker_service.adapters.peft_format import STACKS, WEIGHTS_FILE, LoraModule, ModelAdapter
 from worker_service.models.adapters import layers_of
+from worker_service.models.linear import RowParallelLinear, VocabEmbedding
 from worker_service.models.native import NativeModel
 
 LAYERS, EXPERTS, EMBEDDING, HEAD = "layers", "experts", "embedding", "head"
 
+_SIZE = 0.5
+"""Of the numbers of random adapters, so that they change tokens, but keep sums as small as those of
+the base."""
+
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter in a folder, and the model of `transformers` with it, not merged, in float32."""
+    """An adapter in a folder, and the model of `transformers` with it, not merged. It is evaluated
+    in float64: of two evaluations in float32, neither is exact."""
 
     folder: Path
     model: Any
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """[num_tokens, vocab_size]."""
+        with Float64():
+            logits: Tensor = self.model.double()(torch.tensor([tokens])).logits[0]
+        return logits
 
     @torch.inference_mode()
     def generate(
@@ -32,10 +46,20 @@ class PeftAdapter:
         """A greedy continuation, and the log probabilities of all tokens at each of its places."""
         tokens, logprobs = list(prompt), []
         for _ in range(num_tokens):
-            logits: Tensor = self.model(torch.tensor([tokens])).logits[0, -1]
+            logits = self.logits(tokens)[-1]
             logprobs.append(logits.log_softmax(-1).tolist())
             tokens.append(int(logits.argmax()))
         return tokens[len(prompt) :], logprobs
+
+
+def load_base(base: Path, *, generates: bool = True) -> Any:
+    """The model of `transformers`, in float32, whose operations all exist in float64, too.
+    generates: as of `make_adapter`."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM if generates else AutoModel
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return kind.from_pretrained(base, dtype=torch.float32, **eager)
 
 
 def make_adapter(
@@ -53,12 +77,9 @@ def make_adapter(
     `LAYERS`, which are all linear layers without the LM head, `EXPERTS`, `EMBEDDING`, `HEAD`.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModel, AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
-    model = (AutoModelForCausalLM if generates else AutoModel).from_pretrained(
-        base, attn_implementation="eager", dtype=torch.float32
-    )
+    model = load_base(base, generates=generates)
     vocabulary = {EMBEDDING: model.get_input_embeddings(), HEAD: model.get_output_embeddings()}
     names = set()
     for name, module in model.named_modules():
@@ -77,8 +98,11 @@ def make_adapter(
         warnings.simplefilter("ignore")
         adapted = get_peft_model(model, config).eval()
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+        if "lora_magnitude" in name:  # PEFT has set it to the norms of rows
+            nn.init.uniform_(factors := torch.empty_like(parameter), 0.7, 1.4)
+            parameter.data.mul_(factors)
+        elif "lora_" in name:
+            nn.init.normal_(parameter, std=_SIZE * parameter.shape[1] ** -0.5)
     with warnings.catch_warnings():  # that embeddings are saved
         warnings.simplefilter("ignore")
         adapted.save_pretrained(folder)
@@ -91,11 +115,8 @@ def make_prompt(
     """A prompt adapter with random embeddings. is_encoded: of P-tuning, whose encoder makes them
     when it is saved; the model has those that are read again."""
     from peft import PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        base, attn_implementation="eager", dtype=torch.float32
-    )
+    model = load_base(base)
     torch.manual_seed(seed)
     kind = PromptEncoderConfig if is_encoded else PromptTuningConfig
     width = model.get_input_embeddings().weight.shape[1]
@@ -110,9 +131,7 @@ def make_prompt(
         model.get_input_embeddings()(torch.arange(32)).std() / tensors["prompt_embeddings"].std()
     )
     save_file({"prompt_embeddings": tensors["prompt_embeddings"] * scale}, folder / WEIGHTS_FILE)
-    plain = AutoModelForCausalLM.from_pretrained(
-        base, attn_implementation="eager", dtype=torch.float32
-    )
+    plain = load_base(base)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PeftAdapter(folder, PeftModel.from_pretrained(plain, folder).eval())
@@ -126,16 +145,22 @@ def random_prompt(model: NativeModel, seed: int, *, num_tokens: int) -> ModelAda
     return ModelAdapter.of_modules({}, torch.randn(num_tokens, size, generator=generator))
 
 
-def random_adapter(model: NativeModel, seed: int, *, rank: int = 4) -> ModelAdapter:
-    """An adapter with random matrices of all layers of a model of one rank."""
+def random_adapter(
+    model: NativeModel, seed: int, *, rank: int = 4, uses_dora: bool = False
+) -> ModelAdapter:
+    """An adapter with random matrices of all layers of a model of one rank. uses_dora: of those
+    whose inputs ranks would not share, with magnitudes."""
     generator = torch.Generator().manual_seed(seed)
     modules = {}
     for layer in layers_of(model):
+        if uses_dora and isinstance(layer, RowParallelLinear | VocabEmbedding):
+            continue
         for name, part in layer.parts():
             if name.endswith(STACKS):  # experts have modules of their own, too
                 continue
             num_outputs, num_inputs = part.source_shape
             a = torch.randn(rank, num_inputs, generator=generator) * num_inputs**-0.5
             b = torch.randn(num_outputs, rank, generator=generator) * rank**-0.5
-            modules[name] = LoraModule(a, b, 1.0)
+            magnitudes = 0.5 + torch.rand(num_outputs, generator=generator) if uses_dora else None
+            modules[name] = LoraModule(a, b, 1.0, magnitudes=magnitudes)
     return ModelAdapter.of_modules(modules)

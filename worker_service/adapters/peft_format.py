@@ -2,8 +2,8 @@
 identifies them.
 
 The content is a JSON object that describes the modules and the prompt, spaces, a line end, and the
-numbers of all matrices, in the order of the modules' names, each module's A before its B, and of
-the prompt. The spaces make the numbers begin at a multiple of `_ALIGNMENT` bytes.
+numbers of all matrices, in the order of the modules' names, of each module A, B and magnitudes, and
+of the prompt. The spaces make the numbers begin at a multiple of `_ALIGNMENT` bytes.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}
-"""Settings that scales are computed from."""
+_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type", "use_dora"}
+"""Settings that changes are computed from."""
 
 _WITHOUT_EFFECT = {
     "auto_mapping",
@@ -88,7 +88,10 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 _ALIGNMENT = 64
 
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
+_NAME = re.compile(
+    r"base_model\.model\.(.+)\.lora_"
+    r"(?:([AB])\.weight|embedding_([AB])|(magnitude)_vector(?:\.weight)?)"
+)
 _BASE_NAME = re.compile(r"base_model\.model\.(.+)\.base_layer\.weight")
 
 _EXPERTS, _INSIDE = ".experts", ".base_layer"
@@ -102,7 +105,8 @@ CheckBase = Callable[[str, Tensor], None]
 
 class LoraModule(NamedTuple):
     """The change of one linear layer: x @ A.T @ B.T * scale is added to its output. Tokens are the
-    inputs of an embedding, so that x has a 1 at one of them."""
+    inputs of an embedding, so that x has a 1 at one of them. A layer that has a bias adds it to the
+    result."""
 
     a: Tensor
     """[rank, in_features]."""
@@ -114,6 +118,9 @@ class LoraModule(NamedTuple):
     num_experts: int = 1
     """Experts whose weights are one parameter, if it is one of those. Then A has the rows of all
     experts, one after the other, and in B their columns take turns."""
+
+    magnitudes: Tensor | None = None
+    """float32 [out_features]: of DoRA, whose changed weight has rows of these norms."""
 
     @property
     def rank(self) -> int:
@@ -168,11 +175,13 @@ class ModelAdapter:
                 "dtype": _name_of(module.a.dtype),
                 "scale": module.scale,
                 **({"experts": module.num_experts} if module.num_experts > 1 else {}),
+                **({} if module.magnitudes is None else {"magnitudes": True}),
             }
             for name, module in ordered
         ]
         fields: dict[str, Any] = {"modules": described}
-        matrices = [matrix for _, module in ordered for matrix in (module.a, module.b)]
+        numbers = [(m.a, m.b, m.magnitudes) for _, m in ordered]
+        matrices = [matrix for of_module in numbers for matrix in of_module if matrix is not None]
         if prompt is not None:
             tokens, size = prompt.shape
             fields["prompt"] = {"tokens": tokens, "size": size, "dtype": _name_of(prompt.dtype)}
@@ -207,7 +216,11 @@ class ModelAdapter:
                 a = matrix(rank, int(described["inputs"]), dtype)
                 b = matrix(int(described["outputs"]), rank, dtype)
                 scale = float(described["scale"])
-                modules[str(described["name"])] = LoraModule(a, b, scale, num_experts)
+                magnitudes = None
+                if described.get("magnitudes"):
+                    [magnitudes] = matrix(1, len(b), torch.float32)
+                module = LoraModule(a, b, scale, num_experts, magnitudes)
+                modules[str(described["name"])] = module
             if (described := fields.get("prompt")) is not None:
                 sizes = int(described["tokens"]), int(described["size"])
                 prompt = matrix(*sizes, _DTYPES[described["dtype"]])
@@ -334,8 +347,8 @@ def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
         if match is None:
             expected = "only base_model.model.MODULE.lora_A.weight and lora_B.weight"
             raise BadAdapter(f"{WEIGHTS_FILE}: expected {expected}, got {name!r}")
-        check_tensor(name, tensor)
-        pairs.setdefault(match[1], {})[match[2] or match[3]] = tensor
+        check_tensor(name, tensor, num_dims=1 if match[4] else 2)
+        pairs.setdefault(match[1], {})[match[2] or match[3] or match[4]] = tensor
     if not pairs:
         raise BadAdapter(f"{WEIGHTS_FILE}: expected at least one module, got none")
     found = {_parameter_of(name, pairs, settings): pair for name, pair in pairs.items()}
@@ -363,21 +376,24 @@ def _parameter_of(name: str, names: Container[str], settings: Mapping[str, Any])
     return f"{module}.{kinds.pop()}"
 
 
-def check_tensor(name: str, tensor: Tensor) -> None:
-    """Raise BadAdapter unless a tensor is a matrix of finite numbers of an allowed dtype."""
+def check_tensor(name: str, tensor: Tensor, *, num_dims: int = 2) -> None:
+    """Raise BadAdapter unless a tensor is a matrix, or a vector, of finite numbers of an allowed
+    dtype."""
     if tensor.dtype not in _DTYPES.values():
         raise BadAdapter(f"{name}: expected one of {', '.join(_DTYPES)}, got {tensor.dtype}")
-    if tensor.dim() != 2:
-        raise BadAdapter(f"{name}: expected a matrix, got the shape {list(tensor.shape)}")
+    if tensor.dim() != num_dims:
+        expected = "a matrix" if num_dims == 2 else "a vector"
+        raise BadAdapter(f"{name}: expected {expected}, got the shape {list(tensor.shape)}")
     if not tensor.isfinite().all():
         raise BadAdapter(f"{name}: expected finite numbers, got NaN or infinity")
 
 
 def module_of(name: str, pair: Mapping[str, Tensor], settings: Mapping[str, Any]) -> LoraModule:
-    """The change of a layer by its matrices, A and B. settings: those of `_READ`. Raises BadAdapter
-    if they do not fit each other."""
-    if len(pair) < 2:
-        raise BadAdapter(f"{name}: expected lora_A and lora_B, got only lora_{next(iter(pair))}")
+    """The change of a layer by its matrices, A and B, and magnitudes. settings: those of `_READ`.
+    Raises BadAdapter if they do not fit each other."""
+    if not {"A", "B"} <= {*pair}:
+        got = " and ".join(f"lora_{kind}" for kind in pair)
+        raise BadAdapter(f"{name}: expected lora_A and lora_B, got only {got}")
     a, b = pair["A"], pair["B"]
     rank = _number(settings, "r", "rank_pattern", name)
     num_experts = 1
@@ -390,7 +406,24 @@ def module_of(name: str, pair: Mapping[str, Tensor], settings: Mapping[str, Any]
         raise BadAdapter(f"{name}: expected one dtype, got {a.dtype} and {b.dtype}")
     alpha = _number(settings, "lora_alpha", "alpha_pattern", name)
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    return LoraModule(a, b, scale, num_experts)
+    return LoraModule(a, b, scale, num_experts, _magnitudes(name, pair, settings))
+
+
+def _magnitudes(
+    name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> Tensor | None:
+    """Those of a module, which all of an adapter have if it is one of DoRA."""
+    found, uses_dora = tensors.get("magnitude"), bool(settings.get("use_dora"))
+    if (found is not None) != uses_dora:
+        expected, got = ("one", "none") if uses_dora else ("none", "one")
+        problem = f"expected {expected}, as use_dora is {uses_dora}, got {got}"
+        raise BadAdapter(f"{name}.lora_magnitude_vector: {problem}")
+    if found is None:
+        return None
+    if found.shape[0] != tensors["B"].shape[0]:
+        expected = f"{len(tensors['B'])} numbers"
+        raise BadAdapter(f"{name}.lora_magnitude_vector: expected {expected}, got {len(found)}")
+    return found.float()
 
 
 def _number(settings: Mapping[str, Any], field: str, patterns: str, name: str) -> float:

@@ -23,7 +23,13 @@ from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
 from worker_service.models.experts import ExpertWeights
 from worker_service.models.latent_attention import Expansion
-from worker_service.models.linear import AdaptableLayer, Linear, LinearPart, VocabEmbedding
+from worker_service.models.linear import (
+    AdaptableLayer,
+    Linear,
+    LinearPart,
+    ScalableLayer,
+    VocabEmbedding,
+)
 from worker_service.models.native import ActivatesAdapters, NativeModel
 
 _OF_FIRST = re.compile(
@@ -73,7 +79,7 @@ class LayerAdapters:
 
     def __init__(self, layer: AdaptableLayer, step: _Step, max_slots: int, max_rank: int) -> None:
         """max_rank: of an adapter's module."""
-        self._step = step
+        self._layer, self._step = layer, step
         self._deltas = layer.make_deltas(step.native_rows, max_slots, max_rank)
         self._modules: dict[bytes, Sequence[tuple[LinearPart, LoraModule]]] = {}
         """By digest, of the adapters in slots that change this layer."""
@@ -94,11 +100,31 @@ class LayerAdapters:
         """What an adapter adds to the layer. May be called on any thread."""
         if self._deltas is None:
             return LayerDelta(modules, None)
-        parts = [
-            DeltaPart(*_matrices(part, module), module.scale, part.outputs.start, part.expert or 0)
-            for part, module in modules
-        ]
+        parts = []
+        for part, module in modules:
+            matrices, first = _matrices(part, module), part.outputs.start
+            factors = self._factors(part, module, *matrices)
+            parts.append(DeltaPart(*matrices, module.scale, first, part.expert or 0, factors))
         return LayerDelta(modules, self._deltas.pack(parts))
+
+    @property
+    def can_scale(self) -> bool:
+        """Whether an adapter can also multiply the sums of the layer."""
+        return isinstance(self._layer, ScalableLayer) and isinstance(self._deltas, NativeDeltas)
+
+    def _factors(self, part: LinearPart, module: LoraModule, a: Tensor, b: Tensor) -> Tensor | None:
+        """What DoRA multiplies sums by: the magnitudes divided by the norms of the changed weight's
+        rows. None for other adapters. Raises BadAdapter if a row is zero."""
+        if module.magnitudes is None:
+            return None
+        assert isinstance(self._layer, ScalableLayer), "the others were refused"
+        [magnitudes] = part.rows_of(module.magnitudes[:, None]).mT
+        norms = self._layer.norms(part.outputs, a.float(), b.float() * module.scale)
+        if (norms == 0).any():
+            problem = "expected a changed weight without rows of zeros"
+            row = int((norms == 0).nonzero()[0])
+            raise BadAdapter(f"use_dora: {problem}, got zeros in row {row}")
+        return magnitudes / norms
 
     def fill(self, slot: int, digest: bytes, delta: "LayerDelta") -> None:
         """Put an adapter that changes the layer into a slot."""
@@ -279,6 +305,7 @@ class AdapterSlots:
                 )
             for place in places:
                 self._check_shape(name, module, place)
+                self._check_magnitudes(name, module, place)
 
     def _check_prompt(self, num_tokens: int, size: int) -> None:
         model, expected_size = self._model, self._model.virtual_token_size
@@ -305,6 +332,17 @@ class AdapterSlots:
         ):
             problem = f"expected weights of {num_experts} experts, got {module.num_experts}"
             raise BadAdapter(f"{name}: {problem}")
+
+    def _check_magnitudes(self, name: str, module: LoraModule, place: _Place) -> None:
+        if module.magnitudes is None:
+            return
+        if not self._layers[place.layer].can_scale:
+            expected = "linear layers and embeddings that the C++ kernels of a CPU compute"
+            raise BadAdapter(f"use_dora: expected {expected}, got {name}")
+        num_inputs, columns = place.part.source_shape[1], place.part.inputs
+        if columns.stop - columns.start != num_inputs:
+            expected = f"all {num_inputs} inputs of {name} on one rank, as norms are of them"
+            raise BadAdapter(f"use_dora: expected {expected}, got {columns.stop - columns.start}")
 
     def _places_of(self, name: str) -> Sequence[_Place]:
         return self._places.get(self._canonical(name), ())

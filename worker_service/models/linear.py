@@ -44,6 +44,9 @@ if TYPE_CHECKING:  # Triton is imported only if it is used
 HEAD_ROUNDING = "int8"
 """The format of LM heads, and of embeddings tied to them, if other layers are quantized."""
 
+_NUMBERS_AT_ONCE = 1 << 22
+"""Numbers of an embedding that are squared at once."""
+
 
 class PackedWeight(Protocol):
     """A weight [out_features, in_features] in a layout of its own."""
@@ -311,6 +314,15 @@ class AdaptableLayer(Protocol):
         ...
 
 
+@runtime_checkable
+class ScalableLayer(AdaptableLayer, Protocol):
+    """A layer whose sums the C++ kernels can also multiply by a factor for each output."""
+
+    def norms(self, outputs: slice, a: Tensor, b: Tensor) -> Tensor:
+        """See `Linear.norms`."""
+        ...
+
+
 def make_slots(
     context: ModelContext,
     outputs: Sequence[slice],
@@ -444,6 +456,12 @@ class Linear(nn.Module):
             a_shape = len(outputs), self._inputs.size
             return make_slots(self._context, outputs, a_shape, max_slots, max_rank)
         return self.native_weight.make_deltas(rows, max_slots, len([*self.parts()]), max_rank)
+
+    def norms(self, outputs: slice, a: Tensor, b: Tensor) -> Tensor:
+        """Norms of some outputs' rows of the sum of the weight of the C++ product and b @ a, which
+        are float32: [num_outputs]."""
+        assert self.native_weight is not None, "its deltas are native"
+        return self.native_weight.norms(outputs.start, a, b)
 
     def parts(self) -> Iterator[tuple[str, LinearPart]]:
         """(name of the checkpoint's module, its part of this product), once `targets` was called.
@@ -687,6 +705,14 @@ class VocabEmbedding(nn.Module):
         sizes = self._size, self.shard.size
         return EmbeddingDeltas(*sizes, rows, max_slots, max_rank, native_library, dtype)
 
+    def norms(self, outputs: slice, a: Tensor, b: Tensor) -> Tensor:
+        """As `Linear.norms`: over all tokens, for each number of a row."""
+        squares = torch.zeros(len(b))
+        for tokens in torch.arange(self.shard.size).split(max(1, _NUMBERS_AT_ONCE // len(b))):
+            rows = self._plain_rows(tokens)[:, outputs].float()
+            squares += (rows + (b @ a[:, tokens]).t()).square_().sum(dim=0)
+        return squares.sqrt_()
+
     def _keep(self, part: QuantizedWeight) -> None:
         assert self.weight is not None
         part = part.in_order()
@@ -720,12 +746,14 @@ class VocabEmbedding(nn.Module):
         # One rank has the row and the others have zeros, so the sum is exact.
         return self._communicator.sum(found.masked_fill_(~is_ours.unsqueeze(1), 0))
 
-    def _rows(self, indices: Tensor) -> Tensor:
+    def _plain_rows(self, indices: Tensor) -> Tensor:
         if self.packed is not None:
-            rows = self.packed.gather(indices)
-        else:
-            assert self.weight is not None
-            rows = self._kernels.embed(self.weight, indices)
+            return self.packed.gather(indices)
+        assert self.weight is not None
+        return self._kernels.embed(self.weight, indices)
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        rows = self._plain_rows(indices)
         if self.additions is None:
             return rows
         deltas = self.additions.of_step()

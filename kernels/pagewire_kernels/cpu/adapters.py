@@ -85,6 +85,8 @@ class DeltaPart(NamedTuple):
     scale: float
     first_output: int
     expert: int = 0
+    factors: Tensor | None = None
+    """float32 [num_outputs], that the sums are multiplied by, too; None: by nothing."""
 
 
 class PackedDelta(NamedTuple):
@@ -97,12 +99,15 @@ class PackedDelta(NamedTuple):
     scales: Tensor
     b: Tensor
     spans: ctypes.Array[AdapterSpan]
+    factors: Tensor | None
+    """float32 [num_experts, outputs in blocks]; None: no sums are multiplied."""
 
     @property
     def num_bytes(self) -> int:
         """Its memory."""
         arrays = ctypes.sizeof(self.slots) + ctypes.sizeof(self.spans)
-        return self.a.nbytes + self.scales.nbytes + self.b.nbytes + arrays
+        factors = 0 if self.factors is None else self.factors.nbytes
+        return self.a.nbytes + self.scales.nbytes + self.b.nbytes + factors + arrays
 
 
 class NativeDeltas:
@@ -146,12 +151,17 @@ class NativeDeltas:
         # The last panel may have a block beyond the outputs.
         b = torch.zeros(self._num_experts, sum(sizes) + _BLOCK_OUTPUTS, rank, dtype=self._dtype)
         scales = torch.zeros(self._num_experts, rank + _BLOCK_OUTPUTS)  # of whole registers
+        has_factors = any(part.factors is not None for part in parts)
+        factors = torch.ones(b.shape[:2]) if has_factors else None
         for first, part in zip(firsts, parts, strict=True):
             expert, ranks_of_part = part.expert, slice(first, first + part.a.shape[0])
             a[expert, ranks_of_part, :in_features] = part.a
             scales[expert, ranks_of_part] = part.scale
             for start, rows in self._in_blocks(part.first_output, part.b, sizes):
                 b[expert, start : start + len(rows), ranks_of_part] = rows
+            if factors is not None and part.factors is not None:
+                for start, some in self._in_blocks(part.first_output, part.factors, sizes):
+                    factors[expert, start : start + len(some)] = some
         a = self._arranged(a, scales)
         packed, spans = self._pack_b(b)
         slots = (AdapterSlot * self._num_experts)()
@@ -165,8 +175,9 @@ class NativeDeltas:
                 rank=rank,
                 scales=address(scales[expert]),
                 spans=ctypes.addressof(spans) + expert * span_bytes,
+                factors=address(None if factors is None else factors[expert]),
             )
-        return PackedDelta(slots, a, scales, packed, spans)
+        return PackedDelta(slots, a, scales, packed, spans, factors)
 
     def _arranged(self, a: Tensor, scales: Tensor) -> Tensor:
         """A as the kernel reads it. a: [num_experts, rank, padded inputs]; scales: [num_experts,
@@ -180,8 +191,8 @@ class NativeDeltas:
         ctypes.memmove(ctypes.addressof(self._slots) + slot * size, packed.slots, size)
 
     def _in_blocks(self, first: int, b: Tensor, sizes: Sequence[int]) -> list[tuple[int, Tensor]]:
-        """The rows of B for outputs from `first` on, where they are if each of the layer's parts
-        begins with a block."""
+        """The rows of B, or factors, for outputs from `first` on, where they are if each of the
+        layer's parts begins with a block."""
         found, start, padded_start = [], 0, 0
         for size, padded in zip(self._outputs, sizes, strict=True):
             low, high = max(first, start), min(first + len(b), start + size)

@@ -381,6 +381,41 @@ class _Packed:
         limits = max_slots, num_modules, max_rank
         return NativeDeltas(sizes, rows, *limits, self._library, self.dtype)
 
+    def norms(self, first: int, a: Tensor, b: Tensor) -> Tensor:
+        """Norms of the rows of the sum of this weight and b @ a, as DoRA needs them.
+
+        first: the row of the weight that is added to the first row of b; a: float32 [rank,
+        in_features]; b: float32 [num_rows, rank]. Returns float32 [num_rows].
+        """
+        dtype = torch.float32 if self._suffix else self.dtype
+        if self._order is not None:
+            a = a[:, self._order]
+        step, norms = max(1, _PACKED_AT_ONCE // self.in_features), []
+        for start in range(0, len(b), step):
+            some = b[start : start + step]
+            at = first + start
+            rows = self._gather(torch.arange(at, at + len(some)), dtype).float()
+            norms.append(torch.linalg.vector_norm(rows.addmm_(some, a), dim=1))
+        return torch.cat(norms)
+
+    def _gather(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight, with its columns as they are packed; dtype: float32, or the
+        weight's."""
+        num_rows, indices = indices.shape[0], indices.contiguous()
+        y = new_rows(num_rows, self.in_features, dtype)
+        task = GatherTask(
+            batch=ctypes.addressof(batch_of(num_rows, token_ids=indices)),
+            packed=self.address,
+            **rows_of(y=y),
+            in_features=self.in_features,
+            out_features=self.out_features,
+            num_parts=self._num_parts,
+            **self._quantization,
+        )
+        kernel = self._kernel(f"gather_{DTYPES[dtype]}")
+        launch(kernel, task, max(1, min(torch.get_num_threads(), num_rows)))
+        return y
+
     def _multiply(
         self,
         kernel: Kernel,
@@ -469,20 +504,7 @@ class NativeWeight(_Packed):
         in_features], with zeros for token ids out of range."""
         require(token_ids.dtype == torch.int64, "int64 token ids")
         require(self._order is None, "a table with its columns in their order")
-        num_rows = token_ids.shape[0]
-        token_ids = token_ids.contiguous()
-        y = new_rows(num_rows, self.in_features, self.dtype)
-        task = GatherTask(
-            batch=ctypes.addressof(batch_of(num_rows, token_ids=token_ids)),
-            packed=self.address,
-            **rows_of(y=y),
-            in_features=self.in_features,
-            out_features=self.out_features,
-            **self._quantization,
-        )
-        kernel = self._kernel(f"gather_{DTYPES[self.dtype]}")
-        launch(kernel, task, max(1, min(torch.get_num_threads(), num_rows)))
-        return y
+        return self._gather(token_ids, self.dtype)
 
 
 class NativeGatedWeight(_Packed):

@@ -285,7 +285,7 @@ class AdapterSpan(NativeStruct):
 class AdapterSlot(NativeStruct):
     """`AdapterSlot` of src/adapters.h."""
 
-    _fields_ = fields_of("a a_row_bytes rank scales spans")
+    _fields_ = fields_of("a a_row_bytes rank scales spans factors")
 
 
 class AdapterRows(NativeStruct):
@@ -366,7 +366,7 @@ class GatherTask(NativeStruct):
     """`GatherTask` of src/linear.h."""
 
     _fields_ = fields_of(
-        "next_item batch packed y y_stride in_features out_features" + _QUANTIZATION
+        "next_item batch packed y y_stride in_features out_features num_parts" + _QUANTIZATION
     )
 
 

@@ -36,12 +36,12 @@ class Made(NamedTuple):
     rows: ActiveRows
     parts: list[list[DeltaPart]]
 
-    def apply(self, x: Tensor, slots: Sequence[int | None]) -> Tensor:
+    def apply(self, x: Tensor, slots: Sequence[int | None], bias: Tensor | None = None) -> Tensor:
         """slots: of the rows of x."""
         present = sorted({slot for slot in slots if slot is not None})
         chosen = [[i for i, slot in enumerate(slots) if slot == one] for one in present]
         self.rows.set(present, [torch.tensor(rows) for rows in chosen])
-        return self.weight.apply(x, deltas=self.deltas)
+        return self.weight.apply(x, bias, deltas=self.deltas)
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -150,6 +150,49 @@ def test_a_row_has_the_same_bits_in_any_batch(
     expected = made.apply(x, slots)
     for first, end in ((0, 1), (17, 22), (40, 300)):
         assert torch.equal(made.apply(x[first:end], slots[first:end]), expected[first:end])
+
+
+@DTYPES
+@FORMATS
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_sums_are_multiplied_by_factors_before_the_bias_is_added(
+    library: Library, dtype: torch.dtype, format_name: str, activation: str
+) -> None:
+    """Of the first layer of the stack alone: the adapter does not change the second one."""
+    made, slots, size = make(library, dtype, format_name, (20, 20), activation), _slots(30), 20
+    factors = 0.5 + _random(size, seed=4).abs()
+    [part] = made.parts[0]
+    made.deltas.fill(0, made.deltas.pack([part._replace(factors=factors)]))
+    x, bias = _random(30, INPUTS, seed=3).to(dtype), _random(2 * size, seed=5).to(dtype)
+    weight = (_random(2 * size, INPUTS, seed=9) / 10).to(dtype)
+    plain = weight if format_name == "dense" else quantize(weight, format_name)
+    sums = NativeWeight(plain, library, HugeMemory(), dtype).apply(x, output_dtype=torch.float32)
+    sums += _delta(made, x, slots, 2 * size)
+    sums[[slot == 0 for slot in slots], :size] *= factors
+    expected = sums + bias
+    if activation:
+        gate, up = expected.split(size, dim=1)
+        expected = torch.nn.functional.silu(gate) * up
+    found, tolerance = made.apply(x, slots, bias), TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+    without = [i for i, slot in enumerate(slots) if slot not in (0, 2)]
+    assert torch.equal(found[without], made.weight.apply(x, bias)[without])
+    for first, end in ((0, 1), (17, 22)):
+        assert torch.equal(made.apply(x[first:end], slots[first:end], bias), found[first:end])
+
+
+@DTYPES
+@FORMATS
+@pytest.mark.parametrize("activation", ["", "silu"])
+def test_norms_of_changed_rows_are_those_of_the_weight_that_is_multiplied(
+    library: Library, dtype: torch.dtype, format_name: str, activation: str
+) -> None:
+    packed = make(library, dtype, format_name, (39, 39), activation).weight
+    dense = (_random(78, INPUTS, seed=9) / 10).to(dtype)
+    weight = dense if format_name == "dense" else quantize(dense, format_name).dequantize()
+    a, b = _random(3, INPUTS, seed=1) / 10, _random(50, 3, seed=2)
+    expected = torch.linalg.vector_norm(weight.float()[20:70] + b @ a, dim=1)
+    torch.testing.assert_close(packed.norms(20, a, b), expected, atol=0, rtol=1e-6)
 
 
 def test_a_slot_is_emptied_and_filled_again(library: Library) -> None:

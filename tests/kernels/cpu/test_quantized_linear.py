@@ -276,6 +276,10 @@ def test_columns_may_stand_in_another_order_than_inputs(
         ordered = part[:, weight.order]
         assert packed.apply(part).equal(plain.apply(ordered))
         assert gated.apply(part).equal(plain_gated.apply(ordered))
+    a, b = torch.randn(2, 1152), torch.randn(70, 2)
+    norms = torch.linalg.vector_norm(dense + b @ a, dim=1)
+    for some in (packed, gated):
+        torch.testing.assert_close(some.norms(0, a, b), norms, atol=0, rtol=1e-6)
     with pytest.raises(ValueError, match="columns in their order"):
         packed.gather(torch.zeros(1, dtype=torch.int64))
 

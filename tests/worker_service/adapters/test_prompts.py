@@ -118,7 +118,8 @@ def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str, chunk: int) -> N
 def test_tokens_are_those_of_peft_beside_windows_and_states(family: str) -> None:
     chosen = [None if which == 3 else which for which in MIX]
     before = [0 if which is None else SIZES[which] for which in chosen]
-    assert_core_equals_peft(base_of(family), prompts(family), chosen, before)
+    tolerance = 4e-5 if family == "qwen3_next" else TOLERANCE  # PEFT in float32 is 1.4e-4 away
+    assert_core_equals_peft(base_of(family), prompts(family), chosen, before, tolerance)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "granite"])
@@ -150,8 +151,7 @@ def test_prompt_tokens_have_the_log_probabilities_of_peft() -> None:
     start = info.num_virtual_tokens
     steps.add(1, [0] * start + tokens, info.digest, prompt_logprobs=0)
     result = steps.run([Row(1, start + len(tokens))])
-    with torch.inference_mode():
-        [logits] = made.model(torch.tensor([tokens])).logits
+    logits = made.logits(tokens)
     expected = logits.log_softmax(-1)[start:-1][torch.arange(len(tokens) - 1), tokens[1:]]
     found = result.prompt_logprobs[0].logprobs[start:, 0]
     np.testing.assert_allclose(found, expected.numpy(), atol=TOLERANCE, rtol=0)

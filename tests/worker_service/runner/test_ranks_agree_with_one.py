@@ -1,5 +1,6 @@
 """A group of ranks gives the tokens of one rank, for every family we have models of."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,9 @@ from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint, m
 from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine, Output
 from tests.support.lora import random_adapter, random_prompt
 from tests.support.rank_threads import AheadExecutor, Executor, ParallelEngine
-from worker_service.adapters.peft_format import ModelAdapter
+from worker_service.adapters.peft_format import LoraModule, ModelAdapter
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
-from worker_service.errors import InvalidOption
+from worker_service.errors import BadAdapter, InvalidOption
 from worker_service.loader import load_model
 from worker_service.models.native import NativeModel
 
@@ -73,9 +74,15 @@ def _adapters(model: Path) -> list[ModelAdapter]:
 
 
 def _with_adapters(
-    model: Path, tensor: int, pipeline: int, executor: type[Executor] = Executor
+    model: Path,
+    tensor: int,
+    pipeline: int,
+    executor: type[Executor] = Executor,
+    made: Sequence[ModelAdapter] = (),
 ) -> list[Output]:
-    """Outputs of the prompts: without an adapter, and with several, in turn."""
+    """Outputs of the prompts: without an adapter, and with several, in turn. made: those of
+    `_adapters`, if there are none."""
+    made = made or _adapters(model)
     engine = ParallelEngine(
         model,
         tensor_parallel_size=tensor,
@@ -84,10 +91,10 @@ def _with_adapters(
         executor=executor,
         adapters=AdapterConfig(enable_lora=True, max_loras=3),
     )
-    names = {adapter.info.digest.hex(): str(i) for i, adapter in enumerate(_adapters(model))}
+    names = {adapter.info.digest.hex(): str(i) for i, adapter in enumerate(made)}
     contexts: list[tuple[ContextPart, ...]] = [()]
     try:
-        for adapter in _adapters(model):
+        for adapter in made:
             engine.group.add_adapter(adapter)
             contexts.append((ContextPart(ContextKind.ADAPTER, adapter.info.digest),))
         engine.core.set_adapters(MODEL, names, now=0.0)
@@ -240,6 +247,25 @@ def test_ranks_with_adapters_agree_that_hold_the_same_kv_head(
     together, expected = _with_adapters(model, tensor, pipeline), _one_rank_with_adapters(model)
     assert [o.token_ids for o in together] == [o.token_ids for o in expected]
     assert _largest_difference(together, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
+def test_ranks_with_adapters_of_dora_agree_with_one_rank(family: str) -> None:
+    """Norms of rows are of all inputs, of which ranks of some layers have a part."""
+    model = checkpoint(family)
+    loaded = load_model(ModelConfig(model=str(model), device="cpu", dtype="float32"), CacheConfig())
+    assert isinstance(loaded.model, NativeModel)
+    made = [random_adapter(loaded.model, 3, uses_dora=True)]
+    together, expected = (_with_adapters(model, ranks, 1, made=made) for ranks in (2, 1))
+    assert [o.token_ids for o in together] == [o.token_ids for o in expected]
+    assert _largest_difference(together, expected) <= TOLERANCE
+
+
+def test_dora_of_inputs_that_ranks_share_is_refused() -> None:
+    module = LoraModule(torch.ones(1, 96), torch.ones(64, 1), 1.0, magnitudes=torch.ones(64))
+    made = [ModelAdapter.of_modules({"model.layers.0.self_attn.o_proj": module})]
+    with pytest.raises(BadAdapter, match=r"use_dora: expected all 96 inputs of .*o_proj.* got 48"):
+        _with_adapters(checkpoint("llama"), 2, 1, made=made)
 
 
 @pytest.mark.parametrize(("family", "tensor"), [("llama", 1), ("llama_tied", 2), ("gpt2", 2)])

@@ -115,6 +115,11 @@ class PackedLinear(nn.Module):
         assert isinstance(self.packed, NativeWeight), "it is packed for a CPU"
         return self.packed.make_deltas(rows, max_slots, 1, max_rank)
 
+    def norms(self, outputs: slice, a: Tensor, b: Tensor) -> Tensor:
+        """As `linear.Linear.norms`."""
+        assert isinstance(self.packed, NativeWeight), "it is packed for a CPU"
+        return self.packed.norms(outputs.start, a, b)
+
 
 class PackedExperts(nn.Module):
     """The experts of a mixture-of-experts layer, each with its own packed weights.

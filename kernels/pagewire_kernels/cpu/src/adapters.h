@@ -3,7 +3,8 @@
 // The first task computes `inner`, scale * A x of each such row. The product of the layer then adds B
 // times that to its sums, before they are rounded or activated (`add_deltas`). Both sum in an order
 // that depends on the adapter alone, so that a row has the same bits whatever else is in the batch;
-// and nothing is added to rows without an adapter.
+// and nothing is added to rows without an adapter. An adapter of DoRA then multiplies the sums by a
+// factor for each output.
 //
 // A is [rank, in_features], with rows padded by zeros to whole cache lines. A layer may be a stack of
 // several that an adapter changes each on its own: then A has the rows of all, and B is block-diagonal.
@@ -36,6 +37,7 @@ struct AdapterSlot {
   int64_t rank;  // of all parts, rounded up to a multiple of 4; 0 if it does not change the layer
   const float* scales;       // [rank]
   const AdapterSpan* spans;  // in order, of all blocks
+  const float* factors;      // of the outputs of all blocks, 1 where nothing is multiplied; or null
 };
 
 // The rows of a step by adapter.
@@ -88,14 +90,16 @@ struct AdapterOutputs {
     first_step = span->first_step;
     num_steps = span->num_steps;
     b = span->b + block * num_steps * kBlockStepBytes + column % kBlockOutputs * 4;
+    factors = slot.factors == nullptr ? nullptr : slot.factors + column;
   }
 
   int64_t first_step, num_steps;
   const char* b;
+  const float* factors;  // or null
 };
 
-// Adds the products of `kRows` rows to `kRegisters` registers of their sums. rows: of the step, of which
-// the sums are those from `first_row` on; outputs: of the same steps.
+// Adds the products of `kRows` rows to `kRegisters` registers of their sums, and multiplies these by the
+// factors. rows: of the step, of which the sums are those from `first_row` on; outputs: of the same steps.
 template <class Dot, int kRows, int kRegisters>
 inline void add_delta(const Deltas& deltas, const int32_t* rows, int64_t first_row,
                       const AdapterOutputs* outputs, float* sums, int64_t sums_stride) {
@@ -123,7 +127,9 @@ inline void add_delta(const Deltas& deltas, const int32_t* rows, int64_t first_r
   PAGEWIRE_UNROLL for (int r = 0; r < kRows; ++r) {
     PAGEWIRE_UNROLL for (int v = 0; v < kRegisters; ++v) {
       float* to = sums + (rows[r] - first_row) * sums_stride + v * kLanes;
-      store_floats(to, add(load_floats(to), added[r][v]));
+      const Floats sum = add(load_floats(to), added[r][v]);
+      const float* factors = outputs[v].factors;
+      store_floats(to, factors == nullptr ? sum : multiply(sum, load_floats(factors)));
     }
   }
 }

@@ -89,7 +89,7 @@ inline int64_t row_of(const AnyPackTask& task, int64_t panel, int64_t n) {
   return in_part < size ? n / width * size + in_part : -1;
 }
 
-// Gathers rows of a packed weight by token: an embedding tied to the LM head.
+// Gathers rows of a packed weight, as by token from an embedding tied to the LM head.
 struct GatherTask : Task {
   const Batch* batch;  // tokens beyond the table give zeros
   const void* packed;
@@ -97,7 +97,14 @@ struct GatherTask : Task {
   int64_t y_stride;
   int64_t in_features;
   int64_t out_features;
+  int64_t num_parts;  // as in PackTask
   Quantization quantization;
 };
+
+// Where row `row` of the weight is among the outputs of all panels.
+inline int64_t packed_row(const GatherTask& task, int64_t row) {
+  const int64_t width = kPanel / task.num_parts, size = task.out_features / task.num_parts;
+  return row % size / width * kPanel + row / size * width + row % size % width;
+}
 
 }  // namespace pagewire

@@ -45,12 +45,13 @@ void gather(GatherTask& task) {
   const int64_t num_steps = divide_up(task.in_features, Dot::kInputsPerStep);
   const int64_t num_whole = task.in_features / Dot::kInputsPerStep;
   for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
-    const int64_t id = task.batch->token_ids[i];
+    int64_t id = task.batch->token_ids[i];
     Input* y = static_cast<Input*>(task.y) + i * task.y_stride;
     if (id < 0 || id >= task.out_features) {
       memset(y, 0, task.in_features * sizeof(Input));
       continue;
     }
+    id = packed_row(task, id);
     const auto* lane = static_cast<const int32_t*>(task.packed) +
                        id / kPanel * num_steps * kPanel + id % kPanel;
     for (int64_t k = 0; k < num_whole; ++k) memcpy(y + k * Dot::kInputsPerStep, lane + k * kPanel, 4);

@@ -508,13 +508,14 @@ void gather(GatherTask& task) {
   const GroupLayout<Codes> layout(q, task.in_features);
   uint8_t words[4 * Codes::kWords];
   for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
-    const int64_t id = task.batch->token_ids[i], n = id % kPanel;
+    const int64_t id = task.batch->token_ids[i];
     Number* y = static_cast<Number*>(task.y) + i * task.y_stride;
     if (id < 0 || id >= task.out_features) {
       memset(y, 0, task.in_features * sizeof(Number));
       continue;
     }
-    const char* panel = static_cast<const char*>(task.packed) + id / kPanel * layout.panel_bytes;
+    const int64_t at = packed_row(task, id), n = at % kPanel;
+    const char* panel = static_cast<const char*>(task.packed) + at / kPanel * layout.panel_bytes;
     for (int64_t g = 0; g < layout.num_groups; ++g) {
       const Group group = layout.at(panel, g);
       const float scale = load_one(group.scales, n), offset = load_one(group.offsets, n);

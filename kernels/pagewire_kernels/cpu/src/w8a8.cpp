@@ -461,13 +461,14 @@ inline void store_rounded_number(BFloat16* to, float x) { *to = round_to_bfloat1
 template <class Number>
 void gather(GatherTask& task) {
   for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
-    const int64_t id = task.batch->token_ids[i], n = id % kPanel;
+    const int64_t id = task.batch->token_ids[i];
     Number* y = static_cast<Number*>(task.y) + i * task.y_stride;
     if (id < 0 || id >= task.out_features) {
       memset(y, 0, task.in_features * sizeof(Number));
       continue;
     }
-    const Panel panel(task.packed, id / kPanel, task.in_features);
+    const int64_t row = packed_row(task, id), n = row % kPanel;
+    const Panel panel(task.packed, row / kPanel, task.in_features);
     for (int64_t k = 0; k < task.in_features; ++k) {
       const int64_t at = k / kWordInputs * kStepBytes + n * kWordInputs + k % kWordInputs;
       store_rounded_number(y + k, static_cast<int8_t>(panel.weights[at]) * panel.scales[n]);
