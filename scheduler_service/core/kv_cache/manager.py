@@ -332,8 +332,7 @@ class KVCacheManager(DeviceTables):
                 (min(limit, num_common_tokens(seq, start.seq)) // unit * unit, start)
                 for start in starts
             ]
-            # A state can be copied only where the source computes it.
-            shared = [(n, s.seq) for n, s in commons if not self.has_states or n > s.num_tokens]
+            shared = [(n, s.seq) for n, s in commons if self._may_share(n, s)]
             num_tokens, source = max(shared, key=lambda pair: pair[0], default=(0, None))
             if num_tokens > hit.num_tokens:
                 none = no_hit(len(self.groups), hit.num_source_tokens)
@@ -341,6 +340,14 @@ class KVCacheManager(DeviceTables):
             else:
                 starts.append(JointStart(seq, hit, None, hit.num_tokens))
         return starts
+
+    def _may_share(self, num_tokens: int, start: JointStart[S]) -> bool:
+        """Whether the first tokens of a sequence can be shared with another one that is admitted
+        together with it. A state can be copied only where the sequence computes it, and of windows
+        and chunks it has what is read after the tokens that were found, and nothing before that."""
+        if self.has_states:
+            return num_tokens > start.num_tokens
+        return not self._spans or num_tokens >= start.num_tokens
 
     def can_admit_jointly(
         self, starts: Sequence[JointStart[S]], num_sequences: int = 0
@@ -390,6 +397,7 @@ class KVCacheManager(DeviceTables):
         shape = self._demand.hit_of(num_tokens, num_source_tokens)
         for table, hit in zip(tables, shape.groups, strict=True):
             first = hit.first - table.first if hit.blocks else 0
+            assert first >= 0
             hits.append(GroupHit(hit.first, table.blocks[first : first + len(hit.blocks)]))
         return PrefixHit(num_tokens, hits, num_source_tokens)
 

@@ -311,3 +311,24 @@ def test_sequences_that_wait_are_counted_with_their_sources() -> None:
     kept = 2 + 1  # by running sequences, and for the sequence itself
     promised = 2 + 2  # of those that wait, to grow as well
     assert shortages == [(kept + promised + n - free) / in_use for n in (0, 4, 6)]
+
+
+@pytest.mark.parametrize("group", [WINDOW, CHUNK])
+@pytest.mark.parametrize(("num_common", "num_shared"), [(48, 48), (36, 0)])
+def test_a_sequence_shares_no_tokens_whose_window_another_one_has_not_found(
+    group: CacheGroup, num_common: int, num_shared: int
+) -> None:
+    """What is fetched from another worker group has only the last window."""
+    there, first, second = make_cache(ALL, group), make_seq(1, 61), make_seq(2, 61)
+    first.tokens[48:] = [90] * 13
+    second.tokens[num_common:] = [91] * (61 - num_common)
+    prefill(there, make_seq(3, 61))
+    cache = make_cache(ALL, group)
+    _, entries = there.find_entries(first)
+    copies = cache.exchange.allocate(entries)
+    cache.exchange.add(copies)
+    cache.exchange.release(copies)
+    starts = cache.start_jointly([first, second], lambda seq, other: num_common)
+    assert [start.num_tokens for start in starts] == [48, num_shared]
+    cache.admit_jointly(starts)
+    cache.check([first, second])
