@@ -24,8 +24,9 @@ from tests.support.deployment import Deployment
 from tests.support.random_configurations import Configuration, Drain, Loss
 
 NUM_WORKERS = 3
-FAMILIES = ("embedded", "gemma2", "llama4", "lfm2", "embedded-kv", "qwen3_5")
-"""With full attention, windows, chunks and states; with keys and values in int8."""
+FAMILIES = ("embedded", "gemma2", "llama4", "lfm2", "embedded-kv", "qwen3_5", "mistral")
+"""With full attention, windows, chunks and states; with keys and values in int8; with windows
+alone."""
 
 NUM_QUICK, NUM_LONG = 18, 120
 QUICK, LONG = range(NUM_QUICK), range(NUM_QUICK, NUM_LONG)

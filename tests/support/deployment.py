@@ -292,7 +292,6 @@ class Deployment:
                 for index, choice in enumerate(received.choices)
                 if choice.token_ids
             }
-            received.prompt_logprobs = [b""] * 3
             self._core.submit(received.request, now=0.0)
 
     # Steps.
@@ -385,9 +384,14 @@ class Deployment:
             self._by_handle[handle].choice(handle).logprobs.append(logprobs)
         for handle, update in outbox.prompt_logprobs:
             received = self._by_handle[handle]
-            news = (update.token_ids, update.logprobs, update.ranks)
             known = received.prompt_logprobs
-            received.prompt_logprobs = [a + b for a, b in zip(known, news, strict=True)]
+            # A core that takes the request over sends the first ones again.
+            skipped = len(known[2]) - 4 * (update.start - 1)
+            assert skipped >= 0, "log probabilities of a prompt are missing"
+            widths = update.width, update.width, 1
+            columns = zip((update.token_ids, update.logprobs, update.ranks), widths, strict=True)
+            added = [column[width * skipped :] for column, width in columns]
+            received.prompt_logprobs = [a + b for a, b in zip(known, added, strict=True)]
         for ended in outbox.choices_finished:
             choice = self._by_handle[ended.handle].choice(ended.handle)
             assert choice.finish is None, "a choice ended twice"
