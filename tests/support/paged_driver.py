@@ -1,10 +1,12 @@
 """Drives a model over a paged cache as the engine does: shuffled blocks, chunks, batches."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pagewire_kernels.batch import RowAdapters
 from worker_service.cache_groups import CacheGroup
 from worker_service.models.interface import Model
 
@@ -39,9 +41,12 @@ class PagedDriver:
         self.tables = [blocks.view(max_seqs, -1) for blocks in order.split(counts)]
         """By cache group: [max_seqs, blocks of a sequence]."""
 
-    def run(self, batch: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
+    def run(
+        self, batch: Sequence[tuple[int, int, Sequence[int]]], adapters: RowAdapters = ()
+    ) -> list[Tensor]:
         """Compute tokens of sequences: (sequence, position of the first, tokens). Returns the
-        logits of each part's rows, [num_tokens, vocab_size].
+        logits of each part's rows, [num_tokens, vocab_size]. adapters: of all layers but the LM
+        head.
 
         Blocks that no row sees any more are released first: filled with NaN, and -1 in
         the table.
@@ -58,7 +63,7 @@ class PagedDriver:
             self._caches,
             self._block_size,
         )
-        hidden = self.model.forward(inputs)
+        hidden = self.model.forward(replace(inputs, adapters=adapters))
         lengths = [len(tokens) for _, _, tokens in batch]
         return list(self.model.compute_logits(hidden).cpu().split(lengths))
 

@@ -19,6 +19,7 @@ from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.adapters.peft_format import ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.config import CacheConfig, ModelConfig
+from worker_service.errors import BadAdapter
 from worker_service.loader import load_model
 from worker_service.models.adapters import AdapterSlots
 from worker_service.models.native import NativeModel
@@ -166,3 +167,11 @@ def _assert_close(found: Outputs, expected: Outputs) -> None:
     ):
         assert tokens == expected_tokens
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-3, rtol=0)
+
+
+def test_dora_is_refused() -> None:
+    """What was multiplied is rounded before adapters add to it."""
+    model = packed_model(checkpoint("llama"))
+    slots = AdapterSlots(model, AdapterStore(1), MAX_LORAS, MAX_RANK)
+    with pytest.raises(BadAdapter, match=r"use_dora: expected .* that the C\+\+ kernels of a CPU"):
+        slots.prepare(random_adapter(_on_cpu(checkpoint("llama")), 1, uses_dora=True))
