@@ -18,6 +18,7 @@ import argparse
 import os
 import re
 import sys
+import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,12 +31,14 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.draft_heads import head_config, head_tensors, write_head
 from benchmarks.engines.in_process import InProcess
 from benchmarks.machine import ForeignLoad
 from benchmarks.tables import publish, script_parser
 from pagewire.v1.sampling_pb2 import SamplerParams
 from worker_service.config import DRAFTERS
 from worker_service.cpu_cores import limit_spinning
+from worker_service.loader.model_files import read_config, resolve_model
 from worker_service.plan import StepResult
 
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "</s>")
@@ -223,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--speculative", choices=DRAFTERS, default="ngram")
-    parser.add_argument("--speculative-model")
+    parser.add_argument("--speculative-model", help="`random`: a head with random weights")
     parser.add_argument("--num-speculative-tokens", type=int)
     parser.add_argument("--max-speculative-seqs", type=int, default=64)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
@@ -231,6 +234,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="maximum per output")
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args(arguments)
+    if args.speculative_model == "random":
+        with tempfile.TemporaryDirectory(prefix="pagewire-head-") as folder:
+            config = head_config(read_config(resolve_model(args.model)))
+            args.speculative_model = str(write_head(Path(folder), head_tensors(config), config))
+            _run(args)
+    else:
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
     runner = ("speculative", "speculative_model", "num_speculative_tokens")
     engine = Speculating(
         {

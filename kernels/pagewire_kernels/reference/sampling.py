@@ -63,7 +63,7 @@ def prepare(
 def decode_drafts(token_ids: Tensor, row_ids: Tensor, drafts: Tensor) -> Tensor:
     """Replace codes of drafts by these. token_ids, row_ids: int64 [n]; drafts: as in
     `SamplingTables`."""
-    if drafts.shape[1] == 0:
+    if drafts.shape[1] == 0:  # none are made on the device
         return token_ids
     columns = (FIRST_DRAFT - token_ids).clamp(0, drafts.shape[1] - 1)
     return torch.where(token_ids <= FIRST_DRAFT, drafts[row_ids, columns], token_ids)

@@ -210,9 +210,12 @@ class DeviceSampler:
         if counted is not None:
             # Rows without penalties get the occurrences of others, which are not read.
             counts = counts.index_select(0, row_ids.clamp_max(len(counts) - 1))
-            of_drafts = row_ids.index_select(0, counted[0])
-            at = (counted[0], reference.decode_drafts(counted[1], of_drafts, tables.drafts))
-            counts.index_put_(at, counts.new_tensor(COUNT_ONE_OUTPUT), accumulate=True)
+            places, drafts = counted[0], counted[1]
+            if tables.drafts.shape[1]:
+                of_drafts = row_ids.index_select(0, places)
+                drafts = reference.decode_drafts(drafts, of_drafts, tables.drafts)
+            at = (places, drafts)
+            counts.index_put_(at, counts.new_full((), COUNT_ONE_OUTPUT), accumulate=True)
             counts.index_put_(at, counts[at] | COUNT_OCCURS)
         own = SamplingTables(
             params=tables.params.index_select(0, row_ids),

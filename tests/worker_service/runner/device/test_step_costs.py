@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagewire.v1 import context_pb2
 from pagewire_kernels import reference
 from pagewire_kernels.batch import RowAdapters, StepBatch
+from pagewire_kernels.interface import Computed
 from tests.support.counting_model import CountingModel
-from tests.support.runners import MIXED_SIZES, SIZES, AllDrafts, HostEvent
+from tests.support.runners import MAX_DRAFTS, MIXED_SIZES, SIZES, AllDrafts, HostEvent
 from tests.support.vocabularies import grammars
 from tests.support.worker_driver import Row, sampler_params
+from tests.worker_service.runner.device.test_head_drafts import CountingHead
 from tests.worker_service.runner.device.test_launching_ahead import PARAMS, Pipeline
 from worker_service.adapters.peft_format import LoraModule, ModelAdapter
 from worker_service.adapters.store import AdapterStore
@@ -27,6 +29,7 @@ from worker_service.array_types import Int32Array
 from worker_service.engine.executor import FinishedStep
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.device.cuda_graphs import Replay
+from worker_service.runner.device.drafts import HeadDrafter
 from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.drafting.drafter import Draft, Drafter, SequenceDrafter
@@ -37,7 +40,8 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonze
 """Operations whose results the host must see."""
 
 BY_KERNELS = {"prepare", "edit", "sample", "accept", "gather_logprobs"}
-KNOWN = {*BY_KERNELS, "replay", "forward", "head"}
+OF_DRAFTS = {"draft", "draft logits", "fuse", "write kv"}
+KNOWN = {*BY_KERNELS, *OF_DRAFTS, "replay", "forward", "head"}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided"}
 
 
@@ -105,9 +109,11 @@ class Queue(TorchDispatchMode):
 class CountedModel(CountingModel):
     """Each call is one launch."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Queue, *, captures: bool = False) -> None:
+        """captures: hidden states for a head."""
         super().__init__()
         self._queue = queue
+        self._captures = captures
         self.adapters: list[list[int] | None] = []
         """The slots of the rows of each forward pass, then of its head; None: no row has one."""
 
@@ -115,6 +121,10 @@ class CountedModel(CountingModel):
         with self._queue.one("forward"):
             self._record(batch.adapters)
             return super().forward(batch)
+
+    def forward_to_logits(self, batch: StepBatch) -> Computed:
+        hidden = self.forward(batch)
+        return Computed(hidden, captured=(hidden,) if self._captures else ())
 
     def compute_logits(self, hidden_states: Tensor, adapters: RowAdapters = ()) -> Tensor:
         with self._queue.one("head"):
@@ -235,8 +245,11 @@ def _pipeline(
         adapters.add(ADAPTER)
 
     def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
-        counted, recorder = CountedModel(queue), CountedReplays(queue)
-        shape = StateShape(sizes=SIZES, mixed=mixed, with_adapters=with_adapters)
+        has_head = isinstance(drafter, HeadDrafter)
+        counted, recorder = CountedModel(queue, captures=has_head), CountedReplays(queue)
+        sizes: dict[str, Any] = {"sizes": SIZES, "mixed": mixed}
+        max_drafts = MAX_DRAFTS if has_head else 0
+        shape = StateShape(**sizes, with_adapters=with_adapters, max_drafts=max_drafts)
         kernels = CountedKernels(queue)
         state = DeviceState(counted, cache, block_size, shape, recorder, kernels=kernels)
         drafts = None if drafter is None else Speculation(drafter, AllDrafts())
@@ -389,6 +402,58 @@ def test_a_step_with_drafts_costs_one_replay_and_sampling_apart(name: str) -> No
     assert len(queue.launches) <= 25
     assert (len(queue.copies_in), len(queue.copies_out), queue.waits) == (1, 1, [])
     assert queue.replayed == [*FORWARD, "index_select"]
+
+
+class CountedHead(CountingHead):
+    """Each call is one launch."""
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def fuse(self, captured: Sequence[Tensor]) -> Tensor:
+        with self._queue.one("fuse"):
+            return super().fuse(captured)
+
+    def __call__(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        with self._queue.one("draft"):
+            return super().__call__(batch, hidden)
+
+    def write_kv(self, batch: StepBatch, hidden: Tensor) -> None:
+        with self._queue.one("write kv"):
+            super().write_kv(batch, hidden)
+
+    def compute_logits(self, rows: Tensor) -> Tensor:
+        with self._queue.one("draft logits"):
+            return super().compute_logits(rows)
+
+
+@pytest.mark.parametrize("name", ["greedy", "penalties"])
+def test_a_step_with_drafts_of_a_head_costs_no_further_copy(name: str) -> None:
+    """The head reads what is on the device, and what is sent with the step's inputs."""
+    queue = Queue()
+    head: Any = CountedHead(queue)
+    pipeline = _pipeline(queue, name, drafter=HeadDrafter(head, ()))
+    for counts in ([3, 1], [0, 2]):
+        for seq_id, count in enumerate(counts, 1):
+            pipeline.bench.plans.grow(seq_id, count)
+        with queue:
+            pipeline.launch([Row(1), Row(2)], lookahead=bytes(counts))
+        drafting = ["prepare", "draft", "draft logits", "edit", "sample"] * max(counts)
+        observing = ["accept", "fuse", "write kv"]
+        known = [launch for launch in queue.launches if launch in KNOWN]
+        assert known == [*drafting, "prepare", "replay", *SAMPLING, *observing]
+        assert len(queue.launches) - len(known) <= 30 + 25 * max(counts)
+        assert (len(queue.copies_in), len(queue.copies_out), queue.waits) == (1, 1, [])
+    with queue:
+        pipeline.launch([Row(1), Row(2)])
+    assert [launch for launch in queue.launches if launch in KNOWN] == [
+        "prepare",
+        *REPLAYS,
+        "fuse",
+        "write kv",
+    ]
+    assert (len(queue.copies_in), len(queue.copies_out), queue.waits) == (1, 1, [])
 
 
 def test_sequences_that_are_not_due_for_drafts_are_launched_ahead() -> None:

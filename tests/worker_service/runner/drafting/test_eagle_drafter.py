@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from benchmarks.draft_heads import write_head
 from pagewire_kernels.batch import UNKNOWN_TOKEN, LayerCaches
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
-from tests.support.eagle_heads import make_head, write_head
+from tests.support.eagle_heads import make_head
 from tests.support.in_process import InProcessEngine
 from tests.support.loading import load
 from tests.support.rank_threads import ParallelEngine
