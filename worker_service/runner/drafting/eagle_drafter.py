@@ -34,7 +34,7 @@ is; whether the head's row for that token must be written again."""
 
 
 class EagleDrafter(Drafter):
-    """Drafts from an EAGLE-3 head, for all rows of a step together, one position after the
+    """Drafts from an EAGLE-3 head on a CPU, for all rows of a step together, one position after the
     other."""
 
     is_expensive = True

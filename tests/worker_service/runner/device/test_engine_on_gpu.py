@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
-from tests.support.checkpoints import checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint
+from tests.support.eagle_heads import head_for
 from tests.support.in_process import InProcessEngine, KnowingDrafter
 from tests.support.paged_driver import PagedDriver
 from tests.support.plans import step_plan
@@ -17,8 +18,10 @@ from tests.support.speculation import PROMPTS, SAMPLING, SpeculatingEngine
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
-from worker_service.loader import load_model
+from worker_service.loader import load_eagle_head, load_model
+from worker_service.models.eagle import EagleHead
 from worker_service.models.kv_cache_spec import KVCacheSpec
+from worker_service.runner.device.drafts import HeadDrafter
 
 pytestmark = pytest.mark.gpu
 
@@ -83,6 +86,28 @@ def test_drafts_on_a_gpu_change_no_token(sampling: dict[str, Any]) -> None:
     drafting = engine.generate(PROMPTS, 40, 2, **sampling)
     assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
     assert 0 < engine.lengths.num_accepted < engine.lengths.num_drafts
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_drafts_of_a_head_on_a_gpu_change_no_token(sampling: dict[str, Any]) -> None:
+    """They are made there, and most are wrong."""
+
+    class Engine(SpeculatingEngine):
+        def load_draft(self) -> EagleHead:
+            name = str(head_for(self.loaded.model.hidden_size, VOCAB_SIZE))  # type: ignore[attr-defined]
+            self.head = load_eagle_head(name, self.loaded, CacheConfig())
+            assert self.head is not None
+            return self.head
+
+        def make_drafter(self, cache: CacheEngine) -> HeadDrafter:
+            assert self.head is not None
+            return HeadDrafter(self.head, cache.draft_caches)
+
+    plain = InProcessEngine(checkpoint("llama"), device="cuda").generate(PROMPTS, 40, 2, **sampling)
+    engine = Engine(checkpoint("llama"), device="cuda", runner="gpu")
+    drafting = engine.generate(PROMPTS, 40, 2, **sampling)
+    assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
+    assert engine.lengths.num_drafts > 100
 
 
 def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them() -> None:

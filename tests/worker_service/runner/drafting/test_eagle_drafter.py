@@ -20,7 +20,7 @@ from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.eagle_heads import make_head
 from tests.support.in_process import InProcessEngine
 from tests.support.loading import load
-from tests.support.rank_threads import ParallelEngine
+from tests.support.rank_threads import AheadExecutor, ParallelEngine
 from tests.support.runners import RUNNERS, host
 from tests.support.speculation import (
     NUM_DRAFTS,
@@ -439,3 +439,24 @@ def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
     plain = InProcessEngine(target).generate(PROMPTS, 12)
     assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
     drafter.assert_drafts_are_those_of(Reference(target, head))
+
+
+def test_a_worker_with_a_device_drafts_there(target: Path, head: Path) -> None:
+    runner = RunnerConfig(
+        speculative="eagle", speculative_model=str(head), num_speculative_tokens=NUM_DRAFTS
+    )
+    engine = ParallelEngine(target, runner=runner, executor=AheadExecutor)
+    try:
+        [rank] = engine.group.ranks
+        drafting = engine.generate(PROMPTS, 12)
+        assert rank.runner is not None
+        assert rank.runner._speculation is not None
+        assert isinstance(rank.runner._speculation.drafter, HeadDrafter)
+        assert rank.executor._state is not None
+        drafts = rank.executor._state.rows.sampling.drafts
+        assert drafts.shape[1] == NUM_DRAFTS
+        assert drafts.any(), "some were made"
+    finally:
+        engine.group.close()
+    plain = InProcessEngine(target).generate(PROMPTS, 12)
+    assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
