@@ -120,6 +120,8 @@ class ModelRunner:
         is_shared = self._ranks.layout.world_size > 1
         if is_shared:
             self._ranks.check()
+        if self._speculation is not None and self._speculation.has_states:
+            self._sequences.pending.resolve_all()  # the plan may copy states, or forget them
         started_us = monotonic_us()
         self._cache.execute(plan)
         if (states := self._sequences.table.states) is not None:

@@ -211,12 +211,8 @@ class TorchExecutor:
         is_on_gpu, num_ranks = self._device.type != "cpu", loaded.communicator.layout.world_size
         if is_on_gpu and num_ranks > 1:
             raise InvalidOption(f"speculative: expected one GPU for the model, got {num_ranks}")
-        if loaded.model.kv_cache_spec.has_states and (is_on_gpu or num_ranks > 1):
-            got = "a GPU" if is_on_gpu else f"{num_ranks} ranks"
-            raise InvalidOption(
-                f"speculative: expected one CPU worker for {loaded.model.architecture}, some layers"
-                f" of which keep a state, got {got}"
-            )
+        if loaded.model.kv_cache_spec.has_states:
+            self._check_drafts_with_states(loaded)
         if not loaded.batch_invariant and is_on_gpu:
             logger.warning(
                 "drafts may change tokens, as other requests in the batch do; batch_invariant"
@@ -226,6 +222,19 @@ class TorchExecutor:
             raise InvalidOption(
                 f"speculative: {loaded.model.architecture} computes a row differently in another"
                 " batch, so drafts would change tokens; leave the flag out"
+            )
+
+    def _check_drafts_with_states(self, loaded: LoadedModel) -> None:
+        layout, name = loaded.communicator.layout, self._runner.speculative
+        model = f"{loaded.model.architecture}, some layers of which keep a state"
+        if self._device.type != "cpu":
+            raise InvalidOption(f"speculative: expected none on a GPU for {model}, got {name}")
+        if layout.pipeline_parallel_size > 1:
+            raise InvalidOption(f"speculative: expected none with stages for {model}, got {name}")
+        if layout.world_size > 1 and self._runner.speculative_model is not None:
+            raise InvalidOption(
+                f"speculative: expected ngram or suffix on {layout.world_size} ranks for {model},"
+                f" got {name}"
             )
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:

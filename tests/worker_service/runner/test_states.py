@@ -370,21 +370,26 @@ def test_memory_of_draft_states_is_part_of_the_cache_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "num_ranks", "got"), [("cuda", 1, "a GPU"), ("cpu", 2, "2 ranks")]
+    ("device", "layout", "expected"),
+    [
+        ("cuda", Layout(), "none on a GPU"),
+        ("cpu", Layout(pipeline_parallel_size=2), "none with stages"),
+        ("cpu", Layout(tensor_parallel_size=2), "ngram or suffix on 2 ranks"),
+    ],
 )
-def test_drafts_beside_states_are_refused_but_on_one_cpu_worker(
-    device: str, num_ranks: int, got: str
+def test_drafts_with_states_are_refused_where_they_are_not_supported(
+    device: str, layout: Layout, expected: str
 ) -> None:
-    executor = loaded_executor(checkpoint("lfm2"), speculative="ngram")
-    layout = Layout(tensor_parallel_size=num_ranks)
-    loaded = replace(
+    draft = str(checkpoint("llama"))
+    executor = loaded_executor(checkpoint("lfm2"), speculative="draft", speculative_model=draft)
+    executor._loaded = loaded = replace(
         executor.loaded,
         config=replace(executor.loaded.config, device=device),
         communicator=Communicator(layout),
     )
-    executor._loaded = loaded
-    with pytest.raises(InvalidOption, match=rf"speculative: .* for Lfm2ForCausalLM.*, got {got}"):
-        executor._check_speculation(loaded)
+    match = f"speculative: expected {expected} for Lfm2ForCausalLM, .* got draft"
+    with pytest.raises(InvalidOption, match=match):
+        executor._check_drafts_with_states(loaded)
 
 
 def test_layers_with_states_are_not_compiled() -> None:

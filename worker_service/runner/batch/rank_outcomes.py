@@ -10,7 +10,12 @@ from worker_service.distributed.communicator import Communicator, Transfer
 from worker_service.errors import GroupBroken
 from worker_service.runner.batch.step_outcome import StepOutcome
 from worker_service.runner.batch.step_rows import StepRows
-from worker_service.runner.state.sequence_state import FORGOTTEN, NO_PLACEHOLDER, PendingTokens
+from worker_service.runner.state.sequence_state import (
+    FORGOTTEN,
+    NO_PLACEHOLDER,
+    PendingTokens,
+    Resolved,
+)
 from worker_service.runner.state.sequence_table import SequenceTable
 
 
@@ -53,9 +58,11 @@ class RankOutcomes:
         table: SequenceTable,
         pending: PendingTokens,
         max_drafts: int,
+        resolved: Resolved | None = None,
     ) -> None:
         """Broadcast the outcome of a batch of rows to the other ranks, or expect it and add its
-        tokens as pending. max_drafts: of one of its rows, and of the sequence's next row."""
+        tokens as pending. max_drafts: of one of its rows, and of the sequence's next row;
+        resolved: called on the other ranks."""
         groups = self._communicator.joined
         if self.layout.samples:
             while self._sent and self._sent[0].is_done:
@@ -74,7 +81,7 @@ class RankOutcomes:
         num_numbers = 1 + len(rows.row_ids) * num_columns
         transfer = groups.share_with_all(torch.empty(num_numbers, dtype=torch.int64))
         row_ids = np.where(may_fail, rows.row_ids, FORGOTTEN)
-        pending.add(_Broadcast(step_id, num_columns, transfer), row_ids, positions)
+        pending.add(_Broadcast(step_id, num_columns, transfer), row_ids, positions, resolved)
 
     def check(self) -> None:
         """Raises GroupBroken unless the ranks have joined and none has interrupted the others: what

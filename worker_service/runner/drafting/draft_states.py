@@ -9,7 +9,7 @@ already. All this happens within one step, after which no block of a sequence de
 draft.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -75,14 +75,14 @@ class DraftStates:
         of_plan = [] if rows.saved_states is None else [rows.saved_states]
         return replace(rows, saved_states=np.concatenate([*of_plan, saved.reshape(-1, 4)]))
 
-    def restore(self, rows: StepRows, kept: Mapping[int, Int64Array], table: SequenceTable) -> None:
-        """Copy to the sequences the states after the tokens that were kept. kept: by row, the
-        tokens that were sampled after accepted drafts."""
+    def restore(self, rows: StepRows, num_accepted: Int64Array, table: SequenceTable) -> None:
+        """Copy to the sequences the states after the drafts that were accepted. num_accepted:
+        [num_rows]."""
         assert rows.drafts is not None
         counts, start = rows.drafts.counts, 0
         pairs: list[Int32Array] = []
         for row in np.flatnonzero(counts).tolist():
-            num_kept, count = len(kept.get(row, ())), int(counts[row])
+            num_kept, count = int(num_accepted[row]), int(counts[row])
             if num_kept < count:
                 own = table.tables[self._group].blocks[rows.row_ids[row], : self._num_blocks]
                 pairs.append(np.stack([self._blocks[start + num_kept], own], axis=1))

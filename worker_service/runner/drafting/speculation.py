@@ -312,6 +312,11 @@ class Speculation:
         """None on a rank that does not sample."""
         return self._drafter
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has states, which a step with drafts leaves to `restore_states`."""
+        return self._states is not None
+
     def reset(self) -> None:
         """Drop the statistics of all sequences."""
         self._lengths.forget_all()
@@ -357,6 +362,9 @@ class Speculation:
                 for row in np.flatnonzero(rows.computes & rows.sample).tolist()
                 if row_ids[row] in table.next_drafts
             }
+            sizes = self._limited([len(tokens) for tokens in drafts.values()])
+            limited = zip(drafts.items(), sizes, strict=True)
+            drafts = {row: tokens[:size] for (row, tokens), size in limited}
         else:
             drafts = self._choose(rows, lookahead, sequences)
         if not drafts:
@@ -421,13 +429,19 @@ class Speculation:
             Proposal(row_id, *size) for row_id, size in zip(row_ids.tolist(), sizes, strict=True)
         ]
         chosen = lengths.choose(proposals, int(rows.num_tokens.sum()), len(rows.sampling))
-        if self._states is not None:
-            ends = np.minimum(np.cumsum(chosen), self._states.max_drafts)
-            chosen = np.diff(ends, prepend=0).tolist()
+        chosen = self._limited(chosen)
         if self._drafter.is_expensive:
             found = self._propose(row_ids, chosen, sequences)
         triples = zip(due, found, chosen, strict=True)
         return {row: draft.tokens[:count] for row, draft, count in triples if count}
+
+    def _limited(self, counts: list[int]) -> list[int]:
+        """The numbers of drafts of some rows, without those that have no room for a state."""
+        if self._states is None:
+            return counts
+        ends = np.minimum(np.cumsum(counts), self._states.max_drafts)
+        limited: list[int] = np.diff(ends, prepend=0).tolist()
+        return limited
 
     def _may_draft(self, row_id: int, table: SequenceTable) -> bool:
         edits = table.sampling.edits.get(row_id)
@@ -494,6 +508,15 @@ class Speculation:
             if stop > start:
                 kept[row] = tokens[start + 1 : stop + 1]
             self._lengths.record_drafts(row_id, num_drafts, max(stop - start, 0))
-        if self._states is not None:
-            self._states.restore(rows, kept, table)
+        num_accepted = np.zeros(len(rows.row_ids), np.int64)
+        num_accepted[list(kept)] = [len(further) for further in kept.values()]
+        self.restore_states(rows, num_accepted, table)
         return kept
+
+    def restore_states(
+        self, rows: StepRows, num_accepted: Int64Array, table: SequenceTable
+    ) -> None:
+        """Let states be those after the accepted drafts of a step, if the model has any; on the
+        rank that samples, `accepted` does so. num_accepted: [num_rows]."""
+        if self._states is not None and rows.drafts is not None:
+            self._states.restore(rows, num_accepted, table)

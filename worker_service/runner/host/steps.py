@@ -88,12 +88,17 @@ class HostSteps:
         """Give the other ranks the outcome, or expect it. Where the core allows drafts, it holds
         those of the next step."""
         num_drafts = 0
-        if self._speculation is not None and plan.lookahead.any():
-            num_drafts = self._speculation.max_drafts
-        if self._speculation is not None and num_drafts:
-            outcome.next_drafts = self._speculation.choose_next(rows, sequences)
-        table, pending = sequences.table, sequences.pending
-        self._ranks.exchange(plan.step_id, rows, outcome, table, pending, num_drafts)
+        speculation, table, pending = self._speculation, sequences.table, sequences.pending
+        if speculation is not None and plan.lookahead.any():
+            num_drafts = speculation.max_drafts
+        if speculation is not None and num_drafts:
+            outcome.next_drafts = speculation.choose_next(rows, sequences)
+
+        def resolved(_: Int64Array, num_accepted: Int64Array) -> None:
+            if speculation is not None:
+                speculation.restore_states(rows, num_accepted, table)
+
+        self._ranks.exchange(plan.step_id, rows, outcome, table, pending, num_drafts, resolved)
 
 
 def _begin_masks(rows: StepRows, sequences: SequenceState) -> "Future[MaskedRows] | None":

@@ -39,14 +39,18 @@ OTHERS = [
 
 
 def outputs(
-    tensor_parallel_size: int, pipeline_parallel_size: int, runner: RunnerConfig
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    runner: RunnerConfig,
+    family: str = "llama",
+    num_gpu_blocks: int = 44,
 ) -> tuple[list[list[Output]], int]:
     """Of all requests, with so little memory that some are preempted; and the drafts kept."""
     engine = ParallelEngine(
-        checkpoint("llama"),
+        checkpoint(family),
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
-        num_gpu_blocks=44,
+        num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=20,
         config=SchedulerConfig(
             max_num_seqs=8,
@@ -86,6 +90,17 @@ def test_ranks_keep_drafts_and_every_bit(
     drafting, num_kept = outputs(*layout, _runner(speculative, "llama", tmp_path))
     assert drafting == plain
     assert num_kept > LEAST_KEPT[speculative]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_ranks_with_states_keep_drafts_and_every_bit(family: str, tmp_path: Path) -> None:
+    """Where most drafts are wrong: the other rank restores states as well."""
+    plain, _ = outputs(2, 1, NO_SPECULATION, family, num_gpu_blocks=240)
+    drafting, num_kept = outputs(
+        2, 1, _runner("suffix", family, tmp_path), family, num_gpu_blocks=240
+    )
+    assert drafting == plain
+    assert num_kept > 5
 
 
 @pytest.mark.parametrize(
