@@ -36,6 +36,8 @@ def generate(
     ] = False,
 ) -> None:
     """Stream a model's answer to one prompt; several answers are printed one after the other."""
+    if params.logprobs is not None and not as_json:
+        raise typer.BadParameter("--logprobs: expected with --json, which prints them")
     text = sys.stdin.read() if prompt is None else prompt
     asked: Prompt = [{"role": "user", "content": text}] if chat else text
     with connection.client() as client:

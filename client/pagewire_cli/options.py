@@ -270,21 +270,28 @@ def _sampling_group(names: Iterable[str]) -> OptionGroup[SamplingParams]:
 
 
 def _sampling_params(**values: Any) -> SamplingParams:
-    for name in ("json_schema", "grammar"):
-        values[name] = _content(values[name])
+    values["json_schema"] = _content("json_schema", values["json_schema"], "{")
+    values["grammar"] = _content("grammar", values["grammar"], ":")
     values["choice"] = values["choice"] or None
     if (ends := values.get("early_stopping")) is not None:
         values["early_stopping"] = "never" if ends == "never" else ends == "true"
     return SamplingParams(**values)
 
 
-def _content(text: str | None) -> str | None:
-    """The contents of the file of this name if it exists, else the text itself."""
+def _content(name: str, text: str | None, mark: str) -> str | None:
+    """The contents of the file of this name if it exists, else the text itself, which has `mark`
+    in it. Raises BadParameter for other text."""
+    if text is None:
+        return None
     try:
-        is_file = text is not None and Path(text).is_file()
+        if Path(text).is_file():
+            return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError):  # not a valid file name
         return text
-    return Path(text).read_text(encoding="utf-8") if is_file and text is not None else text
+    if mark not in text:
+        option = f"--{name.replace('_', '-')}"
+        raise typer.BadParameter(f"{option}: expected a file or a text with {mark}, got {text!r}")
+    return text
 
 
 def _engine_parameter(flag: engine_args.Flag) -> inspect.Parameter:

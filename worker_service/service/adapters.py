@@ -8,7 +8,13 @@ from pagewire.v1.adapter_pb2 import AdapterSet
 from worker_service.adapters.store import AdapterInfo
 from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
-from worker_service.errors import AdapterNotFound, InvalidOption, StaleTable
+from worker_service.errors import (
+    AdapterNotFound,
+    AdaptersFull,
+    BadAdapter,
+    InvalidOption,
+    StaleTable,
+)
 
 
 def encode_info(info: AdapterInfo) -> adapter_pb2.AdapterInfo:
@@ -34,7 +40,7 @@ class AdapterTable:
 
     async def load_modules(self) -> None:
         """Load the adapters that the worker was started with. Raises InvalidOption for a name that
-        is a model's or a base model that is another, and what the executor raises."""
+        is a model's, a base model that is another, and an adapter that cannot be loaded."""
         names = (self._config.model_name, *self._config.model_aliases)
         for module in self._config.adapters.modules:
             if module.name in names:
@@ -44,7 +50,10 @@ class AdapterTable:
                     f"lora_modules: expected a base_model_name of {', '.join(names)} for "
                     f"{module.name!r}, got {module.base_model_name!r}"
                 )
-            info = await asyncio.to_thread(self._engine.adapters.load, module.path)
+            try:
+                info = await asyncio.to_thread(self._engine.adapters.load, module.path)
+            except (AdapterNotFound, AdaptersFull, BadAdapter) as error:
+                raise InvalidOption(f"lora_modules: {module.name}: {error}") from None
             self.current.adapters.add(
                 name=module.name,
                 digest=info.digest,

@@ -19,9 +19,9 @@ from worker_service.address import Address, advertised, parse
 from worker_service.block_transfer.transfers import Peers
 from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
-from worker_service.engine.executor import Executor
+from worker_service.engine.executor import Executor, WorkKind
 from worker_service.engine.tracing import traces_of_streams
-from worker_service.errors import DeviceLost, WorkerError, WorkerRejected
+from worker_service.errors import DeviceLost, InvalidOption, WorkerError, WorkerRejected
 from worker_service.load_progress import LoadProgress
 from worker_service.service.adapters import AdapterTable
 from worker_service.service.block_connection import BlockConnections
@@ -173,6 +173,12 @@ class Worker:
 
     async def _load_model(self) -> None:
         await self._engine.load()
+        role = self._config.network.role
+        if WorkKind.GENERATION not in self._engine.facts.work_kinds and role != "both":
+            raise InvalidOption(
+                f"role: expected both for a model that returns vectors, which have no decodes, got"
+                f" {role!r}"
+            )
         await self._adapters.load_modules()
 
     async def _report_load(self, core: Address) -> None:

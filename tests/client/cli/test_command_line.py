@@ -115,6 +115,22 @@ def test_generate_takes_what_the_answer_must_match_as_text_or_from_a_file(
         assert getattr(sampling, field) == value
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json-schema", "/nope.json"], "--json-schema: expected a file or a text with {, got"),
+        (["--grammar", "nope.lark"], "--grammar: expected a file or a text with :, got"),
+        (["--logprobs", "2"], "--logprobs: expected with --json, which prints them"),
+    ],
+)
+def test_options_of_generate_that_would_do_nothing(
+    invoke: Any, options: list[str], message: str
+) -> None:
+    result = invoke("generate", "x", *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", "").split())
+
+
 def test_generate_prints_all_there_is_as_json(invoke: Any) -> None:
     result = invoke("generate", "Hello", "--max-tokens", "2", "--seed", "5", "--json")
     output = json.loads(result.stdout)

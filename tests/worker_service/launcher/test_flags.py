@@ -217,6 +217,20 @@ def test_a_process_that_cannot_load_its_model_says_so_without_a_traceback() -> N
         assert not any("Traceback" in line for line in running.lines)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--runner", "pooling", "--role", "decode"], "role: expected both for a model that"),
+        (["--enable-lora", "--lora-modules", "sql=/x"], "lora_modules: sql: path: expected a"),
+    ],
+)
+def test_what_contradicts_the_loaded_model_is_named(flags: list[str], message: str) -> None:
+    model = "--model", str(checkpoint("llama"))
+    with process(*model, "--listen", "127.0.0.1:0", *flags) as running:
+        assert running.exit_code() == 2
+        assert f"error: {message}" in running.wait_for("error: ").lower()
+
+
 FLAGS = json.loads((Path(__file__).parent / "flags.json").read_text())
 """By flag: the environment variables and the default."""
 
