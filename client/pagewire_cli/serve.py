@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from pagewire_cli import terminal
-from pagewire_cli.local import LocalServices
+from pagewire_cli.local import LocalServices, service_commands
 from pagewire_cli.options import ENGINE, group_of, with_options
 from pagewire_client.connection import DEFAULT_ADDRESS
 
@@ -113,7 +113,7 @@ def serve(
             services.start()
             started.set()
             slow.cancel()
-            _print_addresses(services, engine["served_model_name"] or [model], engine)
+            _print_addresses(services, _served_names(model, engine), engine)
             services.wait_failed()
         except Exception as error:
             errors.append(error)
@@ -158,6 +158,16 @@ def _kill_at_next_signal(services: LocalServices, events: int) -> None:
         pass  # which is what was asked for
     terminal.note(f"{_name(event)} again: stopping at once")
     services.kill()
+
+
+def _served_names(model: str, engine: dict[str, Any]) -> list[str]:
+    """The names that requests may give, as the worker derives them from its flags and variables."""
+    if names := engine["served_model_name"]:
+        return list(names)
+    if names := os.environ.get("PAGEWIRE_SERVED_MODEL_NAME", "").split():
+        return names
+    worker = service_commands.kind_of_worker(simulate=bool(engine["simulate"]))
+    return ["simulated" if worker == "simulated worker" else model]
 
 
 def _print_addresses(services: LocalServices, names: list[str], engine: dict[str, Any]) -> None:

@@ -324,6 +324,22 @@ def test_an_address_that_cannot_be_is_refused_before_anything_starts(listen: str
     assert done.stderr.startswith("error: listen must be")
 
 
+@pytest.mark.parametrize(
+    ("variables", "names"),
+    [({}, ["simulated"]), ({"PAGEWIRE_SERVED_MODEL_NAME": "small tiny"}, ["small", "tiny"])],
+)
+def test_the_names_that_serve_prints_are_those_of_requests(
+    tmp_path: Path, variables: dict[str, str], names: list[str]
+) -> None:
+    variables = {"PAGEWIRE_SIMULATE": "1", **variables}
+    address = f"unix:{tmp_path}/f.sock"
+    with serving("--listen", address, env=variables) as serve, Client(address) as client:
+        line = serve.wait_for("serving ")
+        assert f"serving {', '.join(names)} on" in line
+        model = client.get_model()
+        assert [model.name, *model.aliases] == names
+
+
 def test_serve_takes_the_options_of_other_servers(tmp_path: Path) -> None:
     model, port = "embedded", free_port()
     keys = ["a-key-of-some-length", "a-second-key-of-some-length"]
