@@ -352,11 +352,12 @@ def _fitting(
 
 
 def _max_tokens(params: sampling_pb2.SamplingParams, model: FrontendModel, num_prompt: int) -> int:
-    """The request's or the model's own maximum, within the length that the prompt leaves."""
+    """The request's maximum within the length that the prompt leaves, or without one the model's
+    own, within what the largest KV cache leaves, too: nobody counts on a larger one then."""
     check_prompt_length(num_prompt, model)
-    room = model.info.max_model_len - num_prompt
     if params.HasField("max_tokens"):
-        return min(params.max_tokens, room)
+        return min(params.max_tokens, model.info.max_model_len - num_prompt)
+    room = max(1, max_servable_len(model.info) - num_prompt)  # the core refuses longer prompts
     return min(model.defaults.max_tokens or room, room)
 
 

@@ -72,6 +72,13 @@ def test_output_is_limited_to_the_room_the_prompt_leaves() -> None:
     assert resolved(prompt=255).max_tokens == 1
 
 
+def test_output_without_a_limit_ends_where_the_kv_cache_does() -> None:
+    small = build_model(model_info(max_cached_tokens=97), model_files(byte_level()))
+    assert resolved(small).max_tokens == 87
+    assert resolved(small, prompt=97).max_tokens == 1
+    assert resolved(small, max_tokens=200).max_tokens == 200
+
+
 def test_a_prompt_without_room_for_a_token_is_too_long_and_numbers_tell_why() -> None:
     with pytest.raises(PromptTooLong) as caught:
         resolved(prompt=256)
