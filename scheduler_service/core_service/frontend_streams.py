@@ -201,14 +201,16 @@ class FrontendStreams:
     def announce_models(
         self,
         models: list[model_pb2.ModelInfo],
-        loading: Iterable[status_pb2.WorkerLoading] = (),
-        adapters: Iterable[adapter_pb2.ModelAdapters] = (),
+        registered: Iterable[str],
+        loading: Iterable[status_pb2.WorkerLoading],
+        adapters: Iterable[adapter_pb2.ModelAdapters],
     ) -> None:
-        """Announce the models that can be served, those that were served before, those being
-        loaded, and the adapters, to every frontend: now, and to later ones when they attach."""
-        names = set(self._models.known_models)
-        for model in models:
-            names.update((model.name, *model.aliases))
+        """Announce the models that can be served, those with workers now or before, those being
+        loaded, and the adapters, to every frontend: now, and to later ones when they attach.
+
+        registered: the names of models that have workers, ready or not.
+        """
+        names = {*self._models.known_models, *registered}
         self._models = pb.ServedModels(
             models=models, known_models=sorted(names), loading=loading, adapters=adapters
         )

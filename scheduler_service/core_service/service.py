@@ -64,15 +64,15 @@ class ModelAnnouncer:
     """Set when there may be something new."""
 
     def __post_init__(self) -> None:
-        self._announced: tuple[list[object], ...] = ([], [], [])
+        self._announced: tuple[list[object], ...] = ([], [], [], [])
 
     def announce(self) -> None:
         """Notify the frontends of what has changed since the last call."""
         models, loading = self.registry.served_models(), self.registry.loading()
-        adapters = self.adapters.announced()
-        if (models, loading, adapters) != self._announced:
-            self._announced = (list(models), list(loading), list(adapters))
-            self.frontends.announce_models(models, loading, adapters)
+        names, adapters = self.registry.registered_names(), self.adapters.announced()
+        if (models, names, loading, adapters) != self._announced:
+            self._announced = (list(models), list(names), list(loading), list(adapters))
+            self.frontends.announce_models(models, names, loading, adapters)
 
     async def run(self) -> NoReturn:
         """Announce whatever changes."""

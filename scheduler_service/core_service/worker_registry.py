@@ -109,6 +109,11 @@ class WorkerRegistry:
             names.update(aliases)
         return [models[name] for name in sorted(models)]
 
+    def registered_names(self) -> list[str]:
+        """The names of the models of all groups, ready or not, in order."""
+        models = (group.registration.model for group in self._groups.values())
+        return sorted({name for model in models for name in (model.name, *model.aliases)})
+
     def groups_with(self, model: str) -> list[WorkerGroup]:
         """Groups that have a model loaded, ready ones first."""
         holders = [group for group in self if group.registration.model.name == model]
@@ -236,6 +241,7 @@ class WorkerRegistry:
         if group is None:
             group = self._groups[registration.group_id] = self._make_group(registration)
         group.join(worker)
+        self.on_change()
         self.counters.counts.num_registrations += 1
         logger.info(
             "worker registered worker_id=%s group_id=%s rank=%d world_size=%d address=%s model=%s"

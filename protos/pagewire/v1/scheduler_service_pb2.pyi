@@ -490,9 +490,9 @@ class ServedModels(_message.Message):
 
     @_builtins.property
     def known_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of all models that were served since the core started, whether or not they
-        can be served now. A request for one of them waits; one for any other model fails
-        with NOT_FOUND while there are models that can be served.
+        """Names of all models whose workers have registered since the core started, whether or
+        not they can be served now. A request for one of them waits; one for any other model
+        fails with NOT_FOUND while there are models that can be served.
         """
 
     @_builtins.property

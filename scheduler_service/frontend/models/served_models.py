@@ -245,7 +245,7 @@ class ModelDirectory:
     ) -> None:
         """Store which models are served now, with their adapters, and fetch the files of new ones.
 
-        `known`: names of models that the core has served since it started; `loading`: workers that
+        `known`: names of models whose workers the core has or had; `loading`: workers that
         load their model, which waiting tasks are not notified of. A load continues if its model is
         announced again or is away for a moment; other files under its name end it.
         """

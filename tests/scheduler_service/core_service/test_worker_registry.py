@@ -83,6 +83,21 @@ async def test_frontends_learn_of_models_that_were_served_before_they_attached(
         assert frontend.known_models == ["a", "b"]
 
 
+async def test_frontends_learn_of_models_whose_workers_are_not_ready(
+    service: CoreService, fleet: Fleet
+) -> None:
+    await fleet.start(FakeWorker("first", model="a"))
+    second = FakeWorker("second", model="b", aliases=["c"])
+    second.may_initialize.clear()
+    async with AttachedFrontend(service.address) as frontend:
+        await until(lambda: frontend.models == ["a"], "one model is served")
+        await fleet.start(second)
+        await until(lambda: frontend.known_models == ["a", "b", "c"], "the other has a worker")
+        assert frontend.models == ["a"]
+        second.may_initialize.set()
+        await until(lambda: frontend.models == ["a", "b"], "both models are served")
+
+
 @pytest.mark.parametrize("lease_ms", [SHORT_LEASE_MS])
 async def test_a_worker_that_hangs_loses_its_lease_and_its_requests_go_on(
     service: CoreService, fleet: Fleet
