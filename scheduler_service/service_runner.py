@@ -18,6 +18,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from service_common.end_signals import EndSignals
 from service_common.grpc_server import GrpcServer
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class ServiceRunner(GrpcServer):
         super().__init__(**server)
         self.grace_period_s = grace_period_s
         self._signalled = asyncio.Event()
+        self._signals = EndSignals()
 
     async def wait_for_signal(self, on_signal: Callable[[], None] | None = None) -> None:
         """Wait for SIGTERM or SIGINT, call `on_signal`, then answer NOT_SERVING from then on."""
@@ -49,9 +51,10 @@ class ServiceRunner(GrpcServer):
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._signalled.is_set():
+        if self._signals.is_second_request():
             logger.warning("ending at once signal=%s", name)
             logging.shutdown()
             os._exit(128 + number)
-        logger.info("shutting down signal=%s grace_period_s=%g", name, self.grace_period_s)
+        if not self._signalled.is_set():
+            logger.info("shutting down signal=%s grace_period_s=%g", name, self.grace_period_s)
         self._signalled.set()

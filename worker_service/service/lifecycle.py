@@ -10,6 +10,7 @@ from collections.abc import Coroutine
 from pagewire.v1 import scheduler_service_pb2, status_pb2, worker_service_pb2
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from service_common.cluster import Cluster
+from service_common.end_signals import EndSignals
 from service_common.grpc_server import GrpcServer
 from service_common.metrics_server import MetricsServer
 from service_common.prometheus import make_registry
@@ -118,6 +119,7 @@ class Worker:
         self._failure: WorkerError | None = None
         """The error that `run` raises at the end."""
         self._end = asyncio.Event()
+        self._signals = EndSignals()
         self._released = asyncio.Event()
         """Set when there is nothing to wait for."""
         self.listening = asyncio.Event()
@@ -253,13 +255,13 @@ class Worker:
         self._engine.close_any_stream()
 
     def handle_signals(self) -> None:
-        """Make SIGTERM and SIGINT end the worker, and the second of them end the process."""
+        """Make SIGTERM and SIGINT end the worker, and a second request end the process at once."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._handle_signal)
 
     def _handle_signal(self) -> None:
-        if self._end.is_set():
+        if self._signals.is_second_request():
             logger.warning("asked to end a second time, running steps are lost")
             os._exit(1)
         self.end()

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from scheduler_service.core_service.service import SERVICE_NAME
+from service_common.end_signals import SAME_REQUEST_S
 from tests.support.attached_frontend import AttachedFrontend
 from tests.support.fake_worker import FakeWorker, counted
 from tests.support.waiting import until
@@ -196,6 +197,7 @@ async def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
         worker.hold_results()
         process.send_signal(signal.SIGTERM)
         await until_not_serving(address)
+        await asyncio.sleep(SAME_REQUEST_S)
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), 60) == 128 + signal.SIGINT
 

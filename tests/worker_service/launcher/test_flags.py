@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from service_common.config_flags import Flags, takes_flags
+from service_common.end_signals import SAME_REQUEST_S
 from tests.support.checkpoints import checkpoint
 from tests.support.cluster import SERVING, health
 from tests.support.worker_driver import PlanBuilder
@@ -154,6 +155,7 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
         assert next(results).results[0].step_id == 1
         running.signal()
         running.wait_for("draining")
+        time.sleep(SAME_REQUEST_S)
         running.signal()
         assert running.exit_code() == 1
         with pytest.raises(grpc.RpcError):
