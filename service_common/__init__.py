@@ -10,6 +10,7 @@ It depends on neither: no messages of `pagewire.v1`, no tensors.
 | `interceptors`, `metadata` | the guard of calls; what metadata contains |
 | `cluster`, `tls` | credentials between the services of a deployment |
 | `config_flags` | command lines, whose flags are derived from configuration dataclasses |
+| `end_signals` | whether a signal that ends a process is of a second request |
 | `prometheus`, `metrics_server` | metrics and histograms; the port that Prometheus scrapes |
 | `logging_config`, `tracing` | log lines, spans |
 | `garbage` | short pauses for Python's garbage collector |

@@ -102,12 +102,25 @@ class WorkerRegistry:
             merged.CopyFrom(longest)
             merged.max_cached_tokens = max(best.max_cached_tokens, group.max_cached_tokens)
             merged.aliases[:] = dict.fromkeys((*best.aliases, *model.aliases))
+            if limit := self._text_limit(merged):
+                merged.pooling.max_text_tokens = limit
         names = set(models)
         for name in sorted(models):  # an alias belongs to one model
             aliases = [alias for alias in models[name].aliases if alias not in names]
             models[name].aliases[:] = aliases
             names.update(aliases)
         return [models[name] for name in sorted(models)]
+
+    def _text_limit(self, model: model_pb2.ModelInfo) -> int:
+        """Most tokens of a text that is pooled, if a step has fewer than the model takes and the
+        text must be computed in one; else 0."""
+        config = self.scheduler_config
+        if not model.HasField("pooling"):
+            return 0
+        if config.enable_chunked_prefill and not model.whole_prompt:
+            return 0
+        limit = model.pooling.max_text_tokens or model.max_model_len
+        return config.max_num_batched_tokens if config.max_num_batched_tokens < limit else 0
 
     def registered_names(self) -> list[str]:
         """The names of the models of all groups, ready or not, in order."""
@@ -242,6 +255,15 @@ class WorkerRegistry:
             group = self._groups[registration.group_id] = self._make_group(registration)
         group.join(worker)
         self.on_change()
+        if limit := self._text_limit(registration.model):
+            logger.warning(
+                "texts are limited to a step's tokens: to take longer ones, set"
+                " max_num_batched_tokens to the model's length model=%s max_num_batched_tokens=%d"
+                " max_model_len=%d",
+                registration.model.name,
+                limit,
+                registration.model.max_model_len,
+            )
         self.counters.counts.num_registrations += 1
         logger.info(
             "worker registered worker_id=%s group_id=%s rank=%d world_size=%d address=%s model=%s"

@@ -70,6 +70,25 @@ async def test_a_model_has_the_length_that_the_largest_cache_holds(
     assert model.max_cached_tokens == 5 * BLOCK_SIZE + 1
 
 
+async def test_a_model_takes_texts_that_a_step_can_compute(
+    service: CoreService, fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = FakeWorker("encoder", model="a", pools=True)
+    encoder.model.whole_prompt = True
+    encoder.model.work_kinds[:] = ["WORK_KIND_POOLING"]
+    short = FakeWorker("short", model="b", max_model_len=16)
+    short.model.CopyFrom(encoder.model)
+    short.model.name, short.model.max_model_len = "b", 16
+    await fleet.start(encoder)
+    await fleet.start(short)
+    await fleet.start(FakeWorker("decoder", model="c", pools=True))
+    await until(lambda: len(ready_groups(service)) == 3, "all are ready")
+    limits = [model.pooling.max_text_tokens for model in service.registry.served_models()]
+    assert limits == [16, 0, 0]
+    [warning] = [r for r in caplog.messages if "texts are limited to a step's tokens" in r]
+    assert "model=a max_num_batched_tokens=16 max_model_len=512" in warning
+
+
 async def test_frontends_learn_of_models_that_were_served_before_they_attached(
     service: CoreService, fleet: Fleet
 ) -> None:
@@ -314,7 +333,7 @@ async def test_a_worker_that_falls_silent_while_it_loads_is_not_listed(
     load = status_pb2.WorkerLoading(group_id="new", model="m")
     await call.write(pb.RegisterWorkerRequest(heartbeat=pb.WorkerHeartbeat(loading=load)))
     await call.read()
-    assert len(service.registry.loading()) == 1
+    await until(lambda: len(service.registry.loading()) == 1, "it is listed")
     with pytest.raises(grpc.aio.AioRpcError, match="no heartbeat for"):
         await call.read()
     assert service.registry.loading() == []
