@@ -9,7 +9,13 @@ from itertools import count
 from typing import Any, Self
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted, Unavailable
+from scheduler_service.errors import (
+    InvalidArgument,
+    PagewireError,
+    PromptTooLong,
+    RequestAborted,
+    Unavailable,
+)
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.requests.request_stream import RequestStream
@@ -187,6 +193,7 @@ class RequestBatch:
         self._manager = manager
         self._receive = receive
         self._opened = _OpenRequests(manager)
+        self._num_requests = 0
         self._is_disconnected = False
         self._watching: asyncio.Task[None] | None = None
         self._silence_s = silence_s
@@ -216,12 +223,18 @@ class RequestBatch:
             raise InvalidArgument(
                 "prompt", f"expected at most {share} prompts in one call, got {len(requests)}"
             )
+        self._num_requests = len(requests)
         for index, request in enumerate(requests):
             if index and index % OPENED_TOGETHER == 0:
                 await asyncio.sleep(0)
             request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
             on_update = partial(self._opened.record_update, index)
-            stream = await self._manager.open_soon(request, None, on_update, tenant, is_late=True)
+            try:
+                stream = await self._manager.open_soon(
+                    request, None, on_update, tenant, is_late=True
+                )
+            except PromptTooLong as error:
+                raise self._naming(index, error) from None
             self._opened.add(index, stream)
 
     async def next(self) -> tuple[int, inference_pb.GenerateResponse] | None:
@@ -239,12 +252,18 @@ class RequestBatch:
                 index, stream, response = taken
                 if response is None:
                     assert stream.error is not None
-                    raise stream.error
+                    raise self._naming(index, stream.error)
                 return index, response
             if not opened:
                 return None
             await opened.wake.wait()
         raise RequestAborted("the client has disconnected")
+
+    def _naming(self, index: int, error: PagewireError) -> PagewireError:
+        """The error of a request, which says which of several prompts is too long."""
+        if isinstance(error, PromptTooLong) and self._num_requests > 1:
+            error.message = f"prompt[{index}]: {error.message}"
+        return error
 
     def record_output(self) -> None:
         """Note that the client was sent something: its silence begins again."""

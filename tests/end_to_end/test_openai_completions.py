@@ -98,6 +98,8 @@ def test_errors_are_those_that_the_client_knows(openai_client: openai.OpenAI) ->
     with pytest.raises(openai.BadRequestError) as too_long:
         create(model="embedded", prompt=[5] * 2000)
     assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match=r"prompt\[1\]: the prompt has 2000 tokens"):
+        create(model="embedded", prompt=[[5], [5] * 2000])
     with pytest.raises(openai.BadRequestError) as misspelt:
         create(model="embedded", prompt="a", extra_body={"topp": 1})
     assert misspelt.value.param == "topp"

@@ -4,14 +4,13 @@
 your own. Weights are large enough that greedy continuations vary.
 """
 
-import atexit
 import copy
 import json
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests.support.folders import folder_of_process
 
 VOCAB_SIZE = 300
 BOS_TOKEN_ID = 256
@@ -740,9 +739,7 @@ def checkpoint(family: str) -> Path:
 
 @cache
 def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="pagewire-checkpoints-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return folder_of_process("checkpoints")
 
 
 def make_checkpoint(family: str, path: Path, *, seed: int = 0, **overrides: Any) -> Path:

@@ -1,14 +1,12 @@
 """Tiny random heads of EAGLE-3, in the layout of their authors."""
 
-import atexit
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.draft_heads import head_tensors, write_head
 from tests.support.checkpoints import MAX_POSITIONS, VOCAB_SIZE
+from tests.support.folders import folder_of_process
 
 HIDDEN_SIZE = 64
 DRAFT_VOCAB_SIZE = 120
@@ -42,7 +40,5 @@ def make_head(path: Path, *, seed: int = 0, **overrides: Any) -> Path:
 @cache
 def head_for(hidden_size: int, vocab_size: int) -> Path:
     """The directory of a random head for targets of this size, made once per process."""
-    folder = Path(tempfile.mkdtemp(prefix="pagewire-head-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
-    return make_head(folder, **sizes, draft_vocab_size=vocab_size // 3)
+    return make_head(folder_of_process("head"), **sizes, draft_vocab_size=vocab_size // 3)

@@ -21,6 +21,7 @@ from scheduler_service.core import ContextKind, ContextPart, Request
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Generation
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.support.folders import folder_of_process
 from tests.support.in_process import FRONTEND, GREEDY, MODEL
 from tests.support.lora import (
     EMBEDDING,
@@ -88,9 +89,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @cache
 def _folder() -> Path:
-    import tempfile
-
-    return Path(tempfile.mkdtemp(prefix="pagewire-adapters-"))
+    return folder_of_process("adapters")
 
 
 @cache
