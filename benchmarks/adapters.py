@@ -99,8 +99,7 @@ def _measure(args: argparse.Namespace, settings: Settings, folder: Path, stack: 
         f" {PROMPT_TOKENS} tokens, {args.tokens} tokens each, {args.streams} at a time. Adapters"
         f" of rank {RANK} on seven linear layers."
     )
-    suffix = f"_{settings.quantization}" if settings.quantization else ""
-    suffix += "" if settings.max_num_seqs > 1 else "_single"
+    suffix = "" if settings.max_num_seqs > 1 else "_single"  # the shape's name has the rounding
     name = re.sub(r"\W", "_", f"adapters_{settings.shape.name}{suffix}_{settings.dtype}")
     publish(name, facts, COLUMNS, described, load.cores, args.results)
 
