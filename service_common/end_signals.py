@@ -1,6 +1,7 @@
 """Signals that ask a process to end."""
 
 import time
+from collections.abc import Callable
 
 SAME_REQUEST_S = 0.5
 """Signals that follow the first one within this time are of the same request. A supervisor that
@@ -11,12 +12,13 @@ once more."""
 class EndSignals:
     """Distinguishes a second request to end, which ends a process at once, from the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._first_s: float | None = None
 
     def is_second_request(self) -> bool:
         """Whether the signal that has just come is of a second request."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if self._first_s is None:
             self._first_s = now_s
         return now_s - self._first_s > SAME_REQUEST_S
