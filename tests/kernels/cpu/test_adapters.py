@@ -14,7 +14,7 @@ from pagewire_kernels.cpu.experts import NativeExperts
 from pagewire_kernels.cpu.heads import NativeHeads
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
-from pagewire_kernels.quantized_weight import quantize
+from pagewire_kernels.quantized_weight import QuantizedWeight, quantize
 from pagewire_kernels.reference import Gate, Routing
 from tests.support.native import native_libraries
 
@@ -61,11 +61,24 @@ def _parts(sizes: Sequence[int], dtype: torch.dtype, seed: int) -> list[DeltaPar
     return parts
 
 
+def _weight(num_outputs: int, dtype: torch.dtype, format_name: str) -> Tensor | QuantizedWeight:
+    dense = (_random(num_outputs, INPUTS, seed=9) / 10).to(dtype)
+    return dense if format_name == "dense" else quantize(dense, format_name)
+
+
+def _sums(
+    library: Library, dtype: torch.dtype, format_name: str, x: Tensor, num_outputs: int
+) -> Tensor:
+    """float32 [num_rows, num_outputs]: of the weight alone, not activated."""
+    weight = _weight(num_outputs, dtype, format_name)
+    packed = NativeWeight(weight, library, HugeMemory(), dtype)
+    return packed.apply(x, output_dtype=torch.float32)
+
+
 def make(
     library: Library, dtype: torch.dtype, format_name: str, sizes: Sequence[int], activation: str
 ) -> Made:
-    dense = (_random(sum(sizes), INPUTS, seed=9) / 10).to(dtype)
-    weight = dense if format_name == "dense" else quantize(dense, format_name)
+    weight = _weight(sum(sizes), dtype, format_name)
     packed: NativeWeight | NativeGatedWeight
     if activation:
         packed = NativeGatedWeight(weight, activation, library, HugeMemory(), dtype)
@@ -126,10 +139,8 @@ def test_they_are_added_before_the_activation(
     library: Library, dtype: torch.dtype, format_name: str, size: int
 ) -> None:
     made, slots = make(library, dtype, format_name, (size, size), "silu"), _slots(30)
-    weight = (_random(2 * size, INPUTS, seed=9) / 10).to(dtype)
-    plain = weight if format_name == "dense" else quantize(weight, format_name)
     x = _random(30, INPUTS, seed=3).to(dtype)
-    sums = NativeWeight(plain, library, HugeMemory(), dtype).apply(x, output_dtype=torch.float32)
+    sums = _sums(library, dtype, format_name, x, 2 * size)
     gate, up = (sums + _delta(made, x, slots, 2 * size)).split(size, dim=1)
     tolerance = TOLERANCE[dtype]
     found = made.apply(x, slots)
@@ -164,9 +175,7 @@ def test_sums_are_multiplied_by_factors_before_the_bias_is_added(
     [part] = made.parts[0]
     made.deltas.fill(0, made.deltas.pack([part._replace(factors=factors)]))
     x, bias = _random(30, INPUTS, seed=3).to(dtype), _random(2 * size, seed=5).to(dtype)
-    weight = (_random(2 * size, INPUTS, seed=9) / 10).to(dtype)
-    plain = weight if format_name == "dense" else quantize(weight, format_name)
-    sums = NativeWeight(plain, library, HugeMemory(), dtype).apply(x, output_dtype=torch.float32)
+    sums = _sums(library, dtype, format_name, x, 2 * size)
     sums += _delta(made, x, slots, 2 * size)
     sums[[slot == 0 for slot in slots], :size] *= factors
     expected = sums + bias
