@@ -246,19 +246,28 @@ class Transfer:
         """Wait for the collective. Returns the tensor; raises GroupBroken."""
         if self.work is None:
             raise GroupBroken(_INTERRUPTED)
-        while True:
-            try:
-                self.work.wait(_SLICE)
-            except RuntimeError as error:
-                if self.work.is_completed():
-                    self.drop()  # an exception refers to this frame
-                    reason = str(error).splitlines()[0]
-                    raise GroupBroken(f"lost another rank: {reason}") from None
-            else:
-                return self.tensor
+        while not self._ends_within(_SLICE):
             if self._broken.is_set():
                 self.drop()
                 raise GroupBroken(_INTERRUPTED)
+        return self.tensor
+
+    def _ends_within(self, timeout: timedelta) -> bool:
+        """Whether the collective has succeeded; raises GroupBroken if it failed."""
+        try:
+            self.work.wait(timeout)
+        except RuntimeError:
+            if not self.work.is_completed():
+                return False
+        else:
+            return True
+        # The timeout may have expired just before the end: this returns the outcome at once.
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self.drop()  # an exception refers to this frame
+            raise GroupBroken(f"lost another rank: {str(error).splitlines()[0]}") from None
+        return True
 
 
 class ProcessGroups:

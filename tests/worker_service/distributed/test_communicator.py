@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from worker_service.distributed.communicator import (
     Communicator,
     ProcessGroups,
     Rendezvous,
+    Transfer,
     connect,
     require_symmetric_memory,
 )
@@ -258,6 +260,34 @@ def test_an_interruption_does_not_wait_for_recordings(name: str) -> None:
         with pytest.raises(GroupBroken, match="interrupted"):
             groups.check()
         del replay
+
+
+class EndsAfterTimeout:
+    """A collective that ends between the expiry of a wait and the look at whether it has ended."""
+
+    def __init__(self, error: RuntimeError | None = None) -> None:
+        self._error = error
+        self._is_completed = False
+
+    def is_completed(self) -> bool:
+        return self._is_completed
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._is_completed:
+            self._is_completed = True
+            raise RuntimeError("Operation timed out!")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+def test_a_collective_that_ends_as_a_wait_for_it_expires_has_its_own_outcome() -> None:
+    tensor = torch.ones(2)
+    broken = threading.Event()
+    assert Transfer(EndsAfterTimeout(), tensor, broken).wait() is tensor
+    failed = Transfer(EndsAfterTimeout(RuntimeError("connection reset")), tensor, broken)
+    with pytest.raises(GroupBroken, match="lost another rank: connection reset"):
+        failed.wait()
 
 
 def test_closing_is_no_interruption() -> None:
