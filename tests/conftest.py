@@ -1,7 +1,9 @@
 """What all tests share."""
 
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 
 import pytest
 
@@ -30,3 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if any(digest not in path.read_bytes() for path in build.LIBRARIES.glob("*.so")):
         script = build.SOURCES.with_name("build.py")
         pytest.exit(f"the compiled CPU kernels are older than their sources: run {script}", 4)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _services_are_forked() -> Iterator[None]:
+    if not find_spec("grpc"):  # tests for a GPU run without the services' dependencies
+        yield
+        return
+    from tests.support.fork_server import ForkServer
+    from tools.launch import Service
+
+    with ForkServer() as server:
+        Service.starter = server.start
+        yield

@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, ClassVar, Protocol
 
 ROOT = Path(__file__).parents[1]
 _SOURCES = (".", "kernels", "client", "protos")
@@ -59,8 +60,49 @@ def worker(listen: str, core: str, *flags: str) -> list[str]:
     return module("worker_service", "--listen", listen, "--core", core, *flags)
 
 
+class Process(Protocol):
+    """What is used of a process, with the meaning that `subprocess.Popen` gives it."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code, once it has ended. Raises subprocess.TimeoutExpired after `timeout`
+        seconds."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless the process has ended."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
+def start_process(
+    command: Sequence[str], output: IO[bytes], variables: Mapping[str, str], folder: Path
+) -> Process:
+    """Start a command in a folder, with its output to a file. `variables`: additional environment
+    variables."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment() | dict(variables),
+        cwd=folder,
+    )
+
+
 class Service:
     """One process with its log."""
+
+    starter: ClassVar[Callable[..., Process]] = staticmethod(start_process)
+    """What starts the processes; tests set another."""
 
     def __init__(
         self,
@@ -76,14 +118,7 @@ class Service:
         self.leaving_s: float | None = None
         """Seconds that `end` took."""
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment() | dict(variables or {}),
-                cwd=log.parent,
-            )
+            self.process = self.starter(command, output, variables or {}, log.parent)
 
     @property
     def exit_code(self) -> int | None:
