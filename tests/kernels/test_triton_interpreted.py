@@ -28,11 +28,14 @@ INTERPRETED = [
 SLOW = ("test_quantized_linear", "test_whole_model")
 """Files that take half a minute; what they compute with is in the others, too."""
 
+TOGETHER = ("test_adapters_in_models", "test_attention", "test_packed_attention", "test_sampling")
+"""Files of one process: two may run at the same time, and each spends seconds with imports."""
+
 PROCESSES = {
-    stem: [file for file in INTERPRETED if file.stem == stem]
-    for stem in ("test_adapters_in_models", "test_attention", "test_sampling", *SLOW)
+    ", ".join(stems): [file for file in INTERPRETED if file.stem in stems]
+    for stems in (TOGETHER, *((stem,) for stem in SLOW))
 }
-PROCESSES["the others"] = [file for file in INTERPRETED if file.stem not in PROCESSES]
+PROCESSES["the others"] = [file for file in INTERPRETED if file.stem not in (*TOGETHER, *SLOW)]
 """Files by the process that runs them."""
 
 OTHER_BLAS = {"OPENBLAS_CORETYPE": "Haswell"}

@@ -7,6 +7,7 @@ its own for which it is.
 
 import os
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,19 +38,57 @@ def _make_dots_row_wise() -> None:
     """
     from triton.runtime import interpreter
 
-    class RowWise:
-        """numpy, except for its product of matrices."""
+    row_wise = ModuleType("numpy, except for its product of matrices")
+    vars(row_wise).update(vars(np))  # found without a call: the interpreter asks millions of times
+    row_wise.matmul = row_wise_product  # type: ignore[attr-defined]
+    interpreter.np = row_wise
 
-        matmul = staticmethod(row_wise_product)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(np, name)
+EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
-    interpreter.np = RowWise()
+
+def _prepare_the_interpreter_once() -> None:
+    """Spare the interpreter what takes longer than what small kernels compute: it patches
+    `triton.language` for every launch and for every call of a function within it, makes a table of
+    types whenever it looks for one, and checks integers for overflow by six of its operations."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, to_numpy = interpreter._patch_lang, interpreter._get_np_dtype
+    patched: dict[frozenset[str], Any] = {}
+    types: dict[str, Any] = {}
+
+    def patch_once(function: Any) -> Any:
+        modules = [*function.__globals__.values()]
+        names = frozenset(
+            module.__name__ for module in (tl, tl.core) if any(module is one for one in modules)
+        )
+        if names not in patched:
+            patched[names] = patch(function)
+        return type(patched[names])()  # with nothing to restore
+
+    def to_numpy_once(dtype: Any) -> Any:
+        name = str(dtype)
+        if name not in types:
+            types[name] = to_numpy(dtype)
+        return types[name]
+
+    def check_overflow(left: Any, right: Any, operation: Any) -> None:
+        kind = left.type.scalar
+        if kind.int_bitwidth < 64:
+            sides = (side.handle.data.astype(np.int64) for side in (left, right))
+            exact = EXACT[operation.__name__](*sides)
+            least, most = kind.get_int_min_value(), kind.get_int_max_value()
+            assert np.all((exact >= least) & (exact <= most)), f"{kind} overflow detected"
+
+    interpreter._patch_lang = patch_once
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check_overflow
+    interpreter._get_np_dtype = to_numpy_once
 
 
 if INTERPRETED:
     _make_dots_row_wise()
+    _prepare_the_interpreter_once()
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 OVERFLOW = "ignore:overflow encountered in exp:RuntimeWarning"

@@ -1,4 +1,8 @@
-"""Layers with a state over random rows, for tests of their kernels."""
+"""Layers with a state over random rows, for tests of their kernels.
+
+Results of transformers are imported where they are computed: it takes seconds, and kernels of a
+GPU are compared with ours.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -7,11 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba2
-from transformers.models.kimi_linear import modeling_kimi_linear as kimi
-from transformers.models.mamba import modeling_mamba as mamba1
-from transformers.models.qwen3_next import modeling_qwen3_next as delta_nets
-from transformers.models.recurrent_gemma import modeling_recurrent_gemma as recurrent_gemma
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.reference.backend import LayerKernels
@@ -130,6 +129,8 @@ class Mamba1(Layer):
         return kernels.mamba1_scan(x, dt, b, c, gate, *columns, states.units, metadata)
 
     def expected(self) -> Tensor:
+        from transformers.models.mamba import modeling_mamba as mamba1
+
         x, dt, b, c = (self.sequences(name).mT for name in ("x", "dt", "b", "c"))
         y = mamba1.mamba_selective_scan(
             x, dt, self.a.T, b, c, D=self.d, delta_bias=self.dt_bias, delta_softplus=True,
@@ -171,6 +172,8 @@ class Mamba2(Layer):
         return y.flatten(1)
 
     def expected(self) -> Tensor:
+        from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba2
+
         x, dt, b, c = (self.sequences(name) for name in ("x", "dt", "b", "c"))
         a, d, dt_bias = self.columns
         y = mamba2.mamba2_chunk_scan(
@@ -203,6 +206,9 @@ class DeltaRule(Layer):
         return kernels.gated_delta_rule(*parts, *columns, states.units, metadata).flatten(1)
 
     def expected(self) -> Tensor:
+        from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+        from transformers.models.qwen3_next import modeling_qwen3_next as delta_nets
+
         query, key, value, beta = (self.sequences(name) for name in ("query", "key", "x", "beta"))
         time = functional.softplus(self.sequences("decay") + self.dt_bias)
         decay, gates = -self.a_log.exp()[:, None] * time, beta.sigmoid()
@@ -231,6 +237,8 @@ class Rglru(Layer):
         return kernels.rglru_scan(*parts, *columns, states.units, metadata)
 
     def expected(self) -> Tensor:
+        from transformers.models.recurrent_gemma import modeling_recurrent_gemma as recurrent_gemma
+
         x, input_gate, decay_gate = map(self.sequences, ("x", "input_gate", "decay_gate"))
         log_decay = self.rate * (decay_gate + self.biases[1]).sigmoid()
         inputs = x * (input_gate + self.biases[0]).sigmoid()

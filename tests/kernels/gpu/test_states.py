@@ -15,8 +15,6 @@ pytestmark = MARKS
 KERNELS: LayerKernels = TritonLayerKernels()
 TORCH: LayerKernels = LayerKernels()
 
-each_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-
 OF_EACH_KIND = (
     "convolution of 3",
     "mamba1 without gate",
@@ -24,11 +22,33 @@ OF_EACH_KIND = (
     "rg-lru",
     "delta rule of small heads",
 )
-"""The smallest layer of each kernel: the others take the interpreter minutes."""
+"""The smallest layer of each kernel: all others take the interpreter minutes."""
+
+each_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+
+each_kind = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[] if name in OF_EACH_KIND else pytest.mark.long)
+        for name, make in LAYERS.items()
+    ],
+)
+"""All but the layers `OF_EACH_KIND` are long tests."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@each_layer
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        pytest.param(
+            make,
+            dtype,
+            id=f"{name}-{dtype}",
+            marks=[] if dtype == torch.float32 or name in OF_EACH_KIND else pytest.mark.long,
+        )
+        for name, make in LAYERS.items()
+        for dtype in DTYPES
+    ],
+)
 def test_rows_and_states_agree_with_the_reference(
     make: Callable[[torch.dtype], Layer], dtype: torch.dtype
 ) -> None:
@@ -50,18 +70,12 @@ def test_a_token_has_the_same_bits_in_any_batch(make: Callable[[torch.dtype], La
     assert torch.equal(torch.cat(parts), expected)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(make, id=name, marks=[] if name in OF_EACH_KIND else pytest.mark.long)
-        for name, make in LAYERS.items()
-    ],
-)
+@each_kind
 def test_states_are_saved_where_they_are_reached(make: Callable[[torch.dtype], Layer]) -> None:
     check_saves(make(torch.float32), KERNELS, DEVICE)
 
 
-@each_layer
+@each_kind
 def test_a_state_without_pages_begins_at_zero_and_is_not_kept(
     make: Callable[[torch.dtype], Layer],
 ) -> None:
