@@ -191,8 +191,9 @@ def error_response(error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(delay_s)))
     if code == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if code == 504:
-        headers["x-should-retry"] = "false"  # OpenAI's clients would retry twice
+    if code == 504 or (code == 500 and error.reason != PagewireError.reason):
+        # OpenAI's and Anthropic's clients would retry twice, and what failed would fail again.
+        headers["x-should-retry"] = "false"
     return JSONResponse(error_body(error), status_code=code, headers=headers)
 
 

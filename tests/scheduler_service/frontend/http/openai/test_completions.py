@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from tests.support.frontends import eventually
@@ -168,13 +169,23 @@ async def test_a_call_opens_at_most_its_share_of_the_frontend() -> None:
         assert [(await call).status_code for call in calls] == [200, 200]
 
 
-async def test_a_deadline_is_504(served: HttpServed) -> None:
+@pytest.mark.parametrize(
+    ("code", "reason", "http_code"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", 504),
+        (grpc.StatusCode.INTERNAL, "GENERATION_FAILED", 500),
+        (grpc.StatusCode.INTERNAL, "KV_CACHE_TOO_SMALL", 500),
+        (grpc.StatusCode.INTERNAL, "WORKERS_LOST", 500),
+    ],
+)
+async def test_a_client_is_not_to_repeat_what_would_fail_again(
+    served: HttpServed, code: grpc.StatusCode, reason: str, http_code: int
+) -> None:
     answer = post(served, WISH)
-    await (await served.core.next_request()).fail(
-        grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
-    )
-    refused = await answer
-    assert (refused.status_code, refused.headers["x-should-retry"]) == (504, "false")
+    await (await served.core.next_request()).fail(code, reason)
+    failed = await answer
+    assert (failed.status_code, failed.headers["x-should-retry"]) == (http_code, "false")
+    assert failed.json()["error"]["code"] == reason.lower()
 
 
 async def test_what_does_not_finish_in_time_ends_as_an_error() -> None:
