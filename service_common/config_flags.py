@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, get_type_hints
@@ -128,9 +129,15 @@ def _default(field: Field[Any]) -> object:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes of a module by name, parsed once for all of them."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
 def _field_docstrings(config: type) -> dict[str, str]:
-    [definition] = ast.parse(inspect.cleandoc(inspect.getsource(config))).body
-    assert isinstance(definition, ast.ClassDef)
+    definition = _classes(config.__module__)[config.__name__]
     texts = {}
     for statement, following in zip(definition.body, definition.body[1:], strict=False):
         match statement, following:

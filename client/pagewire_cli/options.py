@@ -12,6 +12,7 @@ field's docstring is the help text of its option.
 import ast
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
@@ -121,12 +122,18 @@ def group_of(
     return OptionGroup(tuple(map(option, fields(record))), record)  # type: ignore[arg-type]
 
 
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """The classes of a module by name, parsed once for all of them."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
 def _field_docs(record: type) -> dict[str, str]:
     """The docstrings of a dataclass's fields, inherited ones too, each on one line."""
     texts = {}
     for base in reversed(record.__mro__[:-1]):
-        [definition] = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
+        definition = _classes(base.__module__)[base.__name__]
         for statement, following in zip(definition.body, definition.body[1:], strict=False):
             match statement, following:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
