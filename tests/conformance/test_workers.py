@@ -1,6 +1,12 @@
-"""Workers that keep the contract: ours with models, the simulated one, and one in Node."""
+"""Workers that keep the contract: ours with models, the simulated one, and one in Node.
+
+Of workers that differ in a part from another one, the default suite runs the cases of that part,
+and `make test-long` all.
+"""
 
 from collections import Counter
+from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -152,13 +158,45 @@ OF_MODELS_WITHOUT_CACHE = {
 tokens that it does not generate and blocks that it does not have."""
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
-def test_it_passes_all_cases_and_registers_drains_and_stops(kind: str, tmp_path: Path) -> None:
+ENDS = ("registration: a draining worker", "registration: a stopping worker")
+"""Cases that end a worker."""
+
+OF_CACHES = ("caches", "cache operations", "groups", "blocks", "forks", "swaps", "beams")
+PARTS = {
+    CHUNKED: (*OF_CACHES, "steps", "records"),
+    STATES: (*OF_CACHES, "steps", "moves", "records"),
+    "simulated": ("info", "adapters", "registration"),
+    "cache groups": (*OF_CACHES, "records"),
+    "node with cache groups": OF_CACHES,
+}
+"""Groups of cases about that in which a worker differs from the first of its kind, or, without
+adapters, from the one that has them."""
+
+
+def names_of(groups: Collection[str]) -> set[str]:
+    return {
+        case.full_name
+        for case in cases.ALL
+        if case.group in groups or case.full_name.startswith(ENDS)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        *(pytest.param(kind, PARTS.get(kind, ()), id=kind) for kind in COMMANDS),
+        *(pytest.param(kind, (), id=f"{kind}, all", marks=pytest.mark.long) for kind in PARTS),
+    ],
+)
+def test_it_passes_all_cases_and_registers_drains_and_stops(
+    kind: str, groups: tuple[str, ...], tmp_path: Path
+) -> None:
     listen, core = f"unix:{tmp_path}/worker.sock", f"unix:{tmp_path}/core.sock"
     model = ["--model", str(checkpoint(FAMILIES[kind]))] if kind in FAMILIES else []
     command = [*COMMANDS[kind], *model, "--listen", listen, "--core", core]
     with running(command, tmp_path) as process:
-        run = run_kit("--core-listen", core, "--timeout", "60")
+        parts = [("--only", part) for part in ((*groups, *ENDS) if groups else ())]
+        run = run_kit("--core-listen", core, "--timeout", "60", *chain.from_iterable(parts))
         assert run.returncode == 0, run.stdout + run.stderr
         process.wait(timeout=60)
     lines = run.stdout.splitlines()
@@ -167,5 +205,7 @@ def test_it_passes_all_cases_and_registers_drains_and_stops(kind: str, tmp_path:
         assert Counter(name.split(":")[0] for name in passed) == OF_MODELS_WITHOUT_CACHE
         return
     skipped = [line.split("  ")[1].split(" (")[0] for line in lines if line.startswith("SKIP")]
-    assert skipped == SKIPPED[kind]
-    assert len(passed) > 150
+    chosen = names_of(groups or {case.group for case in cases.ALL})
+    assert skipped == [name for name in SKIPPED[kind] if name in chosen]
+    assert len(passed) == len(chosen) - len(skipped)
+    assert groups or len(passed) > 150
