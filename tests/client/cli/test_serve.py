@@ -29,7 +29,10 @@ from tests.support.waiting import wait_until
 from tools.launch import free_port
 
 FLAGS = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "16MiB"]
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+SIMULATED = ["--simulate", "--simulate-step-us", "5000"]
+PROMPT = [5, 6, 7]
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+"""Half a second of a simulated worker's."""
 
 
 def command(*arguments: str) -> dict[str, object]:
@@ -77,9 +80,12 @@ class Serve:
 
 
 @contextmanager
-def serving(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Serve]:
-    model = str(checkpoint("llama"))
-    settings = command("serve", "--model", model, *FLAGS, *arguments)
+def serving(
+    *arguments: str, env: dict[str, str] | None = None, model: str | None = None
+) -> Iterator[Serve]:
+    """A deployment, by default of simulated workers, which start in half of the time."""
+    flags = SIMULATED if model is None else ["--model", model, *FLAGS]
+    settings = command("serve", *flags, *arguments)
     settings["env"] |= env or {}  # type: ignore[operator]
     with subprocess.Popen(**settings) as process:  # type: ignore[call-overload]
         serve = Serve(process)
@@ -98,7 +104,7 @@ def test_serve_runs_until_sigterm_and_then_lets_requests_finish(tmp_path: Path) 
         assert any(line.startswith("worker-0   | ") for line in serve.said)
         services = serve.services()
         assert len(services) == 3
-        stream = client.stream("Hello", LONG)
+        stream = client.stream(PROMPT, LONG)
         next(stream)
         serve.process.send_signal(signal.SIGTERM)
         assert len(list(stream)) > 0
@@ -111,11 +117,11 @@ def test_serve_runs_until_sigterm_and_then_lets_requests_finish(tmp_path: Path) 
 
 def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/f.sock"
-    endless = SamplingParams(temperature=0, max_tokens=250, n=64, ignore_eos=True)
+    endless = SamplingParams(temperature=0, max_tokens=5000, n=64, ignore_eos=True)
     with serving("--listen", address) as serve, Client(address) as client:
         serve.wait_for("serving")
         services = serve.services()
-        stream = client.stream("Hello", endless)
+        stream = client.stream(PROMPT, endless)
         next(stream)
         serve.process.send_signal(signal.SIGINT)
         serve.wait_for("SIGINT: stopping when running requests are finished")
@@ -139,7 +145,7 @@ def test_signals_that_come_together_end_everything_without_a_traceback(tmp_path:
 def test_two_frontends_with_one_http_port_and_two_workers_serve_one_model(tmp_path: Path) -> None:
     address, http = f"unix:{tmp_path}/f.sock", f"127.0.0.1:{free_port()}"
     arguments = ["--listen", address, "--frontends", "2", "--workers", "2", "--http", http]
-    with serving(*arguments) as serve:
+    with serving(*arguments, model=str(checkpoint("llama"))) as serve:
         serve.wait_for("serving")
         assert f"http://{http}/v1" in serve.wait_for("HTTP for OpenAI clients")
         core = serve.wait_for("for `pagewire drain`: ").split()[-1]
@@ -147,7 +153,7 @@ def test_two_frontends_with_one_http_port_and_two_workers_serve_one_model(tmp_pa
         assert not any("cores divided" in line for line in serve.said), "threads are given"
         for listening in (address, f"{address}.1"):
             with Client(listening) as client:
-                assert client.generate("Hello", LONG).finished
+                assert client.generate(PROMPT, LONG).finished
                 assert client.get_status().num_frontends == 2
         for _ in range(8):  # each on a connection of its own, so likely on both frontends
             with urllib.request.urlopen(f"http://{http}/health", timeout=20) as answer:
@@ -261,7 +267,7 @@ def test_with_json_every_line_of_serve_is_an_object_with_its_service(tmp_path: P
         ]
         worker.kill()
         restart = json.loads(serve.wait_for("restarting"))
-        assert client.generate("Hello", LONG).finished
+        assert client.generate(PROMPT, LONG).finished
     lines = [json.loads(line) for line in serve.said]
     assert {line["service"] for line in lines} == {"core", "frontend-0", "worker-0", "pagewire"}
     assert all({"time", "level", "event"} <= line.keys() for line in lines)
@@ -333,7 +339,10 @@ def test_the_names_that_serve_prints_are_those_of_requests(
 ) -> None:
     variables = {"PAGEWIRE_SIMULATE": "1", **variables}
     address = f"unix:{tmp_path}/f.sock"
-    with serving("--listen", address, env=variables) as serve, Client(address) as client:
+    with (
+        serving("--listen", address, env=variables, model="embedded") as serve,
+        Client(address) as client,
+    ):
         line = serve.wait_for("serving ")
         assert f"serving {', '.join(names)} on" in line
         model = client.get_model()
