@@ -26,5 +26,15 @@ def run_to_end(config: ChaosConfig, folder: Path) -> Report:
 
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    config = ChaosConfig(num_workers=2, num_embedders=2, num_kills=8, num_streams=20, num_asks=12)
+    config = ChaosConfig(
+        num_workers=2,
+        num_embedders=2,
+        num_kills=6,
+        num_streams=12,
+        num_asks=12,
+        num_texts=40,
+        max_open_streams=6,
+        mean_pause_s=0.2,
+        lease_s=2.0,  # which many disturbances outlast
+    )
     return run_to_end(config, tmp_path_factory.mktemp("chaos"))

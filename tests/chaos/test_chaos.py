@@ -30,10 +30,10 @@ def test_enough_was_killed_and_enough_was_streamed(
 ) -> None:
     with capsys.disabled():
         print(f"\n{short_run.num_streams} streams, kills: {short_run.kills}")
-    assert sum(short_run.kills.values()) >= 8
-    assert set(short_run.kills) >= {"core", "frontend", "worker"}
-    assert short_run.num_streams >= 20
-    assert short_run.num_vectors >= 200
+    assert sum(short_run.kills.values()) >= 6
+    assert set(short_run.kills) >= {"core", "frontend", "worker", "embedder"}
+    assert short_run.num_streams >= 12
+    assert short_run.num_vectors >= 80
     assert set(short_run.kinds) >= set(CHOOSING)
 
 

@@ -13,6 +13,7 @@ from tests.chaos.workload import EMBEDDER, Ask
 from tests.support.cluster import Cluster
 
 MAX_OPEN = 32
+ENOUGH_MEMORY = ("--kv-cache-memory", "128MiB")
 
 
 async def run_undisturbed(
@@ -26,7 +27,7 @@ async def run_undisturbed(
     a folder of its own."""
     quiet = folder / "undisturbed"
     quiet.mkdir()
-    cluster = Cluster(quiet, worker_flags=worker_flags)
+    cluster = Cluster(quiet, worker_flags=[*ENOUGH_MEMORY, *worker_flags])
     try:
         await asyncio.to_thread(cluster.start)
         answers = await answers_of(cluster.frontend_address(), asks)

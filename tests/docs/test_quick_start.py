@@ -42,7 +42,8 @@ def script() -> str:
         lines.append(f"echo {shlex.quote('>>> ' + command.split()[0])}")
         if command == FOREGROUND:
             lines.append(f"{command} > serve.log 2>&1 &")
-            lines.append("until pagewire health 127.0.0.1:7600; do kill -0 $!; done")
+            lines.append("until grep -q '^serving ' serve.log; do kill -0 $!; sleep 0.05; done")
+            lines.append("pagewire health 127.0.0.1:7600")
         else:
             lines.append(command)
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.support.cluster import Cluster
 from tests.support.requests import inference_stub
+from tests.support.worker_flags import FLOAT32
 from tools.launch import ROOT
 
 EMBEDDED = ROOT / "worker_service/embedded_model"
@@ -19,7 +20,7 @@ EMBEDDED = ROOT / "worker_service/embedded_model"
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
-    flags = {"worker_flags": ["--dtype", "float32"], "frontend_flags": ["--http", "127.0.0.1:0"]}
+    flags = {"worker_flags": FLOAT32, "frontend_flags": ["--http", "127.0.0.1:0"]}
     with Cluster(folder, **flags) as cluster:
         yield cluster.start()
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from tests.end_to_end.conftest import EMBEDDED
 from tests.support.cluster import Cluster
 from tests.support.lora import make_adapter, make_prompt
 from tests.support.waiting import wait_until
+from tests.support.worker_flags import FLOAT32
 from worker_service.simulated.adapters import SimulatedAdapter
 
 PROMPT = list(range(5, 25))
 SLOW = ["--simulate-step-us", "8000"]
-PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=200, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True)
+LONG = replace(SHORT, max_tokens=200)
+"""Of streams that outlast the loss of a process."""
 
 
 def adapter(folder: Path, name: str, content: bytes) -> str:
@@ -60,8 +64,8 @@ def client_of(cluster: Cluster) -> Client:
     return Client([cluster.frontend_address(i) for i in range(len(cluster.frontends))], timeout=120)
 
 
-def tokens(client: Client, **options: object) -> list[int]:
-    return client.generate(PROMPT, PARAMS, **options).outputs[0].token_ids  # type: ignore[arg-type]
+def tokens(client: Client, params: SamplingParams = SHORT, **options: object) -> list[int]:
+    return client.generate(PROMPT, params, **options).outputs[0].token_ids  # type: ignore[arg-type]
 
 
 def wait_begun(cluster: Cluster, path: str) -> None:
@@ -93,7 +97,7 @@ class Streams:
 
     @staticmethod
     def _read(cluster: Cluster, name: str, begun: threading.Event) -> RequestOutput:
-        with client_of(cluster) as client, client.stream(PROMPT, PARAMS, model=name) as stream:
+        with client_of(cluster) as client, client.stream(PROMPT, LONG, model=name) as stream:
             for _ in stream:
                 if len(stream.output.outputs[0].token_ids) > 10:
                     begun.set()
@@ -200,7 +204,7 @@ def test_streams_keep_their_content_when_anything_is_killed(
     with client_of(cluster) as client:
         for name, path in zip("ab", paths, strict=False):
             client.load_adapter(name, path)
-        expected = [tokens(client, model=name) for name in "ab"]
+        expected = [tokens(client, LONG, model=name) for name in "ab"]
     for victim in (cluster.workers[0], cluster.core, cluster.frontends[0]):
         streams = Streams(cluster, ["a", "b"] * 2)
         streams.wait_begun()
@@ -291,7 +295,7 @@ def test_a_frontend_that_dies_during_a_load_is_replaced_by_another_for_the_call(
             cluster.workers[1].process.send_signal(signal.SIGCONT)
             loaded = load.result(60)
         assert client.list_adapters() == {"simulated": [loaded]}
-        assert len(tokens(client, model="a")) == PARAMS.max_tokens
+        assert len(tokens(client, model="a")) == SHORT.max_tokens
 
 
 def test_workers_get_missing_contents_from_others_and_modules_from_their_flags(
@@ -347,7 +351,7 @@ def test_answers_with_an_adapter_are_those_of_peft(tmp_path: Path) -> None:
     expected, _ = peft.generate(prompt, num_tokens)
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     flags = {
-        "worker_flags": ["--dtype", "float32", "--enable-lora"],
+        "worker_flags": [*FLOAT32, "--enable-lora"],
         "frontend_flags": ["--allow-runtime-lora-updating"],
     }
     with Cluster(tmp_path, **flags) as cluster:
@@ -370,7 +374,7 @@ def test_answers_with_prompts_are_those_of_peft_and_share_no_kv(tmp_path: Path) 
     }
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     flags = {
-        "worker_flags": ["--dtype", "float32", "--enable-lora", "--max-loras", "2"],
+        "worker_flags": [*FLOAT32, "--enable-lora", "--max-loras", "2"],
         "frontend_flags": ["--allow-runtime-lora-updating"],
     }
     with Cluster(tmp_path, **flags) as cluster:

@@ -22,6 +22,7 @@ from tests.support.cluster import Cluster
 from tests.support.requests import inference_stub, request_for
 from tests.support.streaming_client import EVERY, TIMEOUT_S
 from tests.support.waiting import wait_until
+from tests.support.worker_flags import SMALL_CACHE
 from tools.launch import ROOT, environment, module
 
 HOUR, YEAR = 3600, 365 * 24 * 3600
@@ -71,7 +72,7 @@ def clocks(tmp_path: Path, library: Path) -> Clocks:
 
 @pytest.fixture
 def cluster(tmp_path: Path, clocks: Clocks) -> Iterator[Cluster]:
-    with Cluster(tmp_path, variables=clocks.variables) as cluster:
+    with Cluster(tmp_path, worker_flags=SMALL_CACHE, variables=clocks.variables) as cluster:
         yield cluster
 
 
@@ -187,7 +188,7 @@ def test_leases_and_deadlines_end_in_spite_of_a_clock_set_back(
     [worker] = cluster.start().workers
     with inference_stub(cluster.frontend_address()) as stub:
         request = request_for("One day", max_tokens=900, ignore_eos=True)
-        responses = stub.Generate(request, timeout=5)
+        responses = stub.Generate(request, timeout=3)
         next(responses)
         worker.process.send_signal(signal.SIGSTOP)
         clocks.jump(-HOUR)

@@ -19,6 +19,7 @@ from tests.support.requests import (
     inference_stub,
     request_for,
 )
+from tests.support.worker_flags import FLOAT32
 
 NUM_TOKENS = 400
 SLOW = ["--simulate", "--simulate-step-us", "30000", "--served-model-name", "slow"]
@@ -75,7 +76,7 @@ class LongStream:
 def test_streams_go_on_as_they_would_have_when_their_worker_is_stopped(
     tmp_path: Path, undisturbed: list[Facts]
 ) -> None:
-    with Cluster(tmp_path, worker_flags=["--dtype", "float32"]) as cluster:
+    with Cluster(tmp_path, worker_flags=FLOAT32) as cluster:
         cluster.start(num_workers=2)
         cluster.wait_num_ready(2)
         with inference_stub(cluster.frontend_address()) as stub:
@@ -103,7 +104,7 @@ def test_the_last_worker_waits_for_another_and_then_leaves(slow_cluster: Cluster
 def test_a_whole_deployment_that_is_told_to_end_ends_when_its_requests_have(
     tmp_path: Path,
 ) -> None:
-    with Cluster(tmp_path, worker_flags=["--dtype", "float32"]) as cluster:
+    with Cluster(tmp_path, worker_flags=FLOAT32) as cluster:
         cluster.start(num_workers=2)
         cluster.wait_num_ready(2)
         with inference_stub(cluster.frontend_address()) as stub:

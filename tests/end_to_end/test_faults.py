@@ -16,6 +16,7 @@ from tests.support.requests import (
     request_for,
 )
 from tests.support.waiting import wait_until
+from tests.support.worker_flags import FLOAT32
 
 GREETING = request_for("Once upon a time", temperature=0, max_tokens=4)
 
@@ -68,7 +69,7 @@ def test_a_deadline_ends_the_stream_and_frees_its_blocks(stub: InferenceServiceS
 
 
 def test_requests_wait_for_a_worker_until_their_deadline(tmp_path: Path) -> None:
-    with Cluster(tmp_path, worker_flags=["--dtype", "float32"]) as late:
+    with Cluster(tmp_path, worker_flags=FLOAT32) as late:
         late.start_core()
         late.start_frontend()
         wait_until(lambda: health(late.frontend_address()) is not None, "the frontend answers")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.worker_flags import SMALL_CACHE
 from tools.launch import ROOT, environment
 
 
@@ -59,7 +60,9 @@ def write_embedder(folder: Path) -> None:
 
 def test_the_first_examples_run_as_they_are_written(tmp_path: Path) -> None:
     write_embedder(tmp_path / "embedder")
-    with Cluster(tmp_path, frontend_flags=["--http", "127.0.0.1:0"]) as cluster:
+    with Cluster(
+        tmp_path, worker_flags=SMALL_CACHE, frontend_flags=["--http", "127.0.0.1:0"]
+    ) as cluster:
         cluster.start()
         cluster.start_worker("--model", str(tmp_path / "embedder"), "--runner", "pooling")
         cluster.wait_num_ready(2)

@@ -15,6 +15,7 @@ from pagewire_client import AsyncClient, Client, RequestOutput, SamplingParams
 from tests.client.test_node_client import NODE_CLIENT
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, fold, inference_stub, reason, request_for
+from tests.support.worker_flags import FLOAT32
 
 PROMPT = "Once upon a time"
 PARAMS = SamplingParams(
@@ -32,7 +33,7 @@ BEGUN_TOKENS = 30
 
 @pytest.fixture
 def victims(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, worker_flags=["--dtype", "float32"]) as victims:
+    with Cluster(tmp_path, worker_flags=FLOAT32) as victims:
         yield victims
 
 

@@ -14,6 +14,7 @@ from pagewire_client import Client, RequestOutput
 from tests.client.test_node_client import NODE_CLIENT
 from tests.support.cluster import Cluster
 from tests.support.scripted_checkpoint import make_scripted_checkpoint
+from tests.support.worker_flags import FLOAT32
 
 NUMBERS = [f" {number}" for number in range(400)]
 CITIES = [f'"city {number}", ' for number in range(200)]
@@ -63,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("victims")
-    with Cluster(folder, model=model, worker_flags=["--dtype", "float32"]) as victims:
+    with Cluster(folder, model=model, worker_flags=FLOAT32) as victims:
         yield victims.start(num_frontends=2)
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from pagewire_client import AsyncClient, SamplingParams
 from tests.support.cluster import Cluster
+from tests.support.worker_flags import FLOAT32
 
 NUM_STREAMS = 6
-NUM_TOKENS = 500
+NUM_TOKENS = 300
 BEFORE = 20
 """Tokens of every stream before something happens."""
 PROMPT_TOKENS = 300
@@ -23,7 +24,7 @@ computed more of it than streams have received."""
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    flags = ["--dtype", "float32", "--threads", "1"]
+    flags = [*FLOAT32, "--threads", "1"]
     with Cluster(tmp_path, worker_flags=flags, core_flags=["--move-kv", "always"]) as cluster:
         cluster.start()
         cluster.wait_num_ready(1)

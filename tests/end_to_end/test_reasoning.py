@@ -10,6 +10,7 @@ import pytest
 from pagewire_client import LLM, Client, RequestOutput
 from tests.support.cluster import Cluster
 from tests.support.scripted_checkpoint import make_scripted_checkpoint
+from tests.support.worker_flags import FLOAT32
 
 if TYPE_CHECKING:
     import anthropic
@@ -35,7 +36,7 @@ NUM_REASONING_TOKENS = 1 + len(THOUGHT_PIECES)
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("thinker")
     model = make_scripted_checkpoint(folder / "model", PIECES, special=["<think>", "</think>"])
-    worker_flags = ["--dtype", "float32", "--served-model-name", "m"]
+    worker_flags = [*FLOAT32, "--served-model-name", "m"]
     with Cluster(
         folder,
         model=str(model),

@@ -15,6 +15,7 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
+from tests.support.worker_flags import FLOAT32
 
 NUM_STREAMS = 6
 STOP = ["and that was all", "never to be seen", "happy ever after", "The end"]
@@ -116,7 +117,7 @@ def undisturbed(cluster: Cluster) -> list[Facts]:
 
 @pytest.fixture
 def victims(tmp_path: Path) -> Iterator[Cluster]:
-    with Cluster(tmp_path, worker_flags=["--dtype", "float32"]) as victims:
+    with Cluster(tmp_path, worker_flags=FLOAT32) as victims:
         yield victims
 
 

@@ -15,6 +15,7 @@ from tests.end_to_end.conftest import Reference
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster
 from tests.support.requests import fold, inference_stub, request_for
+from tests.support.worker_flags import FLOAT32
 from tools.launch import Service
 
 EMBEDDED, TINY = "embedded", "tiny"
@@ -46,7 +47,7 @@ class TwoModels:
 def two_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoModels]:
     folder = tmp_path_factory.mktemp("models")
     checkpoint = make_checkpoint("llama", folder / "checkpoint")
-    with Cluster(folder, worker_flags=["--dtype", "float32", "--threads", "1"]) as cluster:
+    with Cluster(folder, worker_flags=[*FLOAT32, "--threads", "1"]) as cluster:
         yield TwoModels(cluster, checkpoint)
 
 

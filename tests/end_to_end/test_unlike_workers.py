@@ -15,22 +15,22 @@ from pagewire_client import Client, RequestOutput, SamplingParams
 from tests.support.cluster import READY, Cluster
 from tests.support.scrapes import scrape
 from tests.support.waiting import wait_until
+from tests.support.worker_flags import FLOAT32
 from tools import launch
 
 LESSER = "avx2" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "default"
 """Instruction set of the worker that differs."""
 
 NUM_STREAMS = 6
-NUM_TOKENS = 900
+NUM_TOKENS = 400
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    flags = ["--dtype", "float32"]
-    with Cluster(tmp_path, worker_flags=flags, core_flags=("--metrics-port", "0")) as cluster:
+    with Cluster(tmp_path, worker_flags=FLOAT32, core_flags=("--metrics-port", "0")) as cluster:
         cluster.start(num_workers=2)
         address = f"unix:{tmp_path}/lesser.sock"
-        command = launch.worker(address, cluster.core_address, "--model", "embedded", *flags)
+        command = launch.worker(address, cluster.core_address, "--model", "embedded", *FLOAT32)
         cluster.start_foreign_worker(["env", f"ATEN_CPU_CAPABILITY={LESSER}", *command])
         cluster.wait_num_ready(3)
         yield cluster

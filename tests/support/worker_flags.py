@@ -1,0 +1,7 @@
+"""Flags of workers with the embedded model, or another tiny one."""
+
+SMALL_CACHE = ("--kv-cache-memory", "64MiB")
+"""Room for 32 sequences of full length. By default there is room for 256 of them, and a worker
+allocates all of it, 512 MiB in float32, which takes a second of CPU time."""
+
+FLOAT32 = ("--dtype", "float32", *SMALL_CACHE)
