@@ -82,6 +82,8 @@ class BlockMover:
 
     def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
         """Move blocks from one cache to the other; targets are distinct."""
+        if not len(pairs):  # as in most steps
+            return
         runs = _runs(pairs)
         is_long = runs[:, 1] * source[:1].nbytes >= self._min_copy_bytes
         for start, length in runs[is_long].tolist():
