@@ -51,13 +51,14 @@ from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 
 EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
 
-NUM_QUICK, NUM_LONG = 24, 240
+NUM_QUICK, NUM_LONG = 16, 240
+"""Each model once, and many times."""
 QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)
 STATEFUL = ("lfm2", "qwen3_next", "qwen3_5", "mamba2", "falcon_h1")
 """Families of which some layers keep a state, or all do."""
 
-AHEAD = range(0, NUM_QUICK, 2)
+AHEAD, MORE_AHEAD = range(0, NUM_QUICK, 2), range(1, 24, 2)
 SPECULATING = QUICK
 DRAFTERS = ("knowing", "draft", "suffix", "knowing", "ngram", "eagle", "knowing")
 """In turn; their number and that of the models have no common divisor."""
@@ -237,9 +238,14 @@ def test_the_runs_were_disturbed_in_every_way(capsys: pytest.CaptureFixture[str]
     assert [kind for kind in KINDS if total[kind] == 0] == []
 
 
+def numbers_of(family: str) -> range:
+    """Configurations of a family with states: every third, others than the next family's."""
+    return range(STATEFUL.index(family) % 3, NUM_QUICK, 3)
+
+
 @pytest.mark.parametrize("family", STATEFUL)
 def test_states_are_those_of_an_undisturbed_run(family: str) -> None:
-    numbers = range(STATEFUL.index(family) % 3, NUM_QUICK, 3)
+    numbers = numbers_of(family)
     total = sum((compare_runs(number, family=family) for number in numbers), Counter[str]())
     kinds = {"cached tokens", "forks", "lost workers"}
     assert [kind for kind in sorted(kinds) if total[kind] == 0] == []
@@ -356,7 +362,7 @@ def test_drafts_leave_states_as_they_are_in_a_run_without(family: str) -> None:
 
 @cache
 def drafts_on_states(family: str) -> Counter[str]:
-    numbers = range(STATEFUL.index(family) % 3, NUM_QUICK, 3)
+    numbers = numbers_of(family)
     return sum((speculation(number, family=family) for number in numbers), Counter[str]())
 
 
@@ -414,6 +420,23 @@ def test_tokens_of_two_stages_with_drafts_are_those_of_one_without(
 @pytest.mark.parametrize(("number", "drafter"), STAGED[NUM_QUICK_STAGED:])
 def test_tokens_of_two_stages_in_many_more_are_those_of_one(number: int, drafter: str) -> None:
     assert speculation_on_two_stages(number, drafter)["steps"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states_of_more_are_those_of_an_undisturbed_run_with_and_without_drafts(
+    family: str,
+) -> None:
+    for number in set(range(24)).difference(numbers_of(family)):
+        assert compare_runs(number, family=family)["steps"] > 0
+        assert speculation(number, family=family)["steps"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", MORE_AHEAD)
+def test_more_workers_that_launch_ahead_give_the_same_tokens(number: int) -> None:
+    assert compare_runs(number, AheadWorker, compare_tokens)["steps"] > 0
+    assert speculation(number, ahead=True)["steps"] > 0
 
 
 @pytest.mark.long

@@ -28,8 +28,9 @@ FAMILIES = ("embedded", "gemma2", "llama4", "lfm2", "embedded-kv", "qwen3_5", "m
 """With full attention, windows, chunks and states; with keys and values in int8; with windows
 alone."""
 
-NUM_QUICK, NUM_LONG = 18, 120
-QUICK, LONG = range(NUM_QUICK), range(NUM_QUICK, NUM_LONG)
+QUICK = (2, 4, 5, 6, 7, 8, 10)
+"""One of each family, and among them some whose workers give requests away."""
+LONG = sorted(set(range(120)).difference(QUICK))
 KINDS = (
     "drained workers",
     "fetches",
@@ -103,12 +104,12 @@ def test_requests_that_move_are_those_of_an_undisturbed_run() -> None:
 
 def test_requests_that_are_handed_over_are_those_of_an_undisturbed_run() -> None:
     total = sum((run(number, handing_over) for number in QUICK), Counter[str]())
-    assert total["fetches"] > 60
+    assert total["fetches"] > 30
 
 
 def test_requests_that_are_given_away_are_those_of_an_undisturbed_run() -> None:
     total = sum((run(number, crowded) for number in QUICK), Counter[str]())
-    assert total["given away"] > 4
+    assert total["given away"] > 2
 
 
 @pytest.mark.long
