@@ -43,6 +43,13 @@ class Oracle:
         tokens: list[int] = output[0, len(prompt) :].tolist()
         return tokens
 
+    def choices(self, prompt: Sequence[int], output: Sequence[int]) -> list[int]:
+        """The likeliest token in place of each of an output's: the output itself if it is the
+        greedy continuation, which takes a single pass to compute."""
+        logits = self.logits([*prompt, *output])[len(prompt) - 1 : -1]
+        tokens: list[int] = logits.argmax(dim=1).tolist()
+        return tokens
+
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """[num_tokens, vocab_size]."""
