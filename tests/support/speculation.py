@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,24 @@ class SpeculatingEngine(InProcessEngine, ABC):
         self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any
     ) -> list[Output]:
         """Generate with and without drafts. Returns the outputs."""
-        plain = InProcessEngine(self.path).generate(prompts, max_tokens, **sampling)
+        plain = _without_drafts(
+            self.path, tuple(map(tuple, prompts)), max_tokens, frozenset(sampling.items())
+        )
         drafting = self.generate(prompts, max_tokens, **sampling)
         assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
         assert [answer.logprobs for answer in drafting] == [answer.logprobs for answer in plain]
         return drafting
+
+
+@cache
+def _without_drafts(
+    path: Path,
+    prompts: tuple[tuple[int, ...], ...],
+    max_tokens: int,
+    sampling: frozenset[tuple[str, Any]],
+) -> list[Output]:
+    """Outputs that tests with several runners and drafters compare with."""
+    return InProcessEngine(path).generate(prompts, max_tokens, **dict(sampling))
 
 
 def loaded_executor(model: Path, **speculation: Any) -> TorchExecutor:

@@ -1,6 +1,7 @@
 """Rows with drafts: what is proposed, what is kept, and what a plan may ask for."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from pagewire.v1 import sampling_pb2
 from tests.support import vocabularies
 from tests.support.counting_model import CountingModel, next_token
-from tests.support.in_process import InProcessEngine, KnowingDrafter
+from tests.support.in_process import InProcessEngine, KnowingDrafter, Output
 from tests.support.runners import RUNNERS, AllDrafts, make_cache, speculating
 from tests.support.speculation import SpeculatingEngine
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
@@ -215,6 +216,15 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
+MANY_PROMPTS = [[5 + (7 * index + at) % 200 for at in range(6 + 5 * index)] for index in range(4)]
+
+
+@cache
+def _without_speculation(parameters: str, dtype: str) -> list[Output]:
+    engine = InProcessEngine(EMBEDDED, dtype=dtype)
+    return engine.generate(MANY_PROMPTS, 40, num_choices=2, **PARAMETERS[parameters])
+
+
 @pytest.mark.parametrize(
     ("parameters", "dtype", "runner"),
     [
@@ -225,10 +235,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 def test_every_position_is_sampled_as_if_the_drafts_were_output(
     parameters: str, dtype: str, runner: str
 ) -> None:
-    fields = PARAMETERS[parameters]
-    engine = InProcessEngine(EMBEDDED, dtype=dtype)
-    prompts = [[5 + (7 * index + at) % 200 for at in range(6 + 5 * index)] for index in range(4)]
-    plain = engine.generate(prompts, 40, num_choices=2, **fields)
+    fields, prompts = PARAMETERS[parameters], MANY_PROMPTS
+    plain = _without_speculation(parameters, dtype)
     outputs = [[*prompts[index // 2], *output.token_ids] for index, output in enumerate(plain)]
     drafter = KnowingDrafter(())
 
@@ -238,7 +246,10 @@ def test_every_position_is_sampled_as_if_the_drafts_were_output(
         def make_drafter(self, cache: CacheEngine) -> KnowingDrafter:
             return drafter
 
-    without = Engine(EMBEDDED, dtype=dtype, runner=runner).generate(prompts, 40, 2, **fields)
+    # The device's sampler rounds log probabilities in another way.
+    without = plain
+    if runner == "recorded":
+        without = Engine(EMBEDDED, dtype=dtype, runner=runner).generate(prompts, 40, 2, **fields)
     drafter = KnowingDrafter(outputs)
     drafting = Engine(EMBEDDED, dtype=dtype, runner=runner).generate(prompts, 40, 2, **fields)
     assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
