@@ -40,7 +40,9 @@ OPERATIONS = (
     ("/v1/load_lora_adapter", "POST"),
     ("/v1/unload_lora_adapter", "POST"),
 )
-NUM_EXAMPLES = 20
+ALIASES = ("/v1/score", "/v1/rerank", "/v2/rerank")
+"""Other paths of the same operations."""
+NUM_QUICK, NUM_LONG = 8, 50
 NOT_JSON = ("/metrics",)
 """Prometheus's text, which its own tests read."""
 
@@ -128,14 +130,28 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("path", "method", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("path", "method", "mode"), [case for case in CASES if case[0] not in ALIASES]
+)
 def test_answers_are_as_the_document_says(api: Any, path: str, method: str, mode: Any) -> None:
+    _check_answers(api, path, method, mode, NUM_QUICK)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("path", "method", "mode"), CASES)
+def test_many_more_answers_are_as_the_document_says(
+    api: Any, path: str, method: str, mode: Any
+) -> None:
+    _check_answers(api, path, method, mode, NUM_LONG)
+
+
+def _check_answers(api: Any, path: str, method: str, mode: Any, num_examples: int) -> None:
     """Codes, kinds of content and bodies. 504 is the deadline's; what the document allows may be
     refused all the same, as it knows no model's vocabulary, length or roles."""
 
     @given(api[path][method].as_strategy(generation_mode=mode))
     @settings(
-        max_examples=NUM_EXAMPLES,
+        max_examples=num_examples,
         derandomize=True,
         database=None,
         phases=[Phase.explicit, Phase.generate],

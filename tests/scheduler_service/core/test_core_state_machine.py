@@ -635,6 +635,10 @@ class MovingMachine(CoreMachine):
                 self.driver.step(group_id)
 
 
+NUM_QUICK = 25
+"""Lives in the default run, the first of those of the long one."""
+
+
 def machine_settings(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
@@ -645,19 +649,19 @@ def machine_settings(max_examples: int) -> settings:
 
 
 class TestCore(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = machine_settings(60)
+    settings = machine_settings(NUM_QUICK)
 
 
 class TestCrowdedCore(CrowdedMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = machine_settings(60)
+    settings = machine_settings(NUM_QUICK)
 
 
 class TestUnlikeGroups(UnlikeMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = machine_settings(60)
+    settings = machine_settings(NUM_QUICK)
 
 
 class TestMovingBlocks(MovingMachine.TestCase):  # type: ignore[name-defined,misc]
-    settings = machine_settings(60)
+    settings = machine_settings(NUM_QUICK)
 
 
 @pytest.mark.long

@@ -22,7 +22,6 @@ from worker_service.block_transfer.transport import Part, Parts, ReadRequest, Wr
 from worker_service.plan import BlockFetch, FetchFailure, FetchResult, monotonic_us
 from worker_service.service import block_connection, wire
 
-NUM_TRIES = 1000
 NUM_BLOCKS = 6
 SOON_S = 60.0
 
@@ -316,11 +315,14 @@ def attempt(source: Source, reads_memory: bool, faults: Faults) -> tuple[Target,
     return target, results[0]
 
 
-async def test_of_a_thousand_corrupted_fetches_none_brings_wrong_blocks(source: Source) -> None:
+@pytest.mark.parametrize("num_tries", [250, pytest.param(1000, marks=pytest.mark.long)])
+async def test_of_many_corrupted_fetches_none_brings_wrong_blocks(
+    source: Source, num_tries: int
+) -> None:
     rng = random.Random(7)
     seen: dict[str, set[FetchFailure | None]] = {}
     targets: list[tuple[str, Target, np.ndarray[Any, Any]]] = []
-    for number in range(NUM_TRIES):
+    for number in range(num_tries):
         source.restore()
         name, reads_memory, faults = some_fault(rng, source)
         target, result = await asyncio.to_thread(attempt, source, reads_memory, faults)
