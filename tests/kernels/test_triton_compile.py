@@ -45,10 +45,16 @@ EXTREMES = {80, 89}
 LONG = [pytest.mark.long]
 
 
-def for_every_gpu(cases: Iterable[str], short: Container[str]) -> pytest.MarkDecorator:
-    """Cases for each GPU that can have them: one before compute capability 8.9 has no fp8 cache. On
-    other GPUs than Hopper, all but `short` ones on one without fp8 and on one with the least shared
-    memory are long tests."""
+def for_every_gpu(
+    cases: Iterable[str], short: Container[str], long: Container[str] = ()
+) -> pytest.MarkDecorator:
+    """Cases for each GPU that can have them: one before compute capability 8.9 has no fp8 cache.
+    Long tests are those `long` on Hopper, and on other GPUs all but the `short` ones on one without
+    fp8 and on one with the least shared memory."""
+
+    def is_short(case: str, gpu: GPUTarget) -> bool:
+        return case not in long if gpu == HOPPER else case in short and gpu.arch in EXTREMES
+
     return pytest.mark.parametrize(
         ("case", "target"),
         [
@@ -56,7 +62,7 @@ def for_every_gpu(cases: Iterable[str], short: Container[str]) -> pytest.MarkDec
                 case,
                 gpu,
                 id=f"{case}-{gpu.arch}",
-                marks=[] if gpu == HOPPER or (case in short and gpu.arch in EXTREMES) else LONG,
+                marks=[] if is_short(case, gpu) else LONG,
             )
             for case in cases
             for gpu in GPUS
@@ -201,7 +207,7 @@ def _check(launched: list[Any], target: GPUTarget) -> None:
         assert kernel.metadata.shared <= SHARED_MEMORY[target.arch] * 1024
 
 
-@for_every_gpu(ATTENTION, short=("decode", "prefill"))
+@for_every_gpu(ATTENTION, short=("decode",))
 def test_attention_compiles(case: str, target: GPUTarget, launched: list[Any]) -> None:
     metadata, dtype, options = ATTENTION[case]
     metadata, options = replace(metadata), dict(options)
@@ -246,7 +252,21 @@ OTHER_SHAPES = {
 }
 
 
-@for_every_gpu(OTHER_SHAPES, short=("split prefill",))
+LIKE_OTHERS = (
+    "prefill from fp8",
+    "split prefill from fp8",
+    "decode of float32",
+    "decode, groups of eight",
+    "prefill, heads of 80",
+    "decode, heads of 256",
+    "prefill, heads of 256",
+    "prefill, latents",
+    "decode, latents of 128 heads",
+)
+"""What makes these large or odd makes others so, too."""
+
+
+@for_every_gpu(OTHER_SHAPES, short=("split prefill",), long=LIKE_OTHERS)
 def test_attention_of_any_shape_fits_into_shared_memory(
     case: str, target: GPUTarget, launched: list[Any]
 ) -> None:
@@ -271,7 +291,7 @@ PACKED: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
 }
 
 
-@for_every_gpu(PACKED, short=("heads of 32",))
+@for_every_gpu(PACKED, short=("heads of 32",), long=("heads of 64 with a window",))
 def test_attention_over_texts_compiles(case: str, target: GPUTarget, launched: list[Any]) -> None:
     num_heads, size, dtype, options = PACKED[case]
     metadata = AttentionMetadata.of_texts([300, 5], torch.device("cpu"))
@@ -317,7 +337,7 @@ QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
-@for_every_gpu(QUANTIZED, short=("4 bits",))
+@for_every_gpu(QUANTIZED, short=("4 bits",), long=("8 bits", "4 bits of exact floats", "floats"))
 def test_products_with_weights_in_fewer_bits_compile_for_every_gpu(
     case: str, target: GPUTarget, launched: list[Any]
 ) -> None:

@@ -306,7 +306,7 @@ def assert_equal_to_peft(
     for i, (tokens, logprobs) in enumerate(found):
         which = chosen[i]
         if which is None:
-            assert tokens == plain.generate(prompt(i), NUM_TOKENS)
+            assert tokens == plain.choices(prompt(i), tokens)
             continue
         expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
         assert tokens == expected
@@ -357,7 +357,7 @@ def assert_core_equals_peft(
     plain = oracle(base)
     for i, (which, output) in enumerate(zip(chosen, found, strict=True)):
         if which is None:
-            assert output.token_ids == plain.generate(prompt(i), NUM_TOKENS)
+            assert output.token_ids == plain.choices(prompt(i), output.token_ids)
             continue
         tokens, logprobs = made[which].generate(prompt(i), NUM_TOKENS)
         expected = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
@@ -477,7 +477,7 @@ def test_adapters_of_quantized_bases_are_those_of_peft(quantization: str, tmp_pa
     found = generate(here, [None if which is None else digests[which] for which in chosen])
     for i, (which, (tokens, logprobs)) in enumerate(zip(chosen, found, strict=True)):
         if which is None:
-            assert tokens == oracle(base).generate(prompt(i), NUM_TOKENS)
+            assert tokens == oracle(base).choices(prompt(i), tokens)
             continue
         expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
         assert tokens == expected
