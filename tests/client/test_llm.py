@@ -87,12 +87,12 @@ def test_an_answer_is_as_probable_as_when_it_was_generated(llm: LLM) -> None:
 
 async def test_an_asyncio_client_may_have_private_services() -> None:
     before = {process.pid for process in services_of(os.getpid())}
-    async with AsyncLLM(str(checkpoint("llama")), **FLAGS).with_options(timeout=60) as llm:
+    async with AsyncLLM("simulated", simulate=True).with_options(timeout=60) as llm:
         ours = [process for process in services_of(os.getpid()) if process.pid not in before]
         assert len(ours) == 3
         gc.collect()
-        answers = await asyncio.gather(*(llm.generate("Hello", GREEDY) for _ in range(3)))
-        assert (await llm.stream("Hello", GREEDY).final()).outputs == answers[0].outputs
+        answers = await asyncio.gather(*(llm.generate([5, 6, 7], GREEDY) for _ in range(3)))
+        assert (await llm.stream([5, 6, 7], GREEDY).final()).outputs == answers[0].outputs
         assert len(tokens(answers)[0][0]) == 12
     assert not any(process.is_running() for process in ours)
 
@@ -143,7 +143,7 @@ def test_a_service_that_is_killed_changes_no_token(llm: LLM, victim: str) -> Non
 
 def test_closing_ends_the_services() -> None:
     before = {process.pid for process in services_of(os.getpid())}
-    with LLM(str(checkpoint("llama")), **FLAGS) as llm:
+    with LLM("simulated", simulate=True) as llm:
         ours = [process for process in services_of(os.getpid()) if process.pid not in before]
         assert len(ours) == 3
     assert not any(process.is_running() for process in ours)
