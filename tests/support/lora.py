@@ -51,6 +51,20 @@ class PeftAdapter:
             tokens.append(int(logits.argmax()))
         return tokens[len(prompt) :], logprobs
 
+    def choices(
+        self, prompt: Sequence[int], output: Sequence[int]
+    ) -> tuple[list[int], list[list[float]]]:
+        """The likeliest token in place of each of an output's, which is the output itself if it is
+        the greedy continuation, and the log probabilities there; in a single pass."""
+        logits = self.logits([*prompt, *output[:-1]])[-len(output) :]
+        return logits.argmax(dim=-1).tolist(), logits.log_softmax(-1).tolist()
+
+
+def _save(adapted: Any, folder: Path) -> None:
+    """Save an adapter without a model card, which takes longer than all else."""
+    adapted.create_or_update_model_card = lambda folder: None
+    adapted.save_pretrained(folder)
+
 
 def load_base(base: Path, *, generates: bool = True) -> Any:
     """The model of `transformers`, in float32, whose operations all exist in float64, too.
@@ -105,7 +119,7 @@ def make_adapter(
             nn.init.normal_(parameter, std=_SIZE * parameter.shape[1] ** -0.5)
     with warnings.catch_warnings():  # that embeddings are saved
         warnings.simplefilter("ignore")
-        adapted.save_pretrained(folder)
+        _save(adapted, folder)
     return PeftAdapter(folder, adapted)
 
 
@@ -124,7 +138,7 @@ def make_prompt(
     config = kind(task_type="CAUSAL_LM", num_virtual_tokens=num_tokens, token_dim=width, **sizes)
     with warnings.catch_warnings():  # of deprecated attributes
         warnings.simplefilter("ignore")
-        get_peft_model(model, config).save_pretrained(folder)
+        _save(get_peft_model(model, config), folder)
     tensors = load_file(folder / WEIGHTS_FILE)
     # Embeddings as large as those of tokens.
     scale = (

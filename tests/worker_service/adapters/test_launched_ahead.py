@@ -44,7 +44,8 @@ def test_tokens_and_log_probabilities_are_those_of_peft(family: str) -> None:
         found = generate(here, [None if i is None else digests[i] for i in mix])
         for i, ((tokens, logprobs), which) in enumerate(zip(found, mix, strict=True)):
             if which is not None:
-                expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
+                expected, expected_logprobs = made[which].choices(prompt(i), tokens)
+                assert len(tokens) == NUM_TOKENS
                 assert tokens == expected
                 np.testing.assert_allclose(logprobs, expected_logprobs, atol=TOLERANCE, rtol=0)
     assert here.num_recorded > 0

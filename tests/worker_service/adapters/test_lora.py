@@ -305,10 +305,11 @@ def assert_equal_to_peft(
     plain = oracle(base or base_of(family))
     for i, (tokens, logprobs) in enumerate(found):
         which = chosen[i]
+        assert len(tokens) == NUM_TOKENS
         if which is None:
             assert tokens == plain.choices(prompt(i), tokens)
             continue
-        expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
+        expected, expected_logprobs = made[which].choices(prompt(i), tokens)
         assert tokens == expected
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=TOLERANCE, rtol=0)
         assert_changed(plain.logits(prompt(i))[-1], expected_logprobs[0])
@@ -356,10 +357,11 @@ def assert_core_equals_peft(
         engine.group.close()
     plain = oracle(base)
     for i, (which, output) in enumerate(zip(chosen, found, strict=True)):
+        assert len(output.token_ids) == NUM_TOKENS
         if which is None:
             assert output.token_ids == plain.choices(prompt(i), output.token_ids)
             continue
-        tokens, logprobs = made[which].generate(prompt(i), NUM_TOKENS)
+        tokens, logprobs = made[which].choices(prompt(i), output.token_ids)
         expected = [row[token] for row, token in zip(logprobs, tokens, strict=True)]
         assert output.token_ids == tokens
         np.testing.assert_allclose(output.logprobs, expected, atol=tolerance, rtol=0)
@@ -476,10 +478,11 @@ def test_adapters_of_quantized_bases_are_those_of_peft(quantization: str, tmp_pa
     chosen = [0, 1, None, 1, 0]
     found = generate(here, [None if which is None else digests[which] for which in chosen])
     for i, (which, (tokens, logprobs)) in enumerate(zip(chosen, found, strict=True)):
+        assert len(tokens) == NUM_TOKENS
         if which is None:
             assert tokens == oracle(base).choices(prompt(i), tokens)
             continue
-        expected, expected_logprobs = made[which].generate(prompt(i), NUM_TOKENS)
+        expected, expected_logprobs = made[which].choices(prompt(i), tokens)
         assert tokens == expected
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=TOLERANCE, rtol=0)
 
@@ -614,7 +617,7 @@ def test_slots_are_refilled_and_more_adapters_than_slots_are_an_invalid_plan() -
     for _ in range(2):
         for adapter, digest in zip(made, digests, strict=True):
             [(tokens, _)] = generate(here, [digest])
-            assert tokens == adapter.generate(prompt(0), NUM_TOKENS)[0]
+            assert tokens == adapter.choices(prompt(0), tokens)[0]
     assert here.adapters.slot_changes == {"filled": 6, "evicted": 5}
     with pytest.raises(InvalidPlan, match="expected at most 1 adapters in a step"):
         generate(here, digests[:2])
@@ -651,7 +654,7 @@ def test_an_adapter_travels_to_another_worker_and_stays_until_its_last_sequence_
     assert (info.rank, len(info.digest)) == (4, 32)
     assert "q_proj" in info.targets
     [(tokens, _)] = generate(there, [info.digest])
-    assert tokens == made.generate(prompt(0), NUM_TOKENS)[0]
+    assert tokens == made.choices(prompt(0), tokens)[0]
     steps = Steps(there)
     steps.add(1, prompt(0), info.digest)
     first = steps.run([Row(1, len(prompt(0)))])

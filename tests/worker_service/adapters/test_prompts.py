@@ -97,11 +97,12 @@ def assert_equal_to_peft(here: TorchExecutor, family: str, chunk: int) -> None:
     loaded, changed = load(here, family), set()
     found = generate(here, [loaded[which] for which in MIX], chunk)
     for i, (which, (tokens, logprobs)) in enumerate(zip(MIX, found, strict=True)):
-        plain = oracle(base_of(family)).generate(prompt(i), NUM_TOKENS)
+        assert len(tokens) == NUM_TOKENS
+        plain = oracle(base_of(family)).choices(prompt(i), tokens)
         if which == 3:
             assert tokens == plain
             continue
-        expected, expected_logprobs = prompts(family)[which].generate(prompt(i), NUM_TOKENS)
+        expected, expected_logprobs = prompts(family)[which].choices(prompt(i), tokens)
         assert tokens == expected
         if tokens != plain:
             changed.add(which)
@@ -176,7 +177,7 @@ def test_a_prompt_travels_to_another_worker_and_must_be_in_the_tokens() -> None:
     assert there.adapters.add(here.adapters.chunks(info.digest)) == info
     assert (info.rank, info.targets, info.num_virtual_tokens) == (0, (), 6)
     [(tokens, _)] = generate(there, [(info.digest, 6)])
-    assert tokens == prompts("llama")[1].generate(prompt(0), NUM_TOKENS)[0]
+    assert tokens == prompts("llama")[1].choices(prompt(0), tokens)[0]
     expected = r"new_sequences\[0\].num_prompt_tokens: expected more than the 6 virtual tokens"
     with pytest.raises(InvalidPlan, match=expected):
         generate(there, [(info.digest, 3)])
