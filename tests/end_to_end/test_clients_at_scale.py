@@ -1,4 +1,5 @@
-"""More than a thousand requests of one client process, in a burst and over restarts of the one frontend."""
+"""More than a thousand requests of one client process, in a burst and over restarts of the one
+frontend."""
 
 import asyncio
 import os
