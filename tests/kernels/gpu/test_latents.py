@@ -51,7 +51,10 @@ def test_latents_and_ends_of_queries_agree_with_the_reference(
 
 @pytest.mark.parametrize("is_invariant", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "head_dim"), [(16, 144), (20, 288), (34, 576)])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim"),
+    [(16, 144), (20, 288), pytest.param(34, 576, marks=pytest.mark.long)],
+)
 def test_keys_may_be_values(
     dtype: torch.dtype, num_heads: int, head_dim: int, is_invariant: bool
 ) -> None:

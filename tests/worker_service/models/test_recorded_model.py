@@ -42,8 +42,18 @@ def _steps() -> Iterator[list[tuple[int, int, list[int]]]]:
     yield [(0, 12, a[12:40])]
 
 
-@pytest.mark.parametrize(("dtype", "num_threads"), [("float32", 1), ("bfloat16", 3)])
-@pytest.mark.parametrize("family", NATIVE_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype", "num_threads"),
+    [
+        pytest.param(
+            family,
+            *(("float32", 1), ("bfloat16", 3))[(number + turn) % 2],
+            marks=[pytest.mark.long] if turn else [],
+        )
+        for turn in range(2)
+        for number, family in enumerate(NATIVE_FAMILIES)
+    ],
+)
 def test_a_recorded_step_gives_the_same_bits_as_an_eager_one(
     family: str, dtype: str, num_threads: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -74,8 +74,18 @@ def test_logits_are_those_of_transformers(family: str) -> None:
     torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(
+            family,
+            ("float32", "bfloat16")[(number + turn) % 2],
+            marks=[pytest.mark.long] if turn else [],
+        )
+        for turn in range(2)
+        for number, family in enumerate(FAMILIES)
+    ],
+)
 def test_a_rows_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: str) -> None:
     loaded = _loaded(family, dtype)
     assert loaded.batch_invariant
