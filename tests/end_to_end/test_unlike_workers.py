@@ -15,7 +15,7 @@ from pagewire_client import Client, RequestOutput, SamplingParams
 from tests.support.cluster import READY, Cluster
 from tests.support.scrapes import scrape
 from tests.support.waiting import wait_until
-from tests.support.worker_flags import FLOAT32
+from tests.support.worker_flags import FLOAT32, SMALL_CACHE
 from tools import launch
 
 LESSER = "avx2" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "default"
@@ -30,7 +30,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path, worker_flags=FLOAT32, core_flags=("--metrics-port", "0")) as cluster:
         cluster.start(num_workers=2)
         address = f"unix:{tmp_path}/lesser.sock"
-        command = launch.worker(address, cluster.core_address, "--model", "embedded", *FLOAT32)
+        command = launch.worker(
+            address, cluster.core_address, "--model", "embedded", *FLOAT32, *SMALL_CACHE
+        )
         cluster.start_foreign_worker(["env", f"ATEN_CPU_CAPABILITY={LESSER}", *command])
         cluster.wait_num_ready(3)
         yield cluster

@@ -20,6 +20,7 @@ from tests.client.cli.test_serve import serving
 from tests.client.test_node_client import NODE_CLIENT
 from tests.security.test_links import TOKEN, files, running_core
 from tests.support.certificates import Authority, Issued
+from tests.support.checkpoints import checkpoint
 from tools.launch import free_port
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -81,7 +82,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         "cluster-key": member.key,
     }
     arguments = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    with serving(*arguments) as serve:
+    with serving(*arguments, model=str(checkpoint("llama"))) as serve:
         serve.wait_for("serving")
         friend = authority.issue("friend", "friend")
         yield Guarded(address, http, authority, friend, key, operator_key)

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from tests.support.worker_flags import SMALL_CACHE
 from tools import launch
 from tools.launch import Service
 
@@ -110,7 +111,7 @@ class Cluster:
     def start_worker(self, *flags: str) -> Service:
         index = len(self.workers)
         address = f"unix:{self.folder}/worker-{index}.sock"
-        flags = ("--model", self.model, *self.worker_flags, *flags)
+        flags = ("--model", self.model, *SMALL_CACHE, *self.worker_flags, *flags)
         command = launch.worker(address, self.core_address, *flags)
         self.workers.append(self._start(f"worker-{index}", command))
         return self.workers[-1]
