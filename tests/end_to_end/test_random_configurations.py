@@ -95,7 +95,7 @@ KINDS = (
     "lost cores",
     "drained workers",
     "outgrown workers",
-    "fetches",
+    "leased blocks",
 )
 """What makes up a disturbed run. Each must have happened, or the test shows less than it says."""
 
@@ -368,15 +368,15 @@ def drafts_on_states(family: str) -> Counter[str]:
 
 def test_drafts_on_states_were_kept_and_refused_among_all_else() -> None:
     total = sum((drafts_on_states(family) for family in STATEFUL), Counter[str]())
-    assert total["rows with drafts"] > total["kept drafts"] / 2 > 100
-    assert total["kept log probabilities"] > 100
+    assert total["rows with drafts"] > total["kept drafts"] / 2 > 50
+    assert total["kept log probabilities"] > 50
     assert [kind for kind in KINDS if total[kind] == 0] == []
 
 
 def test_drafts_were_kept_and_refused_among_all_else() -> None:
     total = sum((speculation(number) for number in SPECULATING), Counter[str]())
-    assert total["rows with drafts"] > total["kept drafts"] / 2 > 100
-    assert total["kept log probabilities"] > 100
+    assert total["rows with drafts"] > total["kept drafts"] / 2 > 50
+    assert total["kept log probabilities"] > 50
     assert [kind for kind in KINDS if total[kind] == 0] == []
 
 
