@@ -21,7 +21,7 @@ from benchmarks.processes import processor_seconds, resident_bytes, tree
 from pagewire_client import SamplingParams
 
 STREAMS = ["--streams", "4", "--tokens", "5", "--pace", "0", "--frontends", "2", "--turns", "1"]
-QUEUES = ["--running", "4", "--prompt-tokens", "20", "--groups", "4", "--drafts", "0"]
+QUEUES = ["--running", "4", "--prompt-tokens", "20", "--groups", "1", "4", "--drafts", "0"]
 STATES = ["--shape", "tiny-hybrid", "--dtype", "float32", "--num-requests", "2", "--repeats", "1"]
 STATES += ["--prompt-tokens", "600", "--output-tokens", "8", "--kv-cache-gib", "1"]
 DRAFTS = ["--dtype", "float32", "--streams", "1", "--turns", "1", "--tokens", "24"]
@@ -31,10 +31,10 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[
     "moving": (moving.main, ["--scale", "64"], "case", "tokens", list(moving.CASES)),
     "recovery_simulated": (
         recovery.main,
-        ["--kills", "1", "--model", "simulated", "--victims", "core"],
+        ["--kills", "1", "--model", "simulated"],
         "victim",
         "p50_ms",
-        ["core"],
+        ["worker", "core", "frontend"],
     ),
     "saved_states": (saved_states.main, STATES, "states", "tokens/s", ["saved", "off", "ratio"]),
     "scheduler_overhead": (
@@ -42,7 +42,7 @@ SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[
         [*QUEUES, "--record", "--steps", "3"],
         "groups",
         "recording_us",
-        [4, 4],  # without and with windows
+        [1, 1, 4, 4],  # without and with windows
     ),
     "speculation_embedded_float32_ngram": (
         speculation.main,
