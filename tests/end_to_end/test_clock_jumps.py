@@ -188,7 +188,7 @@ def test_leases_and_deadlines_end_in_spite_of_a_clock_set_back(
     [worker] = cluster.start().workers
     with inference_stub(cluster.frontend_address()) as stub:
         request = request_for("One day", max_tokens=900, ignore_eos=True)
-        responses = stub.Generate(request, timeout=3)
+        responses = stub.Generate(request, timeout=5)
         next(responses)
         worker.process.send_signal(signal.SIGSTOP)
         clocks.jump(-HOUR)
