@@ -115,7 +115,10 @@ class _Fork:
         return self.returncode
 
     def _read(self) -> int:
-        return int.from_bytes(os.read(self._status, 4), signed=True)
+        number = os.read(self._status, 4)
+        if not number:
+            raise RuntimeError("the fork server has ended")
+        return int.from_bytes(number, signed=True)
 
 
 def _serve(requests: socket.socket) -> dict[str, Any]:
@@ -144,9 +147,10 @@ def _fork(requests: socket.socket, selector: selectors.BaseSelector) -> dict[str
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
         return None
     for key in list(selector.get_map().values()):
-        os.close(key.fd)
-        if key.data:
+        if key.fileobj is not requests:
+            os.close(key.fd)
             os.close(key.data[1])
+    requests.close()
     os.close(status)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -617,6 +617,7 @@ def test_slots_are_refilled_and_more_adapters_than_slots_are_an_invalid_plan() -
     for _ in range(2):
         for adapter, digest in zip(made, digests, strict=True):
             [(tokens, _)] = generate(here, [digest])
+            assert len(tokens) == NUM_TOKENS
             assert tokens == adapter.choices(prompt(0), tokens)[0]
     assert here.adapters.slot_changes == {"filled": 6, "evicted": 5}
     with pytest.raises(InvalidPlan, match="expected at most 1 adapters in a step"):
@@ -654,6 +655,7 @@ def test_an_adapter_travels_to_another_worker_and_stays_until_its_last_sequence_
     assert (info.rank, len(info.digest)) == (4, 32)
     assert "q_proj" in info.targets
     [(tokens, _)] = generate(there, [info.digest])
+    assert len(tokens) == NUM_TOKENS
     assert tokens == made.choices(prompt(0), tokens)[0]
     steps = Steps(there)
     steps.add(1, prompt(0), info.digest)

@@ -177,6 +177,7 @@ def test_a_prompt_travels_to_another_worker_and_must_be_in_the_tokens() -> None:
     assert there.adapters.add(here.adapters.chunks(info.digest)) == info
     assert (info.rank, info.targets, info.num_virtual_tokens) == (0, (), 6)
     [(tokens, _)] = generate(there, [(info.digest, 6)])
+    assert len(tokens) == NUM_TOKENS
     assert tokens == prompts("llama")[1].choices(prompt(0), tokens)[0]
     expected = r"new_sequences\[0\].num_prompt_tokens: expected more than the 6 virtual tokens"
     with pytest.raises(InvalidPlan, match=expected):

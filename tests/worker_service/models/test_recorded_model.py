@@ -9,6 +9,7 @@ import torch
 
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.cpu.recorded_model import RecordedModel
+from tests.support.cases import each_with_one_of
 from tests.support.checkpoints import NATIVE_FAMILIES, VOCAB_SIZE, checkpoint
 from tests.support.encoders import FAMILIES, encode, load_encoder, make_encoder, texts
 from tests.support.loading import load
@@ -44,15 +45,7 @@ def _steps() -> Iterator[list[tuple[int, int, list[int]]]]:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "num_threads"),
-    [
-        pytest.param(
-            family,
-            *(("float32", 1), ("bfloat16", 3))[(number + turn) % 2],
-            marks=[pytest.mark.long] if turn else [],
-        )
-        for turn in range(2)
-        for number, family in enumerate(NATIVE_FAMILIES)
-    ],
+    each_with_one_of(NATIVE_FAMILIES, ("float32", 1), ("bfloat16", 3)),
 )
 def test_a_recorded_step_gives_the_same_bits_as_an_eager_one(
     family: str, dtype: str, num_threads: int, caplog: pytest.LogCaptureFixture

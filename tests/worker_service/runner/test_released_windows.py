@@ -97,6 +97,7 @@ def _expected(family: str) -> list[list[int]]:
     """Those of a model that keeps all tokens, which are those of transformers."""
     engine = InProcessEngine(checkpoint(family))
     outputs = [output.token_ids for output in engine.generate(_prompts(), NUM_TOKENS)]
+    assert {len(output) for output in outputs} == {NUM_TOKENS}
     assert outputs == [*map(oracle(checkpoint(family)).choices, _prompts(), outputs)]
     return outputs
 

@@ -13,6 +13,7 @@ from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from scheduler_service.core.request import Generation, Request
 from scheduler_service.errors import PromptTooLong
 from tests.support.beams import BeamCase
+from tests.support.cases import each_with_one_of
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.in_process import (
     FRONTEND,
@@ -65,6 +66,7 @@ def prompts() -> list[list[int]]:
 def expected_tokens(family: str) -> list[list[int]]:
     """Those of a run alone, which are those of transformers."""
     outputs = [output.token_ids for output in _alone(family)]
+    assert {len(output) for output in outputs} == {NUM_TOKENS}
     of_transformers = oracle(checkpoint(family)).choices
     assert outputs == [*map(of_transformers, prompts(), outputs)]
     return outputs
@@ -106,12 +108,7 @@ class DraftingEngine(PoisonedEngine):
 
 
 def _each_family_with_one_of(name: str, *values: object) -> pytest.MarkDecorator:
-    """Each family with one of the values in turn; with the others in the long run."""
-    cases = []
-    for place, family in enumerate(FAMILIES):
-        for index, value in enumerate(values):
-            marks = () if index == place % len(values) else (pytest.mark.long,)
-            cases.append(pytest.param(family, value, marks=marks))
+    cases = each_with_one_of(FAMILIES, *((value,) for value in values))
     return pytest.mark.parametrize(("family", name), cases)
 
 

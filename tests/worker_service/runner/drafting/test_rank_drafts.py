@@ -141,6 +141,7 @@ def test_ranks_with_drafts_release_windows_and_change_no_token(
         )
         for _ in range(2):  # the second time with hits
             found = [output.token_ids for output in engine.generate(PROMPTS, 60)]
+            assert {len(output) for output in found} == {60}
             assert found == [*map(oracle(checkpoint(family)).choices, PROMPTS, found)]
         assert isinstance(engine.worker, ParallelWorker)
         assert engine.worker.num_kept > (100 if speculative == "draft" else 0)
