@@ -67,6 +67,7 @@ def assert_same(model: Path | LoadedModel, reference: Path) -> None:
     loaded, oracle = load(model) if isinstance(model, Path) else model, Oracle(reference)
     driver = PagedDriver(loaded.model)
     [continued] = driver.generate([TOKENS], 12)
+    assert len(continued) == 12
     tokens = TOKENS + continued
     found, expected = driver.run([(0, 0, tokens)])[0], oracle.logits(tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()) + 1e-4)
