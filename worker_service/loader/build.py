@@ -12,7 +12,7 @@ import torch
 from pagewire_kernels.select import Kernels
 from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
-from worker_service.errors import InvalidOption
+from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.rounded_cache import with_rounded_weights
 from worker_service.loader.weights import (
@@ -31,6 +31,7 @@ from worker_service.models.registry import (
     build_native_model,
     ignored_settings,
     native_settings,
+    variant_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class ModelBuilder:
             hf_config = {**hf_config, STACKED_EXPERTS: True}
         model = build_native_model(hf_config, self.config.max_model_len, self.context, self.kernels)
         if model is None:
-            return self._build_through_transformers()
+            return self._build_variant(variant_of(hf_config))
         for key, value in ignored_settings(hf_config).items():
             logger.warning("config.json: %s is not used by %s: %s", key, model.architecture, value)
         whole = model if self.config.layout.world_size == 1 else self._outline(hf_config)
@@ -115,6 +116,17 @@ class ModelBuilder:
         return with_rounded_weights(
             self.checkpoint, roundings, self.context.dtype, folder, self.progress
         )
+
+    def _build_variant(self, variant: str | None) -> Model:
+        """Build the model through `transformers`. variant: what the layers of the native model of
+        this name do not compute; None: there is no such model. Raises as `build`."""
+        if variant is None:
+            return self._build_through_transformers()
+        logger.info("through transformers, since our own layers do not compute it: %s", variant)
+        try:
+            return self._build_through_transformers()
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error}; our own layers do not compute {variant}") from error
 
     def _build_through_transformers(self) -> Model:
         # Imported here because `transformers` takes seconds to import, and native models do not

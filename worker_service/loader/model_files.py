@@ -185,7 +185,8 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     if is_gguf(model_dir):
         return gguf_config(model_dir)
     config = read_json(model_dir / "config.json")
-    if not isinstance(config.get("architectures"), list) or not config["architectures"]:
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise BadCheckpoint(f"{model_dir / 'config.json'} names no architecture")
     return _text_part(config)
 
@@ -256,22 +257,36 @@ def _read_json(path: Path) -> Any:
         raise BadCheckpoint(f"{path} cannot be read as JSON: {error}") from error
 
 
+_MAX_TOKENS = 1 << 31
+"""More than any vocabulary has."""
+
+
 def special_tokens(
     model_dir: Path, config: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], int | None]:
     """Return the ids of the tokens that end a sequence, and of the one that begins it, if any.
 
-    `generation_config.json` takes precedence over `config.json`.
+    `generation_config.json` takes precedence over `config.json`. What is no id of a token is logged
+    and ignored.
     """
     generation_file = model_dir / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     inner = config.get("text_config") or {}
-    eos, bos = None, None
-    for holder in (generation, config, inner):
-        eos = holder.get("eos_token_id") if eos is None else eos
-        bos = holder.get("bos_token_id") if bos is None else bos
-    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return tuple(dict.fromkeys(int(token) for token in eos_ids)), bos
+    num_tokens = config.get("vocab_size") or inner.get("vocab_size") or _MAX_TOKENS
+
+    def ids(key: str) -> list[int]:
+        value = next((h[key] for h in (generation, config, inner) if h.get(key) is not None), None)
+        given = value if isinstance(value, list) else [] if value is None else [value]
+        found = [token for token in given if type(token) is int and 0 <= token < num_tokens]
+        if len(found) < len(given):
+            logger.warning(
+                "%s: expected ids of the vocabulary's %d tokens, others are not used: %r",
+                *(key, num_tokens, value),
+            )
+        return found
+
+    eos_ids, bos_ids = ids("eos_token_id"), ids("bos_token_id")
+    return tuple(dict.fromkeys(eos_ids)), bos_ids[0] if bos_ids else None
 
 
 ASSET_NAMES = (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
-from worker_service.errors import InvalidOption
+from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.models.altup import AltUp, AltUpSpec, Streams
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV, LayerState
@@ -292,6 +292,10 @@ class MLPSpec:
     all count."""
 
     output_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.activation is None and self.is_gated:
+            raise UnsupportedModel("config.json: expected the name of an activation, got none")
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the columns."""

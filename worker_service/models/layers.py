@@ -253,6 +253,14 @@ size of a head."""
 
 SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", PROPORTIONAL)
 
+_REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Numbers among the parameters of scaling types."""
+
 QUERY_SCALING = "llama_4_scaling_beta"
 """The parameter in `config.json` by which queries are scaled with their positions."""
 
@@ -284,7 +292,7 @@ class RotarySettings:
     ) -> "RotarySettings":
         """Read `rope_scaling`, or `rope_parameters`, and the keys that may be beside them, in the
         order of precedence of `transformers`. If each type of layer has parameters of its own, the
-        scaling type is `nested`."""
+        scaling type is `nested`. Raises UnsupportedModel if a parameter is missing."""
         outer = ("partial_rotary_factor", "rope_theta", "original_max_position_embeddings")
         found = config.get("rope_scaling") or config.get("rope_parameters") or {}
         merged = {**{key: config.get(key) for key in outer}, **found}
@@ -293,6 +301,12 @@ class RotarySettings:
         scaling_type = parameters.get("rope_type") or parameters.get("type") or "default"
         if any(isinstance(value, Mapping) for value in found.values()):
             scaling_type = "nested"
+        for key in _REQUIRED.get(scaling_type, ()):
+            if type(parameters.get(key)) not in (int, float):
+                raise UnsupportedModel(
+                    f"config.json: {key}: expected a number, which rope_type {scaling_type} needs,"
+                    f" got {parameters.get(key)!r}"
+                )
         return cls(
             rotary_dim=rotary_dim,
             theta=float(parameters.get("rope_theta") or default_theta),

@@ -1,8 +1,8 @@
 """Native models by the name of their architecture."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args
 
 from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
@@ -66,28 +66,79 @@ def native_settings(config: Mapping[str, Any]) -> ModelSettings | None:
 
     config: content of `config.json`. Raises BadCheckpoint if a key is missing.
     """
+    try:
+        return _settings_of(config)
+    except NotNative:
+        return None
+
+
+def variant_of(config: Mapping[str, Any]) -> str | None:
+    """What the layers of a native model do not compute of a configuration; None if no native model
+    has its class name. To be called where `native_settings` returned None."""
+    try:
+        _settings_of(config)
+    except NotNative as variant:
+        return str(variant)
+    return None
+
+
+def _settings_of(config: Mapping[str, Any]) -> ModelSettings | None:
+    """As `native_settings`. Raises NotNative for a variant that the layers do not compute."""
     architecture = (config.get("architectures") or [""])[0]
     if architecture not in NATIVE_MODELS:
         return None
     read_settings, model = NATIVE_MODELS[architecture]
+    _require_sizes(config)
     try:
         settings = read_settings(config)
     except KeyError as error:
         raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
-    except NotNative:
-        return None
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise BadCheckpoint(
+            f"config.json: {architecture}: a value cannot be used: {error}"
+        ) from error
+    _require_numbers(settings)
     if model.generates and config.get("is_causal", True) is False:
         raise UnsupportedModel(
             "config.json: is_causal: expected true, since only decoders are supported, got false"
         )
-    if not settings.activations <= ACTIVATIONS.keys():
-        return None
+    if others := settings.activations - ACTIVATIONS.keys():
+        raise NotNative(f"activation {', '.join(sorted(others))}")
     if not model.generates:
         return settings
     of_tokens = ("classifier_from_token", "is_original_qwen3_reranker")
     if any(map(config.get, of_tokens)):  # its labels are rows of the LM head
         return settings
     return replace(settings, num_labels=len(pooling_facts(config, PoolingFacts()).labels))
+
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _require_sizes(config: Mapping[str, Any]) -> None:
+    """Raise BadCheckpoint unless the sizes that all models have are positive, where they are
+    given."""
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise BadCheckpoint(f"config.json: {key}: expected a positive number, got {value!r}")
+
+
+def _require_numbers(settings: Any, place: str = "") -> None:
+    """Raise BadCheckpoint if a field of settings, or of a part of them, that is a number has
+    another value, which `config.json` gives it."""
+    for field in fields(settings):
+        value, name = getattr(settings, field.name), f"{place}{field.name}"
+        kinds = get_args(field.type) or (field.type,)
+        if is_dataclass(value):
+            _require_numbers(value, f"{name}.")
+        elif isinstance(value, tuple):
+            for part in {id(part): part for part in value if is_dataclass(part)}.values():
+                _require_numbers(part, f"{name}.")
+        elif {int, float} & {*kinds}:
+            allowed = (*kinds, int) if float in kinds else kinds
+            if type(value) not in allowed:
+                raise BadCheckpoint(f"config.json: {name}: expected a number, got {value!r}")
 
 
 def pooling_facts(

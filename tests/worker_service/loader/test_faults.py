@@ -1,5 +1,6 @@
 """Errors name the path, option or checkpoint that is wrong."""
 
+import json
 import os
 import re
 import socket
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -97,6 +98,37 @@ def test_what_is_wrong_with_a_checkpoint_is_named_before_it_is_loaded(
 ) -> None:
     damage(llama)
     with pytest.raises(BadCheckpoint, match=message):
+        _refuse(llama)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("architectures", [None], "names no architecture"),
+        ("num_attention_heads", 0, "num_attention_heads: expected a positive number, got 0"),
+        ("hidden_size", "64", "hidden_size: expected a positive number, got '64'"),
+        ("intermediate_size", [88, 88], r"inner_size: expected a number, got \[88, 88\]"),
+        ("rms_norm_eps", "1e-5", "norm.eps: expected a number, got '1e-5'"),
+        ("rope_parameters", {"rope_theta": "big"}, "a value cannot be used: .*'big'"),
+        (
+            "rope_parameters",
+            {"rope_type": "llama3", "factor": 4.0},
+            "low_freq_factor: expected a number, which rope_type llama3 needs, got None",
+        ),
+    ],
+)
+def test_a_setting_of_another_kind_is_named_before_the_model_is_loaded(
+    llama: Path, key: str, value: Any, message: str
+) -> None:
+    edit_config(llama, **{key: value})
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match=message):
+        _refuse(llama)
+
+
+def test_a_model_without_an_activation_is_refused(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "hidden_act": None}))
+    with pytest.raises(UnsupportedModel, match="expected the name of an activation, got none"):
         _refuse(llama)
 
 

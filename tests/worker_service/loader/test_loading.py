@@ -12,6 +12,7 @@ from tests.support.checkpoints import (
     BOS_TOKEN_ID,
     EOS_TOKEN_ID,
     MAX_POSITIONS,
+    VOCAB_SIZE,
     checkpoint,
     make_checkpoint,
 )
@@ -181,6 +182,19 @@ def test_generation_defaults_come_before_the_configuration(tmp_path: Path) -> No
     loaded = load(path)
     assert loaded.eos_token_ids == (7, 9)
     assert loaded.bos_token_id == BOS_TOKEN_ID
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [("</s>", ()), ([7, "9", [8]], (7,)), ([7, VOCAB_SIZE, -1, 10**30], (7,)), (True, ())],
+)
+def test_what_is_no_token_ends_no_sequence_and_is_a_warning(
+    stored: object, expected: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = copy_checkpoint("llama", tmp_path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": stored}))
+    assert load(path).eos_token_ids == expected
+    assert f"eos_token_id: expected ids of the vocabulary's {VOCAB_SIZE} tokens" in caplog.text
 
 
 def test_assets_are_the_files_a_frontend_needs_and_no_others() -> None:

@@ -79,12 +79,13 @@ def rotary_of(
     parameters: Mapping[str, Any] | None = None,
     *,
     theta: float = 10000.0,
-    partial: float = 1.0,
+    partial: float | None = None,
 ) -> RotarySettings:
     """The rotary embedding of heads of this size.
 
-    parameters: those of a type of layers; None: those of `config.json`. theta, partial: defaults.
-    Raises NotNative for other scaling types.
+    parameters: those of a type of layers; None: those of `config.json`. theta, partial: defaults;
+    partial is None for families that rotate whole heads. Raises NotNative for other scaling types,
+    and for another part of heads in such a family.
     """
     if parameters is not None:
         length = config["max_position_embeddings"]
@@ -92,9 +93,11 @@ def rotary_of(
     found = RotarySettings.from_config(config, head_dim, theta)
     if found.scaling_type not in SCALING_TYPES:
         raise NotNative(f"rope_type {found.scaling_type}")
-    factor = float(found.parameters.get("partial_rotary_factor", partial))
+    factor = float(found.parameters.get("partial_rotary_factor", partial or 1.0))
     if found.scaling_type == PROPORTIONAL:
         factor = 1.0  # the others have a frequency of 0
+    if partial is None and factor != 1.0:
+        raise NotNative("partial_rotary_factor")
     return replace(found, rotary_dim=int(head_dim * factor))
 
 

@@ -35,7 +35,6 @@ _MODULE_NAMES = _NAMES | {
 
 _ROTARY = {
     "rope_type": "yarn",
-    "rope_theta": 150000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -49,8 +48,9 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
     """gpt-oss."""
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-5))
     head_dim = config.get("head_dim", 64)
-    has_rotary = config.get("rope_scaling") or config.get("rope_parameters")
-    rotary = rotary_of(config, head_dim, None if has_rotary else _ROTARY, theta=150000.0)
+    stored = config.get("rope_scaling") or config.get("rope_parameters") or _ROTARY
+    theta = config.get("rope_theta") or 150000.0
+    rotary = rotary_of(config, head_dim, stored, theta=theta)
     bias = bool(config.get("attention_bias", True))
     names, storage = _NAMES, ExpertStorage.TRANSPOSED_STACK
     if config.get("has_expert_modules"):

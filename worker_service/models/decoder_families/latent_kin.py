@@ -14,11 +14,23 @@ from worker_service.models.decoder_families.latent import (
     latent_decoder,
 )
 from worker_service.models.experts import ExpertStorage
+from worker_service.models.layers import QUERY_SCALING
 
 _STACK_NAMES = by_lines("""
 feed_forward.router   mlp.gate
 feed_forward.experts  mlp.experts.gate_up_proj mlp.experts.down_proj
 """)
+
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    QUERY_SCALING: 0.1,
+}
+"""Defaults of `transformers`."""
 
 
 def minicpm3_settings(config: Config) -> DecoderSettings:
@@ -61,7 +73,9 @@ def mistral4_settings(config: Config) -> DecoderSettings:
         has_float_router=False,
     )
     return latent_decoder(
-        with_keys(config, {}, kv_lora_rank=256, qk_nope_head_dim=64),
+        with_keys(
+            config, {}, kv_lora_rank=256, qk_nope_head_dim=64, rope_parameters=_MISTRAL4_ROPE
+        ),
         first_dense(config, experts, 0),
         query_latent_dim=1024,
         rotary_is_partial=True,

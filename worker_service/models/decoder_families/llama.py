@@ -9,7 +9,6 @@ from worker_service.models.decoder_families.common import (
     NAMES,
     SLIDING,
     Config,
-    NotNative,
     attention_of,
     decoder_of,
     head_dim_of,
@@ -25,8 +24,6 @@ def llama_settings(config: Config) -> DecoderSettings:
     bias = bool(config.get("attention_bias", False)) and llama_or_qwen3
     head_dim = head_dim_of(config, 128 if qwen3 else None)
     rotary = rotary_of(config, head_dim)
-    if rotary.rotary_dim != head_dim:
-        raise NotNative("partial_rotary_factor")
     default_kv_heads = 8 if architecture == "MistralForCausalLM" else config["num_attention_heads"]
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6))
     mlp = MLPSpec(

@@ -53,6 +53,7 @@ _APERTUS = {
 }
 _APERTUS_ROPE = {
     "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
     "factor": 8.0,
     "original_max_position_embeddings": 8192,
     "low_freq_factor": 1.0,
@@ -177,7 +178,7 @@ def granite_settings(
 def smollm3_settings(config: Config) -> DecoderSettings:
     """SmolLM3: no RoPE in every fourth layer, or in those that the configuration lists."""
     head_dim, norm, num_layers = head_dim_of(config), _rms(config), config["num_hidden_layers"]
-    rotary = rotary_of(config, head_dim)
+    rotary = rotary_of(config, head_dim, theta=2_000_000.0)
     interval = config.get("no_rope_layer_interval", 4)
     default = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     rotates = config.get("no_rope_layers") or default
@@ -223,7 +224,7 @@ def phi3_settings(config: Config) -> DecoderSettings:
         attention=attention_of(
             config,
             head_dim,
-            rotary_of(config, head_dim, stored),
+            rotary_of(config, head_dim, stored, partial=1.0),
             window=config.get("sliding_window"),
             storage=QKVStorage.CONSECUTIVE,
         ),
@@ -254,8 +255,6 @@ def ministral3_settings(config: Config) -> DecoderSettings:
     head_dim, norm = head_dim_of(config, 128), _rms(config, 1e-5)
     stored = config.get("rope_parameters") or config.get("rope_scaling") or _MINISTRAL3_ROPE
     rotary = rotary_of(config, head_dim, stored, theta=config.get("rope_theta") or 10000.0)
-    if rotary.rotary_dim != head_dim:
-        raise NotNative("partial_rotary_factor")
     layer = LayerSpec(
         attention=attention_of(
             config,
@@ -321,8 +320,6 @@ def arcee_settings(config: Config) -> DecoderSettings:
     """Arcee: a plain MLP with squared ReLU."""
     head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
     rotary = rotary_of(config, head_dim)
-    if rotary.rotary_dim != head_dim:
-        raise NotNative("partial_rotary_factor")
     layer = LayerSpec(
         attention=attention_of(config, head_dim, rotary, **_biases(config)),
         feed_forward=MLPSpec(

@@ -71,10 +71,11 @@ def cohere_settings(config: Config) -> DecoderSettings:
     Cohere 2 no RoPE in layers with full attention, and windows in the others."""
     if config.get("use_qk_norm"):
         raise NotNative("use_qk_norm")
+    is_first = config["architectures"][0] == "CohereForCausalLM"
     head_dim, norm = head_dim_of(config), _norm(config, "layer_norm_eps", bias=False)
-    rotary, kinds = rotary_of(config, head_dim), [SLIDING] * config["num_hidden_layers"]
-    window = None
-    if config["architectures"][0] == "Cohere2ForCausalLM":
+    rotary = rotary_of(config, head_dim, theta=500_000.0 if is_first else 10_000.0)
+    window, kinds = None, [SLIDING] * config["num_hidden_layers"]
+    if not is_first:
         window = config.get("sliding_window", 4096)
         kinds = layer_types(config, every(config, config.get("sliding_window_pattern", 4)))
     bias = bool(config.get("attention_bias", False))
@@ -176,12 +177,17 @@ def nemotron_settings(config: Config) -> DecoderSettings:
 def gpt_neox_settings(config: Config) -> DecoderSettings:
     """GPT-NeoX and Pythia: two norms of the same input, RoPE of a part of each head."""
     head_dim, norm = head_dim_of(config), _norm(config, "layer_norm_eps")
-    bias, theta = bool(config.get("attention_bias", True)), config.get("rotary_emb_base") or 10000.0
+    bias = bool(config.get("attention_bias", True))
+    stored = {
+        "rope_theta": config.get("rotary_emb_base"),
+        "partial_rotary_factor": config.get("rotary_pct", 0.25),
+        **(config.get("rope_scaling") or config.get("rope_parameters") or {}),
+    }
     layer = LayerSpec(
         attention=attention_of(
             config,
             head_dim,
-            rotary_of(config, head_dim, theta=theta, partial=config.get("rotary_pct", 0.25)),
+            rotary_of(config, head_dim, stored, partial=0.25),
             num_kv_heads=config["num_attention_heads"],
             qkv_bias=bias,
             output_bias=bias,
