@@ -20,6 +20,7 @@ from service_common.config_flags import (
     takes_flags,
 )
 from service_common.errors import CannotListen
+from service_common.garbage import imports_exempted
 from service_common.tracing import CannotTrace
 from worker_service.config import DEFAULT_LISTEN, WorkerConfig
 from worker_service.cpu_cores import limit_spinning
@@ -131,8 +132,9 @@ def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> 
 
 
 async def _run(config: WorkerConfig) -> None:
-    from worker_service.load_progress import LoadProgress
-    from worker_service.service.lifecycle import make_worker
+    with imports_exempted():
+        from worker_service.load_progress import LoadProgress
+        from worker_service.service.lifecycle import make_worker
 
     progress = LoadProgress()
     worker = make_worker(config, _executor_of(config, progress), progress)
@@ -162,8 +164,9 @@ def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         max_drafts = config.runner.max_drafts
         return SimulatedExecutor(model, block_size, max_drafts, config.adapters)
-    from worker_service.loader import check_model, load_model
-    from worker_service.runner.torch_executor import Profiler, TorchExecutor
+    with imports_exempted():
+        from worker_service.loader import check_model, load_model
+        from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
     check_model(model, config.cache)
     profiler = Profiler(Path(config.profile_dir))

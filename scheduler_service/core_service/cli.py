@@ -9,6 +9,7 @@ from scheduler_service.core_service.config import NO_TENANTS, CoreServiceConfig,
 from scheduler_service.core_service.step_watchdog import StepTimeout
 from service_common.cluster import ClusterConfig
 from service_common.config_flags import CLUSTER, COUNT, ConfigFlags, Flags, flag
+from service_common.garbage import imports_exempted
 from service_common.metrics_server import metrics_address
 
 SERVICE = ConfigFlags(
@@ -45,7 +46,8 @@ TENANTS = flag(
 
 
 async def _serve(config: CoreServiceConfig) -> None:
-    from scheduler_service.core_service.service import serve
+    with imports_exempted():
+        from scheduler_service.core_service.service import serve
 
     await serve(config)
 

@@ -6,6 +6,7 @@ from scheduler_service.command_line import service_command
 from scheduler_service.frontend.config import FrontendConfig
 from service_common.cluster import ClusterConfig
 from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
+from service_common.garbage import imports_exempted
 from service_common.metrics_server import metrics_address
 from service_common.tls import tls_files
 
@@ -39,7 +40,8 @@ TLS = [
 
 
 async def _serve(config: FrontendConfig) -> None:
-    from scheduler_service.frontend.server import serve
+    with imports_exempted():
+        from scheduler_service.frontend.server import serve
 
     await serve(config)
 

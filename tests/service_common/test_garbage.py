@@ -2,7 +2,7 @@
 
 import gc
 
-from service_common.garbage import survivors_exempted
+from service_common.garbage import imports_exempted, survivors_exempted
 
 
 class Node:
@@ -31,3 +31,14 @@ def test_the_collector_is_as_before_in_the_end() -> None:
         assert (gc.get_threshold(), list(gc.callbacks)) != before
     assert (gc.get_threshold(), list(gc.callbacks)) == before
     assert gc.get_freeze_count() == 0
+
+
+def test_what_is_made_while_importing_is_in_no_collection() -> None:
+    with imports_exempted():
+        assert not gc.isenabled()
+        kept = Node()
+        kept.next = kept
+    assert gc.isenabled()
+    assert not any(thing is kept for thing in gc.get_objects())
+    gc.unfreeze()
+    assert any(thing is kept for thing in gc.get_objects())

@@ -245,7 +245,9 @@ ACTIVATIONS = {
 """Names of activations in `pagewire_kernels.reference`, by their names in `config.json`."""
 
 
-_POSITIONS_AT_ONCE = 1 << 16
+_ANGLES_AT_ONCE = 1 << 15
+"""Numbers of a rotary table that are computed at once: few enough that torch converts them on one
+thread, and that their temporaries, which are allocated once, stay in a core's cache."""
 
 PROPORTIONAL = "proportional"
 """The scaling type in which a part of the frequencies is 0, and the others are those of the full
@@ -365,13 +367,20 @@ class RotaryTable:
         angles = _angles(settings, num_positions)
         factor = _attention_factor(settings, num_positions)
 
-        def of_angles(function: Callable[[Any], Any], scales: Tensor | None = None) -> Tensor:
-            parts = (part.double().numpy() for part in angles.split(_POSITIONS_AT_ONCE))
-            exact = (torch.from_numpy(function(part) * factor) for part in parts)
-            if scales is not None:
-                factors = scales[:, None].split(_POSITIONS_AT_ONCE)
-                exact = (part * scale for part, scale in zip(exact, factors, strict=True))
-            return torch.cat([part.to(dtype) for part in exact]).to(device)
+        def of_angles(function: Callable[..., Any], scales: Tensor | None = None) -> Tensor:
+            table = torch.empty(angles.shape, dtype=dtype)
+            step = max(1, _ANGLES_AT_ONCE // angles.shape[1])
+            buffer = np.empty((step, angles.shape[1]))
+            for first in range(0, num_positions, step):
+                rows = slice(first, first + step)
+                part = buffer[: len(angles[rows])]
+                part[:] = angles[rows].numpy()
+                function(part, out=part)
+                part *= factor
+                if scales is not None:
+                    part *= scales[rows, None].numpy()
+                table[rows] = torch.from_numpy(part)
+            return table.to(device)
 
         self.cos, self.sin = of_angles(np.cos), of_angles(np.sin)
         self.query_cos, self.query_sin = self.cos, self.sin

@@ -174,3 +174,28 @@ def test_long_rotary_scales_queries_and_keys_by_the_length_served(
     )
     table = RotaryTable(settings, length, torch.float32, torch.device("cpu"))
     assert torch.equal(table.cos[0], torch.full((12,), scale))
+
+
+def test_bits_do_not_depend_on_how_many_positions_are_computed_at_once() -> None:
+    num_positions = 3000
+    parameters = {**SCALINGS["yarn, factor given"], "llama_4_scaling_beta": 0.1}
+    settings = RotarySettings(
+        rotary_dim=HEAD_DIM,
+        theta=5000.0,
+        scaling_type="yarn",
+        max_position_embeddings=num_positions,
+        parameters=parameters,
+    )
+    # More positions than are computed at once, and the first of them in a table of few.
+    many, few = (
+        RotaryTable(settings, count, torch.float32, torch.device("cpu"))
+        for count in (num_positions, LENGTH)
+    )
+    for name in ("cos", "sin", "query_cos", "query_sin"):
+        table: torch.Tensor = getattr(many, name)
+        assert table.shape == (num_positions, HEAD_DIM // 2)
+        assert torch.equal(table[:LENGTH], getattr(few, name))
+    frequencies = LlamaRotaryEmbedding(_config("yarn, factor given")).inv_freq
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    expected = (angles.double().cos() * parameters["attention_factor"]).float()
+    torch.testing.assert_close(many.cos, expected, atol=1e-6, rtol=0)
