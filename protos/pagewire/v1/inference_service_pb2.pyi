@@ -520,7 +520,9 @@ class ToolCall(_message.Message):
     name: _builtins.str
     """The function's name."""
     arguments_json: _builtins.str
-    """Its arguments, as the text of a JSON object."""
+    """Its arguments, as the text of a JSON object. Any other text, such as one that was cut
+    off, counts up to where it stops being one, and is completed there.
+    """
     def __init__(
         self,
         *,

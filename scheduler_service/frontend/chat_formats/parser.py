@@ -8,11 +8,13 @@ from scheduler_service.frontend.chat_formats.calls import CallReader
 from scheduler_service.frontend.chat_formats.events import Functions, Kind, Part
 from scheduler_service.frontend.chat_formats.source import Reading, Source, Texts, marks_of
 from scheduler_service.frontend.chat_formats.syntax import (
+    JSON,
     NO_CALLS,
     NO_REASONING,
     CallFormat,
     ReasoningFormat,
 )
+from scheduler_service.frontend.chat_formats.values import BrokenValue, ValueReader
 
 MAX_READ_AGAIN = 2**20
 """Characters of a message that may be read again because they were no call."""
@@ -107,6 +109,11 @@ class FormatParser:
         self._reading = self._read_message()
         next(self._reading)
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the format has thoughts."""
+        return self._reasoning is not NO_REASONING
+
     def push(self, text: str) -> list[Part]:
         """The parts in the next piece of text."""
         if self._open is not None and not self._may_end.search(text):
@@ -182,13 +189,17 @@ class FormatParser:
 
     def _read_arguments(self, name: str) -> Reading[None]:
         """Read all text as the arguments of a call."""
-        source = self._source
         self._content.interrupt()
         self._parts.append(Part("call", name))
-        while not (source.is_last and source.is_empty):
-            self._parts.append(Part("arguments", source.text[source.at :]))
-            source.at = len(source.text)
-            yield
+
+        def send(text: str) -> None:
+            self._parts.append(Part("arguments", text))
+
+        try:
+            yield from ValueReader(self._source, JSON, send).copy()
+        except BrokenValue as cut:
+            send(cut.rest or "")
+            self._source.at = len(self._source.text)
 
     def _read_text(self, begins_unmarked: bool) -> Reading[None]:
         """Read text up to what follows a call or a mark; it may begin with calls without one."""

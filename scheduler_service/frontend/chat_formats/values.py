@@ -3,7 +3,8 @@
 JSON is passed on as it was written; other dialects differ in quotes, keys and the names of
 constants only. What is passed on can be completed at any time: keys and commas wait for the value
 that follows them. Small errors that leave no doubt are mended: raw control characters in strings,
-escapes that JSON lacks, a comma after the last element. Anything else ends the value.
+escapes that JSON lacks, a comma after the last element. Half of a character (an unpaired surrogate,
+which nothing can encode) becomes U+FFFD. Anything else ends the value.
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 from collections.abc import Callable
 
 from scheduler_service.frontend.chat_formats.source import Reading, Source, Texts, marks_of
-from scheduler_service.frontend.chat_formats.syntax import Dialect
+from scheduler_service.frontend.chat_formats.syntax import JSON, Dialect
 
 MAX_DEPTH = 64
 """Levels of objects and lists."""
@@ -22,6 +23,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"[\w.+\-]*")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _CODE_UNIT = re.compile("[0-9a-fA-F]{0,4}")
+_FIRST_HALF, _LAST_HALF = (re.compile(f"[dD][{digits}]..") for digits in ("89abAB", "c-fC-F"))
+_LAST_HALF_SO_FAR = re.compile(r"(\\(u([dD]([c-fC-F][0-9a-fA-F]{0,2})?)?)?)?")
+_HALF = r"\ufffd"
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+\-]?\d+)?", re.ASCII)
 _NUMBER_SO_FAR = re.compile(r"-?((0|[1-9]\d*)(\.\d*)?)?((?<=\d)[eE][+\-]?\d*)?", re.ASCII)
 _CONSTANTS = {name: name.lower() for name in ("true", "false", "null", "True", "False")}
@@ -68,6 +72,20 @@ class ValueReader:
         there is none."""
         yield from self._read_value(token or (yield from self.next()))
         self._send("".join(self._withheld))
+
+    def copy(self) -> Reading[None]:
+        """Pass on all text as it comes, which is known to be JSON: only its escapes are read."""
+        source = self._source
+        while True:
+            text, mark = source.split(("\\",))
+            if text:
+                self._send(text)
+            if mark:
+                self._send((yield from self._read_escape()))
+            elif source.is_last:
+                return
+            else:
+                yield
 
     def complete(self) -> str:
         """What completes the JSON that was passed on."""
@@ -234,10 +252,26 @@ class ValueReader:
             assert digits is not None
             if len(digits[0]) == 4:
                 source.at = digits.end()
-                return rf"\u{digits[0]}"
+                return (yield from self._read_halves(digits[0]))
             if digits.end() < len(source.text):
                 return r"\\u"
             yield from self._more(rf"\u{digits[0]}")
+
+    def _read_halves(self, unit: str) -> Reading[str]:
+        """The escape of a code unit that was read, and of the other half of its character."""
+        source = self._source
+        if _LAST_HALF.fullmatch(unit):
+            return _HALF
+        if not _FIRST_HALF.fullmatch(unit):
+            return rf"\u{unit}"
+        while True:
+            rest = source.text[source.at : source.at + 6]
+            if not _LAST_HALF_SO_FAR.fullmatch(rest):
+                return _HALF
+            if len(rest) == 6:
+                source.at += 6
+                return rf"\u{unit}{rest}"
+            yield from self._more(rf"\u{unit}{rest}")
 
 
 def _escaped(text: str) -> str:
@@ -256,3 +290,20 @@ def converted(text: str, dialect: Dialect) -> str | None:
     except BrokenValue:
         return None
     return None if source.text[source.at :].strip() else "".join(out)
+
+
+def completed_object(text: str) -> str:
+    """The object that a text begins with, completed where it stops being JSON; without one, an
+    empty object."""
+    source, out = Source(), list[str]()
+    source.push(text.strip())
+    source.is_last = True
+    reader = ValueReader(source, JSON, out.append)
+    if source.char != "{":
+        return "{}"
+    try:
+        for _ in reader.read():
+            pass
+    except BrokenValue:
+        out.append(reader.complete())
+    return "".join(out)

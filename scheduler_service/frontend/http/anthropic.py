@@ -250,7 +250,7 @@ def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
             yield {"role": "tool", "tool_call_id": call_id, "content": content}
         elif block.type == "tool_use":
             name, call_id = required(block, "name", at), required(block, "id", at)
-            function = {"name": name, "arguments": json.dumps(block.input or {})}
+            function = {"name": name, "arguments": _json_text(block.input or {})}
             parts["tool_use"].append({"id": call_id, "function": function})
         else:
             parts[block.type].append(required(block, block.type, at))
@@ -261,6 +261,11 @@ def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
             "tool_calls": parts["tool_use"] or None,
             "reasoning_content": PART_SEPARATOR.join(parts["thinking"]) or None,
         }
+
+
+def _json_text(value: Any) -> str:
+    """As templates write JSON, which may write this text as it is."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _content(content: str | list[Block] | None, where: str) -> Content:

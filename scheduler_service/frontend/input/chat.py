@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.chat_formats.values import completed_object
 from scheduler_service.frontend.models.message_forms import Content, features_of
 from scheduler_service.frontend.models.served_models import FrontendModel
 
@@ -29,7 +30,8 @@ has this code. If the space is missing there, the template strips its turns."""
 
 def check_chat(chat: inference_pb.Chat) -> None:
     """Raise InvalidArgument unless each turn of a conversation has a role and its JSON texts are
-    JSON objects. The conversation must be within the limits that the protos declare."""
+    JSON objects, except for the arguments of calls. The conversation must be within the limits that
+    the protos declare."""
     num_containers = sum(text.count("{") + text.count("[") for text in _json_texts(chat))
     if num_containers > MAX_JSON_CONTAINERS:
         raise InvalidArgument(
@@ -44,7 +46,7 @@ def check_chat(chat: inference_pb.Chat) -> None:
         if message.content and message.content_parts:
             raise InvalidArgument(f"{path}.content_parts", "expected none beside content")
         for number, call in enumerate(message.tool_calls):
-            _parse_object(call.arguments_json, f"{path}.tool_calls[{number}].arguments_json")
+            _check_size(call.arguments_json, f"{path}.tool_calls[{number}].arguments_json")
     for index, tool in enumerate(chat.tools):
         if not tool.name:
             raise InvalidArgument(f"chat.tools[{index}].name", "expected a name")
@@ -118,8 +120,19 @@ def _call(call: inference_pb.ToolCall) -> dict[str, Any]:
     return {
         "id": call.id,
         "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments_json},
+        "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
     }
+
+
+def _arguments(text: str) -> str:
+    """The arguments of an earlier call, for the template, as the JSON of an object. A model may
+    have written others, or have been cut off; refusing them would end the conversation, because
+    they are sent again with each of its turns."""
+    try:
+        _parse_object(text, "")
+    except InvalidArgument:
+        return completed_object(text)
+    return text or "{}"
 
 
 def _tool(tool: inference_pb.Tool) -> dict[str, Any]:
@@ -131,12 +144,16 @@ def _tool(tool: inference_pb.Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _parse_object(text: str, path: str) -> dict[str, Any]:
-    """The JSON object in `text`; an empty text stands for an empty object."""
+def _check_size(text: str, path: str) -> None:
     if len(text) > MAX_JSON_CHARS:
         raise InvalidArgument(
             path, f"expected at most {MAX_JSON_CHARS} characters of JSON, got {len(text)}"
         )
+
+
+def _parse_object(text: str, path: str) -> dict[str, Any]:
+    """The JSON object in `text`; an empty text stands for an empty object."""
+    _check_size(text, path)
     try:
         value = json.loads(text) if text else {}
         if "\\u" in text:  # templates write it out, and an unpaired surrogate cannot be encoded

@@ -169,7 +169,8 @@ class CompletionResponse(Response):
             async with RequestBatch(services.requests, receive, silence_s) as running:
                 if not await self._run(running, send):
                     return
-            whole = to_json(self._builder.answer())
+            # A call's arguments, where they are no text, may have a number beyond all floats.
+            whole = to_json(self._builder.answer(), inf_nan_mode="null")
             response = Response(whole, media_type="application/json")
         except PagewireError as error:
             response = error_response(self._with_client_field(error))

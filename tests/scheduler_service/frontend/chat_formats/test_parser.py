@@ -195,6 +195,39 @@ def test_marks_within_a_text_argument_are_part_of_it(name: str) -> None:
         assert values(result) == [("get_weather", city), ("add", ADD)], mark
 
 
+HALVES = {
+    r"\ud83d\ude00!": "\N{GRINNING FACE}!",
+    r"\ud83d!": "\ufffd!",
+    r"\ude00!": "\ufffd!",
+    r"\ud83d\ud83d\ude00": "\ufffd\N{GRINNING FACE}",
+    r"\uD83D\n\ude00": "\ufffd\n\ufffd",
+    r"\ud83d\u0041": "\ufffdA",
+    r"\\ud83d": r"\ud83d",
+}
+"""Escapes in JSON, and the text that they are."""
+
+
+@pytest.mark.parametrize("written", HALVES)
+def test_half_a_character_in_arguments_is_a_replacement_character(written: str) -> None:
+    """Nothing could encode it: not the answer in some of its forms, nor the next turn's prompt."""
+    arguments, form = f'{{"city": "{written}"}}', chat_format("hermes")
+    call = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'
+    assert values(parsed(form, call)) == [("get_weather", {"city": HALVES[written]})]
+    for length in (1, 3, 7, len(arguments)):
+        parser = form.parser(FUNCTIONS, required="get_weather")
+        found = outcome(parser, pieces(arguments, length))
+        assert values(found) == [("get_weather", {"city": HALVES[written]})]
+
+
+@pytest.mark.parametrize("end", range(1, 13))
+def test_required_arguments_that_are_cut_within_an_escape_are_as_they_were(end: int) -> None:
+    arguments = '{"city": "' + r"\ud83d\ude00"[:end]
+    for length in (1, 3, 7, len(arguments)):
+        parser = chat_format("hermes").parser(FUNCTIONS, required="get_weather")
+        found = outcome(parser, pieces(arguments, length))
+        assert found.calls == [("get_weather", arguments)]
+
+
 def ends_of_text(form: ChatFormat) -> tuple[str, ...]:
     """The marks that end a text argument where they are."""
     assert form.calls is not None

@@ -11,6 +11,7 @@ import pytest
 from scheduler_service.frontend.http.anthropic import MessagesRequest, chat_request
 from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from tests.support.http_frontends import HttpServed, http_served
+from tests.support.tokenizers import byte_level
 
 WISH = {"max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -88,6 +89,36 @@ def test_thoughts_and_parts_of_earlier_turns_are_passed_on() -> None:
         ("tool", ["a", "b"], ""),
         ("assistant", [], "why"),
     ]
+
+
+def test_the_input_of_a_call_is_passed_on_as_it_is_written() -> None:
+    """Templates may write the JSON text as it is."""
+    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "\u6771\u4eac"}}
+    wish = WISH | {"messages": [{"role": "assistant", "content": [call]}]}
+    chat = chat_of(chat_request(MessagesRequest.model_validate(wish)))
+    assert chat.messages[0].tool_calls[0].arguments_json == '{"at": "\u6771\u4eac"}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_no_json_can_hold_is_answered_all_the_same(stream: bool) -> None:
+    arguments = r'{"half": "\ud83d!", "big": 1e999, "list": [-1e999]}'
+    text = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    async with http_served() as served:
+        answer = post(served, WISH | {"tools": [tool], "max_tokens": 200, "stream": stream})
+        request = await served.core.next_request()
+        await request.complete(byte_level().encode(text, add_special_tokens=False).ids)
+        whole = await answer
+    assert whole.status_code == 200
+    if stream:
+        events = [json.loads(line[5:]) for line in whole.text.splitlines() if line[:5] == "data:"]
+        assert events[-1] == {"type": "message_stop"}
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        told = json.loads("".join(delta["partial_json"] for delta in deltas))
+        assert told["half"] == "\ufffd!"
+    else:
+        [block] = json.loads(whole.text, parse_constant=pytest.fail)["content"]
+        assert block["input"] == {"half": "\ufffd!", "big": None, "list": [None]}
 
 
 def test_blocks_become_the_turns_of_a_chat() -> None:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -124,19 +126,55 @@ def test_a_turn_that_the_template_changes_cannot_be_continued(change: bytes) -> 
 HALF = '{"a": "\\ud83d"}'
 
 
-@pytest.mark.parametrize("field", ["template_arguments_json", "tools", "messages"])
+@pytest.mark.parametrize("field", ["template_arguments_json", "tools"])
 def test_json_with_half_a_character_is_refused_by_its_field(field: str) -> None:
     """It would be no text that could be tokenized."""
     chat = pb.Chat(messages=[pb.ChatMessage(role="assistant", content="hi")])
     if field == "tools":
         chat.tools.add(name="f", parameters_json=HALF)
-    elif field == "messages":
-        chat.messages[0].tool_calls.add(name="f", arguments_json=HALF)
     else:
         chat.template_arguments_json = HALF
     with pytest.raises(InvalidArgument, match="surrogate") as refused:
         check_chat(chat)
     assert refused.value.field.startswith(f"chat.{field}")
+
+
+@pytest.mark.parametrize("is_object", [True, False], ids=["object", "text"])
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("", {}),
+        (" \n", {}),
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": "b", "c": 12, "d": [1, {"e": "f', {"a": "b", "c": 12, "d": [1, {"e": "f"}]}),
+        ('{"a": "say "hi" now", "b": 1}', {"a": "say "}),
+        ('{"a": 1, "b"', {"a": 1}),
+        ('{"a": 1} and more', {"a": 1}),
+        (HALF, {"a": "\ufffd"}),
+        ('"Paris"', {}),
+        ("[1]", {}),
+        ("null", {}),
+        ("[" * 100_000, {}),
+        ("Paris", {}),
+    ],
+)
+def test_calls_of_a_model_may_be_sent_back_whatever_they_are(
+    written: str, read: object, is_object: bool
+) -> None:
+    """A conversation in which one call was malformed, or cut off, could never go on otherwise."""
+    wanted = "arguments | tojson" if is_object else "arguments"
+    template = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}"
+        f"{{{{ call.function.{wanted} }}}}{{% endfor %}}{{% endfor %}}"
+    )
+    model = build_model(
+        model_info(), model_files(byte_level()) | {"chat_template.jinja": template.encode()}
+    )
+    request = pb.GenerateRequest()
+    request.chat.messages.add(role="assistant").tool_calls.add(name="f", arguments_json=written)
+    check_request(request)
+    text = byte_level().decode(resolve_prompt(request, model)[1])
+    assert json.loads(text) == read
 
 
 def test_a_turn_has_a_text_or_parts() -> None:
