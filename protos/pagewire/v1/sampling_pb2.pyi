@@ -169,8 +169,8 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The choice ends before the first occurrence of one of these in its text. At most
-        16, none empty, each at most 1024 characters.
+        """The choice ends before the first occurrence of one of these in its text, of a chat in
+        what follows the reasoning. At most 16, none empty, each at most 1024 characters.
         """
 
     @_builtins.property

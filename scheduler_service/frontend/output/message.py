@@ -63,11 +63,18 @@ class MessageStream:
         self._include_reasoning = include_reasoning
         self._max_calls = max_calls
         self._pending: list[Part] = []
+        self.follows_thought = self.in_reasoning
+        """Whether nothing else has come since the reasoning began."""
 
     @property
     def in_reasoning(self) -> bool:
         """Whether the text so far ends inside the model's reasoning."""
         return self._parser is not None and self._parser.in_reasoning
+
+    @property
+    def may_think(self) -> bool:
+        """Whether reasoning is kept apart from other text."""
+        return self._parser is not None and self._parser.has_reasoning
 
     @property
     def has_pending(self) -> bool:
@@ -80,6 +87,7 @@ class MessageStream:
             self._pending.append(Part("text", text))
         else:
             self._add(self._parser.push(text))
+            self.follows_thought |= self._parser.in_reasoning
 
     def finish(self) -> None:
         """Add what was held back, at the end of the choice."""
@@ -136,6 +144,7 @@ class MessageStream:
             if part.kind == "reasoning":
                 is_sent = self._include_reasoning
             else:
+                self.follows_thought = False
                 is_sent = self._max_calls is None or part.call < self._max_calls
             if is_sent:
                 self._pending.append(part)

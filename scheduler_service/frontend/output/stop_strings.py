@@ -71,6 +71,11 @@ class StopMatcher:
         self.matched: str | None = None
         """The stop string that ended the text."""
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
+
     def push(self, text: str, *, may_stop: bool = True) -> str:
         """Text that may be sent after one more piece; no piece may follow a match.
 
@@ -90,8 +95,10 @@ class StopMatcher:
         return held[:shown]
 
     def flush(self) -> str:
-        """The text held back, when the text has ended without a stop string."""
+        """The text held back, when the text has ended without a stop string; another may begin."""
         held, self._held = self._held, ""
+        if self._is_within:
+            self._lengths, self._is_within = [0] * len(self._strings), False
         return held
 
     def _step(self, char: str) -> str | None:

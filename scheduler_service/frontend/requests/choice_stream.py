@@ -127,14 +127,27 @@ class ChoiceStream:
                 self._message.finish()
 
     def _show(self, text: str) -> None:
-        """Pass text on as far as stop strings allow; a match ends the choice."""
+        """Pass text on as far as stop strings allow; a match ends the choice. They are looked for
+        in what follows the reasoning, without the space between them."""
         matcher = self._matcher
-        if matcher is not None:
-            text = matcher.push(text, may_stop=len(self.token_ids) > self._request.min_tokens)
+        if matcher is None:
+            if text:
+                self._message.push(text)
+            return
+        message = self._message
+        # Where a thought begins and ends is known only after each character.
+        for piece in text if message.may_think else (text,):
+            is_space = message.follows_thought and not matcher.is_holding and piece.isspace()
+            if is_space or message.in_reasoning:
+                message.push(matcher.flush() + piece)
+            elif shown := matcher.push(piece, may_stop=self._may_stop()):
+                message.push(shown)
             if matcher.matched is not None:
                 self.finish = Finish(inference_pb.FINISH_REASON_STOP, stop_string=matcher.matched)
-        if text:
-            self._message.push(text)
+                return
+
+    def _may_stop(self) -> bool:
+        return len(self.token_ids) > self._request.min_tokens
 
     def _is_complete(self) -> bool:
         """Whether the choice must end after the tokens so far."""

@@ -184,3 +184,31 @@ def test_a_required_call_is_a_call_over_grpc_too(
     whole = joined(play(new_choice(tool_choice=choice), letters(text)))
     assert [(call.name, call.arguments) for call in whole.tool_calls] == [(name, '{"b":2}')]
     assert not whole.text
+
+
+STOPPED = [
+    ("is", "<think>This is.</think>\n\nIt is so.", "This is.", "It "),
+    ("is", "It is so.", "", "It "),
+    ("\n", "<think>\nThis.\n\nThat.\n</think>\n\nIt is.\nIt was.", "This.\n\nThat.", "It is."),
+    ("</think>", "<think>Hm.</think>It is.", "Hm.", "It is."),
+    ("Ix", "<think>Io and Ix</think>Io Ix", "Io and Ix", "Io "),
+    ("A B", "<think>A B</think> A B C", "A B", ""),
+    (" A", "<think>A</think> A A", "A", "A"),
+    ("name", "<think>name</think>" + CALLS, "name", 'First.<tool_call>{"'),
+]
+"""A stop string, an answer, and the reasoning and content before the stop string."""
+
+
+@pytest.mark.parametrize(("stop", "answer", "reasoning", "content"), STOPPED)
+def test_stop_strings_are_looked_for_after_the_reasoning(
+    stop: str, answer: str, reasoning: str, content: str
+) -> None:
+    """Otherwise an answer whose reasoning has one would be empty."""
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")], tools=TOOLS)
+    request = generate_request(None, chat=chat, stop=[stop])
+    choice = ChoiceStream(0, resolve_request(request, "r", MODEL))
+    deltas = play(choice, byte_level().encode(answer, add_special_tokens=False).ids)
+    whole = joined(deltas)
+    assert (whole.reasoning, whole.text, len(whole.tool_calls)) == (reasoning, content, 0)
+    has_stopped = content != "It is." or stop == "\n"
+    assert deltas[-1].stop_string == (stop if has_stopped else "")
