@@ -64,6 +64,7 @@ def user(content: Any) -> dict[str, Any]:
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}
+LATER = {"role": "system", "content": "Be kind."}
 PROPERTIES = {"city": {"type": "string", "description": "Where."}, "days": {"type": "integer"}}
 FORECAST = {
     "name": "forecast",
@@ -77,6 +78,8 @@ ASKED, ANSWERED = user("Weather?"), assistant("Fine.")
 SITUATIONS: dict[str, tuple[Messages, dict[str, Any]]] = {
     "one question": ([user("Hello?")], {}),
     "a system message": ([SYSTEM, user("Hello?"), assistant("Hi!"), user("And?")], {}),
+    "two system messages": ([SYSTEM, LATER, user("Hello?")], {}),
+    "a later system message": ([SYSTEM, user("Hello?"), assistant("Hi!"), LATER, user("And?")], {}),
     "no generation prompt": ([user("Hello?"), assistant("Hi!")], {"add_generation_prompt": False}),
     "tools": ([SYSTEM, user("Weather?")], TOOLS),
     "a call without content": ([ASKED, calling(None), result(1)], TOOLS),
@@ -187,6 +190,13 @@ def reference(template: str, messages: Messages, fields: dict[str, Any]) -> str 
         return found
 
     score, prompt = best(split=False)
+    systems = [message for message in messages if message["role"] == "system"]
+    if score < score_of(None, messages) and len(systems) > 1:
+        content = "\n".join(message["content"] for message in systems)
+        others = [message for message in messages if message not in systems]
+        joined = reference(template, [{**SYSTEM, "content": content}, *others], fields)
+        if joined and score_of(joined, messages) == score_of(None, messages):
+            return joined
     if score < CALL_POINTS * num_calls(messages) and (split := best(split=True))[0] > score:
         score, prompt = split
     return prompt if score >= 0 else None

@@ -41,7 +41,7 @@ class ContentForm:
             return content if self.takes_text else text_parts(content)
         if 0 < len(content) <= self.max_parts:
             return content
-        return self.convert(PART_SEPARATOR.join(part["text"] for part in content))
+        return self.convert(_joined(content))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,11 +58,15 @@ class MessageForms:
     """Whether calls beside a text are a turn of their own."""
     has_thinking_parts: bool = False
     """Whether reasoning is a part of the content."""
+    joins_systems: bool = False
+    """Whether all messages of the role `system` become one, the first message."""
     drops: frozenset[str] = frozenset()
     """What the template drops in these forms, in the words of `features_of`."""
 
     def convert(self, messages: Iterable[Mapping[str, Any]]) -> list[Turn]:
         """Messages of OpenAI's API as the template takes them. They are not changed."""
+        if self.joins_systems:
+            messages = _with_one_system(messages)
         return [turn for message in messages for turn in self._turns(message)]
 
     def _turns(self, message: Mapping[str, Any]) -> Iterator[Turn]:
@@ -105,6 +109,22 @@ def text_parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts if text]
 
 
+def _joined(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return PART_SEPARATOR.join(part["text"] for part in content)
+
+
+def _with_one_system(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    systems, others = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+    for message in messages:
+        (systems if message["role"] == "system" else others).append(message)
+    if len(systems) > 1:
+        text = PART_SEPARATOR.join(_joined(system["content"]) for system in systems)
+        systems = [{**systems[0], "content": text}]
+    return [*systems, *others]
+
+
 PromptOf = Callable[[MessageForms, Iterable[Turn]], str]
 """The prompt of turns in these forms, with tools unless the template refuses them."""
 
@@ -128,6 +148,19 @@ _CALLING: Turn = {"role": "assistant", "content": "", "tool_calls": [_call(_VALU
 _RESULT: Turn = {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": _FIRST}
 _THOUGHT = {"reasoning_content": _SECOND}
 _REASONING = ([_USER, _ANSWER | _THOUGHT], [_USER, _CALLING | _THOUGHT, _RESULT])
+
+_SYSTEM: Turn = {"role": "system", "content": _FIRST}
+_SYSTEMS = (
+    [_SYSTEM, _SYSTEM | {"content": _SECOND}, _USER],
+    [_SYSTEM, _USER, _SYSTEM | {"content": _SECOND}],
+    [
+        _SYSTEM,
+        _USER,
+        {"role": "assistant", "content": "zqthird"},
+        _SYSTEM | {"content": _SECOND},
+        _USER,
+    ],
+)
 
 _FEATURES: dict[str, tuple[str, Sequence[list[Turn]]]] = {
     "messages of role system": (_FIRST, ([_ANSWER | {"role": "system"}, _USER],)),
@@ -173,6 +206,9 @@ def find_forms(render: Render) -> MessageForms:
     forms = _with_content(prompt_of, MessageForms(), "user")
     forms = _with_content(prompt_of, forms, "assistant", before=[_USER])
     forms = _with_content(prompt_of, forms, "system", after=[_USER])
+    if not _shows_systems(prompt_of, forms):
+        joined = replace(forms, joins_systems=True)
+        forms = joined if _shows_systems(prompt_of, joined) else forms
     forms = _with_calls(prompt_of, forms)
     forms = _with_content(prompt_of, forms, "tool", before=[_USER, _CALLING])
     for tried in (forms, replace(forms, has_thinking_parts=True)):
@@ -191,6 +227,10 @@ def _shows(prompt_of: PromptOf, forms: MessageForms, turns: Iterable[Turn], *wor
     """Whether words are in a prompt, but not in lists of parts that are written out."""
     prompt = prompt_of(forms, turns)
     return all(word in prompt for word in words) and not _QUOTED.search(prompt)
+
+
+def _shows_systems(prompt_of: PromptOf, forms: MessageForms) -> bool:
+    return all(_shows(prompt_of, forms, turns, _FIRST, _SECOND) for turns in _SYSTEMS)
 
 
 def _with_content(

@@ -35,6 +35,50 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+SYSTEM, LATER = ({"role": "system", "content": text} for text in ("S", "T"))
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.index0 > 0 %}"
+    "{{ raise_exception('The system message comes first') }}{% endif %}"
+    f"{TURN}{{{{ '' + m.content }}}}{{% endfor %}}"
+)
+OTHERS_ONLY = (
+    "{% if messages[0].role == 'system' %}{{ '' + messages[0].content }}|{% endif %}"
+    f"{{% for m in messages if m.role != 'system' %}}{TURN}{{{{ '' + m.content }}}}{{% endfor %}}"
+)
+OF_PARTS = PARTS.replace("{% for m in messages %}", FIRST_ONLY[: FIRST_ONLY.index(TURN)])
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "prompt"),
+    [
+        (TEXT, [SYSTEM, user("a"), LATER], "<system>S<user>a<system>T"),
+        (FIRST_ONLY, [SYSTEM, user("a")], "<system>S<user>a"),
+        (FIRST_ONLY, [SYSTEM, LATER, user("a")], "<system>S\nT<user>a"),
+        (FIRST_ONLY, [SYSTEM, user("a"), LATER, user("b")], "<system>S\nT<user>a<user>b"),
+        (FIRST_ONLY, [user("a"), LATER], "<system>T<user>a"),
+        (
+            FIRST_ONLY,
+            [{**SYSTEM, "content": TWO_PARTS}, LATER, user("a")],
+            "<system>a\nb\nT<user>a",
+        ),
+        (OTHERS_ONLY, [SYSTEM, user("a"), LATER], "S\nT|<user>a"),
+        (OTHERS_ONLY, [LATER, user("a")], "T|<user>a"),
+        (OF_PARTS, [SYSTEM, user("a"), LATER], "<system>S\nT<user>a"),
+    ],
+)
+def test_system_messages_become_the_first_one_where_the_template_takes_no_others(
+    template: str, messages: list[dict[str, Any]], prompt: str
+) -> None:
+    """Most clients of agents send several, and one template in three refuses or drops them."""
+    assert prompt_of(model_with(template), messages) == prompt
+
+
+def test_a_template_that_takes_no_system_message_is_told_of_as_before() -> None:
+    refusing = FIRST_ONLY.replace("loop.index0 > 0", "true")
+    with pytest.raises(InvalidArgument, match="comes first"):
+        prompt_of(model_with(refusing), [SYSTEM, user("a")])
+
+
 @pytest.mark.parametrize(
     ("template", "content", "prompt"),
     [
