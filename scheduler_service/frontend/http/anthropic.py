@@ -38,7 +38,10 @@ from scheduler_service.frontend.http.openai.sampling import (
     Text,
     proto_range,
 )
-from scheduler_service.frontend.http.openai.serving_chat import generate_request
+from scheduler_service.frontend.http.openai.serving_chat import (
+    THINKING_SWITCHES,
+    generate_request,
+)
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.input import processor
 from scheduler_service.frontend.models.message_forms import PART_SEPARATOR, Content, text_parts
@@ -52,14 +55,12 @@ ERROR_TYPES = {
 }
 """Error types by HTTP code, where Anthropic's name differs from OpenAI's."""
 
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which chat templates switch thinking off or on, such as Qwen's and DeepSeek's."""
-
 
 class Block(Strict):
-    """A part of a turn: its text, a call, or the result of a call."""
+    """A part of a turn: its text, a call, the result of a call, or a thought. Thoughts that another
+    server has encrypted are ignored."""
 
-    type: Literal["text", "tool_use", "tool_result", "thinking"]
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = Field(None, description="Of `text`.")
     id: str | None = Field(None, description="Of `tool_use`.")
     name: Text | None = Field(None, description="Of `tool_use`.")
@@ -72,7 +73,7 @@ class Block(Strict):
 class Turn(Strict):
     """One turn of the conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | ListOf[Block]
 
 
@@ -241,6 +242,8 @@ def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     parts: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
     for index, block in enumerate(turn.content):
         at = f"{where}[{index}]"
+        if block.type == "redacted_thinking":
+            continue
         writer = {"text": turn.role, "tool_result": "user"}.get(block.type, "assistant")
         if turn.role != writer:
             raise InvalidArgument(f"{at}.type", f"{block.type!r} requires the role {writer}")

@@ -132,7 +132,8 @@ def parse(body: bytes, adapter: TypeAdapter[T]) -> T:
     try:
         value = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
-        raise InvalidBody(f"the body is not valid JSON: {error}") from None
+        half = ", half of a character (an unpaired surrogate)" if "hex" in str(error) else ""
+        raise InvalidBody(f"the body is not valid JSON: {error}{half}") from None
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

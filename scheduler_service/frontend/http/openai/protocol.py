@@ -250,7 +250,7 @@ class ChatPrompt(Strict):
         None, description="The template's variable of this name."
     )
     reasoning_effort: ReasoningEffort | None = Field(
-        None, description="The template's variable of this name."
+        None, description="The template's variable of this name; `none`: no thinking."
     )
     add_special_tokens: Literal[False] | None = Field(
         None, description="Special tokens are the ones that the template writes."

@@ -14,6 +14,9 @@ from scheduler_service.frontend.http.openai import protocol, serving
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.metrics import FINISH_LABELS
 
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates switch thinking off or on, such as Qwen's and DeepSeek's."""
+
 
 def _parts(delta: inference_pb.ChoiceDelta) -> list[protocol.Delta]:
     """The parts of a message's new output, each for a chunk of its own: some clients read only one
@@ -140,6 +143,8 @@ def chat_of(body: protocol.ChatPrompt, *, with_tools: bool = True) -> inference_
                 f"chat.messages[{index}].content", f"required in a message of role {message.role!r}"
             )
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort == "none":
+        variables = dict.fromkeys(THINKING_SWITCHES, False) | variables
     if body.documents is not None:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:

@@ -91,6 +91,30 @@ def test_thoughts_and_parts_of_earlier_turns_are_passed_on() -> None:
     ]
 
 
+def test_system_turns_and_what_other_servers_write_are_taken() -> None:
+    """Claude Code sends all of these."""
+    hidden = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "yes"}]
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": hidden},
+        {"role": "user", "content": "and?"},
+        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+    ]
+    tool = {"name": "look", "input_schema": {}, "eager_input_streaming": True}
+    edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    wish = WISH | {"messages": turns, "tools": [tool], "context_management": edits}
+    chat = chat_of(chat_request(MessagesRequest.model_validate(wish)))
+    found = [(t.role, t.content or [part.text for part in t.content_parts]) for t in chat.messages]
+    assert found == [
+        ("user", "hello"),
+        ("system", "Be brief."),
+        ("assistant", ["yes"]),
+        ("user", "and?"),
+        ("system", ["Be kind."]),
+    ]
+
+
 def test_the_input_of_a_call_is_passed_on_as_it_is_written() -> None:
     """Templates may write the JSON text as it is."""
     call = {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "\u6771\u4eac"}}

@@ -110,6 +110,11 @@ def test_a_long_text_is_taken_whatever_stands_in_it() -> None:
     ("body", "message"),
     [
         (b"", "the body is not valid JSON: EOF while parsing a value at line 1 column 0"),
+        (
+            rb'{"prompt": "\ud83d"}',
+            "the body is not valid JSON: unexpected end of hex escape at line 1 column 19, half of "
+            "a character (an unpaired surrogate)",
+        ),
         (b'{"prompt": x}', "the body is not valid JSON: expected value at line 1 column 12"),
         (b"[" * 300, "recursion limit exceeded"),
     ],

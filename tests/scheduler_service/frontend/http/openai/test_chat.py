@@ -263,6 +263,21 @@ async def test_the_template_sees_tools_calls_and_results() -> None:
         assert (await answer).json()["choices"][0]["message"]["content"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, [False, False]), ({"thinking": True, "mood": "glad"}, [False, True])],
+)
+def test_no_reasoning_effort_switches_thinking_off(
+    given: dict[str, Any], expected: list[bool]
+) -> None:
+    body = {"messages": [USER], "reasoning_effort": "none", "chat_template_kwargs": given}
+    chat = generate_request(ChatRequest.model_validate(body)).chat
+    switches = dict(zip(("enable_thinking", "thinking"), expected, strict=True))
+    assert json.loads(chat.template_arguments_json) == given | switches | {
+        "reasoning_effort": "none"
+    }
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_are_told_as_calls(stream: bool) -> None:
     text = 'Wait. <tool_call>{"name": "get_weather", "arguments": {"city": "Pa"}}</tool_call>'
