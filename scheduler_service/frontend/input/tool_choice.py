@@ -44,6 +44,9 @@ def answer_format(
     if not functions or required is not None:
         # The marks of calls then are text, if they are no special tokens.
         found = replace(found, calls=None)
+    if chat.continue_final_message and found.reasoning is not None:
+        # The answer has begun: only a thought that is open in its text goes on.
+        found = replace(found, reasoning=replace(found.reasoning, starts_unmarked=False))
     thought = found.thought(prompt)
 
     return AnswerFormat(

@@ -186,6 +186,28 @@ def test_a_required_call_is_a_call_over_grpc_too(
     assert not whole.text
 
 
+@pytest.mark.parametrize(
+    ("begun", "reasoning", "text"),
+    [("It is", "", " so.</think>"), ("<think>It is", "so.", "Yes."), ("", "so.", "Yes.")],
+)
+def test_an_answer_that_has_begun_is_no_thought_without_a_mark(
+    begun: str, reasoning: str, text: str
+) -> None:
+    """Also of models whose answers begin within a thought that has none."""
+    template = "{% for m in messages %}<｜Assistant｜>{{ m.content }}{% endfor %}"
+    files = FILES | {"chat_template.jinja": template.encode()}
+    model = build_model(model_info(reasoning_parser="deepseek_r1"), files)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")])
+    if begun:
+        chat.messages.add(role="assistant", content=begun)
+        chat.continue_final_message = True
+    request = resolve_request(generate_request(None, chat=chat), "r", model)
+    rest = " so.</think>" + ("Yes." if reasoning else "")
+    choice = ChoiceStream(0, request)
+    whole = joined(play(choice, byte_level().encode(rest, add_special_tokens=False).ids))
+    assert (whole.reasoning.strip(), whole.text) == (reasoning, text)
+
+
 STOPPED = [
     ("is", "<think>This is.</think>\n\nIt is so.", "This is.", "It "),
     ("is", "It is so.", "", "It "),
