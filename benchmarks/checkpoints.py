@@ -31,6 +31,9 @@ from benchmarks.synthetic_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tok
 WEIGHT_SCALE = 0.02
 """Standard deviation of matrices, that of common initializations."""
 
+OFFSETS = ("bias", "sinks")
+"""Ends of the names of vectors that are added, and so are small."""
+
 MAX_SHARD_BYTES = 2 * 2**30
 
 
@@ -117,10 +120,10 @@ def _drawn(
         parts = quantized(values, shape.weights).items()
         return [(name.removesuffix("weight") + end, part.contiguous()) for end, part in parts]
     # Norms scale around one, for which Gemma stores zero, and matrices around zero.
-    if len(size) == 1 and "gemma" not in shape.model_type:
+    if len(size) == 1 and "gemma" not in shape.model_type and not name.endswith(OFFSETS):
         values += 1
     values = values.to(dtype)
-    if len(size) < 3 or name.endswith(("conv.weight", "conv1d.weight")):  # no stacks of experts
+    if not _is_stored_apart(shape, name, size):
         return [(name, values)]
     prefix, _, part = name.rpartition(".")
     names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
@@ -129,6 +132,12 @@ def _drawn(
         for expert, stacked in enumerate(values)
         for stored, part in zip(names, stacked.chunk(len(names)), strict=True)
     ]
+
+
+def _is_stored_apart(shape: Shape, name: str, size: torch.Size) -> bool:
+    """Whether a stack of experts has a tensor for each of them in checkpoints."""
+    is_stack = len(size) == 3 and not name.endswith(("conv.weight", "conv1d.weight"))
+    return is_stack and shape.model_type != "gpt_oss"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
