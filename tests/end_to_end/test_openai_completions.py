@@ -80,7 +80,11 @@ def test_an_echo_comes_first_streamed_or_whole(openai_client: openai.OpenAI) -> 
     whole = openai_client.completions.create(**wish, logprobs=2).choices[0]
     assert whole.text.startswith(f"{SUM} 72")
     assert whole.logprobs is not None
-    assert whole.logprobs.text_offset == sorted(whole.logprobs.text_offset or [])
+    begin, *offsets = whole.logprobs.text_offset or []
+    _bos, *tokens = whole.logprobs.tokens or []
+    assert begin == 0
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert whole.text[offset:].startswith(token)
     chunks = list(openai_client.completions.create(**wish, logprobs=2, stream=True))
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.text
     told = [c.logprobs.token_logprobs for chunk in chunks for c in chunk.choices if c.logprobs]

@@ -31,6 +31,7 @@ from scheduler_service.frontend.http.openai.sampling import SamplingFields
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.input.processor import draw_request_id
 from scheduler_service.frontend.multiplexer import SILENCE, RequestBatch
+from scheduler_service.frontend.output.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -445,25 +446,45 @@ class LegacyLogprobs:
 
     def __init__(self, *, as_ids: bool) -> None:
         self._as_ids = as_ids
-        self._offset = 0
+        self._end = 0
 
-    def write(self, positions: Iterable[inference_pb.TokenLogprobs]) -> protocol.LegacyLogprobsBody:
-        """The lists for the next positions; offsets count from the choice's first token."""
+    def write(
+        self,
+        positions: Iterable[inference_pb.TokenLogprobs],
+        detokenizer: Detokenizer,
+        *,
+        text: str | None = None,
+    ) -> protocol.LegacyLogprobsBody:
+        """The lists for the next positions, which `detokenizer` reads. Offsets are those of the
+        tokens in the choice's text; `text` is all of their text, where it is not theirs exactly."""
+        positions = list(positions)
+        begin = self._end
+        offsets = [self._offset(position.token, detokenizer) for position in positions]
+        if text is not None:  # such as one that the tokenizer begins with a special token
+            surplus = self._end - begin - len(text)
+            offsets = [max(begin, offset - surplus) for offset in offsets]
+            self._end = begin + len(text)
         lists: protocol.LegacyLogprobsBody = {
             "text_offset": [],
             "token_logprobs": [],
             "tokens": [],
             "top_logprobs": [],
         }
+        lists["text_offset"] = offsets
         for position in positions:
             token = position.token
-            lists["text_offset"].append(self._offset)
             lists["tokens"].append(token_name(token, as_id=self._as_ids))
             is_known = token.HasField("logprob")
             lists["token_logprobs"].append(finite(token.logprob) if is_known else None)
             lists["top_logprobs"].append(self._top(position) if is_known else None)
-            self._offset += len(token.text)
         return lists
+
+    def _offset(self, token: inference_pb.TokenLogprob, detokenizer: Detokenizer) -> int:
+        """Where a token begins: those of which a character consists begin together."""
+        begin = self._end
+        piece = detokenizer.push(token.token_id)
+        self._end += len(piece)
+        return max(begin, self._end - len(token.text)) if piece else begin
 
     def _top(self, position: inference_pb.TokenLogprobs) -> dict[str, float]:
         """The most probable tokens and the chosen one; among tokens with the same text, the most

@@ -1,7 +1,7 @@
 """`/v1/completions`: one or several prompts in a call."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.openai import protocol, serving
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.metrics import FINISH_LABELS
+from scheduler_service.frontend.models.tokenizer import ModelTokenizer
+from scheduler_service.frontend.output.detokenizer import ByteLevelDetokenizer, Detokenizer
 
 
 @dataclass(slots=True)
@@ -36,21 +38,22 @@ class CompletionResponseBuilder(serving.ChoicesBuilder):
         request: protocol.CompletionRequest,
         request_id: str,
         num_prompts: int,
-        prompt_text: Callable[[int, inference_pb.Started], str],
+        texts: "_Texts",
     ) -> None:
-        """`prompt_text` returns a prompt's text by its index, for `echo`."""
         self._has_output = request.max_tokens != 0
         super().__init__(
             serving.Envelope(request, f"cmpl-{request_id}", has_output=self._has_output)
         )
         self._request = request
         self._n = request.n or 1
-        self._prompt_text = prompt_text
+        self._texts = texts
         self._prompts = [_Prompt() for _ in range(num_prompts)]
         as_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs = defaultdict[int, serving.LegacyLogprobs](
             lambda: serving.LegacyLogprobs(as_ids=as_ids)
         )
+        self._detokenizers: dict[int, Detokenizer] = {}
+        """Of the output of each choice, for its log probabilities."""
 
     def append(self, choice: Any, piece: Any) -> Any:
         """Append the fields of a piece."""
@@ -67,7 +70,7 @@ class CompletionResponseBuilder(serving.ChoicesBuilder):
             prompt.logprobs = response.prompt_logprobs
         yield from self._prompt_pieces(index, prompt)
         for delta in response.choices:
-            yield self._output_piece(index * self._n + delta.index, delta)
+            yield self._output_piece(prompt, index * self._n + delta.index, delta)
 
     def _prompt_pieces(self, index: int, prompt: _Prompt) -> Iterable[protocol.CompletionChoice]:
         """The requested fields of the prompt, once all of them are known."""
@@ -79,7 +82,7 @@ class CompletionResponseBuilder(serving.ChoicesBuilder):
         if not is_asked or prompt.is_sent or is_missing or prompt.started is None:
             return
         prompt.is_sent = True
-        text = self._prompt_text(index, prompt.started) if request.echo else ""
+        text = self._texts.of_prompt(index, prompt.started) if request.echo else ""
         for choice in range(index * self._n, (index + 1) * self._n):
             piece = self._piece(choice, text)
             if has_logprobs:
@@ -87,11 +90,13 @@ class CompletionResponseBuilder(serving.ChoicesBuilder):
             if request.return_token_ids:
                 piece["prompt_token_ids"] = list(prompt.started.prompt_token_ids)
             if echoes_logprobs:
-                piece["logprobs"] = self._logprobs[choice].write(prompt.logprobs)
+                detokenizer = self._texts.detokenizer(prompt.started, of_prompt=True)
+                logprobs = self._logprobs[choice]
+                piece["logprobs"] = logprobs.write(prompt.logprobs, detokenizer, text=text)
             yield piece
 
     def _output_piece(
-        self, index: int, delta: inference_pb.ChoiceDelta
+        self, prompt: _Prompt, index: int, delta: inference_pb.ChoiceDelta
     ) -> protocol.CompletionChoice:
         if not self._has_output:  # the one token that was generated is dropped
             piece = self._piece(index)
@@ -102,7 +107,11 @@ class CompletionResponseBuilder(serving.ChoicesBuilder):
         piece["finish_reason"] = FINISH_LABELS.get(delta.finish_reason)
         piece["stop_reason"] = serving.stop_reason(delta)
         if self._request.logprobs is not None:
-            piece["logprobs"] = self._logprobs[index].write(delta.logprobs)
+            if index not in self._detokenizers:
+                self._detokenizers[index] = self._texts.detokenizer(prompt.started)
+            piece["logprobs"] = self._logprobs[index].write(
+                delta.logprobs, self._detokenizers[index]
+            )
         if self._request.return_token_ids:
             piece["token_ids"] = list(delta.token_ids)
         return piece
@@ -143,8 +152,8 @@ def answer_prompts(body: protocol.CompletionRequest, call: serving.Call) -> serv
     """Texts or token ids as they are, one or several. With `echo` and `logprobs` the answer has
     the log probabilities of the prompts, as evaluation harnesses need them."""
     prompts = _prompts(body)
-    text = _PromptText(body, prompts, call)
-    builder = CompletionResponseBuilder(body, call.request_id, len(prompts), text)
+    texts = _Texts(body, prompts, call)
+    builder = CompletionResponseBuilder(body, call.request_id, len(prompts), texts)
     return serving.Generation(generate_requests(body, prompts), builder, constraint_field(body))
 
 
@@ -210,20 +219,40 @@ def _prompts(body: protocol.CompletionRequest) -> list[PromptValue]:
 
 
 @dataclass(frozen=True, slots=True)
-class _PromptText:
-    """A prompt as the client wrote it, or, if it may be truncated, the text of the tokens that were
-    kept."""
+class _Texts:
+    """The texts of a call's prompts and tokens."""
 
     body: protocol.CompletionRequest
     prompts: Sequence[PromptValue]
     call: serving.Call
 
-    def __call__(self, index: int, started: inference_pb.Started) -> str:
+    def of_prompt(self, index: int, started: inference_pb.Started) -> str:
+        """A prompt as the client wrote it, or, if it may be truncated, the text of the tokens that
+        were kept."""
         prompt = self.prompts[index]
         if isinstance(prompt, str) and self.body.truncate_prompt_tokens is None:
             return prompt
-        model = self.call.services.models.current(started.model, self.call.tenant)
-        if model.tokenizer is None:
+        tokenizer = self._tokenizer(started)
+        if tokenizer is None:
             return ""
-        skips = self.body.skip_special_tokens is not False
-        return model.tokenizer.decode(started.prompt_token_ids, skip_special_tokens=skips)
+        skips = self._skips_special_tokens
+        return tokenizer.decode(started.prompt_token_ids, skip_special_tokens=skips)
+
+    def detokenizer(
+        self, started: inference_pb.Started | None, *, of_prompt: bool = False
+    ) -> Detokenizer:
+        """Reads tokens of the output, or of a prompt, as the text of the choice has them."""
+        tokenizer = None if started is None else self._tokenizer(started)
+        if tokenizer is None:
+            return ByteLevelDetokenizer(lambda _: b"")
+        is_written = of_prompt and self.body.truncate_prompt_tokens is None
+        has_text = is_written and isinstance(self.prompts[0], str)
+        skips = self._skips_special_tokens and not has_text
+        return tokenizer.detokenizer(skip_special_tokens=skips)
+
+    @property
+    def _skips_special_tokens(self) -> bool:
+        return self.body.skip_special_tokens is not False
+
+    def _tokenizer(self, started: inference_pb.Started) -> ModelTokenizer | None:
+        return self.call.services.models.current(started.model, self.call.tenant).tokenizer
