@@ -150,6 +150,7 @@ class ResolvedRequest:
             choice,
             include_reasoning=self.answer.include_reasoning,
             max_calls=self.answer.max_calls,
+            has_only_calls=self.answer.has_only_calls,
         )
 
     def token_text(self, token_id: int) -> str:

@@ -25,6 +25,8 @@ class AnswerFormat:
     include_reasoning: bool = True
     max_calls: int | None = None
     """Calls after these are dropped."""
+    has_only_calls: bool = False
+    """Whether the rest of the answer is calls, the last of which may be cut off anywhere."""
     thought: sampling_pb2.Thought | None = None
     """What precedes the text that a constraint applies to."""
 
@@ -54,6 +56,7 @@ def answer_format(
         kept_tokens=found.special_tokens,
         include_reasoning=chat.include_reasoning or not chat.HasField("include_reasoning"),
         max_calls=1 if _allows_one(chat) else None,
+        has_only_calls=required is not None,
         thought=sampling_pb2.Thought(**thought._asdict()) if thought is not None else None,
     )
 

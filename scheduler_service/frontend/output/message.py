@@ -55,13 +55,16 @@ class MessageStream:
         *,
         include_reasoning: bool = True,
         max_calls: int | None = None,
+        has_only_calls: bool = False,
     ) -> None:
-        """Without a parser all text is content; calls after the first `max_calls` are dropped."""
+        """Without a parser all text is content; calls after the first `max_calls` are dropped, and
+        so is text that is no call if `has_only_calls`: the answer ended before it was one."""
         self._parser = parser
         self._request_id = request_id
         self._choice = choice
         self._include_reasoning = include_reasoning
         self._max_calls = max_calls
+        self._has_only_calls = has_only_calls
         self._pending: list[Part] = []
         self.follows_thought = self.in_reasoning
         """Whether nothing else has come since the reasoning began."""
@@ -145,6 +148,7 @@ class MessageStream:
                 is_sent = self._include_reasoning
             else:
                 self.follows_thought = False
-                is_sent = self._max_calls is None or part.call < self._max_calls
+                is_sent = part.kind != "text" or not self._has_only_calls
+                is_sent &= self._max_calls is None or part.call < self._max_calls
             if is_sent:
                 self._pending.append(part)

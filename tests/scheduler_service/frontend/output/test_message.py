@@ -208,6 +208,22 @@ def test_an_answer_that_has_begun_is_no_thought_without_a_mark(
     assert (whole.reasoning.strip(), whole.text) == (reasoning, text)
 
 
+@pytest.mark.parametrize("thought", ["", "<think>Hm.</think>"])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_required_call_that_is_cut_off_is_no_text(thought: str, is_named: bool) -> None:
+    call = '{"name": "f", "parameters": {"a": [1]}}'
+    text = '{"a": [1]}' if is_named else f"[{call},\n {call}]"
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")], tools=TOOLS)
+    chat.tool_choice.CopyFrom(pb.ToolChoice(name="f") if is_named else pb.ToolChoice(required=True))
+    wish = resolve_request(generate_request(None, chat=chat), "r", MODEL)
+    for end in range(len(text) + 1):
+        output = byte_level().encode(thought + text[:end], add_special_tokens=False).ids
+        whole = joined(play(ChoiceStream(0, wish), output))
+        assert (whole.reasoning, whole.text) == ("Hm." if thought else "", "")
+        if not is_named:
+            assert len(whole.tool_calls) == text[:end].count('"f"')
+
+
 STOPPED = [
     ("is", "<think>This is.</think>\n\nIt is so.", "This is.", "It "),
     ("is", "It is so.", "", "It "),
