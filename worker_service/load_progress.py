@@ -1,4 +1,5 @@
-"""How far the loading of a model is, for the log, a terminal's bar, and the core.
+"""How far the loading of a model is, for the log, a terminal's bar, and the core; the files of it
+that frontends need, before the weights are loaded.
 
 A load has phases that follow each other, such as a download and the reading of weights, each with a
 number of bytes. The thread that loads advances them; other threads read `state`.
@@ -7,7 +8,7 @@ number of bytes. The thread that loads advances them; other threads read `state`
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +38,16 @@ class LoadState:
     """Estimated time to the phase's end; None without an estimate."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrontendFiles:
+    """The files of a model that frontends need."""
+
+    fingerprint: str
+    """Of the model."""
+    contents: Mapping[str, bytes]
+    """By name."""
+
+
 class LoadProgress:
     """The progress of one load."""
 
@@ -46,8 +57,17 @@ class LoadProgress:
         """show_bar: whether stderr gets a bar, None: if it is a terminal; without one, there is a
         line in the log when a phase begins, and every `LOG_INTERVAL_S` seconds."""
         self.state = LoadState()
+        self.files: FrontendFiles | None = None
+        """None before they are read, and where they are known with the weights only."""
+        self.on_files: Callable[[], object] = lambda: None
+        """Called once `files` are there, on the thread that has read them."""
         self._shows_bar = sys.stderr.isatty() if show_bar is None else show_bar
         self._clock = clock
+
+    def publish(self, files: FrontendFiles) -> None:
+        """Let frontends have files of the model that is being loaded."""
+        self.files = files
+        self.on_files()
 
     @contextmanager
     def phase(self, name: str, total_bytes: int = 0) -> Iterator["Advance"]:

@@ -1,4 +1,7 @@
-"""The served models' files, fetched from a worker once per fingerprint and kept in memory."""
+"""The models' files, fetched from a worker once per fingerprint and kept in memory.
+
+A worker has them before it has loaded the weights, so that frontends build tokenizers meanwhile.
+"""
 
 import asyncio
 import logging
@@ -8,7 +11,6 @@ from dataclasses import dataclass
 import grpc
 
 from pagewire.v1 import model_pb2
-from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service.core_service.worker_registry import WorkerRegistry
 from scheduler_service.core_service.worker_session import Dial
@@ -22,6 +24,16 @@ FETCH_TIMEOUT_S = 60.0
 Files = Mapping[str, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A worker that has the files of a fingerprint."""
+
+    name: str
+    """Of the worker or its group, for the log."""
+    address: str
+    fingerprint: str
+
+
 @dataclass(eq=False)
 class AssetCache:
     """Files by fingerprint; concurrent callers share one fetch."""
@@ -32,24 +44,24 @@ class AssetCache:
     def __post_init__(self) -> None:
         self._fetches: dict[str, asyncio.Task[Files]] = {}
 
-    async def get(self, model: str) -> Files:
+    async def get(self, model: str, fingerprint: str = "") -> Files:
         """A model's files by name.
 
-        Raises UnknownModel when no worker has the model, Unavailable when no worker answered.
+        `fingerprint`: of the files; empty: those of the workers that serve the model. Raises
+        UnknownModel when no worker has the model, Unavailable when none has files of this
+        fingerprint or answered.
         """
-        holders = self.registry.groups_with(model)
+        holders = self._holders(model)
         if not holders:
             raise UnknownModel(f"no worker has a model named {model!r}", details={"model": model})
-        fingerprint = holders[0].registration.model.fingerprint
-        fetch = self._fetches.get(fingerprint)
+        wanted = fingerprint or holders[0].fingerprint
+        fetch = self._fetches.get(wanted)
         if fetch is None:
-            self._forget_all_but({group.registration.model.fingerprint for group in self.registry})
+            self._forget_all_but({wanted, *self._present_fingerprints()})
             # A group may have lost its workers by the time the task starts.
-            workers = [group.registration for group in holders]
-            fetch = self._fetches[fingerprint] = asyncio.create_task(
-                _fetch_from_any(workers, self.dial)
-            )
-            fetch.add_done_callback(lambda done: self._forget_failed(fingerprint, done))
+            workers = [holder for holder in holders if holder.fingerprint == wanted]
+            fetch = self._fetches[wanted] = asyncio.create_task(_fetch_from_any(workers, self.dial))
+            fetch.add_done_callback(lambda done: self._forget_failed(wanted, done))
         return await asyncio.shield(fetch)
 
     async def close(self) -> None:
@@ -57,6 +69,19 @@ class AssetCache:
         for fetch in self._fetches.values():
             fetch.cancel()
         await asyncio.gather(*self._fetches.values(), return_exceptions=True)
+
+    def _holders(self, model: str) -> list[_Holder]:
+        """The workers that have the files of a model of this name, those that serve it first."""
+        registered = [group.registration for group in self.registry.groups_with(model)]
+        loading = [report for report in self.registry.loading() if report.model == model]
+        return [
+            *(_Holder(of.worker_id, of.address, of.model.fingerprint) for of in registered),
+            *(_Holder(of.group_id, of.address, of.fingerprint) for of in loading if of.address),
+        ]
+
+    def _present_fingerprints(self) -> set[str]:
+        registered = {group.registration.model.fingerprint for group in self.registry}
+        return registered | {report.fingerprint for report in self.registry.loading()}
 
     def _forget_all_but(self, fingerprints: set[str]) -> None:
         for fingerprint in self._fetches.keys() - fingerprints:
@@ -68,22 +93,22 @@ class AssetCache:
             del self._fetches[fingerprint]
 
 
-async def _fetch_from_any(workers: list[pb.WorkerRegistration], dial: Dial) -> Files:
-    for registration in workers:
+async def _fetch_from_any(workers: list[_Holder], dial: Dial) -> Files:
+    for worker in workers:
         try:
-            files = await _fetch(registration.address, dial)
+            files = await _fetch(worker.address, dial)
         except grpc.aio.AioRpcError as error:
             logger.warning(
-                "assets not fetched worker_id=%s code=%s details=%s",
-                registration.worker_id,
+                "assets not fetched worker=%s code=%s details=%s",
+                worker.name,
                 error.code().name,
                 error.details(),
             )
             continue
         logger.info(
-            "assets fetched worker_id=%s fingerprint=%s num_files=%d num_bytes=%d",
-            registration.worker_id,
-            registration.model.fingerprint,
+            "assets fetched worker=%s fingerprint=%s num_files=%d num_bytes=%d",
+            worker.name,
+            worker.fingerprint,
             len(files),
             sum(map(len, files.values())),
         )

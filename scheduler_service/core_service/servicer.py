@@ -57,7 +57,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def GetModelAssets(  # type: ignore[override]
         self, request: pb.SchedulerServiceGetModelAssetsRequest, context: Context
     ) -> None:
-        for chunk in chunks_of(await self._assets.get(request.model)):
+        for chunk in chunks_of(await self._assets.get(request.model, request.fingerprint)):
             await context.write(pb.SchedulerServiceGetModelAssetsResponse(chunk=chunk))
 
     @rpc

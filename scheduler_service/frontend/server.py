@@ -220,9 +220,11 @@ def authentication_of(config: FrontendConfig) -> auth.Authentication:
     return auth.Authentication()
 
 
-async def _fetch_assets(core: CoreConnection, name: str) -> Mapping[str, bytes]:
+async def _fetch_assets(core: CoreConnection, name: str, fingerprint: str) -> Mapping[str, bytes]:
     """A model's files by name; raises Unavailable if no worker can send them now."""
-    request = scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest(model=name)
+    request = scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest(
+        model=name, fingerprint=fingerprint
+    )
     files: dict[str, bytearray] = {}
     try:
         async for response in core.stub.GetModelAssets(request, timeout=ASSETS_TIMEOUT_S):

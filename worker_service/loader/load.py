@@ -32,7 +32,7 @@ from worker_service.distributed.communicator import Communicator, require_symmet
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.memory_budget import require_host_memory
-from worker_service.load_progress import LoadProgress
+from worker_service.load_progress import FrontendFiles, LoadProgress
 from worker_service.loader.build import ModelBuilder, refuse_ranks
 from worker_service.loader.device import (
     freed_memory_returns,
@@ -68,6 +68,7 @@ from worker_service.models.kv_cache_spec import BLOCK_UNIT
 from worker_service.models.linear import can_pack, cpu_arithmetic
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import limit_model_len, native_settings, with_generator
+from worker_service.pooling_facts import PoolingFacts
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +333,12 @@ def load_model(
     if has_weights:  # report damaged files before anything is built
         checkpoint = open_checkpoint(model_dir, schemes)
         _warn_of_unused(config, hf_config, checkpoint)
-    texts = _start_reading_texts(model_dir, generates=context.generates)
+
+    def on_files(files: Mapping[str, bytes]) -> None:
+        if context.generates:  # of others, the fingerprint depends on what follows the weights
+            progress.publish(FrontendFiles(_fingerprint(config, model_dir, files), files))
+
+    texts = _start_reading_texts(model_dir, on_files, generates=context.generates)
     builder = ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
     with freed_memory_returns():
         model = builder.build()
@@ -347,6 +353,7 @@ def load_model(
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
     assets, tokenizer = texts()
+    published = progress.files
     loaded = LoadedModel(
         model=model,
         config=replace(
@@ -363,7 +370,9 @@ def load_model(
         bos_token_id=bos_token_id,
         assets=assets,
         tokenizer=tokenizer,
-        fingerprint=fingerprint(model_dir, assets, config.load_format, config.quantization, facts),
+        fingerprint=published.fingerprint
+        if published is not None
+        else _fingerprint(config, model_dir, assets, facts),
         pooler=pooler,
         weights=checkpoint.stored_as,
         communicator=context.communicator,
@@ -378,30 +387,47 @@ Texts: TypeAlias = tuple[Mapping[str, bytes], Callable[[], Tokenizer] | None]
 """The files that frontends need, by name, and what returns the tokenizer that they describe."""
 
 
-def _start_reading_texts(model_dir: Path, *, generates: bool) -> Callable[[], Texts]:
-    """Begin to make the files that frontends need and, if the model generates, their tokenizer.
-    Returns a function that waits for them.
+def _fingerprint(
+    config: ModelConfig,
+    model_dir: Path,
+    files: Mapping[str, bytes],
+    pooling: PoolingFacts | None = None,
+) -> str:
+    return fingerprint(model_dir, files, config.load_format, config.quantization, pooling)
 
-    Only those of a GGUF file are made while weights are read: a large vocabulary takes seconds. Its
+
+def _start_reading_texts(
+    model_dir: Path, on_files: Callable[[Mapping[str, bytes]], None], *, generates: bool
+) -> Callable[[], Texts]:
+    """Read the files that frontends need, which `on_files` gets at once, and begin to read their
+    tokenizer if the model generates. Returns a function that waits for both.
+
+    The files of a GGUF file are made while weights are read: a large vocabulary takes seconds. Its
     tokenizer is read once it is needed.
     Imports of `transformers`, which other files may need, are not safe in several threads.
     """
 
     def make() -> Texts:
         files = dict(iter_assets(model_dir))
+        on_files(files)
+        return files, tokenizer_of(files)
+
+    def tokenizer_of(files: Mapping[str, bytes]) -> Callable[[], Tokenizer] | None:
         if not generates or "tokenizer.json" not in files:
-            return files, None
+            return None
         read = cache(partial(read_tokenizer, files["tokenizer.json"]))
         try:
             if not is_gguf(model_dir):
                 read()
         except ValueError as error:
             logger.warning("no structured output error=tokenizer.json: %s", error)
-            return files, None
-        return files, read
+            return None
+        return read
 
     if not is_gguf(model_dir):
-        return make
+        files = dict(iter_assets(model_dir))
+        on_files(files)
+        return lambda: (files, tokenizer_of(files))
     made: Future[Texts] = Future()
 
     def run() -> None:

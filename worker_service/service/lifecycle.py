@@ -43,7 +43,7 @@ SERVICE_NAME: str = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerServic
 IDLE_SPANS_EVERY_S = 1.0
 """Interval of the check for requests that ended without a plan that forgets them."""
 
-REPORT_LOAD_AFTER_S = 1.0
+REPORT_LOAD_AFTER_S = 0.2
 """Seconds that a load takes before the core gets reports of it."""
 
 STOP_GRACE_S = 1.0
@@ -80,9 +80,9 @@ def make_worker(
         health_listen=network.health_listen,
     )
     adapters = AdapterTable(config, engine)
-    servicer = WorkerServicer(config, engine, adapters)
-    pb_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     progress = progress or LoadProgress(show_bar=False)
+    servicer = WorkerServicer(config, engine, adapters, progress)
+    pb_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
     return Worker(config, engine, adapters, cluster, server, tracing, progress)
 
 
@@ -165,6 +165,8 @@ class Worker:
         """Load the model, unless asked to end; the core gets reports of how far it is."""
         reporting = None
         if self._core is not None:
+            loop, changed = asyncio.get_running_loop(), self._membership.changed
+            self._progress.on_files = lambda: loop.call_soon_threadsafe(changed.set)
             reporting = asyncio.create_task(self._report_load(self._core))
         try:
             await _until_first(self._load_model(), self._end.wait())
@@ -190,7 +192,7 @@ class Worker:
     def _loading(self) -> status_pb2.WorkerLoading | None:
         if self.ready.is_set():
             return None
-        state = self._progress.state
+        state, files = self._progress.state, self._progress.files
         return status_pb2.WorkerLoading(
             group_id=self._config.network.group_id,
             rank=self._config.group.layout.rank,
@@ -199,6 +201,8 @@ class Worker:
             done_bytes=state.done_bytes,
             total_bytes=state.total_bytes,
             remaining_s=state.remaining_s,
+            address="" if files is None else self._own_address,
+            fingerprint="" if files is None else files.fingerprint,
         )
 
     def _publish(self) -> MetricsServer | None:
@@ -318,7 +322,7 @@ class Worker:
             rank=layout.rank,
             world_size=layout.world_size,
             samples=layout.samples,
-            address=network.advertise or self._reached_at(),
+            address=self._own_address,
             model=model_info(self._config, self._engine),
             last_epoch=self._engine.last_epoch,
             version=VERSION,
@@ -326,8 +330,12 @@ class Worker:
             role=_ROLES[network.role],
         )
 
-    def _reached_at(self) -> str:
-        """Raises InvalidOption while the core's name cannot be resolved, where that is needed."""
+    @property
+    def _own_address(self) -> str:
+        """Where the core reaches this worker. Raises InvalidOption while the core's name cannot be
+        resolved, where that is needed."""
+        if (advertise := self._config.network.advertise) is not None:
+            return advertise
         return str(advertised(parse(self.address, "listen"), self._core))
 
     def _on_drain(self) -> None:

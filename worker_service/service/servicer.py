@@ -20,6 +20,7 @@ from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.step_stream import StepStream
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError
+from worker_service.load_progress import LoadProgress
 from worker_service.plan import monotonic_us
 from worker_service.service import wire
 from worker_service.service.adapters import AdapterTable
@@ -105,10 +106,18 @@ CACHED_ENTRIES_PER_MESSAGE = 4096
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
     """The rpcs that the core calls."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine, adapters: AdapterTable) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        adapters: AdapterTable,
+        progress: LoadProgress,
+    ) -> None:
+        """progress: of the engine's load."""
         self._config = config
         self._engine = engine
         self._adapters = adapters
+        self._progress = progress
 
     @_translates_errors
     async def GetInfo(
@@ -134,7 +143,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def GetModelAssets(  # type: ignore[override]
         self, request: pb.WorkerServiceGetModelAssetsRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        assets = self._engine.assets()
+        files = self._progress.files  # which may be there before the model is loaded
+        assets = self._engine.assets() if files is None else iter(files.contents.items())
         for name, content in await asyncio.to_thread(lambda: list(assets)):
             for start in range(0, max(len(content), 1), ASSET_CHUNK_BYTES):
                 data = content[start : start + ASSET_CHUNK_BYTES]

@@ -108,7 +108,7 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModelAssets(self, request, context):
-        """Returns the files of a served model, read from a worker.
+        """Returns the files of a model that is served or being loaded, read from a worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

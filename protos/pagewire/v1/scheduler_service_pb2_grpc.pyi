@@ -42,7 +42,7 @@ class SchedulerServiceStub:
     heartbeat arrives for the duration of the lease, the worker is lost.
     """
     GetModelAssets: _grpc.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest, _scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse]
-    """Returns the files of a served model, read from a worker."""
+    """Returns the files of a model that is served or being loaded, read from a worker."""
     Abort: _grpc.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceAbortRequest, _scheduler_service_pb2.SchedulerServiceAbortResponse]
     """Ends a live request of a tenant on any frontend; its stream ends with CANCELLED.
     NOT_FOUND if there is none.
@@ -84,7 +84,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     heartbeat arrives for the duration of the lease, the worker is lost.
     """
     GetModelAssets: _aio.UnaryStreamMultiCallable[_scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest, _scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse]  # type: ignore[assignment]
-    """Returns the files of a served model, read from a worker."""
+    """Returns the files of a model that is served or being loaded, read from a worker."""
     Abort: _aio.UnaryUnaryMultiCallable[_scheduler_service_pb2.SchedulerServiceAbortRequest, _scheduler_service_pb2.SchedulerServiceAbortResponse]  # type: ignore[assignment]
     """Ends a live request of a tenant on any frontend; its stream ends with CANCELLED.
     NOT_FOUND if there is none.
@@ -141,7 +141,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_service_pb2.SchedulerServiceGetModelAssetsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse], _abc.AsyncIterator[_scheduler_service_pb2.SchedulerServiceGetModelAssetsResponse]]:
-        """Returns the files of a served model, read from a worker."""
+        """Returns the files of a model that is served or being loaded, read from a worker."""
 
     @_abc_1.abstractmethod
     def Abort(

@@ -340,6 +340,8 @@ class WorkerLoading(_message.Message):
     DONE_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     REMAINING_S_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The worker's group."""
     rank: _builtins.int
@@ -354,6 +356,12 @@ class WorkerLoading(_message.Message):
     """All bytes of this phase; 0 while the number is not known."""
     remaining_s: _builtins.float
     """Estimated seconds until the phase ends; absent while there is no estimate."""
+    address: _builtins.str
+    """Where the worker sends the model's files already, which frontends need; empty before
+    it has read them.
+    """
+    fingerprint: _builtins.str
+    """The fingerprint under which it will register, known with the files; else empty."""
     def __init__(
         self,
         *,
@@ -364,10 +372,12 @@ class WorkerLoading(_message.Message):
         done_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         remaining_s: _builtins.float | None = ...,
+        address: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_remaining_s", b"_remaining_s", "remaining_s", b"remaining_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_s", b"_remaining_s", "done_bytes", b"done_bytes", "group_id", b"group_id", "model", b"model", "phase", b"phase", "rank", b"rank", "remaining_s", b"remaining_s", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_s", b"_remaining_s", "address", b"address", "done_bytes", b"done_bytes", "fingerprint", b"fingerprint", "group_id", b"group_id", "model", b"model", "phase", b"phase", "rank", b"rank", "remaining_s", b"remaining_s", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remaining_s: _TypeAlias = _typing.Literal["remaining_s"]  # noqa: Y015
     _WhichOneofArgType__remaining_s: _TypeAlias = _typing.Literal["_remaining_s", b"_remaining_s"]  # noqa: Y015

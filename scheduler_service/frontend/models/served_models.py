@@ -206,16 +206,24 @@ def max_input_len(info: model_pb2.ModelInfo) -> int:
 
 
 class ModelDirectory:
-    """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
+    """Models by name: `update` takes an announcement, `resolve` waits for a model and its files.
 
-    def __init__(self, fetch: Callable[[str], Awaitable[Files]]) -> None:
-        """`fetch` gets the files of a model by name; it raises Unavailable if it cannot now."""
+    The files of a model that workers are still loading are fetched, too, as soon as a worker has
+    them: a tokenizer of a large vocabulary takes a second to build.
+    """
+
+    def __init__(self, fetch: Callable[[str, str], Awaitable[Files]]) -> None:
+        """`fetch` gets the files of a model by name and fingerprint; it raises Unavailable if it
+        cannot now."""
         self._fetch = fetch
         self._served: dict[str, model_pb2.ModelInfo] = {}
         self._named: dict[str, model_pb2.ModelInfo] = {}
         """Served models by name and by alias."""
         self._ready: dict[str, FrontendModel] = {}
         """Models by name, with their files as last fetched, whether or not they are served now."""
+        self._prepared: dict[str, FrontendModel] = {}
+        """Models by name that were not served when their files had been read; of their facts they
+        have name and fingerprint."""
         self._known: set[str] = set()
         """Names of models that are or were served, by this or an earlier core."""
         self.adapters = AnnouncedAdapters()
@@ -246,8 +254,8 @@ class ModelDirectory:
         """Store which models are served now, with their adapters, and fetch the files of new ones.
 
         `known`: names of models whose workers the core has or had; `loading`: workers that
-        load their model, which waiting tasks are not notified of. A load continues if its model is
-        announced again or is away for a moment; other files under its name end it.
+        load their model, which waiting tasks are not notified of. Reading files continues if their
+        model is announced again or is away for a moment; other files under its name end it.
         """
         previous = self._served, self._known
         self._served = {info.name: info for info in models}
@@ -255,8 +263,11 @@ class ModelDirectory:
         self._named = aliases | self._served
         self._known = self._known.union(self._named, known)
         self._workers_loading = list(loading)
+        self._end_loads_of_other_files()
         for info in self._served.values():
             self._update_model(info)
+        for report in self._workers_loading:
+            self._prepare(report.model, report.fingerprint)
         has_other_adapters = self.adapters.update(adapters)
         if (self._served, self._known) != previous or has_other_adapters:
             self._notify()
@@ -455,42 +466,79 @@ class ModelDirectory:
         return model if model is not None and model.info == info else None
 
     def _update_model(self, info: model_pb2.ModelInfo) -> None:
-        key = (info.name, info.fingerprint)
-        for other in [k for k in self._loading if k[0] == info.name and k != key]:
-            self._loading.pop(other).cancel()
-        ready = self._ready.get(info.name)
-        if ready is not None and ready.info.fingerprint == info.fingerprint:
-            self._ready[info.name] = _with_info(ready, info)
-        elif key not in self._loading:
-            self._loading[key] = asyncio.create_task(self._load(info))
+        for models in (self._ready, self._prepared):
+            model = models.get(info.name)
+            if model is not None and model.info.fingerprint == info.fingerprint:
+                self._set_ready(model, info)
+                return
+        self._start_load(info.name, info.fingerprint)
 
-    async def _load(self, info: model_pb2.ModelInfo) -> None:
+    def _prepare(self, name: str, fingerprint: str) -> None:
+        """Read the files of a model that is being loaded, unless that is done already."""
+        found = (self._ready.get(name), self._prepared.get(name))
+        known = {model.info.fingerprint for model in found if model is not None}
+        if fingerprint and fingerprint not in known:
+            self._start_load(name, fingerprint)
+
+    def _start_load(self, name: str, fingerprint: str) -> None:
+        if (name, fingerprint) not in self._loading:
+            task = asyncio.create_task(self._load(name, fingerprint))
+            self._loading[name, fingerprint] = task
+
+    def _wanted_files(self) -> set[tuple[str, str]]:
+        """Names and fingerprints of models that are served or being loaded."""
+        served = {(info.name, info.fingerprint) for info in self._served.values()}
+        reports = self._workers_loading
+        return served | {(report.model, report.fingerprint) for report in reports if report.address}
+
+    def _end_loads_of_other_files(self) -> None:
+        wanted = self._wanted_files()
+        names = {name for name, _ in wanted}
+        for key in [key for key in self._loading if key[0] in names and key not in wanted]:
+            self._loading.pop(key).cancel()
+
+    async def _load(self, name: str, fingerprint: str) -> None:
         """Fetch a model's files and build it; gives up if no worker is there to send them."""
-        key = (info.name, info.fingerprint)
+        key = (name, fingerprint)
         try:
-            while (files := await self._try_fetch(info.name)) is None:
-                if info.name not in self._served:
+            while (files := await self._try_fetch(name, fingerprint)) is None:
+                if key not in self._wanted_files():
                     return
                 await asyncio.sleep(RETRY_DELAY_S)
-            model = await asyncio.to_thread(build_model, info, files)
+            bare = model_pb2.ModelInfo(name=name, fingerprint=fingerprint)
+            model = await asyncio.to_thread(build_model, bare, files)
         finally:
             if self._loading.get(key) is asyncio.current_task():
                 del self._loading[key]
-        served = self._served.get(info.name, info)  # facts other than the files may have changed
-        model = self._ready[info.name] = _with_info(model, served)
-        parts = model.chat_format.reasoning, model.chat_format.calls
+        served = self._served.get(name)
+        if served is not None and served.fingerprint == fingerprint:
+            self._set_ready(model, served)
+            self._notify()
+        else:
+            self._prepared[name] = model
+            logger.info("model files read model=%s fingerprint=%s", name, fingerprint)
+
+    def _set_ready(self, model: FrontendModel, info: model_pb2.ModelInfo) -> None:
+        """Let a model be used, with facts other than the files that may have changed."""
+        previous, ready = self._ready.get(info.name), _with_info(model, info)
+        self._ready[info.name] = ready
+        prepared = self._prepared.get(info.name)
+        if prepared is not None and prepared.info.fingerprint == info.fingerprint:
+            del self._prepared[info.name]
+        if previous is not None and previous.info.fingerprint == info.fingerprint:
+            return
+        parts = ready.chat_format.reasoning, ready.chat_format.calls
         logger.info(
             "model ready model=%s fingerprint=%s reasoning=%s tool_calls=%s",
             info.name,
             info.fingerprint,
             *(part.names[0] if part is not None else "none" for part in parts),
         )
-        self._notify()
 
-    async def _try_fetch(self, name: str) -> Files | None:
+    async def _try_fetch(self, name: str, fingerprint: str) -> Files | None:
         """A model's files; None if no worker can send them now."""
         try:
-            return await self._fetch(name)
+            return await self._fetch(name, fingerprint)
         except Unavailable as error:
             logger.warning("no model files yet model=%s error=%s", name, error)
             return None

@@ -1,12 +1,13 @@
 """A model's files are asked of workers that may go meanwhile."""
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 import pytest
 
-from pagewire.v1 import model_pb2
+from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.model_assets import AssetCache
@@ -25,10 +26,16 @@ REGISTRATION = pb.WorkerRegistration(
 class OneGroup(list[WorkerGroup]):
     """What the cache asks of a registry."""
 
+    reports: Sequence[status_pb2.WorkerLoading] = ()
+
     def groups_with(self, model: str) -> list[WorkerGroup]:
         """All that there are."""
         del model
         return list(self)
+
+    def loading(self) -> Sequence[status_pb2.WorkerLoading]:
+        """Reports of workers that load a model."""
+        return self.reports
 
 
 async def test_a_worker_that_goes_before_it_is_asked_is_one_that_does_not_answer() -> None:

@@ -355,6 +355,32 @@ async def test_assets_are_fetched_once_per_fingerprint_in_pieces_of_a_mebibyte(
     assert first.num_asset_calls + second.num_asset_calls == 1
 
 
+async def test_assets_come_from_a_worker_that_still_loads_its_model(
+    service: CoreService, core: SchedulerServiceStub
+) -> None:
+    worker = FakeWorker("loading")
+    await worker.listen()
+    load = status_pb2.WorkerLoading(
+        group_id="new", model="m", address=worker.address, fingerprint="those"
+    )
+    call = core.RegisterWorker()
+    await call.write(pb.RegisterWorkerRequest(heartbeat=pb.WorkerHeartbeat(loading=load)))
+    await until(service.registry.loading, "it is listed")
+
+    async def num_bytes(fingerprint: str) -> int:
+        request = pb.SchedulerServiceGetModelAssetsRequest(model="m", fingerprint=fingerprint)
+        return sum([len(part.chunk.data) async for part in core.GetModelAssets(request)])
+
+    for _ in range(2):  # and they are kept
+        assert await num_bytes("those") == sum(map(len, ASSETS.values()))
+    assert worker.num_asset_calls == 1
+    with pytest.raises(grpc.aio.AioRpcError, match="no worker could send") as error:
+        await num_bytes("others")
+    assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+    call.cancel()
+    await worker.kill()
+
+
 async def test_assets_of_an_unknown_model_are_not_found(core: SchedulerServiceStub) -> None:
     call = core.GetModelAssets(pb.SchedulerServiceGetModelAssetsRequest(model="nobody"))
     with pytest.raises(grpc.aio.AioRpcError) as error:

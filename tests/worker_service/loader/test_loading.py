@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from tests.support.checkpoints import (
     checkpoint,
     make_checkpoint,
 )
+from tests.support.gguf_files import make_gguf
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load, logits
-from worker_service.config import CacheConfig
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption
-from worker_service.loader import model_files
+from worker_service.load_progress import LoadProgress
+from worker_service.loader import load_model, model_files
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads, warn_of_rounding
 from worker_service.loader.model_files import iter_assets
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
@@ -207,6 +210,27 @@ def test_assets_are_the_files_a_frontend_needs_and_no_others() -> None:
         "tokenizer_config.json",
     }
     assert all(content == (path / name).read_bytes() for name, content in assets.items())
+
+
+def test_frontends_can_have_the_files_before_the_weights_are_loaded(tmp_path: Path) -> None:
+    gguf, _ = make_gguf("llama", "Q8_0", tmp_path)
+    phases: list[str] = []
+    for path in (checkpoint("llama"), gguf):
+        progress = LoadProgress(show_bar=False)
+        progress.on_files = partial(lambda of: phases.append(of.state.phase), progress)
+        loaded = load_model(ModelConfig(model=str(path), device="cpu"), progress=progress)
+        assert progress.files is not None
+        assert progress.files.contents == loaded.assets
+        assert progress.files.fingerprint == loaded.fingerprint == fingerprint(path)
+    assert phases[0] == "starting"
+    assert len(phases) == 2  # those of the GGUF file are made while its weights are read
+
+
+def test_files_of_a_model_that_pools_have_no_fingerprint_before_it_is_loaded() -> None:
+    progress = LoadProgress(show_bar=False)
+    config = ModelConfig(model=str(checkpoint("llama")), device="cpu", runner="pooling")
+    assert load_model(config, progress=progress).pooler is not None
+    assert progress.files is None
 
 
 def test_chat_templates_and_tokens_in_files_of_their_own_are_assets(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
-from pagewire.v1 import scheduler_service_pb2, status_pb2
+from pagewire.v1 import scheduler_service_pb2, status_pb2, worker_service_pb2
 from tests.support.counting_model import CountingModel, loaded_counting_model, next_token
 from tests.support.fake_registry import LEASE_MS, FakeRegistry, Registered, fake_registry
 from tests.support.running_worker import Steps, running_worker
@@ -19,7 +19,7 @@ from tests.support.waiting import until
 from tests.support.worker_driver import PlanBuilder, Row, values
 from worker_service.address import Address, advertised
 from worker_service.errors import InvalidOption, WorkerRejected
-from worker_service.load_progress import LoadProgress
+from worker_service.load_progress import FrontendFiles, LoadProgress
 from worker_service.loader import LoadedModel
 from worker_service.service import lifecycle
 
@@ -64,6 +64,37 @@ async def test_a_worker_reports_how_far_it_has_loaded_its_model(core_address: st
         stream = await first_stream(registry)
         assert stream.registration.model.name == "counting"
         await until(lambda: not registry.loads[0].is_open, "the load's stream ends")
+
+
+async def test_a_worker_sends_files_that_it_has_read_before_it_has_loaded_its_model(
+    core_address: str,
+) -> None:
+    progress, may_end = LoadProgress(show_bar=False), threading.Event()
+
+    def load() -> LoadedModel:
+        assert may_end.wait(60)
+        return loaded_counting_model()
+
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(load=load, progress=progress, core=core_address) as running,
+    ):
+        request = worker_service_pb2.WorkerServiceGetModelAssetsRequest()
+        with pytest.raises(grpc.aio.AioRpcError, match="still loading"):
+            await running.stub.GetModelAssets(request).read()
+        await until(lambda: registry.loads, "the worker reports its load")
+        heartbeats = registry.loads[0].heartbeats
+        await until(lambda: heartbeats, "a first report")
+        assert not heartbeats[0].loading.address
+        progress.publish(FrontendFiles("counting", {"config.json": b"{}", "empty": b""}))
+        await until(lambda: heartbeats[-1].loading.address, "it says where they are")
+        last = heartbeats[-1].loading
+        assert (last.address, last.fingerprint) == (running.worker.address, "counting")
+        chunks = [response.chunk async for response in running.stub.GetModelAssets(request)]
+        found = [(chunk.file_name, chunk.data) for chunk in chunks]
+        assert found == [("config.json", b"{}"), ("empty", b"")]
+        may_end.set()
+        assert (await first_stream(registry)).registration.model.fingerprint == "counting"
 
 
 async def test_a_worker_waits_for_its_core_and_finds_it_again_when_it_is_lost(

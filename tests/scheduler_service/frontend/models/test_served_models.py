@@ -30,12 +30,14 @@ class Fetch:
 
     def __init__(self, num_failures: int = 0) -> None:
         self.names: list[str] = []
+        self.fingerprints: list[str] = []
         self.num_failures = num_failures
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def __call__(self, name: str) -> Mapping[str, bytes]:
+    async def __call__(self, name: str, fingerprint: str) -> Mapping[str, bytes]:
         self.names.append(name)
+        self.fingerprints.append(fingerprint)
         await self.gate.wait()
         if self.num_failures:
             self.num_failures -= 1
@@ -297,3 +299,69 @@ async def test_a_load_ends_when_nobody_serves_the_model_any_more() -> None:
     assert fetch.names == ["tiny"]
     directory.update([model_info()])
     assert (await directory.resolve("tiny", ANYBODY)).tokenizer is not None
+
+
+def loading(fingerprint: str, name: str = "tiny") -> WorkerLoading:
+    """The report of a worker that has read its model's files."""
+    return WorkerLoading(model=name, fingerprint=fingerprint, address="unix:worker")
+
+
+async def test_files_are_read_while_a_worker_still_loads_its_model() -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    directory.update([], loading=[WorkerLoading(model="tiny")])
+    assert not directory._loading  # it has not read them yet
+    info = model_info()
+    directory.update([], loading=[loading(info.fingerprint)])
+    (reading,) = directory._loading.values()
+    await reading
+    directory.update([], loading=[loading(info.fingerprint)])
+    assert not directory.is_serving
+    directory.update([])  # it has registered, and allocates its caches
+    directory.update([info])
+    assert directory.current("tiny", ANYBODY).info == info
+    assert (fetch.names, fetch.fingerprints) == (["tiny"], [info.fingerprint])
+
+
+async def test_a_model_that_is_served_before_its_files_are_read_waits_for_the_same_read() -> None:
+    fetch = Fetch()
+    fetch.gate.clear()
+    directory = ModelDirectory(fetch)
+    info = model_info()
+    directory.update([], loading=[loading(info.fingerprint)])
+    await asyncio.sleep(0)
+    directory.update([])
+    directory.update([info])
+    fetch.gate.set()
+    assert (await directory.resolve("tiny", ANYBODY)).info == info
+    assert fetch.names == ["tiny"]
+
+
+async def test_files_of_a_worker_that_loads_do_not_replace_those_of_the_same_name_in_use() -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    old, new = model_info(), model_info(fingerprint="new")
+    directory.update([old])
+    await directory.resolve("tiny", ANYBODY)
+    for _ in range(2):
+        directory.update([old], loading=[loading("new")])
+        await asyncio.gather(*directory._loading.values())
+        assert directory.current("tiny", ANYBODY).info == old
+    assert fetch.fingerprints == [old.fingerprint, "new"]
+    directory.update([new])
+    assert directory.current("tiny", ANYBODY).info == new
+    assert fetch.fingerprints == [old.fingerprint, "new"]
+
+
+async def test_files_of_a_worker_that_dies_while_it_loads_are_not_asked_for_again() -> None:
+    fetch = Fetch(num_failures=1)
+    fetch.gate.clear()
+    directory = ModelDirectory(fetch)
+    directory.update([], loading=[loading("any")])
+    (reading,) = directory._loading.values()
+    await asyncio.sleep(0)
+    directory.update([])
+    fetch.gate.set()
+    await reading
+    assert fetch.names == ["tiny"]
+    assert not directory._loading
