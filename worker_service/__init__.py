@@ -19,6 +19,7 @@ these and the packages listed above it:
 | `engine/` | epochs, step streams and the model thread, over the `Executor` protocol |
 | `kv_cache/` | the KV cache on the device and the host, and how many blocks fit |
 | `loader/` | from a model's name to weights on the device |
+| `gguf/` | what is read of GGUF files without torch |
 | `runner/` | from a plan to its result: batch, forward pass, sampling, CUDA graphs, ranks |
 | `simulated/` | an executor without a model, which checks every plan (`--simulate`) |
 | `service/` | gRPC: the servicer, registration, the worker's process, metrics |

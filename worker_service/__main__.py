@@ -22,9 +22,11 @@ from service_common.config_flags import (
 from service_common.errors import CannotListen
 from service_common.garbage import imports_exempted
 from service_common.tracing import CannotTrace
-from worker_service.config import DEFAULT_LISTEN, WorkerConfig
+from worker_service.config import DEFAULT_LISTEN, ModelConfig, WorkerConfig, local_model
 from worker_service.cpu_cores import limit_spinning
 from worker_service.errors import InvalidOption, WorkerError
+from worker_service.gguf.header import is_gguf
+from worker_service.gguf.tokenizer_process import TokenizerProcess
 from worker_service.launcher.flags import (
     ADAPTERS,
     CACHE,
@@ -164,6 +166,7 @@ def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         max_drafts = config.runner.max_drafts
         return SimulatedExecutor(model, block_size, max_drafts, config.adapters)
+    tokenizer = _tokenizer_process(model)  # which is done by the time torch is imported
     with imports_exempted():
         from worker_service.loader import check_model, load_model
         from worker_service.runner.torch_executor import Profiler, TorchExecutor
@@ -178,11 +181,17 @@ def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
     return TorchExecutor(
         config.cache,
         profiler,
-        lambda: load_model(model, config.cache, progress),
+        lambda: load_model(model, config.cache, progress, tokenizer),
         rendezvous,
         config.runner,
         adapters=config.adapters,
     )
+
+
+def _tokenizer_process(model: ModelConfig) -> TokenizerProcess | None:
+    """Begin to make the tokenizer's files of a GGUF file."""
+    path = local_model(model.model)
+    return TokenizerProcess(path) if path is not None and is_gguf(path) else None
 
 
 def _exit(error: Exception, code: int) -> NoReturn:

@@ -86,6 +86,7 @@ def test_the_pure_core_knows_neither_protobuf_nor_an_event_loop() -> None:
         ("scheduler_service.__main__", ["torch", "transformers", "worker_service"]),
         ("scheduler_service.frontend.server", ["torch", "transformers", "worker_service"]),
         ("scheduler_service.core_service.service", ["torch", "tokenizers", "pydantic"]),
+        ("worker_service.gguf.__main__", ["torch", "transformers", "gguf", "grpc", "typer"]),
         ("pagewire_cli", ["torch", "transformers", "numpy", "scheduler_service"]),
         ("conformance.__main__", ["torch", "numpy", "scheduler_service", "worker_service"]),
     ],

@@ -17,7 +17,6 @@
 | `gguf_names.py` | tensors of a GGUF file under the names of `transformers` |
 | `adapters.py` | LoRA adapters of a loaded model, in folders and files |
 | `gguf_adapter.py` | LoRA adapters in GGUF files |
-| `gguf_tokenizer.py` | tokenizer and chat template of a GGUF file, as files for frontends |
 | `quantized_checkpoint.py` | `quantization_config`, and quantized weights under dense names |
 | `quantized_formats.py` | a table of the tensors that make up a quantized weight |
 | `rounded_cache.py` | an on-disk cache of weights quantized by `--quantization` |

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.gguf.tokenizer import END_TOKENS
 from worker_service.loader.gguf_file import open_gguf
 from worker_service.loader.gguf_gemma4 import GEMMA3N, GEMMA4, Gemma4
 from worker_service.loader.gguf_hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
@@ -52,18 +53,8 @@ LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
     "short_factor": "rope_factors_short.weight",
 }
-END_TOKENS = frozenset(
-    (
-        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
-        *("<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
-        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<turn|>", "<|tool_response>"),
-        *("[e~[", "<\uff5cend▁of▁sentence\uff5c>"),
-    )
-)
-"""Tokens that end a turn or a text wherever a vocabulary has them, as in llama.cpp: files often
-name only one of several. They are special even if a file says that they are not."""
-
 _CONTROL = 3
+
 _END_NAMES = END_TOKENS.union(
     ("</s>", "<eos>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>"),
     ("<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),

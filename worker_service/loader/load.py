@@ -8,7 +8,7 @@ only at run time; the trial run then fails with the backend's error.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -31,6 +31,8 @@ from worker_service.cpu_cores import restrict_to
 from worker_service.distributed.communicator import Communicator, require_symmetric_memory
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
+from worker_service.gguf.header import is_gguf
+from worker_service.gguf.tokenizer_process import TokenizerProcess
 from worker_service.kv_cache.memory_budget import require_host_memory
 from worker_service.load_progress import FrontendFiles, LoadProgress
 from worker_service.loader.build import ModelBuilder, refuse_ranks
@@ -43,7 +45,6 @@ from worker_service.loader.device import (
     set_threads,
     warn_of_rounding,
 )
-from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.model_files import (
     WHOLE_MODEL,
     fingerprint,
@@ -305,11 +306,12 @@ def load_model(
     config: ModelConfig,
     cache: CacheConfig | None = None,
     progress: LoadProgress | None = None,
+    tokenizer: TokenizerProcess | None = None,
 ) -> LoadedModel:
     """Load the model that `config` names onto its device, ready to run.
 
     cache: options of its KV cache, on which the choice of the attention backend depends; progress:
-    reports how far it is.
+    reports how far it is; tokenizer: makes the tokenizer's files of a GGUF file, None: a thread.
 
     Raises a `WorkerError` that names the invalid option, or the file and tensor at fault.
     """
@@ -338,7 +340,8 @@ def load_model(
         if context.generates:  # of others, the fingerprint depends on what follows the weights
             progress.publish(FrontendFiles(_fingerprint(config, model_dir, files), files))
 
-    texts = _start_reading_texts(model_dir, on_files, generates=context.generates)
+    reading = partial(iter_assets, model_dir, tokenizer)
+    texts = _start_reading_texts(model_dir, reading, on_files, generates=context.generates)
     builder = ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
     with freed_memory_returns():
         model = builder.build()
@@ -352,7 +355,7 @@ def load_model(
         set_threads(config.threads, num_parameters, config.cpu_share)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
-    assets, tokenizer = texts()
+    assets, get_tokenizer = texts()
     published = progress.files
     loaded = LoadedModel(
         model=model,
@@ -369,7 +372,7 @@ def load_model(
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         assets=assets,
-        tokenizer=tokenizer,
+        tokenizer=get_tokenizer,
         fingerprint=published.fingerprint
         if published is not None
         else _fingerprint(config, model_dir, assets, facts),
@@ -397,10 +400,14 @@ def _fingerprint(
 
 
 def _start_reading_texts(
-    model_dir: Path, on_files: Callable[[Mapping[str, bytes]], None], *, generates: bool
+    model_dir: Path,
+    reading: Callable[[], Iterable[tuple[str, bytes]]],
+    on_files: Callable[[Mapping[str, bytes]], None],
+    *,
+    generates: bool,
 ) -> Callable[[], Texts]:
-    """Read the files that frontends need, which `on_files` gets at once, and begin to read their
-    tokenizer if the model generates. Returns a function that waits for both.
+    """Read the files that frontends need by `reading`, give them to `on_files` at once, and begin
+    to read their tokenizer if the model generates. Returns a function that waits for both.
 
     The files of a GGUF file are made while weights are read: a large vocabulary takes seconds. Its
     tokenizer is read once it is needed.
@@ -408,7 +415,7 @@ def _start_reading_texts(
     """
 
     def make() -> Texts:
-        files = dict(iter_assets(model_dir))
+        files = dict(reading())
         on_files(files)
         return files, tokenizer_of(files)
 
@@ -425,7 +432,7 @@ def _start_reading_texts(
         return read
 
     if not is_gguf(model_dir):
-        files = dict(iter_assets(model_dir))
+        files = dict(reading())
         on_files(files)
         return lambda: (files, tokenizer_of(files))
     made: Future[Texts] = Future()

@@ -19,8 +19,11 @@ from tokenizers import Tokenizer
 from worker_service.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from worker_service.config import EMBEDDED, local_model
 from worker_service.errors import AdapterNotFound, BadCheckpoint, ModelNotFound
+from worker_service.gguf.header import is_gguf
+from worker_service.gguf.tokenizer import tokenizer_assets
+from worker_service.gguf.tokenizer_process import TokenizerProcess
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.gguf_file import is_gguf, open_gguf
+from worker_service.loader.gguf_file import open_gguf
 from worker_service.loader.gguf_model import gguf_config
 from worker_service.pooling_facts import PoolingFacts
 
@@ -303,19 +306,22 @@ _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 
 
-def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
+def iter_assets(
+    model_dir: Path, tokenizer: TokenizerProcess | None = None
+) -> Iterator[tuple[str, bytes]]:
     """Yield (file name, content) of each file that frontends need and the model has.
 
     If a model has no `tokenizer.json` but the files of a slow tokenizer, `transformers` converts
     them if it can. A chat template in `tokenizer_config.json` stays there. Additional templates
-    follow as `NAME.jinja`. For a GGUF file all assets are generated from its metadata. Raises
-    BadCheckpoint or UnsupportedModel.
+    follow as `NAME.jinja`. For a GGUF file all assets are generated from its metadata; tokenizer:
+    the process that does so, None: this one. Raises BadCheckpoint or UnsupportedModel.
     """
     if is_gguf(model_dir):
-        from worker_service.loader.gguf_tokenizer import tokenizer_assets
-
         yield "config.json", json.dumps(gguf_config(model_dir)).encode()
-        yield from tokenizer_assets(model_dir, open_gguf(model_dir).metadata).items()
+        files = None if tokenizer is None else tokenizer.files()
+        if files is None:
+            files = tokenizer_assets(model_dir, open_gguf(model_dir).metadata)
+        yield from files.items()
         return
     for name in ASSET_NAMES:
         file = model_dir / name

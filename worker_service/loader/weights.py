@@ -25,8 +25,8 @@ from torch import Tensor
 from pagewire_kernels.quantized_weight import assemble
 from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
+from worker_service.gguf.header import is_gguf, split_files
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.gguf_file import is_gguf, split_files
 from worker_service.loader.gguf_model import unread_settings
 from worker_service.loader.gguf_names import gguf_tensors
 from worker_service.loader.model_files import read_json

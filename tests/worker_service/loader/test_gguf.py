@@ -18,10 +18,10 @@ from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, MAX_POSITIONS
 from tests.support.gguf_files import CHAT_TEMPLATE, make_gguf, tokenizer_of
 from tests.support.loading import assert_same, load
 from worker_service.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, WorkerError
+from worker_service.gguf.tokenizer import tokenizer_assets
 from worker_service.loader.gguf_file import KNOWN_TYPES, open_gguf
 from worker_service.loader.gguf_model import gguf_config
 from worker_service.loader.gguf_names import gguf_tensors
-from worker_service.loader.gguf_tokenizer import tokenizer_assets
 from worker_service.loader.model_files import (
     fingerprint,
     iter_assets,

@@ -18,9 +18,9 @@ from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID
 from tests.support.gguf_files import make_gguf, tokenizer_of
 from tests.support.loading import load
 from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.gguf.tokenizer import PRE_TOKENIZERS, merges_of, tokenizer_assets
 from worker_service.loader.gguf_file import GgufTensor, open_gguf
 from worker_service.loader.gguf_model import gguf_config
-from worker_service.loader.gguf_tokenizer import PRE_TOKENIZERS, merges_of, tokenizer_assets
 from worker_service.loader.model_files import iter_assets
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4

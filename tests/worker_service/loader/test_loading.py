@@ -1,7 +1,9 @@
 """The result of loading a checkpoint: tensors, facts, files for frontends, a fingerprint."""
 
 import json
+import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from tests.support.gguf_files import make_gguf
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load, logits
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption
+from worker_service.gguf.tokenizer_process import TokenizerProcess
 from worker_service.load_progress import LoadProgress
 from worker_service.loader import load_model, model_files
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads, warn_of_rounding
@@ -223,6 +226,11 @@ def test_frontends_can_have_the_files_before_the_weights_are_loaded(tmp_path: Pa
         assert progress.files.contents == loaded.assets
         assert progress.files.fingerprint == loaded.fingerprint == fingerprint(path)
     assert phases[0] == "starting"
+    killed = TokenizerProcess(gguf)
+    os.kill(killed.pid, signal.SIGKILL)
+    again = load_model(ModelConfig(model=str(gguf), device="cpu"), tokenizer=killed)
+    other = load_model(ModelConfig(model=str(gguf), device="cpu"), tokenizer=TokenizerProcess(gguf))
+    assert again.assets == other.assets == loaded.assets
     assert len(phases) == 2  # those of the GGUF file are made while its weights are read
 
 

@@ -22,7 +22,6 @@ from tokenizers import (
 )
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.loader.gguf_model import END_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +150,16 @@ text with a BOS token, whatever the file says."""
 _IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5", "youtu", "granite-embed-multi-97m")
 """Pre-tokenizers with which a word that is a token is not merged from parts."""
 
+END_TOKENS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+        *("<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<turn|>", "<|tool_response>"),
+        *("[e~[", "<\uff5cend▁of▁sentence\uff5c>"),
+    )
+)
+"""Tokens that end a turn or a text wherever a vocabulary has them, as in llama.cpp: files often
+name only one of several. They are special even if a file says that they are not."""
 IntArray = npt.NDArray[np.int64]
 _HASH_BASE = 0x9E3779B97F4A7C15
 """Any large odd number."""
