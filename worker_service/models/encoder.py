@@ -27,7 +27,12 @@ from worker_service.models.layers import (
     RotaryTable,
     norm_targets,
 )
-from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
+from worker_service.models.linear import (
+    ActivatedLinear,
+    GatedLinear,
+    Linear,
+    RowParallelLinear,
+)
 from worker_service.models.native import (
     LayerInputs,
     ModelSettings,
@@ -182,13 +187,9 @@ class EncoderLayer(NativeLayer):
         self.output = RowParallelLinear(attended, size, bias=has_bias["output"], context=context)
         self.mlp_norm = _norm(s, context, kernels)
         outputs, activation = _outputs(inner, s.up), ACTIVATIONS[s.activation]
-        self._activation = activation if len(outputs) == 1 else None
-        self.up = (
-            Linear(Shard.full(size), outputs, bias=has_bias["up"], context=context)
-            if self._activation
-            else GatedLinear(
-                size, outputs, activation, kernels.layers, bias=has_bias["up"], context=context
-            )
+        make_up = ActivatedLinear if len(outputs) == 1 else GatedLinear
+        self.up = make_up(
+            size, outputs, activation, kernels.layers, bias=has_bias["up"], context=context
         )
         self.down = RowParallelLinear(inner, size, bias=has_bias["down"], context=context)
         self._norm_first, self._head_dim, self._rotary = s.norm_first, s.head_dim, rotary
@@ -202,19 +203,16 @@ class EncoderLayer(NativeLayer):
         if not self._norm_first:
             assert self.attention_norm is not None
             residual = self.attention_norm(residual, self._attention(residual, inputs))
-            return self.mlp_norm(residual, self._mlp(residual)), None
+            return self.mlp_norm(residual, self.down(self.up(residual))), None
         normed = residual if self.attention_norm is None else self.attention_norm(residual, x)
-        return residual, self._mlp(self.mlp_norm(residual, self._attention(normed, inputs)))
+        normed = self.mlp_norm(residual, self._attention(normed, inputs))
+        return residual, self.down(self.up(normed))
 
     def _attention(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         query, key, value = self.qkv(x).unflatten(1, (3, -1, self._head_dim)).unbind(1)
         if (table := self._rotary) is not None:
             self._kernels.rotate(query, key, inputs.positions, table.cos, table.sin)
         return self.output(self._attend(query, key, value, inputs.metadata).flatten(1))
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        return self.down(self._kernels.activate(x, self._activation) if self._activation else x)
 
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         return part_targets(self, self._names, f"{name}.")

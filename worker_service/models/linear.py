@@ -590,6 +590,31 @@ class Linear(nn.Module):
         return product if output_dtype is None else product.to(output_dtype)
 
 
+class ActivatedLinear(Linear):
+    """activation(x @ W.T + b)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Sequence[Shard],
+        activation: str,
+        kernels: LayerKernels,
+        *,
+        bias: bool,
+        context: ModelContext,
+    ) -> None:
+        """outputs: as for `Linear`."""
+        super().__init__(Shard.full(in_features), outputs, bias=bias, context=context)
+        self._activation = activation
+        self._kernels = kernels
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if isinstance(self.packed, NativeWeight):
+            deltas = None if self.additions is None else self.additions.of_step()
+            return self.packed.apply(rows, self.bias, deltas=deltas, activation=self._activation)
+        return self._kernels.activate(super().forward(rows), self._activation)
+
+
 class GatedLinear(Linear):
     """activation(x @ G.T + b) * (x @ U.T + c), where the weight is G, then U."""
 

@@ -489,14 +489,23 @@ class NativeWeight(_Packed):
         *,
         output_dtype: torch.dtype | None = None,
         deltas: NativeDeltas | None = None,
+        activation: str | None = None,
     ) -> Tensor:
         """rows @ weight.T + bias, and what adapters add.
 
         rows: [num_rows, in_features], of `dtype`; output_dtype: `dtype`, or float32, which leaves
-        sums unrounded. Returns [num_rows, out_features]. Raises TypeError for other rows.
+        sums unrounded; activation: one of `reference.ACTIVATIONS`, which is applied before sums are
+        rounded to `dtype`, or None. Returns [num_rows, out_features]. Raises TypeError for other
+        rows.
         """
         y = new_rows(rows.shape[0], self.out_features, output_dtype or self.dtype)
-        self._multiply(self._kernels[y.dtype], rows, bias, y, deltas)
+        if activation is None:
+            self._multiply(self._kernels[y.dtype], rows, bias, y, deltas)
+        else:
+            require(y.dtype == self.dtype, "outputs of the weight's dtype with an activation")
+            kernel = self._kernel(f"activated_linear_{DTYPES[self.dtype]}")
+            index = reference.ACTIVATIONS.index(activation)
+            self._multiply(kernel, rows, bias, y, deltas, index)
         return y
 
     def gather(self, token_ids: Tensor) -> Tensor:

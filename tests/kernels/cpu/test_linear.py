@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.build import INSTRUCTION_SETS, compiler, library_path
+from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library, instruction_sets, library
 
@@ -159,6 +160,19 @@ def test_a_gated_row_has_the_same_bits_in_any_batch(kernels: Library, dtype: tor
         start = 7 * num_rows % (401 - num_rows)
         few = packed.apply(rows[start : start + num_rows], bias)
         assert torch.equal(few, expected[start : start + num_rows]), num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_an_activation_is_applied_to_the_sums_before_they_are_rounded(
+    kernels: Library, activation: str, dtype: torch.dtype
+) -> None:
+    packed, bias = _weight(kernels, _random(75, 192, dtype=dtype)), _random(75, dtype=dtype, seed=1)
+    rows = _random(130, 192, dtype=dtype, seed=2)
+    sums = packed.apply(rows, bias, output_dtype=torch.float32)
+    expected = NativeLayerKernels(kernels).activate(sums, activation).to(dtype)
+    assert torch.equal(packed.apply(rows, bias, activation=activation), expected)
+    assert torch.equal(packed.apply(rows[7:8], bias, activation=activation), expected[7:8])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

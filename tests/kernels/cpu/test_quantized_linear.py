@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.build import INSTRUCTION_SETS, compiler, library_path
+from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.linear import (
     HugeMemory,
     NativeGatedWeight,
@@ -329,6 +330,28 @@ def test_gated_products(
     rounding = torch.finfo(dtype).eps * 4 * exact.abs()
     assert ((products - exact).abs() <= error + rounding + 1e-6).all()
     assert torch.equal(packed.apply(rows[:1]), products[:1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("bits", "table", "is_float"),
+    [
+        (4, SIGNED_TABLE, False),
+        (4, TABLE, False),
+        (4, NF4, True),
+        (6, SIGNED_TABLE, False),
+        (8, SIGNED_TABLE, False),
+        (8, SIGNED_TABLE, True),
+    ],
+)
+def test_products_with_an_activation(
+    kernels: Library, bits: int, table: tuple[float, ...], is_float: bool, dtype: torch.dtype
+) -> None:
+    weight = random_weight(75, 192, bits, 64, offsets=False, table=table, is_float=is_float)
+    packed, rows = NativeWeight(weight, kernels, HugeMemory(), dtype), _rows(65, weight, dtype)
+    sums = packed.apply(rows, output_dtype=torch.float32)
+    expected = NativeLayerKernels(kernels).activate(sums, "gelu").to(dtype)
+    assert torch.equal(packed.apply(rows, activation="gelu"), expected)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

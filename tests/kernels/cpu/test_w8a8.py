@@ -10,6 +10,7 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.cpu import w8a8
 from pagewire_kernels.cpu.build import INSTRUCTION_SETS, compiler, library_path
+from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.linear import (
     HugeMemory,
     NativeGatedWeight,
@@ -123,6 +124,18 @@ def test_gated_products(kernels: Library, activations: Int8Activations, dtype: t
     products = packed.apply(rows)
     torch.testing.assert_close(products.float(), exact, rtol=tolerance, atol=tolerance)
     assert torch.equal(packed.apply(rows[-1:]), products[-1:])
+
+
+@each_dtype
+@each_kind
+def test_products_with_an_activation(
+    kernels: Library, activations: Int8Activations, dtype: torch.dtype
+) -> None:
+    weight = random_int8_weight(37, 192, activations)
+    packed, rows = NativeWeight(weight, kernels, HugeMemory(), dtype), _rows(65, 192, dtype)
+    sums = packed.apply(rows, output_dtype=torch.float32)
+    expected = NativeLayerKernels(kernels).activate(sums, "gelu").to(dtype)
+    assert torch.equal(packed.apply(rows, activation="gelu"), expected)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

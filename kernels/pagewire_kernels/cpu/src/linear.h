@@ -46,7 +46,7 @@ struct LinearTask : Task {
   int64_t in_features;
   int64_t out_features;  // of a gated layer those of G and U, twice as many as y has
   Deltas deltas;  // that are added to the sums
-  Activation activation;  // of a gated layer
+  Activation activation;  // of a gated layer, and of one with an activation
   Quantization quantization;
 };
 

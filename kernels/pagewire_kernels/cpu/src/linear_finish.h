@@ -40,6 +40,16 @@ struct Finish {
   Function function{};
 };
 
+// y = activation(sums + bias), of the task's activation
+template <class Input>
+struct FinishActivated : Finish<Input, Input> {
+  void operator()(const LinearTask& task, int64_t row, int64_t panel, const float* sums) const {
+    with_activation(task.activation, [&](auto function) {
+      Finish<Input, Input, decltype(function)>{function}(task, row, panel, sums);
+    });
+  }
+};
+
 // y = function(gate) * up
 template <class Input, class Function>
 struct FinishGated {

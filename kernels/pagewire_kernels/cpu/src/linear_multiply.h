@@ -280,6 +280,12 @@ void multiply_experts(ExpertsTask& task) {
   PAGEWIRE_KERNEL pw_linear_bfloat16_float32##suffix(LinearTask* task) { \
     multiply<Product<BFloat16>>(*task, Finish<BFloat16, float>()); \
   } \
+  PAGEWIRE_KERNEL pw_activated_linear_float32##suffix(LinearTask* task) { \
+    multiply<Product<float>>(*task, FinishActivated<float>()); \
+  } \
+  PAGEWIRE_KERNEL pw_activated_linear_bfloat16##suffix(LinearTask* task) { \
+    multiply<Product<BFloat16>>(*task, FinishActivated<BFloat16>()); \
+  } \
   PAGEWIRE_KERNEL pw_gated_linear_float32##suffix(LinearTask* task) { \
     multiply_gated<Product<float>>(*task); \
   } \

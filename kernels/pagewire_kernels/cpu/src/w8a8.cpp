@@ -495,6 +495,12 @@ PAGEWIRE_KERNEL pw_linear_bfloat16_w8a8(LinearTask* task) {
 PAGEWIRE_KERNEL pw_linear_bfloat16_float32_w8a8(LinearTask* task) {
   multiply_as_stored(*task, Finish<BFloat16, float>());
 }
+PAGEWIRE_KERNEL pw_activated_linear_float32_w8a8(LinearTask* task) {
+  multiply_as_stored(*task, FinishActivated<float>());
+}
+PAGEWIRE_KERNEL pw_activated_linear_bfloat16_w8a8(LinearTask* task) {
+  multiply_as_stored(*task, FinishActivated<BFloat16>());
+}
 PAGEWIRE_KERNEL pw_gated_linear_float32_w8a8(LinearTask* task) { multiply_gated<float>(*task); }
 PAGEWIRE_KERNEL pw_gated_linear_bfloat16_w8a8(LinearTask* task) {
   multiply_gated<BFloat16>(*task);
