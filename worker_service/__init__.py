@@ -3,7 +3,7 @@
 A worker knows tokens, blocks and positions; requests, users, queues and text belong to the
 scheduler. The modules of this folder hold what all packages share: plans and results as numpy
 columns (`plan.py`, `array_types.py`), cache groups (`cache_groups.py`), what is pooled
-(`pooling_facts.py`), settings (`config.py`),
+(`pooling_facts.py`), names in multimodal models (`text_part.py`), settings (`config.py`),
 errors (`errors.py`), addresses (`address.py`), the cores of the CPU (`cpu_cores.py`), how far a
 load is (`load_progress.py`), and copies to the device (`pinned_memory.py`). A package imports only
 these and the packages listed above it:

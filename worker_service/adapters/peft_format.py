@@ -26,6 +26,7 @@ from torch import Tensor
 
 from worker_service.adapters.store import AdapterInfo
 from worker_service.errors import AdapterNotFound, AdaptersFull, BadAdapter
+from worker_service.text_part import of_other_parts, text_name
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ def read_peft(folder: Path, check_base: CheckBase = _refuse_base) -> ModelAdapte
     tensors = _tensors(folder)
     for name in [*tensors]:
         if match := _BASE_NAME.fullmatch(name):
-            check_base(match[1], tensors.pop(name))
+            check_base(text_name(match[1]), tensors.pop(name))
     modules = _modules(tensors, settings)
     base = settings.get("base_model_name_or_path")
     logger.info("adapter read folder=%s base=%s num_modules=%d", folder, base, len(modules))
@@ -283,7 +284,7 @@ def read_peft(folder: Path, check_base: CheckBase = _refuse_base) -> ModelAdapte
             len(others),
             others[0],
         )
-    return ModelAdapter.of_modules(modules)
+    return ModelAdapter.of_modules(_of_text(modules))
 
 
 def _is_target(name: str, settings: Mapping[str, Any]) -> bool:
@@ -353,6 +354,20 @@ def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
         raise BadAdapter(f"{WEIGHTS_FILE}: expected at least one module, got none")
     found = {_parameter_of(name, pairs, settings): pair for name, pair in pairs.items()}
     return {name: module_of(name, pair, settings) for name, pair in found.items()}
+
+
+def _of_text(modules: Mapping[str, LoraModule]) -> dict[str, LoraModule]:
+    """The modules of a multimodal model's text model, with their names in that alone; of other
+    models, all modules."""
+    found = {text_name(name): module for name, module in modules.items()}
+    if others := of_other_parts(found, modules):
+        logger.warning(
+            "adapter changes modules that are not of the text model, which are not used num=%d"
+            " first=%s",
+            len(others),
+            min(others),
+        )
+    return {name: module for name, module in found.items() if name not in others}
 
 
 def _parameter_of(name: str, names: Container[str], settings: Mapping[str, Any]) -> str:

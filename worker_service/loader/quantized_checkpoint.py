@@ -352,7 +352,9 @@ def _find_weights(schemes: Schemes, stored: Mapping[str, StoredTensor]) -> Itera
         module, _, suffix = name.rpartition(".")
         if suffix not in codes or (suffix == "weight" and tensor.type in (*FLOATS, "F64")):
             continue
-        scheme = next((found for pattern, found in schemes if pattern.match(module)), None)
+        names = (module, tensor.stored_name.rpartition(".")[0])  # of a multimodal model, others
+        matching = (found for pattern, found in schemes if any(map(pattern.match, names)))
+        scheme = next(matching, None)
         if scheme is None or scheme.format.codes != suffix:
             raise BadCheckpoint(
                 f"{tensor.file}: {name} is stored as {tensor.type}, which quantization_config does"

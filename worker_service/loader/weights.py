@@ -43,6 +43,7 @@ from worker_service.loader.tensors import (
 from worker_service.models.interface import WeightTarget
 from worker_service.models.linear import Packable, round_weight
 from worker_service.models.native import LoadableModule, NativeModel
+from worker_service.text_part import TEXT_MODEL, of_other_parts, text_name
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +53,6 @@ _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAME_WEIGHTS = "consolidated"
 """How files of the same weights under Mistral's own names begin."""
-
-_TEXT_MODEL = "language_model."
-"""The part of names that says that a tensor belongs to the text model of a multimodal one."""
-
-_TEXT_PARTS = (
-    *("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."),
-    *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_"),
-)
 
 _CODE_TYPES = ("I8", "F8_", "F6_", "F4")
 """Beginnings of types that only quantized tensors have; masks are U8, BOOL or whole numbers."""
@@ -141,9 +134,9 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
     tensors = with_quantized_weights(schemes, stored) if schemes else dict(stored)
     weights = [tensor for tensor in tensors.values() if isinstance(tensor, StoredWeight)]
     unused = [name for weight in weights for name in weight.unused]
-    if any(_TEXT_MODEL in tensor.stored_name for tensor in stored.values()):
-        unused += [name for name in tensors if not name.startswith(_TEXT_PARTS)]
-        tensors = {name: tensors[name] for name in tensors if name.startswith(_TEXT_PARTS)}
+    others = of_other_parts(tensors, (tensor.stored_name for tensor in stored.values()))
+    unused += [name for name in tensors if name in others]
+    tensors = {name: tensors[name] for name in tensors if name not in others}
     return Checkpoint(tuple(files), tensors, opened, unused)
 
 
@@ -153,13 +146,13 @@ def _stored_tensors(files: Iterable[Path], opened: OpenFiles) -> dict[str, Store
     stored: dict[str, StoredTensor] = {}
     for file in files:
         for described in describe(file, opened):
-            tensor = replace(described, name=_text_name(described.name))
+            tensor = replace(described, name=text_name(described.name))
             other = stored.setdefault(tensor.name, tensor)
             if other.file != file:
                 raise BadCheckpoint(f"{file}: {tensor.name} is also in {other.file.name}")
             if other is not tensor:
                 raise BadCheckpoint(
-                    f"{file}: two tensors have the same name without {_TEXT_MODEL!r}"
+                    f"{file}: two tensors have the same name without {TEXT_MODEL!r}"
                 )
     return stored
 
@@ -198,15 +191,6 @@ def _weight_files(model_dir: Path) -> list[Path]:
             " refused because loading them may run any code: convert them to safetensors"
         )
     raise BadCheckpoint(f"{model_dir} holds no *.safetensors file")
-
-
-def _text_name(name: str) -> str:
-    """The name of a tensor in the text model alone, such as `model.norm.weight` of
-    `language_model.model.norm.weight` and `model.language_model.norm.weight`."""
-    outer, found, inner = name.partition(_TEXT_MODEL)
-    if not found or outer not in ("", "model."):
-        return name
-    return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
 
 
 def has_own_head(model: type[NativeModel], checkpoint: Checkpoint) -> bool:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata, StateUnits
 from pagewire_kernels.reference.backend import LayerKernels
+from pagewire_kernels.reference.states import MAX_CONVOLUTION_WIDTH
 from worker_service.distributed.layout import Layout, Shard, consecutive
+from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerState, StateArray
 from worker_service.models.linear import Linear, RowParallelLinear
@@ -28,8 +30,14 @@ def convolution_state(num_channels: int, width: int, dtype: torch.dtype) -> Stat
     """The inputs that a convolution keeps: of each channel the last ones, all but one of which the
     next row needs.
 
-    num_channels: of this rank; width: rows that a sum extends over; dtype: of the inputs.
+    num_channels: of this rank; width: rows that a sum extends over; dtype: of the inputs. Raises
+    UnsupportedModel for a width that the kernels do not have.
     """
+    if not 2 <= width <= MAX_CONVOLUTION_WIDTH:
+        expected = f"2 to {MAX_CONVOLUTION_WIDTH}"
+        raise UnsupportedModel(
+            f"config.json: width of convolutions: expected {expected}, got {width}"
+        )
     return units_of_channels(num_channels, width - 1, dtype)
 
 

@@ -693,6 +693,33 @@ def test_modules_that_the_settings_do_not_name_are_a_warning(
     assert ("PEFT would not" not in caplog.text) == is_named
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_multimodal_model_changes_the_text_model(
+    prefix: str, edited: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its names are those that the text model has in the other one, also in patterns."""
+    settings = json.loads((edited / CONFIG_FILE).read_text())
+    changed = {
+        "target_modules": rf".*{prefix}.*_proj",
+        "alpha_pattern": {rf"{prefix}layers.1.*": 3},
+    }
+    plain = {"target_modules": r".*_proj", "alpha_pattern": {r"model.layers.1.*": 3}}
+    (edited / CONFIG_FILE).write_text(json.dumps(settings | plain))
+    expected = read_peft(edited)
+    (edited / CONFIG_FILE).write_text(json.dumps(settings | changed))
+    tensors = load_file(edited / WEIGHTS_FILE)
+    renamed = {name.replace(".model.model.", f".model.{prefix}"): tensors[name] for name in tensors}
+    vision = "base_model.model.model.vision_tower.layers.0.fc1.lora_"
+    renamed |= {f"{vision}A.weight": torch.ones(4, 8), f"{vision}B.weight": torch.ones(8, 4)}
+    save_file(renamed, edited / WEIGHTS_FILE)
+    found = read_peft(edited)
+    assert found.info == expected.info
+    assert "not of the text model" in caplog.text
+    assert "model.vision_tower.layers.0.fc1" in caplog.text
+    here = executor("llama")
+    assert generate(here, [here.adapters.load(str(edited)).digest])[0][0]
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -54,6 +54,31 @@ def test_words_that_are_not_full_and_groups_of_targets(tmp_path: Path) -> None:
     assert_same(*make_quantized(tmp_path, settings, quantize, intermediate_size=100))
 
 
+def test_targets_may_be_names_inside_a_multimodal_model(tmp_path: Path) -> None:
+    """As the checkpoint stores them, not as the text model alone is named."""
+    four, eight = {"num_bits": 4, "group_size": 32}, {"num_bits": 8, "group_size": 32}
+
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        return compressed(weight, "pack-quantized", **(eight if "mlp" in module else four))
+
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "attention": {"targets": ["Linear"], "weights": four},
+            "mlp": {"targets": [r"re:model\.language_model\..*\.mlp\."], "weights": eight},
+        },
+    }
+    path, reference = make_quantized(tmp_path, settings, quantize, intermediate_size=128)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+
+    edit_tensors(path, rename)
+    assert_same(path, reference)
+
+
 def test_older_forms_of_compressed_tensors_are_read(tmp_path: Path) -> None:
     """Zero points of a byte each, and groups in the order of activations."""
 

@@ -125,6 +125,22 @@ def test_a_setting_of_another_kind_is_named_before_the_model_is_loaded(
         _refuse(llama)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        ("nemotron_h", "mamba_hidden_act", "gelu", "mamba_hidden_act: expected silu, got gelu"),
+        ("lfm2", "conv_L_cache", 1, "width of convolutions: expected 2 to 8, got 1"),
+    ],
+)
+def test_a_part_with_a_state_that_is_not_computed_is_refused(
+    family: str, key: str, value: object, message: str, tmp_path: Path
+) -> None:
+    path = copy_checkpoint(family, tmp_path)
+    edit_config(path, **{key: value})
+    with pytest.raises(UnsupportedModel, match=message):
+        load(path)
+
+
 def test_a_model_without_an_activation_is_refused(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "hidden_act": None}))

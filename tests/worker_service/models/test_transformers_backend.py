@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.batch import RowAdapters, StepBatch
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
-from tests.support.loading import load
+from tests.support.loading import assert_same, load
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle
 from worker_service.errors import UnsupportedModel
 from worker_service.loader.trial import try_model
 from worker_service.models.kv_cache_spec import KVCacheSpec
+from worker_service.models.transformers_backend.model import TransformersModel
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -183,3 +184,11 @@ class _Misplaced:
 def test_a_model_that_ignores_positions_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="a sequence computed in chunks has other logits"):
         try_model(_Misplaced(), torch.device("cpu"), 16)
+
+
+def test_a_head_that_calls_a_part_of_its_model_computes_the_same_logits(tmp_path: Path) -> None:
+    """OPT, with an activation that our own layers do not have."""
+    path = make_checkpoint("opt", tmp_path / "opt", activation_function="quick_gelu")
+    loaded = load(path)
+    assert isinstance(loaded.model, TransformersModel)
+    assert_same(loaded, path)

@@ -15,6 +15,7 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     gated_mlp,
     head_dim_of,
+    require,
     rotary_of,
     routing,
     with_keys,
@@ -305,6 +306,7 @@ def nemotron_h_settings(config: Config) -> DecoderSettings:
     if config.get("sliding_window"):
         raise NotNative("sliding_window")
     norm = NormSpec(eps=config.get("layer_norm_epsilon", 1e-5))
+    require(config, "mamba_hidden_act", "silu")
     bias = bool(config.get("mamba_proj_bias", False))
     mamba = mamba2_of(
         config,

@@ -401,6 +401,11 @@ class _DecoderOutput(MoeModelOutputWithPast):
 class _PassThrough(nn.Module):
     """Replaces the decoder; returns its input, the hidden states."""
 
+    @property
+    def decoder(self) -> "_PassThrough":
+        """The part of it that some models call instead, such as OPT."""
+        return self
+
     def forward(self, *absent: None, inputs_embeds: Tensor, **others: Any) -> _DecoderOutput:
         return _DecoderOutput(last_hidden_state=inputs_embeds)
 
