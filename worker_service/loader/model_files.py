@@ -11,6 +11,7 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +304,12 @@ ASSET_NAMES = (
     "chat_template.json",
 )
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
-_SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
+_SENTENCE_PIECES, _TEKKEN = "tokenizer.model", "tekken.json"
+_SAMPLE = "a b"
+"""A text that is tokens in every vocabulary; the library makes an empty one where it finds no file
+that it knows."""
+
+_SLOW_TOKENIZER_FILES = (_SENTENCE_PIECES, "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 
 
 def iter_assets(
@@ -364,17 +370,22 @@ def _in_lower_case(tokenizer: bytes) -> bytes:
 
 def _converted_tokenizer(model_dir: Path) -> bytes | None:
     """A `tokenizer.json` converted from a slow tokenizer's files; None if there are none, or if
-    `transformers` cannot convert them."""
+    `transformers` cannot convert them, which is logged."""
     if not any(any(model_dir.glob(pattern)) for pattern in _SLOW_TOKENIZER_FILES):
+        if any(model_dir.glob(_TEKKEN)):
+            logger.warning("%s is not read, only a tokenizer.json is", _TEKKEN)
         return None
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, use_fast=True, trust_remote_code=False)
+        if not tokenizer(_SAMPLE, add_special_tokens=False).input_ids:
+            raise ValueError(f"what it finds in the files has no tokens for {_SAMPLE!r}")
     except Exception as error:  # tokenizers raise anything; the model can be served without one
-        logger.warning(
-            "tokenizer cannot be converted to tokenizer.json error=%s", str(error).splitlines()[:1]
-        )
+        problem = str(error).splitlines()[:1]
+        if (model_dir / _SENTENCE_PIECES).is_file() and find_spec("sentencepiece") is None:
+            problem = [f"{_SENTENCE_PIECES} needs the package sentencepiece"]
+        logger.warning("tokenizer cannot be converted to tokenizer.json error=%s", problem)
         return None
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

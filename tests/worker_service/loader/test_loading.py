@@ -270,6 +270,27 @@ def test_a_tokenizer_of_the_older_form_is_converted(tmp_path: Path) -> None:
     assert Tokenizer.from_str(content.decode()).encode("ab ab").ids == [3, 4, 3]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("vocab.json", '{"a": 0, "b": 1}', "has no tokens for 'a b'"),
+        ("tokenizer.model", "no pieces", "tokenizer.model"),
+        ("tekken.json", "{}", "tekken.json is not read, only a tokenizer.json is"),
+    ],
+)
+def test_files_that_are_no_tokenizer_are_named_and_not_an_empty_one(
+    name: str, content: str, problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library makes an empty vocabulary where it does not find what it looks for."""
+    (tmp_path / name).write_text(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer"})
+    )
+    assert "tokenizer.json" not in dict(iter_assets(tmp_path))
+    assert problem in caplog.text
+
+
 def test_a_model_without_a_tokenizer_is_loaded_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
