@@ -74,6 +74,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
         "text encoder; supported families of these are Bert, ",
     ),
+    "CamembertForCausalLM": (
+        "CamembertConfig",
+        {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"} | {"is_decoder": True},
+        "its positions are not 0, 1, 2",
+    ),
     "PhiForCausalLM": (
         "PhiConfig",
         {

@@ -372,22 +372,36 @@ class TransformersModel:
     @torch.inference_mode()
     def _trial_spec(self, config: Any, context: ModelContext) -> KVCacheSpec:
         """Run two tokens without a cache, and derive the cache's shape from the attention calls."""
-        tokens = torch.zeros(2, dtype=torch.int64, device=context.device)
+        padding = getattr(config, "pad_token_id", None)  # which has no position in some models
+        tokens = torch.full((2,), int(padding == 0), dtype=torch.int64, device=context.device)
         calls: list[AttentionCall] = []
         self._state.calls = calls
         try:
-            self._run(tokens, torch.arange(2, device=context.device))
+            hidden = self._run(tokens, torch.arange(2, device=context.device))
         except Exception as error:  # a model's own code may raise anything
             raise UnsupportedModel(
                 f"{self.architecture} cannot be served: a trial run failed with"
                 f" {type(error).__name__}: {error}"
             ) from error
         spec = cache_spec(self.architecture, config, calls, self.max_model_len)
+        if context.generates:
+            self._require_plain_positions(tokens, hidden)
         if context.generates and not spec.layers:
             raise UnsupportedModel(
                 f"{self.architecture} cannot be served: its attention is not causal"
             )
         return spec if context.cache_dtype is None else replace(spec, dtype=context.cache_dtype)
+
+    def _require_plain_positions(self, tokens: Tensor, hidden: Tensor) -> None:
+        """Raise UnsupportedModel unless the model numbers positions from 0 on, as RoBERTa does not.
+        hidden: of these tokens with such positions."""
+        self._state.calls = []  # of no further use
+        with self._ops:
+            output = self._decoder(input_ids=tokens.unsqueeze(0), use_cache=False)
+        if not torch.equal(output.last_hidden_state[0], hidden):
+            raise UnsupportedModel(
+                f"{self.architecture} cannot be served: its positions are not 0, 1, 2, …"
+            )
 
 
 @dataclass
