@@ -127,7 +127,7 @@ class ModelInfo(_message.Message):
     name: _builtins.str
     """The name that clients use in GenerateRequest.model."""
     fingerprint: _builtins.str
-    """Hash of the configuration, the tokenizer files and the headers of the weight files.
+    """Hash of the configuration, the tokenizer files, and headers and samples of weight files.
     The core refuses workers with the same name and another fingerprint.
     """
     architecture: _builtins.str

@@ -320,6 +320,10 @@ def test_the_fingerprint_differs_between_models_but_not_between_copies(tmp_path:
     copied = Path(shutil.copytree(original, tmp_path / "copy"))
     assert fingerprint(copied) == fingerprint(original)
     assert fingerprint(copied, "dummy") != fingerprint(original)
+    edit_tensors(copied, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].mul_(1.01))
+    assert fingerprint(copied) != fingerprint(original)  # another version of the same model
+    shutil.copy(original / "model.safetensors", copied)
+    assert fingerprint(copied) == fingerprint(original)
     assert fingerprint(make_checkpoint("llama", tmp_path / "other", hidden_size=32)) != fingerprint(
         original
     )
