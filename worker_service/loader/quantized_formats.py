@@ -242,7 +242,9 @@ class StoredWeight(CheckpointTensor):
 
     def _unpack(self, words: Tensor) -> Tensor:
         """Unpack the codes of words along the last dimension, to uint8."""
-        packed, order = words.contiguous().view(torch.uint8), self.scheme.format.nibbles
+        # Flat first: a single word is contiguous whatever its strides, which the view needs.
+        packed = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
+        order = self.scheme.format.nibbles
         if self.scheme.bits == 8:
             return packed
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

@@ -53,6 +53,20 @@ def test_settings_of_some_modules_take_precedence(tmp_path: Path) -> None:
     assert_same(*make_quantized(tmp_path, {**GPTQ, "dynamic": dynamic}, quantize))
 
 
+def test_layers_with_the_inputs_of_a_single_word_are_read(tmp_path: Path) -> None:
+    """Gemma 4's embeddings of layers, in a tiny model."""
+
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        rounded = integers(weight, 4, size=8, symmetric=False)
+        return gptq(rounded, 4), rounded.values
+
+    settings = {**GPTQ, "group_size": 8}
+    path, reference = make_quantized(tmp_path, settings, quantize, family="gemma4_shared")
+    words = load_file(path / "model.safetensors")
+    assert 1 in {len(part) for name, part in words.items() if name.endswith("qweight")}
+    assert_same(path, reference)
+
+
 ACT_ORDER = FORMATS["gptq with ordered groups"]
 
 
