@@ -192,7 +192,24 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise BadCheckpoint(f"{model_dir / 'config.json'} names no architecture")
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise BadCheckpoint(f"config.json: text_config: expected an object, got {text!r}")
+    for holder in (config, text):
+        _require_sizes(holder)
     return _text_part(config)
+
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _require_sizes(config: Mapping[str, Any]) -> None:
+    """Raise BadCheckpoint unless the sizes that all models have are positive, where they are
+    given."""
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise BadCheckpoint(f"config.json: {key}: expected a positive number, got {value!r}")
 
 
 _TEXT_MODELS = {
@@ -229,6 +246,8 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
         read = AutoConfig.for_model(**copy.deepcopy(config))
     except (ValueError, TypeError, KeyError):
         return config  # which is refused by name
+    except Exception as error:  # the library's own for values of another kind, by field
+        raise BadCheckpoint(f"config.json: {' '.join(str(error).split())}") from error
     # The whole model's keys, as far as it has them, apply to its text model.
     outer = {key: config.get(key, text.get(key)) for key in _OF_BOTH}
     tied = {"tie_word_embeddings": read.tie_word_embeddings}

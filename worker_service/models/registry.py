@@ -88,7 +88,6 @@ def _settings_of(config: Mapping[str, Any]) -> ModelSettings | None:
     if architecture not in NATIVE_MODELS:
         return None
     read_settings, model = NATIVE_MODELS[architecture]
-    _require_sizes(config)
     try:
         settings = read_settings(config)
     except KeyError as error:
@@ -110,18 +109,6 @@ def _settings_of(config: Mapping[str, Any]) -> ModelSettings | None:
     if any(map(config.get, of_tokens)):  # its labels are rows of the LM head
         return settings
     return replace(settings, num_labels=len(pooling_facts(config, PoolingFacts()).labels))
-
-
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-
-
-def _require_sizes(config: Mapping[str, Any]) -> None:
-    """Raise BadCheckpoint unless the sizes that all models have are positive, where they are
-    given."""
-    for key in _SIZES:
-        value = config.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise BadCheckpoint(f"config.json: {key}: expected a positive number, got {value!r}")
 
 
 def _require_numbers(settings: Any, place: str = "") -> None:

@@ -126,6 +126,37 @@ def test_a_setting_of_another_kind_is_named_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", "64", "hidden_size: expected a positive number, got '64'"),
+        ("num_attention_heads", 0, "num_attention_heads: expected a positive number, got 0"),
+        ("hidden_act", 5, "config.json: .*'hidden_act' expected str, got int"),
+        ("layer_types", ["full_attention"], "config.json: .*`layer_types`"),
+        ("text_config", "x", "text_config: expected an object, got 'x'"),
+    ],
+)
+def test_settings_of_another_kind_are_named_of_models_of_transformers_too(
+    key: str, value: object, message: str, tmp_path: Path
+) -> None:
+    path = copy_checkpoint("phi", tmp_path)
+    edit_config(path, **{key: value})
+    with pytest.raises(BadCheckpoint, match=message):
+        load(path)
+
+
+@pytest.mark.parametrize("of_text", [{"hidden_size": "x"}, {"sliding_window": "x"}])
+def test_settings_of_another_kind_are_named_of_multimodal_models_too(
+    of_text: dict[str, object], tmp_path: Path
+) -> None:
+    path = copy_checkpoint("gemma3", tmp_path)
+    text = {"model_type": "gemma3_text", **of_text}
+    architectures = ["Gemma3ForConditionalGeneration"]
+    edit_config(path, architectures=architectures, model_type="gemma3", text_config=text)
+    with pytest.raises(BadCheckpoint, match=f"config.json: .*{next(iter(of_text))}"):
+        load(path)
+
+
+@pytest.mark.parametrize(
     ("family", "key", "value", "message"),
     [
         ("nemotron_h", "mamba_hidden_act", "gelu", "mamba_hidden_act: expected silu, got gelu"),

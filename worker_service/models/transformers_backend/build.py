@@ -206,6 +206,8 @@ def _read_config(model_dir: Path, hf_config: Mapping[str, Any], trust_remote_cod
             f"{hf_config['architectures'][0]} cannot be served: transformers does not know it:"
             f" {reason}"
         ) from error
+    except Exception as error:  # the library's own for values of another kind, by field
+        raise BadCheckpoint(f"config.json: {' '.join(str(error).split())}") from error
     if hasattr(config, "quantization_config"):  # the tensors are dequantized by our loader
         del config.quantization_config
     return config
