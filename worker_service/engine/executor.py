@@ -197,18 +197,22 @@ class ModelThread:
     Waiting for a GPU must not delay the launch of the next step. And waking the event loop takes a
     system call, which passes the interpreter lock to the loop for as long as it has messages to
     handle: the device would be idle for milliseconds between two steps. The second thread gets the
-    lock when the next step releases it, that is, while the device computes.
+    lock when the next step releases it, that is, while the device computes. If no step is queued,
+    and there is nothing to wait for, the result is reported by the first thread: handing it over
+    would only delay it.
     """
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._sequels: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_sequels = self._num_done_sequels = 0
+        """Those that the second thread was given, and that it has run. One thread changes each."""
         self._busy_since: dict[str, float] = {}
         """When the present job began, in monotonic seconds, by thread; none for idle threads."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
         self._follow_up = threading.Thread(
-            target=self._run_jobs, args=(self._sequels,), name="model-sequels", daemon=True
+            target=self._run_sequels, name="model-sequels", daemon=True
         )
         self._follow_up.start()
 
@@ -236,12 +240,18 @@ class ModelThread:
         self.post(job)
         return await asyncio.wrap_future(future)
 
-    def follow_up(self, sequel: Callable[[], None]) -> None:
+    def follow_up(self, sequel: Callable[[], None], *, may_wait: bool = True) -> None:
         """Run `sequel` on the second thread, in the order of these calls; called by jobs.
 
-        It may wait for the device, and must handle its own exceptions.
+        It must handle its own exceptions. may_wait: whether it may wait, as for the device; one
+        that does not runs at once, on this thread, if neither thread has anything else to do.
         """
-        self._sequels.put(sequel)
+        is_idle = self._num_done_sequels == self._num_sequels and self._jobs.empty()
+        if not may_wait and is_idle:
+            sequel()
+        else:
+            self._num_sequels += 1
+            self._sequels.put(sequel)
 
     def stop(self, *, wait_s: float) -> bool:
         """End both threads after their queued jobs, and wait for that at most `wait_s` seconds.
@@ -255,16 +265,21 @@ class ModelThread:
         return not self._thread.is_alive() and not self._follow_up.is_alive()
 
     def _run(self) -> None:
-        self._run_jobs(self._jobs)
+        while (job := self._jobs.get()) is not None:
+            self._run_job(job)
         self._sequels.put(None)
 
-    def _run_jobs(self, jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+    def _run_sequels(self) -> None:
+        while (sequel := self._sequels.get()) is not None:
+            self._run_job(sequel)
+            self._num_done_sequels += 1
+
+    def _run_job(self, job: Callable[[], None]) -> None:
         name = threading.current_thread().name
-        while (job := jobs.get()) is not None:
-            self._busy_since[name] = time.monotonic()
-            try:
-                job()
-            except Exception:  # a bug in a job; later streams need this thread
-                logger.exception("unhandled error thread=%s", name)
-            finally:
-                del self._busy_since[name]
+        self._busy_since[name] = time.monotonic()
+        try:
+            job()
+        except Exception:  # a bug in a job; later streams need this thread
+            logger.exception("unhandled error thread=%s", name)
+        finally:
+            del self._busy_since[name]

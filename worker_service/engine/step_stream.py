@@ -18,7 +18,7 @@ import numpy as np
 from worker_service.block_transfer.leases import LeasedBlocks
 from worker_service.block_transfer.transfers import Transfers
 from worker_service.engine.cached_blocks import CachedBlocks
-from worker_service.engine.executor import ModelThread, Runner, Step
+from worker_service.engine.executor import FinishedStep, ModelThread, Runner, Step
 from worker_service.engine.step_stats import StepLog, StepMeter
 from worker_service.engine.tracing import StreamTraces
 from worker_service.errors import GroupBroken, LeaseDenied, OutOfOrder, StepFailed, WorkerError
@@ -160,7 +160,8 @@ class StepStream:
             self._fail(_failure(plan, error))
         else:
             self._cached_blocks.finish(plan)
-            self._thread.follow_up(lambda: self._collect(plan, step))
+            may_wait = not isinstance(step, FinishedStep) or _has_no_work(plan)
+            self._thread.follow_up(lambda: self._collect(plan, step), may_wait=may_wait)
             if _moves_targets(plan):
                 self._begin_fetches(plan)
 
@@ -171,7 +172,7 @@ class StepStream:
             self._thread.follow_up(lambda: self.transfers.begin_fetches(plan))
 
     def _collect(self, plan: StepPlan, step: Step) -> None:
-        """Runs on the follow-up thread."""
+        """Runs on the follow-up thread, or after the launch if there is nothing to wait for."""
         if self._has_failed:
             return
         try:

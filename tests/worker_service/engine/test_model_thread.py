@@ -25,6 +25,45 @@ async def test_what_follows_jobs_is_done_in_order_beside_them() -> None:
     assert done == [(number, "model-sequels") for number in range(100)]
 
 
+async def test_what_waits_for_nothing_is_done_at_once_if_nothing_else_is_queued() -> None:
+    thread = ModelThread()
+    done: list[tuple[str, str]] = []
+
+    def follow_up(name: str, *, may_wait: bool = False) -> None:
+        def sequel() -> None:
+            done.append((name, threading.current_thread().name))
+
+        thread.follow_up(sequel, may_wait=may_wait)
+
+    await thread.run(lambda: follow_up("alone"))
+    assert done == [("alone", "model")]
+    began, may_post = threading.Event(), threading.Event()
+
+    def before_another() -> None:
+        began.set()
+        assert may_post.wait(60)
+        follow_up("before a job")
+
+    thread.post(before_another)
+    assert await asyncio.to_thread(began.wait, 60)
+    thread.post(lambda: None)
+    may_post.set()
+    await until(lambda: len(done) == 2, "the second thread ran it")
+    assert done[-1] == ("before a job", "model-sequels")
+    may_end = threading.Event()
+
+    def behind_another() -> None:
+        thread.follow_up(lambda: may_end.wait(60))
+        follow_up("behind one that waits")
+
+    await thread.run(behind_another)
+    assert len(done) == 2
+    may_end.set()
+    await until(lambda: len(done) == 3, "the second thread ran both")
+    assert done[-1] == ("behind one that waits", "model-sequels")
+    thread.stop(wait_s=10)
+
+
 async def test_jobs_go_on_while_what_follows_one_waits() -> None:
     thread = ModelThread()
     may_end = threading.Event()
