@@ -1,10 +1,11 @@
-"""Running several coroutines until the first one ends or fails."""
+"""Running several coroutines until the first one ends or fails, and ending a part of one."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,45 @@ async def run_until_first(*coroutines: Coroutine[Any, Any, object]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Interrupted(Exception):
+    """`Interruptible.interrupt` was called."""
+
+
+class Interruptible:
+    """A context that others may end: it then raises Interrupted, as `asyncio.timeout` does when it
+    is late. Without a task of its own for what runs in it, its end needs no further turns of the
+    event loop."""
+
+    _task: asyncio.Task[Any] | None = None
+    _num_cancellations = 0
+    _is_interrupted = False
+
+    def __enter__(self) -> Self:
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        self._num_cancellations = task.cancelling()
+        return self
+
+    def interrupt(self) -> None:
+        """End the context; no effect on one that has ended."""
+        if self._task is not None and not self._is_interrupted:
+            self._is_interrupted = True
+            self._task.cancel()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None
+        if not self._is_interrupted or task is None:
+            return
+        is_only = task.uncancel() <= self._num_cancellations
+        if is_only and kind is asyncio.CancelledError:
+            raise Interrupted from None
 
 
 async def until_failure(tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -220,14 +220,13 @@ class EngineOutputs:
 
     def __bool__(self) -> bool:
         """Whether there are any outputs."""
-        return bool(self.token_handles) or self.has_more_than_tokens
+        return bool(self.token_handles or self.accepted) or self.has_urgent
 
     @property
-    def has_more_than_tokens(self) -> bool:
-        """Whether there are outputs besides tokens and their log probabilities."""
+    def has_urgent(self) -> bool:
+        """Whether there are outputs besides acceptances, tokens and their log probabilities."""
         return bool(
-            self.accepted
-            or self.prompt_logprobs
+            self.prompt_logprobs
             or self.vectors
             or self.choices_finished
             or self.requests_finished

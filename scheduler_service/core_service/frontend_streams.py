@@ -24,16 +24,22 @@ from scheduler_service.core_service.counters import EventCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
 from scheduler_service.status_codes import rpc
-from scheduler_service.tasks import run_until_first, shielded
 
 logger = logging.getLogger(__name__)
 
 
-class HoldTimes:
-    """The hold time of each live request of the frontend.
+ACCEPTANCE_HOLD_S = 0.01
+"""How long the acceptance of a text may wait for its vector, with which it then shares a message: a
+message of its own would take both processes time while a short text is computed. The frontend needs
+to know of it only once texts are refused, or the core is gone."""
 
-    Tokens wait as long as the request with the shortest hold time allows. All other outputs are
-    sent at once, together with the tokens that wait.
+
+class HoldTimes:
+    """The hold time of each live request of the frontend that generates tokens.
+
+    Tokens wait as long as the request with the shortest hold time allows, acceptances of texts to
+    be pooled for `ACCEPTANCE_HOLD_S`. All other outputs are sent at once, together with those that
+    wait.
     """
 
     def __init__(self) -> None:
@@ -63,11 +69,13 @@ class HoldTimes:
             self.end(finished.handle)
         for handle, _ in outputs.requests_failed:
             self.end(handle)
-        if outputs.has_more_than_tokens:
+        if outputs.has_urgent or not self._holds_s.keys().isdisjoint(outputs.accepted):
             return 0.0
+        if not outputs.token_handles:
+            return ACCEPTANCE_HOLD_S
         if self._shortest_s is None:
             self._shortest_s = min(self._holds_s.values(), default=0.0)
-        return self._shortest_s
+        return min(self._shortest_s, ACCEPTANCE_HOLD_S) if outputs.accepted else self._shortest_s
 
 
 LAST_WRITE_TIMEOUT_S = 1.0
@@ -88,8 +96,10 @@ class FrontendStream:
         self._wake = asyncio.Event()
         self._hold_times = HoldTimes()
         self._hold: asyncio.TimerHandle | None = None
-        """The timer that ends the wait of tokens."""
+        """The timer that ends the wait of tokens and acceptances."""
         self._closed: Exception | None = None
+        self._has_ended = False
+        """Whether nothing more is written."""
 
     def deliver(self, outbox: EngineOutputs) -> None:
         """Add to the next message, and send it as soon as its requests require."""
@@ -97,8 +107,13 @@ class FrontendStream:
         delay_s = self._hold_times.delay_s(outbox)
         if delay_s == 0:
             self._wake.set()
-        elif self._hold is None:
-            self._hold = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
+            return
+        loop = asyncio.get_running_loop()
+        if self._hold is not None:
+            if self._hold.when() <= loop.time() + delay_s:
+                return
+            self._hold.cancel()
+        self._hold = loop.call_later(delay_s, self._wake.set)
 
     def announce_models(self, models: pb.ServedModels) -> None:
         """Announce in the next message which models can be served."""
@@ -146,6 +161,25 @@ class FrontendStream:
             logger.exception("request failed request_id=%s", submit.request_id)
             self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
 
+    async def run(self, context: Context) -> None:
+        """Read and write until the frontend ends the stream, or it is closed; raises the error that
+        was given to `close`."""
+        reading = asyncio.create_task(self.read_all(context))
+        writing = asyncio.create_task(self.write_all(context))
+        try:
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (reading, writing):
+                if task.done():
+                    task.result()
+        finally:
+            reading.cancel()
+            # A call whose write was cut off cannot be given a status.
+            self._has_ended = True
+            self._wake.set()
+            await asyncio.wait({writing}, timeout=LAST_WRITE_TIMEOUT_S)
+            writing.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
     async def read_all(self, context: Context) -> None:
         """Apply messages until the frontend ends the stream.
 
@@ -159,11 +193,11 @@ class FrontendStream:
         """Send outputs as they come; raises the error that was given to `close`."""
         while True:
             await self._wake.wait()
+            if self._has_ended:
+                return
             self._wake.clear()
             if (message := self._next_message()) is not None:
-                await shielded(
-                    context.write(pb.AttachResponse(message=message)), LAST_WRITE_TIMEOUT_S
-                )
+                await context.write(pb.AttachResponse(message=message))
             if self._pending.vectors:
                 self._wake.set()
             if self._closed is not None and not self._wake.is_set():
@@ -241,7 +275,7 @@ class FrontendStreams:
         stream = self._open(first.message)
         try:
             stream.apply(first.message)
-            await run_until_first(stream.read_all(context), stream.write_all(context))
+            await stream.run(context)
         finally:
             self._leave(stream)
 

@@ -5,7 +5,13 @@ import gc
 
 import pytest
 
-from scheduler_service.tasks import run_until_first, shielded, until_failure
+from scheduler_service.tasks import (
+    Interrupted,
+    Interruptible,
+    run_until_first,
+    shielded,
+    until_failure,
+)
 
 
 async def test_a_write_that_is_under_way_ends_before_what_cancels_it_goes_on() -> None:
@@ -80,3 +86,39 @@ async def test_the_failure_of_a_background_task_is_logged_and_raised(
     [record] = caplog.records
     assert "background task failed" in record.message
     assert record.exc_info
+
+
+async def test_an_interrupted_context_raises_and_its_task_continues() -> None:
+    with pytest.raises(Interrupted), Interruptible() as context:  # noqa: PT012
+        asyncio.get_running_loop().call_soon(context.interrupt)
+        await asyncio.Event().wait()
+    context.interrupt()
+    await asyncio.sleep(0)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_a_cancelled_task_ends_with_its_cancellation_in_an_interrupted_context() -> None:
+    began = asyncio.Event()
+    context = Interruptible()
+
+    async def wait() -> None:
+        with context:
+            began.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(wait())
+    await began.wait()
+    task.cancel()
+    context.interrupt()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_context_that_nothing_interrupts_passes_on_what_happens_in_it() -> None:
+    with Interruptible() as context:
+        await asyncio.sleep(0)
+    context.interrupt()
+    with pytest.raises(ZeroDivisionError), Interruptible():
+        raise ZeroDivisionError

@@ -32,6 +32,7 @@ from scheduler_service.frontend.models.served_models import FrontendModel
 from scheduler_service.frontend.pooling.inputs import Encoded, EncodedInput, Input, slice_of
 from scheduler_service.frontend.pooling.work import ALL, PoolingRequest, Work, resolve_work
 from scheduler_service.frontend.requests.pooled_text import PooledText
+from scheduler_service.tasks import Interrupted, Interruptible
 
 INLINE_CHARS = 1024
 """Inputs up to this length together are tokenized on the event loop, in less time than a thread
@@ -114,7 +115,7 @@ class PoolingCall:
         if deadline is not None:
             late = DeadlineExceeded("the call's deadline has passed")
             self._call_later(deadline - self.arrived, self.fail, late)
-        self._reading: asyncio.Future[_First] | None = None
+        self._beginning = Interruptible()
         self._live: dict[PooledText, None] = {}
         """Texts at the core."""
         self._refused: deque[PooledText] = deque()
@@ -132,10 +133,10 @@ class PoolingCall:
     async def begin(self, reading: Coroutine[Any, Any, _First]) -> None:
         """Resolve the work of the call, whose first message, model and adapter `reading` returns.
         Raises PagewireError; the end of the call ends the wait."""
-        self._reading = asyncio.ensure_future(reading)
         try:
-            self.first, model, self.adapter = await self._reading
-        except asyncio.CancelledError:
+            with self._beginning:
+                self.first, model, self.adapter = await reading
+        except Interrupted:
             raise self.error or asyncio.CancelledError from None
         self.work = resolve_work(self.first, model)
         self._template = scheduler_pb.Submit(
@@ -366,8 +367,7 @@ class PoolingCall:
 
     def close(self) -> None:
         """Cancel what is left of the call, in any state."""
-        if self._reading is not None:
-            self._reading.cancel()
+        self._beginning.interrupt()
         for timer in self._timers:
             timer.cancel()
         for text in self._live:

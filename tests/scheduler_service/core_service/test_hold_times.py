@@ -14,7 +14,11 @@ from scheduler_service.core.request import (
     RequestTimings,
 )
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.frontend_streams import FrontendStream, HoldTimes
+from scheduler_service.core_service.frontend_streams import (
+    ACCEPTANCE_HOLD_S,
+    FrontendStream,
+    HoldTimes,
+)
 from scheduler_service.core_service.service import CoreService
 from scheduler_service.errors import QueueFull
 from tests.scheduler_service.core_service.conftest import Fleet
@@ -55,6 +59,18 @@ def test_all_other_news_are_told_at_once() -> None:
     )
 
 
+def test_the_acceptance_of_a_text_may_wait_for_its_vector() -> None:
+    holds = HoldTimes()
+    holds.begin(1, 0.5)
+    assert holds.delay_s(EngineOutputs(accepted=[2])) == ACCEPTANCE_HOLD_S
+    assert holds.delay_s(EngineOutputs(accepted=[2, 1])) == 0
+    tokens = EngineOutputs(accepted=[2], token_handles=[1], token_ids=[7])
+    assert holds.delay_s(tokens) == ACCEPTANCE_HOLD_S
+    holds.begin(3, 0.0)
+    assert holds.delay_s(tokens) == 0
+    assert holds.delay_s(EngineOutputs(accepted=[2], vectors=[(2, 0, b"")])) == 0
+
+
 def test_requests_whose_end_is_told_do_not_count_any_more() -> None:
     holds = HoldTimes()
     for handle, hold_s in enumerate((0.0, 0.2, 0.0, 0.5), start=1):
@@ -89,6 +105,18 @@ class Reader:
 
     async def write(self, response: pb.AttachResponse) -> None:
         self.token_ids += from_column(response.message.token_ids, "")
+
+
+async def test_tokens_do_not_wait_as_long_as_an_acceptance_that_waits_already() -> None:
+    driver = CoreDriver(SchedulerCore(SchedulerConfig()))
+    attachment, reader = FrontendStream("one", driver), Reader()
+    attachment.apply(pb.FrontendMessage(submits=[submission("one", 1, [7], max_hold_ms=LONG_MS)]))
+    writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
+    attachment.deliver(EngineOutputs(token_handles=[1], token_ids=[3]))
+    attachment.deliver(EngineOutputs(accepted=[2]))
+    await until(lambda: reader.token_ids == [3], "the token was sent with the acceptance")
+    writing.cancel()
+    driver.close()
 
 
 async def test_tokens_that_wait_are_told_in_time() -> None:

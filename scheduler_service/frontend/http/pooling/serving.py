@@ -21,6 +21,7 @@ from scheduler_service.frontend.http.request_body import convert, describe_body,
 from scheduler_service.frontend.models.served_models import FrontendModel
 from scheduler_service.frontend.pooling.service import PoolingAnswer
 from scheduler_service.frontend.pooling.work import PoolingRequest
+from scheduler_service.tasks import Interrupted, Interruptible
 
 PART_BYTES = 1 << 18
 """Longer answers are sent in parts of about this size, which take a few milliseconds to write. In
@@ -143,18 +144,18 @@ def in_client_terms(error: PagewireError, fields: Sequence[tuple[str, str]]) -> 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of work, which is cancelled if the client disconnects. Raises RequestAborted."""
-    tasks = running, _ = asyncio.create_task(work), asyncio.create_task(_disconnection(receive))
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not running.done():
-            raise RequestAborted("the client has disconnected")
-        return running.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        with Interruptible() as context:
+            watching = asyncio.create_task(_watch(receive, context))
+            try:
+                return await work
+            finally:
+                watching.cancel()
+    except Interrupted:
+        raise RequestAborted("the client has disconnected") from None
 
 
-async def _disconnection(receive: Receive) -> None:
+async def _watch(receive: Receive, context: Interruptible) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    context.interrupt()
