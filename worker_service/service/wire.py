@@ -6,10 +6,12 @@ refused here as `InvalidPlan`; contradictions to the worker's state are refused 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from pagewire.columns import Column, columns_of, pack
@@ -59,6 +61,11 @@ _NUMBERS = tuple(
 )
 """Sampling parameters that the message has under the same name."""
 
+_NO_SAMPLING = SamplerParams()
+"""Of sequences that are pooled."""
+
+_MAX_OUTPUT = int(max(RowOutput))
+
 _TIMINGS = tuple(field.name for field in fields(StepTimings))
 
 _CONTEXT_KINDS = {
@@ -77,9 +84,9 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
     columns = _decode_columns(message, num_rows=len(message.seq_ids) // 4)
     if (columns["num_tokens"] < 0).any():
         raise InvalidPlan("num_tokens", "expected no negative numbers")
-    if (columns["output"] > max(RowOutput)).any():
+    if (columns["output"] > _MAX_OUTPUT).any():
         got = columns["output"].max()
-        raise InvalidPlan("output", f"expected 0 to {max(RowOutput)} in each row, got {got}")
+        raise InvalidPlan("output", f"expected 0 to {_MAX_OUTPUT} in each row, got {got}")
     return StepPlan(
         epoch=message.epoch,
         step_id=message.step_id,
@@ -345,7 +352,7 @@ def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequenc
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
         sampling=(
-            SamplerParams()
+            _NO_SAMPLING
             if message.HasField("pooling")
             else _decode_sampling(message.sampling, f"{path}sampling")
         ),
@@ -467,9 +474,23 @@ def _encode(kind: type[AnyMessage], values: Any, **fields: Any) -> AnyMessage:
 def _decode_columns(message: Message, prefix: str = "", num_rows: int = 0) -> dict[str, Any]:
     """The columns of a message by name: [n], or [n, width] where an entry has several elements.
     Those of rows have `num_rows` entries, whether the message holds them or not."""
+    columns, absent = columns_of(message.DESCRIPTOR), _absent_columns(message.DESCRIPTOR)
     return {
-        name: _decode_column(column, getattr(message, name), f"{prefix}{name}", num_rows)
-        for name, column in columns_of(message.DESCRIPTOR).items()
+        name: _decode_column(columns[name], data, f"{prefix}{name}", num_rows)
+        if (data := getattr(message, name))
+        else np.full(num_rows, columns[name].absent, np.int32)
+        if empty is None
+        else empty
+        for name, empty in absent.items()
+    }
+
+
+@lru_cache
+def _absent_columns(descriptor: Descriptor) -> dict[str, Int32Array | Float32Array | None]:
+    """What the columns of a message type are by name if they are empty; None for those of rows."""
+    return {
+        name: None if column.has_rows else _decode_column(column, b"", name, 0)
+        for name, column in columns_of(descriptor).items()
     }
 
 
@@ -477,8 +498,6 @@ def _decode_column(
     column: Column, data: bytes, path: str, num_rows: int
 ) -> Int32Array | Float32Array:
     """The elements; integers are int32, whatever their width on the wire."""
-    if column.has_rows and not data:
-        return np.full(num_rows, column.absent, np.int32)
     if len(data) % column.entry_bytes:
         problem = f"expected a multiple of {column.entry_bytes} bytes, got {len(data)}"
         raise InvalidPlan(path, problem)

@@ -92,7 +92,9 @@ def lay_out(
         positions = np.repeat(firsts - query_start[:-1], query_lens) + np.arange(query_start[-1])
         token_row_ids = np.repeat(row_ids, query_lens)
     types = None if table.tables else _token_types(row_ids, query_lens, positions, table)
-    is_virtual = positions < table.num_virtual_tokens[token_row_ids]
+    has_virtual_tokens = bool(table.adapters) and bool(
+        (positions < table.num_virtual_tokens[token_row_ids]).any()
+    )
     return HostInputs(
         row_ids=row_ids,
         token_row_ids=token_row_ids,
@@ -111,7 +113,7 @@ def lay_out(
             for group, tables in enumerate(table.tables)
         ),
         adapters=tuple(_adapters(token_row_ids, table)) if table.adapters else (),
-        has_virtual_tokens=bool(table.adapters) and bool(is_virtual.any()),
+        has_virtual_tokens=has_virtual_tokens,
     )
 
 
@@ -216,10 +218,19 @@ def build_batch(
 def whole_texts(inputs: HostInputs, device: torch.device) -> StepBatch:
     """Copy the inputs of a model without cache groups to its device."""
     assert inputs.token_types is not None
+    num_texts = len(inputs.context_lens)
+    metadata = AttentionMetadata(
+        query_start=upload(inputs.query_start.astype(np.int32), device),
+        context_lens=upload(inputs.context_lens.astype(np.int32), device),
+        block_tables=torch.empty(num_texts, 0, dtype=torch.int32, device=device),
+        slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
+        max_query_len=inputs.max_query_len,
+        max_context_len=inputs.max_context_len,
+    )
     return StepBatch(
         token_ids=upload(inputs.token_ids, device),
         positions=upload(inputs.positions, device),
-        attention=(AttentionMetadata.of_texts(inputs.context_lens.tolist(), device),),
+        attention=(metadata,),
         caches=(),
         token_types=upload(inputs.token_types, device),
         adapters=_upload_adapters(inputs, device),

@@ -86,9 +86,10 @@ class Pooling:
     def pool(self, rows: StepRows, hidden: Tensor, table: SequenceTable) -> list[PooledRows]:
         """Queue what the rows bring, and keep what later rows of their texts need. hidden:
         [num_tokens, hidden_size], of the forward pass."""
-        spans = [*_spans(rows, table)]
+        ends = rows.ends()
+        spans = [*_spans(rows, ends, table)]
         by_head: dict[PoolingHead, list[_Span]] = defaultdict(list)
-        sums = self._sums(rows, spans, hidden)
+        sums = self._sums(ends[rows.computes], spans, hidden)
         for span in spans:
             if span.brings:
                 by_head[span.text.params.head].append(span)
@@ -104,14 +105,15 @@ class Pooling:
             for head, of_head in by_head.items()
         ]
 
-    def _sums(self, rows: StepRows, spans: list[_Span], hidden: Tensor) -> Tensor:
-        """float32 [num_computing, hidden_size]: sums of the texts whose mean is the vector."""
+    def _sums(self, ends: Int64Array, spans: list[_Span], hidden: Tensor) -> Tensor:
+        """float32 [num_computing, hidden_size]: sums of the texts whose mean is the vector. ends:
+        one past the last hidden state of each row that computes."""
         summed = [span for span in spans if span.text.params.type is PoolingType.MEAN]
         if not summed:
             return hidden.new_empty(0, dtype=torch.float32)
-        starts = np.concatenate([[0], rows.ends()[rows.computes]]).astype(np.int32)
-        shape = len(starts) - 1, hidden.shape[1]
-        sums = torch.zeros(shape, dtype=torch.float32, device=hidden.device)
+        starts = np.zeros(len(ends) + 1, np.int32)
+        starts[1:] = ends
+        sums = hidden.new_zeros(len(ends), hidden.shape[1], dtype=torch.float32)
         for span in summed:
             if span.text.partial is not None:
                 sums[span.place] = span.text.partial
@@ -119,8 +121,8 @@ class Pooling:
         return sums
 
 
-def _spans(rows: StepRows, table: SequenceTable) -> Iterator[_Span]:
-    ends, texts = rows.ends().tolist(), table.texts
+def _spans(rows: StepRows, all_ends: Int64Array, table: SequenceTable) -> Iterator[_Span]:
+    ends, texts = all_ends.tolist(), table.texts
     for place, row in enumerate(np.flatnonzero(rows.computes).tolist()):
         text = texts.get(int(rows.row_ids[row]))
         if text is not None:
@@ -135,14 +137,18 @@ def _num_vectors(span: _Span) -> int:
 
 def _pooled(spans: list[_Span], hidden: Tensor, sums: Tensor) -> Tensor:
     """float32 [all vectors, hidden_size]: chosen hidden states, and means."""
+    if all(span.text.params.type is PoolingType.MEAN for span in spans):
+        return _means(spans, sums)
     states: list[Int64Array] = []
-    means: list[tuple[int, int, int]] = []
+    means: list[_Span] = []
+    mean_places: list[int] = []
     firsts: list[tuple[int, Tensor]] = []
     place = 0
     for span in spans:
         kind, partial = span.text.params.type, span.text.partial
         if kind is PoolingType.MEAN:
-            means.append((place, span.place, span.position + span.end - span.start))
+            means.append(span)
+            mean_places.append(place)
         elif kind is PoolingType.CLS and partial is not None:
             firsts.append((place, partial))
         start = span.end - 1 if kind is PoolingType.LAST else span.start
@@ -150,8 +156,16 @@ def _pooled(spans: list[_Span], hidden: Tensor, sums: Tensor) -> Tensor:
         place += _num_vectors(span)
     pooled = hidden.index_select(0, upload(np.concatenate(states), hidden.device)).float()
     if means:
-        places, indices, lengths = upload(np.array(means).T.copy(), hidden.device)
-        pooled[places] = sums[indices] / lengths[:, None]
+        pooled[upload(np.array(mean_places), hidden.device)] = _means(means, sums)
     for place, first in firsts:
         pooled[place] = first
     return pooled
+
+
+def _means(spans: list[_Span], sums: Tensor) -> Tensor:
+    """float32 [len(spans), hidden_size]: the means of texts that end in these spans."""
+    places = [span.place for span in spans]
+    if len(places) < len(sums):
+        sums = sums[upload(np.array(places), sums.device)]
+    lengths = np.array([span.position + span.end - span.start for span in spans])
+    return sums / upload(lengths, sums.device)[:, None]

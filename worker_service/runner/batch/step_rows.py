@@ -70,6 +70,8 @@ class StepRows:
 
     def last_states(self) -> Int64Array:
         """[num_sampling]: the hidden states to sample from; a fork's is its parent's."""
+        if not len(self.sampling):
+            return self.sampling
         ends = self.ends()
         if len(self.forks):
             ends[self.forks] = ends[self.parents]

@@ -197,7 +197,8 @@ class SequenceTable:
         if len(plan.block_updates):
             updated = self.update_blocks(plan.block_updates)
         for row_id, sequence in new:
-            self._put_sampling(row_id, sequence)
+            if sequence.pooling is None:
+                self._put_sampling(row_id, sequence)
         if len(plan.appended_tokens):
             appended = self.append_chosen(plan.appended_tokens)
         if len(plan.saved_states):
@@ -293,6 +294,9 @@ class SequenceTable:
         return row_ids
 
     def _update_capacities(self, row_ids: Int64Array) -> None:
+        if not self.tables:
+            self.capacity[row_ids] = self.max_model_len
+            return
         ends = [tables.ends[row_ids] * tables.entry_tokens for tables in self.tables]
         limit = np.full(len(row_ids), self.max_model_len)
         self.capacity[row_ids] = np.min([limit, *ends], axis=0)
