@@ -158,6 +158,7 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.parser.should_upgrade():
             return
+        self.cycle.transport = _JoiningTransport(self.cycle, self.loop)  # type: ignore[assignment]
         if self.scope["http_version"] < "1.1":
             self._speak_1_0(self.cycle)
         if self._is_leaving.is_set():
@@ -261,6 +262,40 @@ class Connection(HttpToolsProtocol):
         """Close the connection, unless a request is being answered."""
         if not self._is_answering():
             self.transport.abort()
+
+
+class _JoiningTransport:
+    """The transport of an answer, which sends the head together with what follows it in the same
+    turn of the event loop: uvicorn writes them one by one, and each would wake the client."""
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._cycle, self._transport, self._loop = cycle, cycle.transport, loop
+        self._head = b""
+        self._flushing: asyncio.Handle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Keep the head; write it with what follows, and step aside."""
+        if self._flushing is None:
+            self._head, self._flushing = data, self._loop.call_soon(self._flush)
+        else:
+            self._head += data
+            self._flush()
+
+    def close(self) -> None:
+        """Close the connection after what was written."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._cycle.transport = self._transport
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
 
 
 class _BegunTransport:

@@ -20,10 +20,12 @@ class FakeTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
         self.written = b""
+        self.num_writes = 0
         self._is_closing = False
 
     def write(self, data: Any) -> None:
         self.written += data
+        self.num_writes += 1
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -48,6 +50,8 @@ class Exchange:
         self.headers: list[dict[bytes, bytes]] = []
         self.transport = FakeTransport()
         self.was_closed = False
+        self.before_body: asyncio.Event | None = None
+        """What the application awaits between the head and the body of its answers."""
         self._state = ServerState()
         self._connection = Connection(
             Config(self._app, interface="asgi3", lifespan="off", ws="none", log_config=None),
@@ -67,6 +71,8 @@ class Exchange:
         self.headers.append(dict(scope["headers"]))
         headers = [(b"content-length", b"2")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if self.before_body is not None:
+            await self.before_body.wait()
         await send({"type": "http.response.body", "body": b"ok"})
 
     async def send(self, *pieces: bytes) -> None:
@@ -114,6 +120,20 @@ async def test_an_offer_to_upgrade_is_ignored_wherever_the_bytes_are_cut(
             assert b"upgrade" not in headers[b"connection"].lower()
         assert not there.was_closed
     assert not caplog.messages
+
+
+async def test_an_answer_is_one_write_and_a_head_waits_for_nothing() -> None:
+    there = Exchange()
+    await there.send(b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n" * 3)
+    assert there.transport.written.endswith(b"\r\n\r\nok")
+    assert there.transport.num_writes == 3
+    there = Exchange()
+    there.before_body = asyncio.Event()
+    sending = asyncio.create_task(there.send(b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n"))
+    await eventually(lambda: there.transport.written.endswith(b"\r\n\r\n"))
+    there.before_body.set()
+    await sending
+    assert there.transport.written.endswith(b"\r\n\r\nok")
 
 
 async def test_offers_that_are_sent_ahead_do_not_nest() -> None:
