@@ -16,6 +16,9 @@ def thought(text: str) -> dict[str, Any]:
     return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
 
+HIDDEN = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}
+
+
 def answer(text: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": []}
     return {"type": "message", "role": "assistant", "content": [part]}
@@ -51,6 +54,8 @@ def translated(*items: dict[str, Any]) -> list[tuple[str, list[str], str, int]]:
             [answer("a"), thought("w"), answer("b")],
             [("assistant", ["a"], "", 0), ("assistant", ["b"], "w", 0)],
         ),
+        ([HIDDEN, ASKED], [("user", ["q"], "", 0)]),
+        ([HIDDEN, CALL, HIDDEN, CALL], [("assistant", [""], "", 2)]),
         ([thought("w"), thought("x"), answer("a")], [("assistant", ["a"], "w\nx", 0)]),
         ([thought("w"), CALL, thought("x"), CALL], [("assistant", [""], "w\nx", 2)]),
         (
