@@ -63,6 +63,7 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+THOUGHT = "reasoning_content"
 SYSTEM = {"role": "system", "content": "Be brief."}
 LATER = {"role": "system", "content": "Be kind."}
 PROPERTIES = {"city": {"type": "string", "description": "Where."}, "days": {"type": "integer"}}
@@ -97,6 +98,10 @@ SITUATIONS: dict[str, tuple[Messages, dict[str, Any]]] = {
     ),
     "reasoning before a call": (
         [ASKED, calling(None, reasoning_content="Weather is asked."), result(1)],
+        TOOLS,
+    ),
+    "reasoning and a text before a call": (
+        [ASKED, calling("Let me look.", reasoning_content="Weather is asked."), result(1)],
         TOOLS,
     ),
     "one part": ([user(parts("Hello?"))], {}),
@@ -190,6 +195,8 @@ def reference(template: str, messages: Messages, fields: dict[str, Any]) -> str 
         return found
 
     score, prompt = best(split=False)
+    if score < 0 and (thoughtful := with_text_in_reasoning(messages)) != messages:
+        return reference(template, thoughtful, fields)
     systems = [message for message in messages if message["role"] == "system"]
     if score < score_of(None, messages) and len(systems) > 1:
         content = "\n".join(message["content"] for message in systems)
@@ -200,6 +207,16 @@ def reference(template: str, messages: Messages, fields: dict[str, Any]) -> str 
     if score < CALL_POINTS * num_calls(messages) and (split := best(split=True))[0] > score:
         score, prompt = split
     return prompt if score >= 0 else None
+
+
+def with_text_in_reasoning(messages: Messages) -> Messages:
+    """The messages, the text of those with reasoning and calls at the end of the reasoning."""
+    return [
+        {**message, "content": None, "reasoning_content": f"{thought}\n{message['content']}"}
+        if "tool_calls" in message and message["content"] and (thought := message.get(THOUGHT))
+        else message
+        for message in messages
+    ]
 
 
 def rendered(template: str, messages: Messages, fields: dict[str, Any]) -> str | None:

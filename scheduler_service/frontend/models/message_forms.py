@@ -58,6 +58,8 @@ class MessageForms:
     """Whether calls beside a text are a turn of their own."""
     has_thinking_parts: bool = False
     """Whether reasoning is a part of the content."""
+    joins_reasoning: bool = False
+    """Whether the text of a turn with reasoning and calls is the end of the reasoning."""
     joins_systems: bool = False
     """Whether all messages of the role `system` become one, the first message."""
     drops: frozenset[str] = frozenset()
@@ -72,7 +74,10 @@ class MessageForms:
     def _turns(self, message: Mapping[str, Any]) -> Iterator[Turn]:
         turn, calls = dict(message), message.get("tool_calls")
         content = self._content_form(turn["role"]).convert(turn["content"])
-        if (reasoning := turn.get("reasoning_content")) is not None:
+        reasoning = turn.get("reasoning_content")
+        if self.joins_reasoning and reasoning and content and calls:
+            reasoning, content = f"{reasoning}{PART_SEPARATOR}{_joined(turn['content'])}", ""
+        if reasoning is not None:
             turn |= dict.fromkeys(REASONING_NAMES, reasoning)
             if calls:
                 turn[CALL_REASONING_NAME] = reasoning
@@ -215,6 +220,12 @@ def find_forms(render: Render) -> MessageForms:
         if any(_shows(prompt_of, tried, turns, _SECOND) for turns in _REASONING):
             forms = tried
             break
+    joined, everything = (
+        replace(forms, joins_reasoning=True),
+        [_USER, _CALLING | _ANSWER | _THOUGHT],
+    )
+    if not prompt_of(forms, everything) and _shows(prompt_of, joined, everything, _FIRST, _SECOND):
+        forms = joined
     drops = set()
     for feature, (word, conversations) in _FEATURES.items():
         prompts = [render(forms.convert(turns), _TOOLS) for turns in conversations]

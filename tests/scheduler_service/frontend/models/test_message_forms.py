@@ -177,6 +177,21 @@ def test_reasoning_before_a_call_is_a_plan() -> None:
     assert prompt_of(model_with(template), calling("", reasoning_content="why")) == "q|why|r|"
 
 
+def test_a_text_beside_reasoning_and_calls_ends_the_reasoning_where_both_are_refused() -> None:
+    """As gpt-oss' template does, though the model itself writes such turns."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}"
+        "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
+        "[{{ m.thinking }}]{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "({{ call.function.arguments.at }}){% endfor %}|{% endfor %}"
+    )
+    turns = calling("t", reasoning_content="why")
+    assert prompt_of(model_with(template), turns) == "[]q|[why\nt](1)|[]r|"
+    assert prompt_of(model_with(template), calling("t")) == "[]q|[]t(1)|[]r|"
+    both = template.replace("m.tool_calls and m.content and", "false and")
+    assert prompt_of(model_with(both), turns) == "[]q|[why]t(1)|[]r|"
+
+
 def test_reasoning_may_be_a_part_of_the_content() -> None:
     template = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
