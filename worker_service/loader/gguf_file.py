@@ -124,9 +124,9 @@ class GgufTensor(CheckpointTensor):
         return data
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Gguf:
-    """The headers of all GGUF files of a model."""
+    """The headers of all GGUF files of a model. Equal to itself only."""
 
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]

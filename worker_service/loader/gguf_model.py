@@ -1,6 +1,7 @@
 """The configuration of a GGUF model as `transformers` would describe it."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.gguf.tokenizer import END_TOKENS
-from worker_service.loader.gguf_file import open_gguf
+from worker_service.loader.gguf_file import Gguf, open_gguf
 from worker_service.loader.gguf_gemma4 import GEMMA3N, GEMMA4, Gemma4
 from worker_service.loader.gguf_hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
 from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
@@ -140,6 +141,14 @@ def unread_settings(path: Path) -> list[str]:
     config = _Config(path, gguf, gguf.metadata["general.architecture"])
     config.read()
     return sorted(key for key in config.unread if not key.endswith(_NO_EFFECT))
+
+
+@lru_cache(maxsize=2)
+def _end_places(gguf: Gguf) -> Mapping[str, int]:
+    """The ids of the tokens of `_END_NAMES`, in order. They are looked for once in a file, since
+    there may be hundreds of thousands of tokens and the configuration is read several times."""
+    tokens = gguf.metadata["tokenizer.ggml.tokens"]
+    return {token: place for place, token in enumerate(tokens) if token in _END_NAMES}
 
 
 class _Config(Hybrids, Gemma4):
@@ -562,7 +571,7 @@ class _Config(Hybrids, Gemma4):
         tokens = self._gguf.metadata.get("tokenizer.ggml.tokens")
         types = self._gguf.metadata.get("tokenizer.ggml.token_type")
         if isinstance(tokens, list) and isinstance(types, list) and len(types) == len(tokens):
-            places = {token: place for place, token in enumerate(tokens) if token in _END_NAMES}
+            places = _end_places(self._gguf)
             ids += [place for token, place in places.items() if token in END_TOKENS]
             ids += [place for place in places.values() if types[place] == _CONTROL]
             if {"<|return|>", "<|call|>", "<|end|>"} <= places.keys():

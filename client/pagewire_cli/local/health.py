@@ -1,6 +1,8 @@
 """Asks a service whether it serves, by the standard `grpc.health.v1` protocol."""
 
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -14,29 +16,45 @@ _SERVING = b"\x08\x01"
 HTTP = HTTP_1
 
 
-def is_serving(address: str, timeout_s: float = 1.0, service: str = "") -> bool:
-    """Whether the service at `address` is serving.
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
 
-    `service`: one of its gRPC services, or `liveness` for the process itself; by default all.
+
+@contextmanager
+def serving_checks(address: str, interval_s: float) -> Iterator[Callable[[], bool]]:
+    """A function that returns whether the service at `address` is serving, for repeated calls.
+
+    They share a connection, since making one takes longer than a check. `interval_s`: between
+    attempts to connect as long as nothing listens there.
     """
-    return refusal_to_serve(address, timeout_s, service) is None
+    interval_ms = round(interval_s * 1000)
+    bounds = (f"grpc.{bound}_reconnect_backoff_ms" for bound in ("initial", "min", "max"))
+    options = [_NO_PROXY, *((bound, interval_ms) for bound in bounds)]
+    with grpc.insecure_channel(address, options) as channel:
+        yield lambda: _refusal(channel, timeout_s=1.0, service="") is None
 
 
 def refusal_to_serve(
     address: str, timeout_s: float = 1.0, service: str = "", tls: TlsOptions | None = None
 ) -> str | None:
-    """Why the service at `address` is not serving, for the user; None if it is."""
-    options = [("grpc.enable_http_proxy", 0)]
+    """Why the service at `address` is not serving, for the user; None if it is.
+
+    `service`: one of its gRPC services, or `liveness` for the process itself; by default all.
+    """
+    options = [_NO_PROXY]
     with (
         grpc.insecure_channel(address, options)
         if tls is None
         else grpc.secure_channel(address, tls.credentials(), options)
     ) as channel:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check")
-        try:
-            answer = check(_request(service), timeout=timeout_s)
-        except grpc.RpcError as error:
-            return _in_words(error, timeout_s, service)
+        return _refusal(channel, timeout_s, service)
+
+
+def _refusal(channel: grpc.Channel, timeout_s: float, service: str) -> str | None:
+    check = channel.unary_unary("/grpc.health.v1.Health/Check")
+    try:
+        answer = check(_request(service), timeout=timeout_s)
+    except grpc.RpcError as error:
+        return _in_words(error, timeout_s, service)
     return None if answer == _SERVING else "it responds, but has nothing to serve (yet)"
 
 

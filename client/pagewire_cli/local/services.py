@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pagewire_cli.local import engine_args, service_commands
-from pagewire_cli.local.health import is_serving, is_taken
+from pagewire_cli.local.health import is_taken, serving_checks
 from pagewire_cli.local.runtime_directory import CORE, RuntimeDirectory
 from pagewire_cli.local.service_process import OnLine, ServiceProcess
 from pagewire_client.errors import LocalServiceError
@@ -167,14 +167,16 @@ class LocalServices:
         own += [self.core_address, *(self._worker(index) for index in range(len(self._workers)))]
         sockets = [Path(address.removeprefix("unix:")) for address in own]
         for index in range(len(self.addresses)):
-            while not is_serving(self._health(index)):
-                if self.failure:
-                    raise self.failure
-                if all(socket.exists() for socket in sockets):
-                    self._output.release()
-                if deadline is not None and time.monotonic() > deadline:
-                    raise LocalServiceError(f"the services are not serving after {timeout_s:g} s")
-                time.sleep(_POLL_S)
+            with serving_checks(self._health(index), _POLL_S) as is_serving:
+                while not is_serving():
+                    if self.failure:
+                        raise self.failure
+                    if all(socket.exists() for socket in sockets):
+                        self._output.release()
+                    if deadline is not None and time.monotonic() > deadline:
+                        message = f"the services are not serving after {timeout_s:g} s"
+                        raise LocalServiceError(message)
+                    time.sleep(_POLL_S)
         self._output.release()
 
     def _make_frontend(self, index: int) -> ServiceProcess:
