@@ -38,6 +38,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -125,8 +126,14 @@ _ALIGNMENT = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14: allocates pages as writing to them would, and leaves their content as it is."""
 
-_POPULATED_AT_ONCE = 2 * 2**20
-"""A huge page. Threads that map memory wait for the present call."""
+_CHECKED_AT_ONCE = 2 * 2**20
+"""Bytes before which the available memory is looked up."""
+
+_POPULATED_AT_ONCE = 2**18
+"""Threads that map memory wait for the present call."""
+
+_PAUSE = 9
+"""After a call that shared its CPU, the times that it took before the next one."""
 
 SPARE_BYTES = 256 * 2**20
 """Memory that populating leaves to others."""
@@ -134,7 +141,15 @@ SPARE_BYTES = 256 * 2**20
 
 class _Population(threading.Thread):
     """Allocates the pages of a cache in the order in which blocks are first handed out, whenever a
-    CPU has nothing else to do."""
+    CPU has nothing else to do.
+
+    Its priority is that of other threads. With a low one it would hold the interpreter's lock, or
+    that of the process's memory, while others have the CPU: beside as many busy processes as CPUs
+    a thread that maps memory then waited for 0.7 s, beside 16 for more than 40. So it takes turns:
+    a call that took longer than its processor time has kept something else from the CPU, and is
+    followed by a pause. The same waits were 25 and 96 ms, and a cache is populated as fast on a
+    machine that is idle.
+    """
 
     def __init__(self, cache: Tensor, available: Callable[[], int]) -> None:
         super().__init__(name="kv-cache", daemon=True)
@@ -163,27 +178,40 @@ class _Population(threading.Thread):
     def _populate(self) -> None:
         assert self._cache is not None
         first, num_bytes = self._cache.data_ptr(), self._cache.nbytes
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         for start in range(0, num_bytes, _POPULATED_AT_ONCE):
-            if self.stopped.is_set():
+            if start % _CHECKED_AT_ONCE == 0 and not self._may_take(start, num_bytes):
                 break
-            size = min(_POPULATED_AT_ONCE, num_bytes - start)
-            available = self._available()
-            if available < size + SPARE_BYTES:
-                logger.warning(
-                    "not enough memory to populate the kv cache populated_bytes=%d num_bytes=%d"
-                    " available_bytes=%d; choose a smaller kv_cache_memory",
-                    start,
-                    num_bytes,
-                    available,
-                )
-                break
+            began, computed = time.monotonic(), time.thread_time()
             address = ctypes.c_void_p(first + start)
-            if madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+            size = ctypes.c_size_t(min(_POPULATED_AT_ONCE, num_bytes - start))
+            if madvise(address, size, _MADV_POPULATE_WRITE):
                 error = os.strerror(ctypes.get_errno())
                 logger.debug("kv cache is not populated start=%d error=%s", start, error)
                 break
+            took = time.monotonic() - began
+            if self.stopped.wait(pause_s(took, time.thread_time() - computed)):
+                break
+
+    def _may_take(self, start: int, num_bytes: int) -> bool:
+        """Whether others have enough memory if more of the cache is populated."""
+        available = self._available()
+        if available >= min(_CHECKED_AT_ONCE, num_bytes - start) + SPARE_BYTES:
+            return True
+        logger.warning(
+            "not enough memory to populate the kv cache populated_bytes=%d num_bytes=%d"
+            " available_bytes=%d; choose a smaller kv_cache_memory",
+            start,
+            num_bytes,
+            available,
+        )
+        return False
+
+
+def pause_s(took_s: float, computed_s: float) -> float:
+    """Seconds to wait after work in the background that took as long, and as much time of a CPU;
+    at most a second, as a process may have been suspended meanwhile."""
+    return min(1.0, _PAUSE * took_s) if took_s > 1.5 * computed_s else 0.0
 
 
 class OperationStream(Protocol):

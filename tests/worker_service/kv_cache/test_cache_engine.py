@@ -27,6 +27,7 @@ from worker_service.kv_cache.cache_engine import (
     SPARE_BYTES,
     BlockMover,
     CacheEngine,
+    pause_s,
 )
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.plan import StepPlan
@@ -138,6 +139,12 @@ def test_populating_ends_with_the_cache() -> None:
     released.set()
     thread.join()
     assert num_asked == 1
+
+
+def test_what_keeps_others_from_a_cpu_pauses() -> None:
+    assert pause_s(0.001, 0.0009) == 0
+    assert pause_s(0.002, 0.001) == 9 * 0.002
+    assert pause_s(60, 0) == 1
 
 
 @LINUX
