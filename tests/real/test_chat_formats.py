@@ -42,6 +42,9 @@ OTHERS = {"qwen3_5.jinja": ("qwen3", "hermes")}
 COUNTS_CALLS = {"command_a"}
 """Reads a turn's calls in order to number results, and writes none."""
 
+JOINS_TEXT = {"gptoss"}
+"""Has a turn's text at the end of its reasoning if there are calls, too."""
+
 FUNCTION = TOOLS["tools"][0]["function"]
 
 
@@ -79,7 +82,8 @@ def test_calls_that_a_real_template_writes_are_read_back(path: Path) -> None:
         assert [json.loads(arguments) for _, arguments in result.calls] == [
             {"city": f"Town{index + 1}", "days": index + 1} for index in range(number)
         ]
-        assert result.reasoning in ("Asked.", "")
+        thought = "Asked.\nLet me look." if name_of(path) in JOINS_TEXT else "Asked."
+        assert result.reasoning in (thought, "")
         assert "Town" not in result.content
 
 
