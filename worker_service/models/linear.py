@@ -590,33 +590,8 @@ class Linear(nn.Module):
         return product if output_dtype is None else product.to(output_dtype)
 
 
-class ActivatedLinear(Linear):
-    """activation(x @ W.T + b)."""
-
-    def __init__(
-        self,
-        in_features: int,
-        outputs: Sequence[Shard],
-        activation: str,
-        kernels: LayerKernels,
-        *,
-        bias: bool,
-        context: ModelContext,
-    ) -> None:
-        """outputs: as for `Linear`."""
-        super().__init__(Shard.full(in_features), outputs, bias=bias, context=context)
-        self._activation = activation
-        self._kernels = kernels
-
-    def forward(self, rows: Tensor) -> Tensor:
-        if isinstance(self.packed, NativeWeight):
-            deltas = None if self.additions is None else self.additions.of_step()
-            return self.packed.apply(rows, self.bias, deltas=deltas, activation=self._activation)
-        return self._kernels.activate(super().forward(rows), self._activation)
-
-
-class GatedLinear(Linear):
-    """activation(x @ G.T + b) * (x @ U.T + c), where the weight is G, then U."""
+class _LinearBeforeActivation(Linear):
+    """A product that an activation follows."""
 
     def __init__(
         self,
@@ -629,12 +604,27 @@ class GatedLinear(Linear):
         context: ModelContext,
         sources: Sequence[int] | None = None,
     ) -> None:
-        """outputs: of G and of U."""
+        """outputs: as for `Linear`; of a gated layer those of G and of U."""
         inputs = Shard.full(in_features)
         super().__init__(inputs, outputs, bias=bias, context=context, sources=sources)
         self._activation = activation
         self._kernels = kernels
-        self._gated: NativeGatedWeight | None = None
+
+
+class ActivatedLinear(_LinearBeforeActivation):
+    """activation(x @ W.T + b)."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if isinstance(self.packed, NativeWeight):
+            deltas = None if self.additions is None else self.additions.of_step()
+            return self.packed.apply(rows, self.bias, deltas=deltas, activation=self._activation)
+        return self._kernels.activate(super().forward(rows), self._activation)
+
+
+class GatedLinear(_LinearBeforeActivation):
+    """activation(x @ G.T + b) * (x @ U.T + c), where the weight is G, then U."""
+
+    _gated: "NativeGatedWeight | None" = None
 
     def lay_out(self, weight: Tensor | QuantizedWeight) -> None:
         self._gated = pack_gated(weight, self._context, self._activation)

@@ -220,10 +220,8 @@ def find_forms(render: Render) -> MessageForms:
         if any(_shows(prompt_of, tried, turns, _SECOND) for turns in _REASONING):
             forms = tried
             break
-    joined, everything = (
-        replace(forms, joins_reasoning=True),
-        [_USER, _CALLING | _ANSWER | _THOUGHT],
-    )
+    joined = replace(forms, joins_reasoning=True)
+    everything = [_USER, _CALLING | _ANSWER | _THOUGHT]
     if not prompt_of(forms, everything) and _shows(prompt_of, joined, everything, _FIRST, _SECOND):
         forms = joined
     drops = set()

@@ -202,11 +202,12 @@ def _add_item(messages: list[dict[str, Any]], item: Item, where: str) -> None:
         output, call_id = (parts.required(item, field, where) for field in ("output", "call_id"))
         messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(output)})
     elif item.type == "reasoning":
-        if not _text(item.content or item.summary):  # such as one that is encrypted
+        thought = _text(item.content or item.summary)
+        if not thought:  # such as one that is encrypted
             return
         message = _assistant_message(messages, may_have_content=False)
-        thoughts = [message.get("reasoning_content"), _text(item.content or item.summary)]
-        message["reasoning_content"] = PART_SEPARATOR.join(filter(None, thoughts)) or None
+        thoughts = [message.get("reasoning_content"), thought]
+        message["reasoning_content"] = PART_SEPARATOR.join(filter(None, thoughts))
     else:
         names = ("name", "arguments", "call_id")
         name, arguments, call_id = (parts.required(item, field, where) for field in names)
