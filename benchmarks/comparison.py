@@ -150,7 +150,8 @@ def facts_of(results: Mapping[str, Any], rows: Sequence[Row]) -> str:
     patience, least_s = results["patience"], results["patience"]["least_s"]
     more = f" (more of short workloads, until {least_s:g} s)" if least_s else ""
     facts = [
-        f"{results['shape']} in {results['dtype']} on {results['device']}; {engines}.",
+        f"{results['shape']} in {results['dtype']} on {results['device']}"
+        f"{', over HTTP' if results['http'] else ''}; {engines}.",
         *_ceilings_facts(results["ceilings"]),
         f"Medians of {patience['repeats']} turns{more}, of {patience['slow_repeats']} where an "
         f"engine takes more than {patience['slow_factor']:g} times as long as the fastest; "

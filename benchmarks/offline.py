@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ def run(
         "shape": settings.shape.name,
         "dtype": settings.dtype,
         "device": settings.device,
+        "http": settings.http,
         "patience": asdict(patience),
         "ceilings": ceilings_range(results),
         "engines": abouts,
@@ -124,10 +125,11 @@ def _agreed(engines: Sequence[Engine], settings: Settings) -> dict[str, dict[str
     return agreements(engines, reference[0], settings.shape.vocab_size)
 
 
-def result_name(shape: str, dtype: str, device: str) -> str:
+def result_name(shape: str, dtype: str, device: str, *, http: bool = False) -> str:
     """The result file's name less its ending."""
     plain = shape.replace("-", "_").replace(".", "_")
-    return f"offline_{plain}_{dtype}" + ("" if device == "cpu" else f"_{device}")
+    ends = ("" if device == "cpu" else f"_{device}") + ("_http" if http else "")
+    return f"offline_{plain}_{dtype}{ends}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -145,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for dtype in args.dtype:
             load = ForeignLoad()
             content = run(
-                settings_of(args, shape, dtype),
+                replace(settings_of(args, shape, dtype), http=args.http),
                 programs,
                 args.engines,
                 workloads,
@@ -153,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 one_at_a_time=args.one_at_a_time,
                 measures_ceilings=not args.no_ceilings,
             )
-            name = args.name or result_name(content["shape"], dtype, args.device)
+            name = args.name or result_name(content["shape"], dtype, args.device, http=args.http)
             rows = content.pop("rows")
             facts, columns = facts_of(content, rows), columns_of(rows)
             publish(name, facts, columns, rows, load.cores, args.results, **content)
@@ -195,6 +197,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_common(parser)
     parser.add_argument("--workloads", nargs="+", default=list(FOUR), choices=list(WORKLOADS))
     parser.add_argument("--engines", nargs="+", default=list(DEFAULT_NAMES), choices=list(NAMES))
+    parser.add_argument("--http", action="store_true", help="Pagewire and vLLM as HTTP servers")
     parser.add_argument("--one-at-a-time", action="store_true", help="if memory is scarce")
     parser.add_argument("--no-ceilings", action="store_true", help="no share of the floor")
     parser.add_argument("--name", help="the result file's, without its ending")

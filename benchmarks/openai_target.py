@@ -1,7 +1,7 @@
 """Any server of OpenAI's completions over HTTP, as a target of our load generator."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Self
 
 import aiohttp
@@ -44,33 +44,53 @@ class OpenAITarget:
 
     async def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
         """See `pagewire_cli.load.Target`."""
-        body = self._body(arrival)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = self._body(arrival.prompt, arrival.num_output_tokens, stream_options=options)
+        num_seen = 0
+        async for message in self._messages(body):
+            num_tokens = _num_completion_tokens(message)
+            if num_tokens > num_seen:
+                yield Received(num_tokens - num_seen)
+                num_seen = num_tokens
+
+    async def complete(self, prompt: Sequence[int], num_output_tokens: int) -> list[int]:
+        """The tokens of one streamed completion. Raises RuntimeError for an error message."""
+        body = self._body(prompt, num_output_tokens, return_token_ids=True)
+        token_ids: list[int] = []
+        async for message in self._messages(body):
+            for choice in message["choices"]:
+                token_ids += choice.get("token_ids") or ()
+        return token_ids
+
+    async def version(self) -> str:
+        """The server's."""
+        async with self._session.get("/version") as response:
+            return str((await response.json())["version"])
+
+    async def _messages(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         async with self._session.post("/v1/completions", json=body) as response:
             if response.status != 200:
                 raise RuntimeError(f"status {response.status}: {await response.text()}")
-            num_seen = 0
             async for line in response.content:
                 if line.startswith(_DATA) and (data := line[len(_DATA) :].strip()) != _END:
-                    num_tokens = _num_completion_tokens(json.loads(data))
-                    if num_tokens > num_seen:
-                        yield Received(num_tokens - num_seen)
-                        num_seen = num_tokens
+                    message = json.loads(data)
+                    if "error" in message:
+                        raise RuntimeError(f"the server failed: {message['error']}")
+                    yield message
 
-    def _body(self, arrival: Arrival) -> dict[str, Any]:
+    def _body(self, prompt: Sequence[int], num_output_tokens: int, **more: Any) -> dict[str, Any]:
         return {
             "model": self._model,
-            "prompt": arrival.prompt,
-            "max_tokens": arrival.num_output_tokens,
+            "prompt": prompt,
+            "max_tokens": num_output_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **more,
         }
 
 
 def _num_completion_tokens(message: dict[str, Any]) -> int:
-    """Tokens of the answer so far. Raises RuntimeError for an error message."""
-    if "error" in message:
-        raise RuntimeError(f"the server failed: {message['error']}")
+    """Tokens of the answer so far."""
     usage = message.get("usage")
     return 0 if usage is None else int(usage["completion_tokens"])

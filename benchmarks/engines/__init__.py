@@ -6,6 +6,7 @@
 | `in_process` | Pagewire's scheduler core and worker joined by function calls | a child |
 | `transformers_static` | `generate` on one padded batch | a child |
 | `vllm` | vLLM's offline `LLM` | a child under the Python that has it |
+| `over_http` | Pagewire or vLLM as the server that its users start | its processes, over HTTP |
 | `nano_vllm` | nano-vllm's `LLM` | a child under the Python that has it |
 | `llama_cpp` | `llama-server` | its own process, over HTTP |
 

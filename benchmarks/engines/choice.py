@@ -11,6 +11,8 @@ from pathlib import Path
 from benchmarks.engines import in_process, llama_cpp, nano_vllm, pagewire, transformers_static, vllm
 from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Engine, Settings
+from benchmarks.engines.over_http import OverHTTP
+from benchmarks.servers import ServedPagewire, ServedVllm
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ def start_all(
 def _pagewire(settings: Settings, _: Programs) -> Engine:
     if missing := pagewire.missing_modules():
         raise EngineUnavailable(f"its services need {', '.join(missing)}")
+    if settings.http:
+        return OverHTTP(ServedPagewire(settings), pagewire.flags(settings))
     return pagewire.Pagewire(settings)
 
 
@@ -76,6 +80,8 @@ def _pagewire_dense(settings: Settings, _: Programs) -> Engine:
 
 def _vllm(settings: Settings, programs: Programs) -> Engine:
     python = _given(programs.vllm_python, "--vllm-python")
+    if settings.http:
+        return OverHTTP(ServedVllm(python, settings), vllm.described(settings))
     return ChildEngine(vllm, python, settings, vllm.environment(python, settings))
 
 

@@ -38,6 +38,8 @@ class Settings:
     """Paths of LoRA adapters by name."""
     max_loras: int = 8
     """How many of these a batch may have."""
+    http: bool = False
+    """Whether Pagewire and vLLM are servers, called over HTTP."""
     logs: Path | None = None
     """Directory for the engines' logs; None discards them."""
 

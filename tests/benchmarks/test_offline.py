@@ -22,6 +22,7 @@ def run(folder: Path, *flags: str) -> dict[str, Any]:
     ("peers", "flags"),
     [
         pytest.param({"pagewire"}, ["--no-ceilings"], id="two"),
+        pytest.param({"pagewire"}, ["--no-ceilings", "--http"], id="http", marks=pytest.mark.long),
         pytest.param({"pagewire", "pagewire in-process"}, [], id="all", marks=pytest.mark.long),
     ],
 )
@@ -33,11 +34,12 @@ def test_engines_compete_and_agree(peers: set[str], flags: list[str], tmp_path: 
     assert set(content["engines"]) == names
     assert set(content["absent"]) == {"vllm", "llama.cpp", "nano-vllm"}
     assert "vllm: not given by --vllm-python" in content["facts"]
+    assert ("over HTTP" in content["facts"]) == ("--http" in flags)
     for row in content["rows"]:
         assert all(row[name] > 0 for name in names)
         assert row["best_peer"] == "transformers"
         assert row["ratio"] > 0
-        assert ("share_of_floor" in row) == (not flags)
+        assert ("share_of_floor" in row) == ("--no-ceilings" not in flags)
         assert 0 < row.get("share_of_floor", 0.5) < 1
     for measured in content["ceilings"].values():  # each by another process, four times
         assert min(measured) > 1e8
