@@ -41,12 +41,12 @@ from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig, Runne
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_eagle_head, load_model
 from worker_service.loader.load import release_windows
-from worker_service.models.eagle import EagleHead
+from worker_service.models.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.native import NativeModel
 from worker_service.runner.drafting.draft_model import DraftModel
-from worker_service.runner.drafting.eagle_drafter import EagleDrafter
+from worker_service.runner.drafting.head_drafter import HeadDrafter
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 
 EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
@@ -110,13 +110,13 @@ def loaded(name: str) -> LoadedModel:
 
 
 @cache
-def with_drafts(name: str, kind: str) -> tuple[Model, Model | EagleHead]:
+def with_drafts(name: str, kind: str) -> tuple[Model, Model | DraftHead]:
     """A model, and itself as its draft model, so that most drafts are right, or a random head, of
     which most are wrong. Models with chunks or states draft for none."""
     target = load(name)
     model = target.model
     drafting = "llama" if name == "llama4" or model.kv_cache_spec.has_states else name
-    draft: Model | EagleHead | None = load(drafting).model if kind == "draft" else None
+    draft: Model | DraftHead | None = load(drafting).model if kind == "draft" else None
     if kind == "eagle":
         assert isinstance(model, NativeModel)
         stored = "int8" if model.kv_cache_spec.dtype == torch.int8 else "auto"
@@ -309,7 +309,7 @@ def worker_with_ngrams(model: Model, **options: Any) -> InProcessWorker:
 
 def worker_with_draft_model(name: str, model: Model, **options: Any) -> InProcessWorker:
     target, draft = with_drafts(name, "draft")
-    assert not isinstance(draft, EagleHead)
+    assert not isinstance(draft, DraftHead)
     make = partial(_make_draft_model, draft)
     return SpeculatingWorker(
         target, make_drafter=make, **_enlarged(options, model, target.kv_cache_spec)
@@ -320,8 +320,8 @@ def _make_draft_model(draft: Model, cache: CacheEngine) -> DraftModel:
     return DraftModel(draft, cache.draft_caches)
 
 
-def _make_eagle_drafter(head: EagleHead, cache: CacheEngine) -> EagleDrafter:
-    return EagleDrafter(head, cache.draft_caches)
+def _make_eagle_drafter(head: DraftHead, cache: CacheEngine) -> HeadDrafter:
+    return HeadDrafter(head, cache.draft_caches)
 
 
 def _enlarged(options: dict[str, Any], model: Model, drafting: KVCacheSpec) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def worker_with_head(name: str, model: Model, **options: Any) -> InProcessWorker
     if not isinstance(model, NativeModel):
         return worker_with_ngrams(model, **options)
     target, head = with_drafts(name, "eagle")
-    assert isinstance(head, EagleHead)
+    assert isinstance(head, DraftHead)
     make = partial(_make_eagle_drafter, head)
     return SpeculatingWorker(
         target, make_drafter=make, **_enlarged(options, model, target.kv_cache_spec)

@@ -12,7 +12,7 @@ from tests.support.runners import RUNNERS, AllDrafts, recorded_on_gpu
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
-from worker_service.models.eagle import EagleHead
+from worker_service.models.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
@@ -46,7 +46,7 @@ class SpeculatingEngine(InProcessEngine, ABC):
         config = config or SchedulerConfig(max_speculative_seqs=8)
         super().__init__(model, config=config, **options)
 
-    def load_draft(self) -> Model | EagleHead | None:
+    def load_draft(self) -> Model | DraftHead | None:
         """The draft model or head of a new worker, if it has one."""
         return None
 

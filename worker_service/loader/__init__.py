@@ -5,7 +5,8 @@
 | `load.py` | `load_model`: finds the model, selects kernels, builds it, and tries it |
 | | `check_model`: what can be found wrong without doing so |
 | `build.py` | building a model, and filling it from its checkpoint |
-| `eagle_head.py` | loading a draft head, which is checked against its target |
+| `draft_head.py` | building a draft head, and filling it from its checkpoint |
+| `eagle_head.py` | an EAGLE-3 head, which is checked against its target |
 | `model_files.py` | a directory, the hub or the embedded model; assets for frontends; fingerprint |
 | `hub_progress.py` | the progress of a download |
 | `gguf_file.py` | GGUF files: metadata, and tensors one at a time, dense or packed |

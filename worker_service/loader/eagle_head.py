@@ -6,7 +6,6 @@ vLLM, and that of the `speculators` library, which has the layer's configuration
 two fields: ids in `eagle_config` refer to the outputs of layers, ids at the top level to inputs.
 """
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,26 +17,18 @@ from torch import Tensor
 
 from worker_service.config import CacheConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
-from worker_service.load_progress import LoadProgress
-from worker_service.loader.load import CACHE_DTYPES, LoadedModel, choose_kernels
+from worker_service.loader.draft_head import build_head
+from worker_service.loader.load import LoadedModel, choose_kernels
 from worker_service.loader.model_files import read_config, resolve_model
 from worker_service.loader.quantized_checkpoint import read_schemes
-from worker_service.loader.weights import (
-    Checkpoint,
-    EagerPacking,
-    fill_dummy_weights,
-    load_weights,
-    open_checkpoint,
-)
+from worker_service.loader.weights import Checkpoint, open_checkpoint
+from worker_service.models.decoder import DraftHeadSpec
 from worker_service.models.decoder_families.common import NotNative
 from worker_service.models.decoder_families.llama import llama_settings
-from worker_service.models.eagle import EagleHead, EagleSettings
-from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.draft_head import DraftHead, EagleHead, HeadSettings
 from worker_service.models.layers import ACTIVATIONS
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import NATIVE_MODELS
-
-logger = logging.getLogger(__name__)
 
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -45,10 +36,11 @@ _ARCHITECTURES = (
     "Eagle3Speculator",
     "Eagle3DraftModel",
 )
+_NAMES = {"fusion": "fc", "hidden_norm": "midlayer.hidden_norm", "norm": "norm"}
 _OTHER_HEADS = re.compile(r"MTP|NextN|Medusa|Eagle|MLPSpeculator", re.IGNORECASE)
 
 
-def load_eagle_head(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | None:
+def load_eagle_head(name: str, target: LoadedModel, cache: CacheConfig) -> DraftHead | None:
     """Load the head that drafts tokens for `target`, and make `target` capture its hidden states.
 
     Only the rank that samples has the head. The other ranks get None: they read its settings, and
@@ -62,7 +54,7 @@ def load_eagle_head(name: str, target: LoadedModel, cache: CacheConfig) -> Eagle
         raise type(error)(f"speculative_model: {error}") from error
 
 
-def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | None:
+def _load(name: str, target: LoadedModel, cache: CacheConfig) -> DraftHead | None:
     model = target.model
     if not isinstance(model, NativeModel):
         raise UnsupportedModel(
@@ -74,46 +66,13 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | Non
     schemes = read_schemes(model_dir / "config.json", config)
     checkpoint = open_checkpoint(model_dir, schemes)
     settings = _settings(config, checkpoint, model)
-    model.capture(settings.captured_layers)
-    if not model.communicator.layout.samples:
-        return None
     dtype, device = getattr(torch, target.config.dtype), torch.device(target.config.device)
     cache = replace(cache, block_size=target.block_size)
     kernels = choose_kernels(target.config, cache, config, dtype, device)
-    context = ModelContext(
-        dtype=dtype,
-        device=device,
-        cache_dtype=CACHE_DTYPES[cache.kv_cache_dtype],
-        batch_invariant=target.config.batch_invariant,
-        quantization=target.config.quantization,
-    )
-    head = EagleHead(settings, model, context, kernels)
-    num_parameters = sum(weight.target.numel() for weight in head.weight_targets())
-    load_weights(head, checkpoint, on_filled=EagerPacking(head), progress=LoadProgress())
-    if copied := list(head.copied_targets()):
-        _copy_from_target(copied, target, model)
-    head.finish_loading()
-    head.use_draft_vocabulary(_draft_tokens(checkpoint, settings))
-    logger.info(
-        "draft head loaded architecture=%s parameters=%d draft_vocab_size=%d layers=%s",
-        settings.decoder.architecture,
-        num_parameters,
-        settings.draft_vocab_size,
-        ",".join(map(str, settings.captured_layers)),
-    )
+    head = build_head(EagleHead, settings, target, kernels, checkpoint)
+    if head is not None:
+        head.use_draft_vocabulary(_draft_tokens(checkpoint, settings))
     return head
-
-
-def _copy_from_target(copied: list[WeightTarget], target: LoadedModel, model: NativeModel) -> None:
-    """Read from the target's checkpoint: each rank of the target has only a shard in memory."""
-    if target.config.load_format == "dummy":
-        fill_dummy_weights(iter(copied))
-        return
-    schemes = read_schemes(target.model_dir / "config.json", target.hf_config)
-    checkpoint = open_checkpoint(target.model_dir, schemes)
-    sources = checkpoint.sources(model)
-    for weight in copied:
-        weight.target.copy_(sources[weight.name][...])
 
 
 def _layer_config(config: dict[str, Any], model_dir: Path) -> dict[str, Any]:
@@ -132,7 +91,7 @@ def _layer_config(config: dict[str, Any], model_dir: Path) -> dict[str, Any]:
 
 def _settings(
     config: Mapping[str, Any], checkpoint: Checkpoint, target: NativeModel
-) -> EagleSettings:
+) -> HeadSettings:
     try:
         decoder = llama_settings({**config, "architectures": ["LlamaForCausalLM"]})
     except KeyError as error:
@@ -164,11 +123,20 @@ def _settings(
     shape = draft_vocab_size, decoder.hidden_size
     if not has_head and shape != (target.vocab_size, target.hidden_size):
         raise BadCheckpoint("lm_head.weight is missing, and the target's has another shape")
-    return EagleSettings(
+    [layer] = decoder.layers
+    spec = DraftHeadSpec(
+        layer=layer,
+        layer_name="midlayer",
+        names=_NAMES,
+        embedding_name="embed_tokens.weight",
+        head_name="lm_head.weight",
+        norms_residual=bool(config.get("norm_before_residual", False)),
+    )
+    return HeadSettings(
+        spec=spec,
         decoder=replace(decoder, architecture=config["architectures"][0]),
         draft_vocab_size=draft_vocab_size,
         captured_layers=_captured_layers(config, target.num_layers),
-        norm_before_residual=bool(config.get("norm_before_residual", False)),
         has_embedding=has_embedding,
         has_head=has_head,
     )
@@ -189,7 +157,7 @@ def _captured_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, .
     return tuple(layers)
 
 
-def _draft_tokens(checkpoint: Checkpoint, settings: EagleSettings) -> Tensor:
+def _draft_tokens(checkpoint: Checkpoint, settings: HeadSettings) -> Tensor:
     """The target's token id of each draft logit: int64 [draft_vocab_size]. `d2t` holds the
     difference between the two ids."""
     size, vocab_size = settings.draft_vocab_size, settings.decoder.vocab_size

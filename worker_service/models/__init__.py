@@ -16,7 +16,7 @@
     decoder_families/      their specifications, by kinship: Llama, Gemma, mixtures of experts …
     encoder.py             text encoders of all families, composed from settings
     encoder_families.py    those settings: BERT, RoBERTa, MPNet, DistilBERT, ModernBERT, nomic-bert
-    eagle.py               the draft head of EAGLE-3
+    draft_head.py          draft heads (EAGLE-3)
     native.py              base classes of native models: forward pass, weights, packing
     layers.py linear.py    the layers of native models; packed and sharded linear layers
     adapters.py            what adapters of rows add to the products of linear layers

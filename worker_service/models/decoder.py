@@ -342,6 +342,32 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DraftHeadSpec:
+    """A head that drafts tokens for a decoder; see `draft_head.py`."""
+
+    layer: LayerSpec
+    layer_name: str
+    """Canonical name of the layer."""
+
+    names: Mapping[str, str]
+    """Canonical names by attributes of `DraftHead`: `hidden_norm`, `norm` before the LM head, and
+    those that there are of `fusion` (of captured hidden states), `embedding_norm` (otherwise that
+    before the layer's attention) and `projection` (of embedding and hidden state to the layer's
+    input; otherwise its attention reads both)."""
+
+    embedding_name: str
+    head_name: str
+    """Canonical names of the weights of its own embedding and LM head, if it has them."""
+
+    norms_residual: bool = False
+    """Without a projection: whether the residual stream starts with the normalized hidden state."""
+
+    returns_norm: bool = False
+    """Whether the input of the LM head is also the hidden state for the next draft; otherwise that
+    is the residual stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSettings(ModelSettings):
     """Shape of a decoder."""
 

@@ -26,7 +26,7 @@ from worker_service.kv_cache.memory_budget import (
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
 from worker_service.models.adapters import AdapterSlots, require_adaptable
-from worker_service.models.eagle import EagleHead
+from worker_service.models.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.batch.pooling import Pooling
 from worker_service.runner.device.cuda_graphs import (
@@ -35,7 +35,7 @@ from worker_service.runner.device.cuda_graphs import (
     graph_sizes,
     mixed_sizes,
 )
-from worker_service.runner.device.drafts import HeadDrafter
+from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.device.in_flight_step import CudaEvent, DeviceEvent
 from worker_service.runner.device.sampler import sample_padding, step_kernels
 from worker_service.runner.device.state import DeviceState, StateShape
@@ -43,7 +43,7 @@ from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.drafting.draft_model import DraftModel
 from worker_service.runner.drafting.draft_states import DraftStates, num_draft_blocks
 from worker_service.runner.drafting.drafter import Drafter
-from worker_service.runner.drafting.eagle_drafter import EagleDrafter
+from worker_service.runner.drafting.head_drafter import HeadDrafter
 from worker_service.runner.drafting.speculation import DraftLengths, Speculation
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 from worker_service.runner.model_adapters import ModelAdapters
@@ -125,7 +125,7 @@ class TorchExecutor:
         self._adapter_config = adapters or AdapterConfig()
         self.adapters = ModelAdapters(self._adapter_config)
         self._loaded: LoadedModel | None = None
-        self._draft: Model | EagleHead | None = None
+        self._draft: Model | DraftHead | None = None
         self._draft_lengths = draft_lengths or DraftLengths()
         self._grammars: Grammars | None = None
         """None where the model's tokenizer cannot give its tokens' texts."""
@@ -244,7 +244,7 @@ class TorchExecutor:
         shape, size = self._state_shape, self.loaded.block_size
         num_graphs = 2 * len(shape.sizes) + len(shape.mixed)  # see `StepGraphs`
         sample = self._sample_padding if self._has_device_steps else sample_on_host
-        if self._draft is not None and not isinstance(self._draft, EagleHead):
+        if self._draft is not None and not isinstance(self._draft, DraftHead):
             SyntheticBatches(self._draft, size, self._device).run(2, WARM_UP_TOKENS)
         counts = profile_blocks(
             SyntheticBatches(
@@ -343,8 +343,8 @@ class TorchExecutor:
             return SuffixDrafter(history_tokens=0)
         if self._runner.speculative == "suffix":
             return SuffixDrafter()
-        if isinstance(self._draft, EagleHead):
-            make = HeadDrafter if self._has_device_steps else EagleDrafter
+        if isinstance(self._draft, DraftHead):
+            make = DeviceHeadDrafter if self._has_device_steps else HeadDrafter
             return make(self._draft, cache.draft_caches)
         return None if self._draft is None else DraftModel(self._draft, cache.draft_caches)
 
@@ -411,7 +411,7 @@ class TorchExecutor:
     @property
     def _state_shape(self) -> StateShape:
         """What the state of sequences on the device has room for."""
-        max_drafts = self._runner.max_drafts if isinstance(self._draft, EagleHead) else 0
+        max_drafts = self._runner.max_drafts if isinstance(self._draft, DraftHead) else 0
         if not self._uses_cuda_graphs:
             return StateShape(num_seqs=self._max_num_seqs, max_drafts=max_drafts)
         num_places = self._max_num_seqs * (1 + self._runner.max_drafts)

@@ -16,11 +16,11 @@ from tests.support.transformers_oracle import oracle
 from worker_service.config import CacheConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_draft_model, load_eagle_head, load_model
-from worker_service.models.eagle import EagleHead
+from worker_service.models.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.drafting.draft_model import DraftModel
 from worker_service.runner.drafting.drafter import Drafter
-from worker_service.runner.drafting.eagle_drafter import EagleDrafter
+from worker_service.runner.drafting.head_drafter import HeadDrafter
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 
 # Windows alone, two lifetimes, two shapes of heads, sinks, and chunks.
@@ -66,7 +66,7 @@ class DraftingEngine(SpeculatingEngine):
         self._kind = kind
         super().__init__(checkpoint(family), releases_windows=True, **options)
 
-    def load_draft(self) -> Model | EagleHead | None:
+    def load_draft(self) -> Model | DraftHead | None:
         if self._kind == "suffix":
             return None
         if self._kind == "draft":
@@ -80,8 +80,8 @@ class DraftingEngine(SpeculatingEngine):
 
     def make_drafter(self, cache: CacheEngine) -> Drafter:
         cache.device_cache.fill_(NAN)
-        if isinstance(self.draft, EagleHead):
-            return EagleDrafter(self.draft, cache.draft_caches)
+        if isinstance(self.draft, DraftHead):
+            return HeadDrafter(self.draft, cache.draft_caches)
         if self.draft is not None:
             return DraftModel(self.draft, cache.draft_caches)
         return SuffixDrafter()

@@ -1,4 +1,4 @@
-"""Drafts from an EAGLE-3 head, made on the device between steps that are launched ahead.
+"""Drafts from a head, made on the device between steps that are launched ahead.
 
 Before a step's forward pass, the head samples its drafts from the hidden state of each sequence's
 last computed token, its latest token and its progress, all of which the device keeps; the step
@@ -7,7 +7,7 @@ for all rows of the step, refused drafts included: they lie after the sequence's
 token, and are written again before they are read. The host reads nothing in between, so steps with
 drafts are launched ahead as others are.
 
-The rules are those of `drafting/eagle_drafter.py`, with the same columns of the table; only the
+The rules are those of `drafting/head_drafter.py`, with the same columns of the table; only the
 upper bounds of positions that the host knows are compared with the length of the head.
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from pagewire_kernels.batch import FIRST_DRAFT, LayerMemory, SamplingRows, StepBatch, StepInputs
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
-from worker_service.models.eagle import EagleHead
+from worker_service.models.draft_head import DraftHead
 from worker_service.pinned_memory import Column
 from worker_service.runner.batch.inputs import HostInputs, lay_out
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.device.rows import DeviceRows
 from worker_service.runner.device.sampler import DeviceSampler
 from worker_service.runner.drafting.drafter import Draft, Drafter
-from worker_service.runner.drafting.eagle_drafter import LENGTH, PROVISIONAL
+from worker_service.runner.drafting.head_drafter import LENGTH, PROVISIONAL
 from worker_service.runner.state.sequence_table import SequenceTable
 
 
@@ -97,13 +97,13 @@ class _Observed:
         return [*(column.astype(np.int32) for column in int32), *of_rows, *further]
 
 
-class HeadDrafter(Drafter):
-    """Drafts from an EAGLE-3 head, on the device."""
+class DeviceHeadDrafter(Drafter):
+    """Drafts from a head, on the device."""
 
     is_expensive = True
     is_on_device = True
 
-    def __init__(self, head: EagleHead, caches: Sequence[LayerMemory]) -> None:
+    def __init__(self, head: DraftHead, caches: Sequence[LayerMemory]) -> None:
         """caches: keys and values of the layer of `head`, in the target's blocks."""
         self.head = head
         self.caches = caches
@@ -214,7 +214,7 @@ class StepDrafts:
 
     def __init__(
         self,
-        drafter: HeadDrafter,
+        drafter: DeviceHeadDrafter,
         fits: BoolArray,
         proposed: _Proposed | None,
         observed: _Observed | None,

@@ -51,7 +51,7 @@ from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.batch.step_rows import StepRows, resolve_rows
 from worker_service.runner.device.buffers import StepBuffers
 from worker_service.runner.device.columns import SamplingColumns, StepColumns
-from worker_service.runner.device.drafts import HeadDrafter
+from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.device.eager import compute_eagerly
 from worker_service.runner.device.in_flight_step import (
     BufferPool,
@@ -107,8 +107,8 @@ class DeviceSteps:
         self._check = check
         self._pooling = pooling
         self._speculation = speculation
-        self._head: HeadDrafter | None = None
-        if speculation is not None and isinstance(speculation.drafter, HeadDrafter):
+        self._head: DeviceHeadDrafter | None = None
+        if speculation is not None and isinstance(speculation.drafter, DeviceHeadDrafter):
             self._head = speculation.drafter
             self._head.attach(state.rows, state.sampler)
         self._last_finish = LastFinishTime()

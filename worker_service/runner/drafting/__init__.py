@@ -5,7 +5,7 @@
 | `drafter.py` | the interface of drafters, and the search of a sequence's own tokens |
 | `suffix_drafter.py` | drafts from recent outputs of the same tenant, too |
 | `draft_model.py` | drafts of a second, smaller model |
-| `eagle_drafter.py` | drafts of a head that reads the model's hidden states (EAGLE-3), on a CPU;
+| `head_drafter.py` | drafts of a head that reads the model's hidden states (EAGLE-3), on a CPU;
   on a GPU `device/drafts.py` makes them |
 | `draft_states.py` | states after drafts, from which a sequence continues if some are rejected |
 | `speculation.py` | how many drafts a row computes, and which of them are accepted |

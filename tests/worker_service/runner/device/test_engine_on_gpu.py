@@ -19,9 +19,9 @@ from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
 from worker_service.loader import load_eagle_head, load_model
-from worker_service.models.eagle import EagleHead
+from worker_service.models.draft_head import DraftHead
 from worker_service.models.kv_cache_spec import KVCacheSpec
-from worker_service.runner.device.drafts import HeadDrafter
+from worker_service.runner.device.drafts import DeviceHeadDrafter
 
 pytestmark = pytest.mark.gpu
 
@@ -93,15 +93,15 @@ def test_drafts_of_a_head_on_a_gpu_change_no_token(sampling: dict[str, Any]) -> 
     """They are made there, and most are wrong."""
 
     class Engine(SpeculatingEngine):
-        def load_draft(self) -> EagleHead:
+        def load_draft(self) -> DraftHead:
             name = str(head_for(self.loaded.model.hidden_size, VOCAB_SIZE))  # type: ignore[attr-defined]
             self.head = load_eagle_head(name, self.loaded, CacheConfig())
             assert self.head is not None
             return self.head
 
-        def make_drafter(self, cache: CacheEngine) -> HeadDrafter:
+        def make_drafter(self, cache: CacheEngine) -> DeviceHeadDrafter:
             assert self.head is not None
-            return HeadDrafter(self.head, cache.draft_caches)
+            return DeviceHeadDrafter(self.head, cache.draft_caches)
 
     plain = InProcessEngine(checkpoint("llama"), device="cuda").generate(PROMPTS, 40, 2, **sampling)
     engine = Engine(checkpoint("llama"), device="cuda", runner="gpu")

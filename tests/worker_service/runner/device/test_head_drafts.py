@@ -22,7 +22,7 @@ from tests.worker_service.runner.device.test_launching_ahead import (
 )
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import StepResult
-from worker_service.runner.device.drafts import HeadDrafter
+from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.model_runner import ModelRunner
 
 NUM_STEPS = 14
@@ -99,7 +99,7 @@ class Drafting:
 
         def make_runner(_: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
             return speculating(
-                lambda _: HeadDrafter(self.head, ()),  # type: ignore[arg-type]
+                lambda _: DeviceHeadDrafter(self.head, ()),  # type: ignore[arg-type]
                 self.lengths,
                 CapturingModel(),
                 cache,
@@ -234,7 +234,7 @@ def test_a_fork_writes_its_last_row_again_in_its_own_block(kind: Any, num_drafts
     head: Any = CountingHead()
 
     def make_runner(_: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
-        drafter = HeadDrafter(head, ())
+        drafter = DeviceHeadDrafter(head, ())
         model = CapturingModel()
         return speculating(lambda _: drafter, AllDrafts(), model, cache, block_size, kind=kind)
 

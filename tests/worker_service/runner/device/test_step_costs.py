@@ -29,7 +29,7 @@ from worker_service.array_types import Int32Array
 from worker_service.engine.executor import FinishedStep
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.device.cuda_graphs import Replay
-from worker_service.runner.device.drafts import HeadDrafter
+from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.drafting.drafter import Draft, Drafter, SequenceDrafter
@@ -245,7 +245,7 @@ def _pipeline(
         adapters.add(ADAPTER)
 
     def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
-        has_head = isinstance(drafter, HeadDrafter)
+        has_head = isinstance(drafter, DeviceHeadDrafter)
         counted, recorder = CountedModel(queue, captures=has_head), CountedReplays(queue)
         sizes: dict[str, Any] = {"sizes": SIZES, "mixed": mixed}
         max_drafts = MAX_DRAFTS if has_head else 0
@@ -433,7 +433,7 @@ def test_a_step_with_drafts_of_a_head_costs_no_further_copy(name: str) -> None:
     """The head reads what is on the device, and what is sent with the step's inputs."""
     queue = Queue()
     head: Any = CountedHead(queue)
-    pipeline = _pipeline(queue, name, drafter=HeadDrafter(head, ()))
+    pipeline = _pipeline(queue, name, drafter=DeviceHeadDrafter(head, ()))
     for counts in ([3, 1], [0, 2]):
         for seq_id, count in enumerate(counts, 1):
             pipeline.bench.plans.grow(seq_id, count)

@@ -34,11 +34,11 @@ from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_eagle_head
-from worker_service.models.eagle import EagleHead
+from worker_service.models.draft_head import DraftHead
 from worker_service.runner.batch.step_rows import StepRows
-from worker_service.runner.device.drafts import HeadDrafter, StepDrafts
+from worker_service.runner.device.drafts import DeviceHeadDrafter, StepDrafts
 from worker_service.runner.drafting.drafter import Draft, Drafter
-from worker_service.runner.drafting.eagle_drafter import EagleDrafter
+from worker_service.runner.drafting.head_drafter import HeadDrafter
 from worker_service.runner.state.sequence_table import SequenceTable
 
 LAYERS = [1, 2, 4]
@@ -130,7 +130,7 @@ def _rotate(heads: Tensor) -> Tensor:
 class Recorded:
     """What a head has drafted."""
 
-    def __init__(self, head: EagleHead, caches: Sequence[LayerCaches]) -> None:
+    def __init__(self, head: DraftHead, caches: Sequence[LayerCaches]) -> None:
         super().__init__(head, caches)  # type: ignore[call-arg]
         self.drafts: list[tuple[list[int], list[int]]] = []
         """Tokens of a sequence, and its drafts."""
@@ -149,7 +149,7 @@ class Recorded:
                 assert logits.max() - logits[index] < 1e-3, (tokens, drafts, count)
 
 
-class RecordedOnHost(Recorded, EagleDrafter):
+class RecordedOnHost(Recorded, HeadDrafter):
     """On a CPU."""
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
@@ -160,10 +160,10 @@ class RecordedOnHost(Recorded, EagleDrafter):
         return found
 
 
-class RecordedOnDevice(Recorded, HeadDrafter):
+class RecordedOnDevice(Recorded, DeviceHeadDrafter):
     """On a device, whose memory the host may read here at any time."""
 
-    def __init__(self, head: EagleHead, caches: Sequence[LayerCaches]) -> None:
+    def __init__(self, head: DraftHead, caches: Sequence[LayerCaches]) -> None:
         super().__init__(head, caches)
         self.unread: list[tuple[int, list[int], int, list[int]]] = []
         """Rows, tokens that were known, number of tokens, and drafts, of sequences whose tokens
@@ -207,7 +207,7 @@ class Engine(SpeculatingEngine):
         self.head_name = str(head)
         super().__init__(model, **options)
 
-    def load_draft(self) -> EagleHead:
+    def load_draft(self) -> DraftHead:
         self.head = load_eagle_head(self.head_name, self.loaded, CacheConfig())
         assert self.head is not None
         return self.head
@@ -428,7 +428,7 @@ def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
         sampler = engine.group.ranks[engine.group.ranks[0].layout.sampler]
         assert sampler.runner is not None
         loaded, cache = sampler.executor._draft, sampler.executor._cache
-        assert isinstance(loaded, EagleHead)
+        assert isinstance(loaded, DraftHead)
         assert cache is not None
         drafter = sampler.runner._speculation._drafter = RecordedOnHost(loaded, cache.draft_caches)
         others = [rank for rank in engine.group.ranks if rank is not sampler]
@@ -451,7 +451,7 @@ def test_a_worker_with_a_device_drafts_there(target: Path, head: Path) -> None:
         drafting = engine.generate(PROMPTS, 12)
         assert rank.runner is not None
         assert rank.runner._speculation is not None
-        assert isinstance(rank.runner._speculation.drafter, HeadDrafter)
+        assert isinstance(rank.runner._speculation.drafter, DeviceHeadDrafter)
         assert rank.executor._state is not None
         drafts = rank.executor._state.rows.sampling.drafts
         assert drafts.shape[1] == NUM_DRAFTS

@@ -1,4 +1,4 @@
-"""Drafts from an EAGLE-3 head (`models/eagle.py`), based on hidden states of the target's steps.
+"""Drafts from a head (`models/draft_head.py`), based on hidden states of the target's steps.
 
 The head's KV for row t, whose inputs are the hidden state of token t and token t + 1, is in the
 slot of position t, in the blocks of the target's group that keeps all tokens: the target's block
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pagewire_kernels.batch import LayerMemory
 from worker_service.array_types import Int64Array
-from worker_service.models.eagle import EagleHead
+from worker_service.models.draft_head import DraftHead
 from worker_service.runner.batch.inputs import build_batch, lay_out
 from worker_service.runner.batch.sampling import sampling_batch
 from worker_service.runner.batch.step_rows import StepRows
@@ -33,18 +33,18 @@ LENGTH, PROVISIONAL = range(2)
 is; whether the head's row for that token must be written again."""
 
 
-class EagleDrafter(Drafter):
-    """Drafts from an EAGLE-3 head on a CPU, for all rows of a step together, one position after the
+class HeadDrafter(Drafter):
+    """Drafts from a head on a CPU, for all rows of a step together, one position after the
     other."""
 
     is_expensive = True
 
-    def __init__(self, head: EagleHead, caches: Sequence[LayerMemory]) -> None:
+    def __init__(self, head: DraftHead, caches: Sequence[LayerMemory]) -> None:
         """caches: keys and values of the layer of `head`, in the target's blocks."""
         self._head = head
         self._caches = caches
         self._hidden = head.hidden_like
-        """By row of the table: the fused hidden state of the last token that the target has
+        """By row of the table: the hidden state of the last token that the target has
         computed."""
 
     def observe(self, rows: StepRows, captured: Sequence[Tensor], table: SequenceTable) -> None:

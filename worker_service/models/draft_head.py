@@ -1,11 +1,11 @@
-"""The EAGLE-3 draft head (Li et al. 2025): one layer that predicts tokens from hidden states of its
-target, the model for which it was trained.
+"""Draft heads: one layer that predicts tokens from hidden states of its target, the model for which
+it was trained. `decoder.DraftHeadSpec` describes a head as data.
 
-Row t of a sequence has two inputs: token t + 1, and a hidden state for token t. For tokens that the
-target has computed, this state is a linear function of the inputs of three of the target's layers
-at token t (the fused state); for drafts, it is the head's own output of row t - 1. The output of
-row t predicts token t + 2. The embedding is usually that of the target, and logits are computed for
-the draft vocabulary only, the most frequent tokens.
+Row t of a sequence has two inputs: the embedding of token t + 1, and a hidden state for token t.
+For tokens that the target has computed, this state is the target's: a linear function of the inputs
+of three of its layers at token t (EAGLE-3, Li et al. 2025), or what enters its LM head (multi-token
+prediction, DeepSeek-AI 2024). For drafts, it is the head's own output of row t - 1. The output of
+row t predicts token t + 2. Embedding and LM head are usually those of the target.
 
 Since there is one layer, keys and values depend only on a row's inputs. Rows that predict nothing
 therefore need only a small part of the head, `write_kv`.
@@ -23,61 +23,74 @@ from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.decoder import (
+    KV_SCALE_NAMES,
     DecoderLayer,
     DecoderSettings,
+    DraftHeadSpec,
     PagedMixer,
     RotaryTables,
 )
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
-from worker_service.models.layers import norm_targets
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
-from worker_service.models.native import LayerInputs, LoadableModule, NativeModel
+from worker_service.models.native import LayerInputs, LoadableModule, NativeModel, part_targets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EagleSettings:
+class HeadSettings:
     """Shape of a head."""
 
+    spec: DraftHeadSpec
     decoder: DecoderSettings
-    """Shape of the head, as that of a decoder of one layer. The vocabulary is the target's."""
+    """Sizes of the head, as those of a decoder. The vocabulary is the target's."""
+
+    captured_layers: tuple[int, ...]
+    """The layers of the target whose inputs `fuse` gets, in this order; the number of layers stands
+    for the input of the LM head."""
 
     draft_vocab_size: int
-    captured_layers: tuple[int, ...]
-    """The layers of the target whose inputs are fused, in the order of the inputs of `fc`."""
-
-    norm_before_residual: bool
-    """Whether the residual stream starts with the normalized hidden state."""
-
     has_embedding: bool
     has_head: bool
     """Whether the checkpoint has its own, or the target's are used."""
 
 
-class EagleHead(LoadableModule):
+class DraftHead(LoadableModule):
     """A draft head. Without an embedding or LM head of its own, it uses those of the target; if
     these are sharded over several ranks, it has copies of them."""
 
-    optional_names: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*rotary_emb\.inv_freq")
+    optional_names: ClassVar[re.Pattern[str]] = re.compile(
+        rf"d2t|t2d|.*rotary_emb\.inv_freq|{KV_SCALE_NAMES}"
+    )
 
     def __init__(
-        self, settings: EagleSettings, target: NativeModel, context: ModelContext, kernels: Kernels
+        self, settings: HeadSettings, target: NativeModel, context: ModelContext, kernels: Kernels
     ) -> None:
-        s, size = settings.decoder, settings.decoder.hidden_size
-        [layer] = s.layers
-        assert layer.attention is not None, "as every layer of Llama"
+        s, spec, size = settings.decoder, settings.spec, settings.decoder.hidden_size
+        layer = spec.layer
+        assert layer.attention is not None, "a head has both parts"
         super().__init__(s.architecture, context)
         self.vocab_size = s.vocab_size
         self.max_model_len = min(s.max_model_len, target.max_model_len)
         self.captured_layers = settings.captured_layers
         kept = layer.attention.kept(context, self.max_model_len)
         self.kv_cache_spec = KVCacheSpec(layers=kept, dtype=context.kv_dtype)
-        fused = Shard.full(len(settings.captured_layers) * target.hidden_size)
-        self.fc = Linear(fused, [Shard.full(size)], bias=False, context=context)
-        self.hidden_norm = layer.norm.build(size, context, kernels)
+        inputs, rows = Shard.full(2 * size), [Shard.full(size)]
+        self.fusion: Linear | None = None
+        self.projection: Linear | None = None
+        if "fusion" in spec.names:
+            fused = Shard.full(len(settings.captured_layers) * target.hidden_size)
+            self.fusion = Linear(fused, rows, bias=False, context=context)
+        if "projection" in spec.names:
+            self.projection = Linear(inputs, rows, bias=False, context=context)
+        width = inputs.size if self.projection is None else size
         rotary = RotaryTables(self.max_model_len, context).table(layer.attention.rotary)
-        self.layer = DecoderLayer(layer, size, context, kernels, rotary, attention_inputs=2 * size)
-        self.norm = layer.norm.build(size, context, kernels)
+        self.layer = DecoderLayer(layer, size, context, kernels, rotary, attention_inputs=width)
+        self.hidden_norm, self.norm = (layer.norm.build(size, context, kernels) for _ in range(2))
+        norm = self.layer.attention_norm
+        if "embedding_norm" in spec.names:
+            norm = layer.norm.build(size, context, kernels)
+        assert norm is not None, "each part of the layer has one before it"
+        self.embedding_norm = norm
         self.embedding: VocabEmbedding | None = None
         self.head: VocabHead | None = None
         is_shared = target.communicator.layout.world_size > 1
@@ -85,37 +98,28 @@ class EagleHead(LoadableModule):
             self.embedding = VocabEmbedding(s.vocab_size, size, context, kernels.layers)
         if settings.has_head or is_shared:
             self.head = VocabHead(settings.draft_vocab_size, size, context, None)
-        self._has_embedding, self._has_head = settings.has_embedding, settings.has_head
-        self._norm_before_residual = settings.norm_before_residual
+        self._settings, self._spec = settings, spec
         self._target = [target]  # in a list: not a module of its own
         self._tokens: Tensor | None = None
         self.hidden_like = context.empty(0, size)
         """The dtype, device and width of hidden states."""
 
     def weight_targets(self) -> Iterator[WeightTarget]:
-        """Destinations of the checkpoint's tensors, by their names in the authors' checkpoints."""
-        if self.embedding is not None and self._has_embedding:
-            yield self.embedding.table_target("embed_tokens.weight")
-        if self.head is not None and self._has_head:
-            yield self.head.table_target("lm_head.weight")
-        yield from self.fc.targets("fc")
-        yield from norm_targets("midlayer.hidden_norm", self.hidden_norm)
-        yield from self.layer.weight_targets("midlayer")
-        yield from norm_targets("norm", self.norm)
+        """Destinations of the checkpoint's tensors."""
+        if self.embedding is not None and self._settings.has_embedding:
+            yield self.embedding.table_target(self._spec.embedding_name)
+        if self.head is not None and self._settings.has_head:
+            yield self.head.table_target(self._spec.head_name)
+        yield from part_targets(self, self._spec.names, "")
+        yield from self.layer.weight_targets(self._spec.layer_name)
 
     def copied_targets(self) -> Iterator[WeightTarget]:
         """Destinations of tensors of the target's checkpoint, by their canonical names there."""
         [target] = self._target
-        if self.embedding is not None and not self._has_embedding:
+        if self.embedding is not None and not self._settings.has_embedding:
             yield self.embedding.table_target(target.embedding_name)
-        if self.head is not None and not self._has_head:
+        if self.head is not None and not self._settings.has_head:
             yield self.head.table_target(target.head_name)
-
-    @classmethod
-    def canonical_name(cls, name: str) -> str:
-        """The name in the authors' checkpoints. vLLM's tools number the layer, and some add the
-        prefix of a whole model."""
-        return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
 
     def use_draft_vocabulary(self, tokens: Tensor) -> None:
         """Set the draft vocabulary. tokens: int64 [draft_vocab_size], the token id of each logit of
@@ -128,7 +132,10 @@ class EagleHead(LoadableModule):
         captured: [num_tokens, hidden_size of the target] each, in the order of `captured_layers`.
         Returns [num_tokens, hidden_size].
         """
-        return self.fc(torch.cat([*captured], dim=1))
+        if self.fusion is not None:
+            return self.fusion(torch.cat([*captured], dim=1))
+        [hidden] = captured
+        return hidden
 
     def write_kv(self, batch: StepBatch, hidden: Tensor) -> None:
         """Write the keys and values of rows to the cache.
@@ -138,7 +145,7 @@ class EagleHead(LoadableModule):
         """
         x, _ = self._attended(batch.token_ids, hidden)
         attention = self.layer.attention
-        assert isinstance(attention, PagedMixer), "as every layer of Llama"
+        assert isinstance(attention, PagedMixer), "a head keeps no state"
         attention.write_kv(x, _layer_inputs(batch))
 
     def forward(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +156,8 @@ class EagleHead(LoadableModule):
         """
         x, residual = self._attended(batch.token_ids, hidden)
         x = self.layer.attend_and_mix(x, residual, _layer_inputs(batch))
-        return self.norm(residual, x), residual
+        output = self.norm(residual, x)
+        return output, output if self._spec.returns_norm else residual
 
     def compute_logits(self, rows: Tensor) -> Tensor:
         """Compute logits: float32 [num_rows, vocab_size], minus infinity outside of the draft
@@ -165,10 +173,22 @@ class EagleHead(LoadableModule):
         """Return the inputs of the attention, and the residual stream."""
         embed = self.embedding or self._target[0].embedding
         assert embed is not None, "the target is a whole model"
-        norm, normed = self.layer.attention_norm, self.hidden_norm(hidden)
-        assert norm is not None, "as every layer of Llama"
-        inputs = torch.cat([norm(embed(token_ids)), normed], dim=1)
-        return inputs, normed if self._norm_before_residual else hidden
+        parts = [self.embedding_norm(embed(token_ids)), self.hidden_norm(hidden)]
+        if self.projection is None:
+            return torch.cat(parts, dim=1), parts[1] if self._spec.norms_residual else hidden
+        residual = self.projection(torch.cat(parts, dim=1))
+        norm = self.layer.attention_norm
+        assert norm is not None, "as above"
+        return norm(residual), residual
+
+
+class EagleHead(DraftHead):
+    """A head of EAGLE-3, by the names in the authors' checkpoints."""
+
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
+        """vLLM's tools number the layer, and some add the prefix of a whole model."""
+        return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
 
 
 def _layer_inputs(batch: StepBatch) -> LayerInputs:
