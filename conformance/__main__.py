@@ -102,7 +102,7 @@ def _run(
             credentials=credentials,
             on_wait=lambda: _note(f"waiting for a worker at {address} …"),
         )
-    except (Failed, OSError, RuntimeError) as error:
+    except (Failed, OSError, RuntimeError, ValueError) as error:
         return _give_up(str(error))
     outcomes = []
     for outcome in runner.run(chosen, worker):

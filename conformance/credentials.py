@@ -6,13 +6,16 @@ from typing import Any
 
 import grpc
 
+from pagewire.pem_files import read_authorities, read_pair
+
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in members' certificates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """Files of credentials; all optional. Methods raise OSError for unreadable files."""
+    """Files of credentials; all optional. Methods raise ValueError that names an invalid
+    file."""
 
     token_file: Path | None = None
     ca: Path | None = None
@@ -24,7 +27,7 @@ class Credentials:
         if self.ca is None:
             channel = grpc.insecure_channel(address)
         else:
-            credentials = grpc.ssl_channel_credentials(self.ca.read_bytes(), *self._pair())
+            credentials = grpc.ssl_channel_credentials(read_authorities(self.ca), *self._pair())
             named = [("grpc.ssl_target_name_override", MEMBER_NAME)]
             channel = grpc.secure_channel(address, credentials, named)
         if self.token_file is None:
@@ -36,24 +39,30 @@ class Credentials:
         if self.ca is None:
             return server.add_insecure_port(address)
         credentials = grpc.ssl_server_credentials(
-            [self._pair()], self.ca.read_bytes(), require_client_auth=True
+            [self._pair()], read_authorities(self.ca), require_client_auth=True
         )
         return server.add_secure_port(address, credentials)
 
     def _pair(self) -> tuple[bytes, bytes]:
         assert self.key is not None, "checked with the options"
         assert self.cert is not None
-        return self.key.read_bytes(), self.cert.read_bytes()
+        cert, key = read_pair(self.cert, self.key)
+        return key, cert
 
 
 NO_CREDENTIALS = Credentials()
 
 
 def _first_token(file: Path) -> str:
-    """The token to send. Raises RuntimeError if there is none."""
-    tokens = file.read_text().split()
+    """The token to send. Raises ValueError if there is none."""
+    try:
+        tokens = file.read_text(encoding="ascii").split()
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: expected ASCII characters") from error
     if not tokens:
-        raise RuntimeError(f"{file} contains no token")
+        raise ValueError(f"{file} contains no token")
     return tokens[0]
 
 

@@ -1,6 +1,7 @@
 """Code that the scheduler's and the worker's services share, as neither may import the other.
 
-It depends on neither: no messages of `pagewire.v1`, no tensors.
+It depends on neither: no messages of `pagewire.v1`, no tensors. What clients need as well, such as
+the check of PEM files, is in the package `pagewire`.
 
 | module | holds |
 | --- | --- |

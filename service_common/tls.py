@@ -1,12 +1,12 @@
 """TLS, with certificates that may change on disk while they are in use."""
 
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
+from pagewire.pem_files import read_authorities, read_pair
+from service_common.watched_files import WatchedFiles, warn_if_shared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,21 +30,15 @@ class TlsFiles:
 
     def check(self) -> None:
         """Raise ValueError unless the files can be read and belong together."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        for path in self.paths:
-            read_file("tls", path)
+        self.read()
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """The contents: certificate, key, authorities. Raises ValueError as `check` does."""
         try:
-            # Without this, OpenSSL would prompt for the passphrase of an encrypted key.
-            context.load_cert_chain(self.cert, self.key, password=_no_passphrase)
-        except (ssl.SSLError, ValueError) as error:
-            raise ValueError(
-                f"tls: {self.cert} and {self.key} are not a certificate and its key: {error}"
-            ) from error
-        if self.ca is not None:
-            try:
-                context.load_verify_locations(self.ca)
-            except ssl.SSLError as error:
-                raise ValueError(f"tls: {self.ca} holds no certificates: {error}") from error
+            pair = read_pair(self.cert, self.key)
+            return *pair, None if self.ca is None else read_authorities(self.ca)
+        except ValueError as error:
+            raise ValueError(f"tls: {error}") from error
 
 
 def tls_files(cert: Path | None, key: Path | None, client_ca: Path | None) -> TlsFiles | None:
@@ -54,10 +48,6 @@ def tls_files(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tl
     if cert is not None or key is not None or client_ca is not None:
         raise ValueError("tls_cert, tls_key: expected both")
     return None
-
-
-def _no_passphrase() -> str:
-    raise ValueError("the key is encrypted; expected one without a passphrase")
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
@@ -71,17 +61,13 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
 
 def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
-    files.check()
-    pair = (files.key.read_bytes(), files.cert.read_bytes())
-    ca = None if files.ca is None else files.ca.read_bytes()
-    return grpc.ssl_server_certificate_configuration([pair], root_certificates=ca)
+    cert, key, ca = files.read()
+    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     """Credentials of a channel, with the current contents of the files."""
-    files.check()
+    cert, key, ca = files.read()
     return grpc.ssl_channel_credentials(
-        root_certificates=None if files.ca is None else files.ca.read_bytes(),
-        private_key=files.key.read_bytes(),
-        certificate_chain=files.cert.read_bytes(),
+        root_certificates=ca, private_key=key, certificate_chain=cert
     )

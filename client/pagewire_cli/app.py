@@ -58,6 +58,7 @@ app.add_typer(adapter, name="adapter")
 app.add_typer(key, name="key")
 services.add_to(app)
 
+_NOT_SIGNED = "no known authority has signed its certificate"
 _NOT_LISTENING = ("connection refused", "no such file or directory")
 
 
@@ -72,6 +73,8 @@ def _hint(error: Unavailable) -> str:
     lines += attempts if len(attempts) > 1 or (is_http and not says_http) else []
     if error.message.lower().endswith(_NOT_LISTENING) and not is_http:
         lines.append("`pagewire serve` starts one on this machine; --help says how to name another")
+    if error.message.endswith(_NOT_SIGNED):
+        lines.append("--tls-ca (of a core: --cluster-ca) names the file of the authority that has")
     return "".join(f"\n{line}" for line in lines)
 
 

@@ -189,12 +189,24 @@ class Membership:
     """That certificate's key (PEM)."""
 
     def connection_to(self, core: str) -> ConnectionOptions:
-        """The options of channels and calls. Raises OSError for a file that cannot be read."""
+        """The options of channels and calls. Raises ValueError that names an invalid file."""
         files = (self.cluster_ca, self.cluster_cert, self.cluster_key)
-        tls = TlsOptions.of(*files, server_name=MEMBER_NAME)
+        tls = TlsOptions.of(*files, server_name=MEMBER_NAME, prefix="--cluster-")
         # Of several tokens in the file, the first is the one to send.
-        tokens = self.cluster_token_file.read_text() if self.cluster_token_file else ""
+        tokens = _tokens_in(self.cluster_token_file) if self.cluster_token_file else ""
         return connection_options(core, tls, tokens)
+
+
+def _tokens_in(path: Path) -> str:
+    try:
+        tokens = path.read_text(encoding="ascii")
+    except OSError as error:
+        raise ValueError(f"--cluster-token-file: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--cluster-token-file: {path}: expected ASCII characters") from error
+    if not tokens.strip():
+        raise ValueError(f"--cluster-token-file: {path}: expected a token, got an empty file")
+    return tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,8 +217,8 @@ class CoreConnection(Membership):
     """HOST:PORT or unix:PATH of the core."""
 
     def options(self) -> ConnectionOptions:
-        """The options of channels and calls. Raises OSError for a file that cannot be read, and
-        ValueError if several cores run on this machine."""
+        """The options of channels and calls. Raises ValueError that names an invalid file, or if
+        several cores run on this machine."""
         return self.connection_to(self.core or _core_on_this_machine())
 
 

@@ -83,7 +83,8 @@ def serve(
             f"expected one model, got {deployment.model} (--model or PAGEWIRE_MODEL) and {model}"
             " (MODEL); for several names of a model repeat --served-model-name"
         )
-
+    if not all(key.strip() for key in deployment.api_key):
+        raise typer.BadParameter("--api-key: expected a key, got an empty one")
     if (engine["log_format"] or os.environ.get("PAGEWIRE_LOG_FORMAT")) == "json":
         terminal.write_json()
     if (engine["log_level"] or os.environ.get("PAGEWIRE_LOG_LEVEL")) in ("warning", "error"):

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 Address: TypeAlias = str
 """`HOST:PORT` or `unix:PATH`."""
+
+_VISIBLE = re.compile("[!-~]+")
+"""What gRPC can send as metadata."""
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -67,22 +71,35 @@ class TlsOptions:
 
     @classmethod
     def of(
-        cls, *files: Path | None, is_on: bool = False, server_name: str | None = None
+        cls,
+        *files: Path | None,
+        is_on: bool = False,
+        server_name: str | None = None,
+        prefix: str = "--tls-",
     ) -> Self | None:
-        """The options for a command's flags: authority, certificate and key. None without any."""
+        """The options for a command's flags: authority, certificate and key, whose names begin with
+        `prefix`. None without any."""
         if not (is_on or any(files)):
             return None
         ca, cert, key = files
+        if (cert is None) != (key is None):
+            raise ValueError(f"{prefix}cert and {prefix}key belong together: give both")
         return cls(
             root_certificates=ca, certificate_chain=cert, private_key=key, server_name=server_name
         )
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files; raises OSError for one that cannot be read."""
+        """Reads the files; raises ValueError that names an unreadable or invalid one."""
+        from pagewire.pem_files import read_authorities, read_pair  # imports ssl
+
+        ca, cert, key = self.root_certificates, self.certificate_chain, self.private_key
+        chain, private_key = (
+            (None, None) if cert is None or key is None else read_pair(Path(cert), Path(key))
+        )
         return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.root_certificates),
-            private_key=_read(self.private_key),
-            certificate_chain=_read(self.certificate_chain),
+            root_certificates=None if ca is None else read_authorities(Path(ca)),
+            private_key=private_key,
+            certificate_chain=chain,
         )
 
 
@@ -134,6 +151,8 @@ def connection_options(
     texts = (address,) if isinstance(address, str) else address
     addresses = tuple(address for text in texts for address in text.split(","))
     key = next(iter(api_key.split()), None)
+    if key is not None and not _VISIBLE.fullmatch(key):
+        raise ValueError("api_key: expected visible ASCII characters, got others")
     return ConnectionOptions(addresses=addresses, tls=tls, api_key=key)
 
 
@@ -348,13 +367,6 @@ def check_address(address: Address) -> None:
 def _is_local(address: Address) -> bool:
     host = address.rpartition(":")[0]
     return address.startswith("unix:") or host in ("127.0.0.1", "localhost", "[::1]")
-
-
-def _read(path: Path | str | None) -> bytes | None:
-    try:
-        return None if path is None else Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read the TLS file {path}: {error.strerror}") from error
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:

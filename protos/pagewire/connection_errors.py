@@ -3,16 +3,21 @@
 import re
 from urllib.parse import unquote
 
+_AT = r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): "
+
 # gRPC's messages for a failed connection, and the parts that matter to users.
 _NO_CONNECTION = (
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<reason>http1\.x server)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<reason>Failed parsing HTTP/2)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<reason>.+)"),
+    re.compile(_AT + r".*(?P<reason>http1\.x server)"),
+    re.compile(_AT + r"(?P<reason>Failed parsing HTTP/2)"),
+    re.compile(_AT + r"Failed .*?: (?P<reason>.+)"),
     re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<reason>.+)"),
     re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<reason>.+?)\]?$"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Tls .*:(?P<reason>[A-Z_]{9,})"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<reason>Socket closed)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<reason>Hostname Verification)"),
+    re.compile(_AT + r"Tls .*(?P<reason>certificate has expired)"),
+    re.compile(_AT + r"Tls .*(?P<reason>is not yet valid)"),
+    re.compile(_AT + r"Tls .*:(?P<reason>[A-Z_]{9,})"),
+    re.compile(_AT + r".*(?P<reason>missing selected ALPN)"),
+    re.compile(_AT + r"(?P<reason>Socket closed)"),
+    re.compile(_AT + r".*(?P<reason>Hostname Verification)"),
 )
 HTTP_1 = (
     "an HTTP server answers there; gRPC has a port of its own, 7600 by default (a core's: 7610)"
@@ -21,10 +26,16 @@ _IN_WORDS = {
     "Method not found!": "this is another service's address: no such call exists there",
     "http1.x server": HTTP_1,
     "Failed parsing HTTP/2": HTTP_1,
-    "Socket closed": "the server closes the connection; it may expect TLS",
+    "missing selected ALPN": HTTP_1,
+    "Socket closed": (
+        "the server closes the connection; it may expect TLS, or a client's certificate that it"
+        " trusts and that has not expired"
+    ),
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
     "Hostname Verification": "its certificate is not for that name",
-    "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
+    "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate",
+    "certificate has expired": "its certificate, or that of the authority, has expired",
+    "is not yet valid": "its certificate is not valid yet; are both clocks right?",
 }
 """Explanations by gRPC's own message, for errors that do not come from the server."""
 

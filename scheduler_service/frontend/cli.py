@@ -1,5 +1,6 @@
 """The flags of `python -m scheduler_service frontend`."""
 
+import os
 from pathlib import Path
 
 from scheduler_service.command_line import service_command
@@ -49,6 +50,8 @@ async def _serve(config: FrontendConfig) -> None:
 @service_command(_serve, FRONTEND.parameters, [HTTP], TLS)
 def frontend(flags: Flags) -> FrontendConfig:
     """Run a frontend: what clients call, text on one side and tokens on the other."""
+    if not flags["api_key"] and os.environ.get("PAGEWIRE_API_KEY"):
+        raise ValueError("PAGEWIRE_API_KEY: expected a key, got blanks; unset it for no keys")
     fields = FRONTEND.fields_of(flags) | {"metrics": metrics_address(flags["metrics_port"])}
     return FrontendConfig(
         **fields,

@@ -1,5 +1,6 @@
 """A frontend's configuration, and the limits of the servers that clients can reach."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,6 +129,8 @@ class FrontendConfig:
             if self.api_key:
                 raise ValueError("api_key: excludes api_keys; give either keys or a file of keys")
             read_keys(self.api_keys)
+        if not all(re.fullmatch("[!-~]+", key) for key in self.api_key):
+            raise ValueError("api_key: expected visible ASCII characters, which clients can send")
         if short := [len(key) for key in self.api_key if len(key) < MIN_API_KEY_CHARS]:
             raise ValueError(
                 f"api_key: expected at least {MIN_API_KEY_CHARS} characters, got {short[0]};"

@@ -37,7 +37,7 @@ FORBIDDEN = {
     "pagewire_cli": OURS - {"pagewire_client", "pagewire", "pagewire_cli"}
     | TENSOR_LIBRARIES
     | {"numpy"},
-    "service_common": OURS - {"service_common"} | TENSOR_LIBRARIES,
+    "service_common": OURS - {"service_common", "pagewire"} | TENSOR_LIBRARIES,
     "conformance": OURS - {"conformance", "pagewire"} | TENSOR_LIBRARIES | {"numpy"},
 }
 
@@ -54,6 +54,15 @@ def imported_roots(file: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, alias.name.split(".")[0]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.lineno, node.module.split(".")[0]
+
+
+def test_service_common_uses_no_messages() -> None:
+    for file in PACKAGES["service_common"].rglob("*.py"):
+        assert "pagewire.v1" not in {
+            node.module
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        }, file
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from pagewire_client import NO_RETRIES, AsyncClient, SamplingParams, TlsOptions, errors
-from pagewire_client.connection import ConnectionOptions
+from pagewire_client.connection import ConnectionOptions, connection_options
 from tests.support.fake_frontend import FakeFrontend
 
 ONE = SamplingParams(max_tokens=1)
@@ -84,7 +84,7 @@ def test_a_server_without_tls_and_a_missing_file_are_named(
         with pytest.raises(errors.Unavailable, match="the server does not speak TLS"):
             client.generate("Hi", ONE)
         missing = TlsOptions(root_certificates=tmp_path / "no.pem")
-        with pytest.raises(ValueError, match=r"cannot read the TLS file .*no\.pem: No such file"):
+        with pytest.raises(ValueError, match=r"cannot read .*no\.pem: No such file"):
             make_client(frontend.address, tls=missing).generate("Hi", ONE)
 
 
@@ -112,6 +112,41 @@ def test_a_client_proves_itself_with_a_certificate(
         client = make_client(frontend.address, tls=nobody, retry=NO_RETRIES)
         with pytest.raises(errors.Unavailable):
             client.generate("Hi", ONE)
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("", "holds no certificate; expected one in PEM, got an empty file"),
+        ("hello", "holds no certificate; expected one in PEM, got something else"),
+        ("-----BEGIN PRIVATE KEY-----", "holds no certificate; expected one in PEM, got a private"),
+        ("\ufeff-----BEGIN CERTIFICATE-----", "begins with a byte order mark"),
+        ("-----BEGIN CERTIFICATE-----", "holds no valid certificates"),
+    ],
+)
+def test_a_file_of_authorities_that_holds_none_is_named(
+    tmp_path: Path, content: str, fault: str
+) -> None:
+    path = tmp_path / "ca.pem"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{path} {fault}"):
+        TlsOptions(root_certificates=path).credentials()
+
+
+def test_an_exchanged_or_a_wrong_key_is_named(
+    server_pair: tuple[Path, Path], client_pair: tuple[Path, Path]
+) -> None:
+    (cert, key), (_, other_key) = server_pair, client_pair
+    with pytest.raises(ValueError, match=f"{key} holds no certificate.*, got a private key"):
+        TlsOptions(certificate_chain=key, private_key=cert).credentials()
+    with pytest.raises(ValueError, match=f"{cert} and {other_key} are not a certificate and its"):
+        TlsOptions(certificate_chain=cert, private_key=other_key).credentials()
+
+
+@pytest.mark.parametrize("api_key", ["ключ" * 5, "\ufeffkey", "key\x01"])
+def test_a_key_that_cannot_be_sent_is_refused(api_key: str) -> None:
+    with pytest.raises(ValueError, match="api_key: expected visible ASCII characters"):
+        connection_options("127.0.0.1:7600", None, api_key)
 
 
 def test_a_certificate_without_its_key_is_refused(client_pair: tuple[Path, Path]) -> None:

@@ -243,6 +243,24 @@ def test_each_address_of_a_name_is_named_with_what_it_answered() -> None:
             " to connect to remote host: Connection refused",
             "cannot connect to [::1]:8000: connection refused",
         ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7707: Tls"
+            " handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL"
+            " routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: certificate has expired: OK",
+            "cannot connect to 127.0.0.1:7707: its certificate, or that of the authority, has"
+            " expired",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:7707: Tls"
+            " handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL"
+            " routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: self signed certificate: OK",
+            "cannot connect to 127.0.0.1:7707: no known authority has signed its certificate",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:8105: Cannot"
+            " check peer: missing selected ALPN property.",
+            f"cannot connect to 127.0.0.1:8105: {health.HTTP}",
+        ),
     ],
 )
 def test_messages_of_grpc_are_put_in_words(details: str, words: str) -> None:
@@ -255,8 +273,12 @@ def test_only_where_nothing_listens_does_the_hint_start_a_server() -> None:
 
     for why in ("connection refused", "No such file or directory"):
         assert "`pagewire serve` starts one" in _hint(unavailable(why))
-    for why in ("the server does not speak TLS", "no known authority has signed its certificate"):
-        assert _hint(unavailable(why)) == ""
+    assert _hint(unavailable("the server does not speak TLS")) == ""
+
+
+def test_an_authority_that_is_not_known_can_be_named() -> None:
+    why = "cannot connect to 127.0.0.1:7600: no known authority has signed its certificate"
+    assert "--tls-ca" in _hint(Unavailable(why))
 
 
 @pytest.mark.parametrize(

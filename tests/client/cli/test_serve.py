@@ -185,6 +185,7 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_pat
     [
         ("--max-model-len", "8x", "Invalid value for '--max-model-len'"),
         ("--api-key", "token-abc123", "api_key: expected at least 16 characters, got 12"),
+        ("--api-key", "ключ" * 5, "api_key: expected visible ASCII characters"),
         ("--model", "/no/such/model", "/no/such/model: no such directory or file"),
         ("--max-num-seqs", "0", "max_num_seqs must be at least 1, is 0"),
         ("--api-keys", "/no/such/file", "api_keys: cannot read /no/such/file"),
@@ -196,6 +197,17 @@ def test_a_wrong_flag_is_the_only_line_of_serve(flag: str, value: str, words: st
     assert done.returncode == (1 if flag == "--model" else 2)
     [line] = said(done)
     assert line.startswith(f"error: {words}")
+
+
+@pytest.mark.parametrize(("flags", "variable"), [(["--api-key", ""], ""), ([], "  ")])
+def test_a_key_that_turned_out_empty_does_not_leave_out_authentication(
+    flags: list[str], variable: str
+) -> None:
+    how = command("serve", *flags, "--listen", "127.0.0.1:0", "--http", "off")
+    how["env"] |= {"PAGEWIRE_API_KEY": variable}  # type: ignore[operator]
+    done = subprocess.run(**how, timeout=90)  # type: ignore[call-overload]
+    assert done.returncode == 2
+    assert "expected a key, got" in done.stderr
 
 
 @pytest.mark.parametrize(
