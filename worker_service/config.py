@@ -336,7 +336,7 @@ class CacheConfig:
         _expect(swap is None or swap >= 0, "swap_space", "0 bytes or more", swap)
 
 
-DRAFTERS = ("ngram", "suffix", "draft", "eagle")
+DRAFTERS = ("ngram", "suffix", "draft", "eagle", "mtp")
 DEFAULT_SPECULATIVE_TOKENS = 15
 """With the last token 16, which AMX tiles compute in hardly more time than one."""
 
@@ -368,7 +368,8 @@ class RunnerConfig:
     """Draft tokens and verify several in one step, without changing the output: ngram takes drafts
     from what followed the same tokens earlier in the prompt or output, suffix also from recent
     outputs of the same tenant, draft from a second, smaller model, eagle from a head that was
-    trained for the model (EAGLE-3). On CPUs, and on one GPU."""
+    trained for the model (EAGLE-3), mtp from the one in the model's own checkpoint. On CPUs, and on
+    one GPU."""
 
     speculative_model: str | None = None
     """The model of `--speculative draft`, or the head of `--speculative eagle`: checkpoint
@@ -404,6 +405,11 @@ class RunnerConfig:
         if self.speculative is None:
             return 0
         return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
+
+    @property
+    def drafts_by_layers(self) -> bool:
+        """Whether drafts come from layers, with keys and values of their own."""
+        return self.speculative in ("draft", "eagle", "mtp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@
 | `build.py` | building a model, and filling it from its checkpoint |
 | `draft_head.py` | building a draft head, and filling it from its checkpoint |
 | `eagle_head.py` | an EAGLE-3 head, which is checked against its target |
+| `mtp_head.py` | the head in the checkpoint of the model itself |
 | `model_files.py` | a directory, the hub or the embedded model; assets for frontends; fingerprint |
 | `hub_progress.py` | the progress of a download |
 | `gguf_file.py` | GGUF files: metadata, and tensors one at a time, dense or packed |
@@ -31,5 +32,13 @@
 
 from worker_service.loader.eagle_head import load_eagle_head
 from worker_service.loader.load import LoadedModel, check_model, load_draft_model, load_model
+from worker_service.loader.mtp_head import load_mtp_head
 
-__all__ = ["LoadedModel", "check_model", "load_draft_model", "load_eagle_head", "load_model"]
+__all__ = [
+    "LoadedModel",
+    "check_model",
+    "load_draft_model",
+    "load_eagle_head",
+    "load_model",
+    "load_mtp_head",
+]

@@ -128,6 +128,7 @@ def _settings(
         layer=layer,
         layer_name="midlayer",
         names=_NAMES,
+        tensor_names=".*",
         embedding_name="embed_tokens.weight",
         head_name="lm_head.weight",
         norms_residual=bool(config.get("norm_before_residual", False)),

@@ -199,10 +199,15 @@ def has_own_head(model: type[NativeModel], checkpoint: Checkpoint) -> bool:
     sources = checkpoint.sources(model)
     found = [sources.get(name) for name in (model.embedding_name, "lm_head.weight")]
     tensors = [tensor for tensor in found if tensor is not None]
-    if len(tensors) < len(found) or any(tensor.is_quantized for tensor in tensors):
-        return len(tensors) == len(found)
-    first, second = (tensor[...] for tensor in tensors)
-    return first.dtype != second.dtype or not torch.equal(first, second)
+    return len(tensors) == len(found) and not are_equal(*tensors)
+
+
+def are_equal(first: CheckpointTensor, second: CheckpointTensor) -> bool:
+    """Whether two tensors are dense, and have the same dtype, shape and numbers."""
+    if first.is_quantized or second.is_quantized or first.shape != second.shape:
+        return False
+    left, right = first[...], second[...]
+    return left.dtype == right.dtype and torch.equal(left, right)
 
 
 def warn_of_unused(checkpoint: Checkpoint) -> None:
@@ -316,8 +321,10 @@ def _check_names(
     missing = [name for name in targets if name not in sources]
     unknown = [name for name in sources if name not in targets and name not in others]
     unused = [name for name in unknown if model.unused_names.fullmatch(name)]
-    if unused:
-        _log_unused(unused)
+    if by_none := [name for name in unused if not model.head_names.fullmatch(name)]:
+        _log_unused(by_none)
+    if num_of_head := len(unused) - len(by_none):
+        logger.info("draft head found, for --speculative mtp num_tensors=%d", num_of_head)
     unexpected = [
         name
         for name in unknown

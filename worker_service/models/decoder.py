@@ -355,16 +355,15 @@ class DraftHeadSpec:
     before the layer's attention) and `projection` (of embedding and hidden state to the layer's
     input; otherwise its attention reads both)."""
 
+    tensor_names: str
+    """A pattern of the canonical names of all its tensors."""
+
     embedding_name: str
     head_name: str
     """Canonical names of the weights of its own embedding and LM head, if it has them."""
 
     norms_residual: bool = False
     """Without a projection: whether the residual stream starts with the normalized hidden state."""
-
-    returns_norm: bool = False
-    """Whether the input of the LM head is also the hidden state for the next draft; otherwise that
-    is the residual stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,9 +390,12 @@ class DecoderSettings(ModelSettings):
     norm_name: str = "model.norm"
     """Canonical name of the norm after the last layer."""
 
+    draft_head: DraftHeadSpec | None = None
+    """The head in the model's own checkpoint that drafts tokens, if one is read."""
+
     ignores_further_layers: bool = False
     """Whether checkpoints may hold layers after the last one, or beside them, which predict further
-    tokens, and which are not used."""
+    tokens, and which the model itself does not use."""
 
     is_transposed: bool = False
     """Whether the checkpoint stores the weights of layers as [in_features, out_features]."""
@@ -900,6 +902,8 @@ class DecoderModel(NativeModel):
             ours = "|".join(map(str, range(s.num_layers)))
             further = rf"model\.layers\.(?!(?:{ours})\.)\d+\..*"
             self.unused_names = re.compile(rf"{further}|mtp\..*")
+        if s.draft_head is not None:
+            self.head_names = re.compile(s.draft_head.tensor_names)
         self.position_embedding: Tensor | None = None
         self.embedding_norm: RMSNorm | LayerNorm | None = None
         self.project_in: Linear | None = None

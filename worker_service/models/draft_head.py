@@ -157,7 +157,8 @@ class DraftHead(LoadableModule):
         x, residual = self._attended(batch.token_ids, hidden)
         x = self.layer.attend_and_mix(x, residual, _layer_inputs(batch))
         output = self.norm(residual, x)
-        return output, output if self._spec.returns_norm else residual
+        # The hidden states of a target are residual streams for EAGLE-3, and normalized otherwise.
+        return output, residual if self.projection is None else output
 
     def compute_logits(self, rows: Tensor) -> Tensor:
         """Compute logits: float32 [num_rows, vocab_size], minus infinity outside of the draft

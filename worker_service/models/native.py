@@ -207,6 +207,9 @@ class LoadableModule(nn.Module, ABC):
     unused_names: re.Pattern[str] = re.compile(r"(?!)")
     """Canonical names that a checkpoint may hold for other uses of the model, which are logged."""
 
+    head_names: re.Pattern[str] = re.compile(r"(?!)")
+    """Those of them that are a draft head's, which `--speculative mtp` reads."""
+
     architecture: str
 
     def __init__(self, architecture: str, context: ModelContext) -> None:
@@ -368,7 +371,8 @@ class NativeModel(LoadableModule):
         return ()
 
     def capture(self, layers: Sequence[int]) -> None:
-        """Capture the inputs of these layers in every forward pass, in `Computed.captured`.
+        """Capture the inputs of these layers in every forward pass, in `Computed.captured`. The
+        number of layers stands for the last hidden states, which the LM head gets.
 
         Of several ranks, the one that samples returns them, the first rank of the last stage;
         earlier stages send them together with their output.
@@ -399,7 +403,10 @@ class NativeModel(LoadableModule):
                 parts = (residual,) if x is None else (residual, x)
                 self._captured[index] = [self._kernels.layers.copy(part) for part in parts]
             residual, x = layer(residual, x, inputs)
-        return self.finish(residual, x)
+        x = self.finish(residual, x)
+        if self.num_layers in self._captured_layers and self.communicator.layout.is_last_stage:
+            self._captured[self.num_layers] = [x]
+        return x
 
     def finish(self, residual: Tensor, x: Tensor | None) -> Tensor:
         """The input of the LM head, or of the next stage, after the layers; see `NativeLayer`."""

@@ -23,7 +23,12 @@ from worker_service.kv_cache.memory_budget import (
     profile_blocks,
     sample_on_host,
 )
-from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
+from worker_service.loader import (
+    LoadedModel,
+    load_draft_model,
+    load_eagle_head,
+    load_mtp_head,
+)
 from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
 from worker_service.models.adapters import AdapterSlots, require_adaptable
 from worker_service.models.draft_head import DraftHead
@@ -156,15 +161,10 @@ class TorchExecutor:
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._runner.speculative is not None:
             self._check_speculation(self._loaded)
-        name = self._runner.speculative_model
-        if name is not None and self._runner.speculative == "eagle":
-            self._draft = load_eagle_head(name, self._loaded, self._config)
-        elif name is not None and self._loaded.communicator.layout.samples:
-            self._draft = load_draft_model(name, self._loaded, self._config)
-        model = self._loaded.model
+        self._draft, model = self._load_draft(self._loaded), self._loaded.model
         if self._draft is not None:
             model.kv_cache_spec = model.kv_cache_spec.with_drafts(self._draft.kv_cache_spec)
-        if name is not None and self._loaded.communicator.layout.world_size > 1:
+        if self._runner.drafts_by_layers and self._loaded.communicator.layout.world_size > 1:
             model.kv_cache_spec = replace(model.kv_cache_spec, has_shared_drafts=True)
         if self.adapters.store is not None:
             adaptable = require_adaptable(model)
@@ -175,6 +175,17 @@ class TorchExecutor:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return self._facts(self._loaded)
+
+    def _load_draft(self, loaded: LoadedModel) -> Model | DraftHead | None:
+        """The draft model or head, if this rank has one."""
+        if self._runner.speculative == "mtp":
+            return load_mtp_head(loaded)
+        name = self._runner.speculative_model
+        if name is not None and self._runner.speculative == "eagle":
+            return load_eagle_head(name, loaded, self._config)
+        if name is not None and loaded.communicator.layout.samples:
+            return load_draft_model(name, loaded, self._config)
+        return None
 
     def _facts(self, loaded: LoadedModel) -> ModelFacts:
         model, pooler, layout = loaded.model, loaded.pooler, describe_cache(loaded)
@@ -231,7 +242,7 @@ class TorchExecutor:
             raise InvalidOption(f"speculative: expected none on a GPU for {model}, got {name}")
         if layout.pipeline_parallel_size > 1:
             raise InvalidOption(f"speculative: expected none with stages for {model}, got {name}")
-        if layout.world_size > 1 and self._runner.speculative_model is not None:
+        if layout.world_size > 1 and self._runner.drafts_by_layers:
             raise InvalidOption(
                 f"speculative: expected ngram or suffix on {layout.world_size} ranks for {model},"
                 f" got {name}"

@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3 (also R1 and Kimi K2), GLM-4.7 Flash (`Glm4MoeLite`) and Youtu: latent
-attention, with experts as in GLM-4.5, or an MLP. Layers after the last one predict further tokens,
-and are not used."""
+attention, with experts as in GLM-4.5, or an MLP. A layer after the last one drafts tokens in
+DeepSeek-V3 and GLM-4.7 Flash."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     routing,
 )
+from worker_service.models.decoder_families.draft_heads import with_layer_behind
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
 from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
 from worker_service.models.latent_attention import LatentAttentionSpec
@@ -79,7 +80,7 @@ def deepseek_v3_settings(config: Config) -> DecoderSettings:
     """DeepSeek-V3, whose experts are chosen as in GLM-4.5."""
     _require_rotary_heads(config)
     experts = _scored_experts(config, num_experts=256, num_groups=8, num_chosen_groups=4, scale=2.5)
-    return latent_decoder(config, first_dense(config, experts, 3))
+    return with_layer_behind(latent_decoder(config, first_dense(config, experts, 3)))
 
 
 def glm4_moe_lite_settings(config: Config) -> DecoderSettings:
@@ -96,7 +97,7 @@ def glm4_moe_lite_settings(config: Config) -> DecoderSettings:
         )
     dense = gated_mlp(config, bias=False)
     parts = [experts if kind == "sparse" else dense for kind in kinds]
-    return latent_decoder(config, parts, query_latent_dim=768, eps=1e-5)
+    return with_layer_behind(latent_decoder(config, parts, query_latent_dim=768, eps=1e-5))
 
 
 def youtu_settings(config: Config) -> DecoderSettings:

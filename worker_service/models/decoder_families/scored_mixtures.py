@@ -15,6 +15,7 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     routing,
 )
+from worker_service.models.decoder_families.draft_heads import with_layer_behind
 from worker_service.models.decoder_families.mixtures import QWEN_NAMES
 from worker_service.models.experts import ExpertsSpec, SharedSpec
 
@@ -27,8 +28,8 @@ _NAMES = QWEN_NAMES | SHARED_NAMES | {"feed_forward.correction": "mlp.gate.e_sco
 
 
 def glm4_moe_settings(config: Config) -> DecoderSettings:
-    """GLM-4.5, of which heads are rotated in part. Layers after the last one predict further
-    tokens, and are not used."""
+    """GLM-4.5, of which heads are rotated in part. A layer after the last one drafts
+    tokens."""
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-5))
     head_dim = head_dim_of(config)
     has_norms = config.get("use_qk_norm", False)
@@ -52,7 +53,8 @@ def glm4_moe_settings(config: Config) -> DecoderSettings:
         else LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=_NAMES)
         for i in range(num_layers)
     ]
-    return decoder_of(config, layers, norm, ignores_further_layers=True)
+    settings = decoder_of(config, layers, norm, ignores_further_layers=True)
+    return with_layer_behind(settings)
 
 
 def dots1_settings(config: Config) -> DecoderSettings:
