@@ -7,7 +7,7 @@ TEXT_MODEL = "language_model."
 
 _TEXT_PARTS = (
     *("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."),
-    *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_"),
+    *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_", "mtp."),
 )
 
 

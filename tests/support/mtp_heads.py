@@ -38,6 +38,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3_yarn": {"num_hidden_layers": 3},
     "glm4_moe": {"num_hidden_layers": 3},
     "glm4_moe_lite": {"num_hidden_layers": 3},
+    "qwen3_next": {"layer_types": _QWEN_LAYERS},
+    "qwen3_5": {"layer_types": _QWEN_LAYERS},
+    "qwen3_5_moe": {"layer_types": _QWEN_LAYERS},
 }
 """Settings of the model with a layer more, by family."""
 

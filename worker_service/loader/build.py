@@ -16,6 +16,7 @@ from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.rounded_cache import with_rounded_weights
 from worker_service.loader.weights import (
+    STACK_NAME,
     Checkpoint,
     EagerPacking,
     fill_dummy_weights,
@@ -67,7 +68,8 @@ class ModelBuilder:
         hf_config = self.hf_config
         if self.context.generates:
             hf_config = _with_own_head(hf_config, self.checkpoint)
-        if any(name.endswith(".mlp.experts.gate_up_proj") for name in self.checkpoint.tensors):
+        names = (name for name in self.checkpoint.tensors if not name.startswith("mtp."))
+        if any(name.endswith(STACK_NAME) for name in names):
             hf_config = {**hf_config, STACKED_EXPERTS: True}
         model = build_native_model(hf_config, self.config.max_model_len, self.context, self.kernels)
         if model is None:

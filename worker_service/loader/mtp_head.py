@@ -8,7 +8,7 @@ from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
 from worker_service.loader.draft_head import build_head
 from worker_service.loader.load import LoadedModel
 from worker_service.loader.quantized_checkpoint import read_schemes
-from worker_service.loader.weights import Checkpoint, are_equal, open_checkpoint
+from worker_service.loader.weights import STACK_NAME, Checkpoint, are_equal, open_checkpoint
 from worker_service.models.decoder import DecoderSettings, DraftHeadSpec
 from worker_service.models.decoder_families.common import STACKED_EXPERTS
 from worker_service.models.draft_head import DraftHead, HeadSettings
@@ -45,8 +45,8 @@ def _load(target: LoadedModel) -> DraftHead | None:
                 f"{target.model_dir} holds no head: expected tensors {spec.layer_name}.* in"
                 " safetensors files"
             )
-        stacks = (name.endswith(".mlp.experts.gate_up_proj") for name in checkpoint.tensors)
-        settings, spec = _settings({**config, STACKED_EXPERTS: any(stacks)})
+        is_stacked = any(name.endswith(STACK_NAME) for name in checkpoint.tensors)
+        settings, spec = _settings({**config, STACKED_EXPERTS: is_stacked})
     assert isinstance(settings, DecoderSettings), "as its model is"
     assert spec is not None, "as above"
     stored = {} if checkpoint is None else checkpoint.tensors

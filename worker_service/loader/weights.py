@@ -57,6 +57,9 @@ _SAME_WEIGHTS = "consolidated"
 _CODE_TYPES = ("I8", "F8_", "F6_", "F4")
 """Beginnings of types that only quantized tensors have; masks are U8, BOOL or whole numbers."""
 
+STACK_NAME = ".mlp.experts.gate_up_proj"
+"""The end of the name of a tensor of all experts."""
+
 _MAX_NAMES = 8
 """Maximum number of tensors named in an error message."""
 

@@ -394,8 +394,8 @@ class DecoderSettings(ModelSettings):
     """The head in the model's own checkpoint that drafts tokens, if one is read."""
 
     ignores_further_layers: bool = False
-    """Whether checkpoints may hold layers after the last one, or beside them, which predict further
-    tokens, and which the model itself does not use."""
+    """Whether checkpoints may hold layers after the last one, which predict further tokens, and
+    which the model itself does not use."""
 
     is_transposed: bool = False
     """Whether the checkpoint stores the weights of layers as [in_features, out_features]."""
@@ -893,15 +893,14 @@ class DecoderModel(NativeModel):
         self._logits_soft_cap = s.logits_soft_cap
         self._position_offset = s.position_offset or 0
         self._sources = s.sources
+        unused = [r"mtp\..*"]
         shared = "|".join(str(i) for i, source in enumerate(s.sources) if source is not None)
         if shared:  # checkpoints may hold what transformers would not use
-            self.unused_names = re.compile(
-                rf"model\.layers\.(?:{shared})\.self_attn\.[kv]_(?:proj|norm)\..*"
-            )
+            unused.append(rf"model\.layers\.(?:{shared})\.self_attn\.[kv]_(?:proj|norm)\..*")
         if s.ignores_further_layers:
             ours = "|".join(map(str, range(s.num_layers)))
-            further = rf"model\.layers\.(?!(?:{ours})\.)\d+\..*"
-            self.unused_names = re.compile(rf"{further}|mtp\..*")
+            unused.append(rf"model\.layers\.(?!(?:{ours})\.)\d+\..*")
+        self.unused_names = re.compile("|".join(unused))
         if s.draft_head is not None:
             self.head_names = re.compile(s.draft_head.tensor_names)
         self.position_embedding: Tensor | None = None

@@ -1,5 +1,5 @@
 """Qwen3-Next and Qwen3.5, dense and with experts: Qwen3's layers with gated attention, three of
-four of which have a gated delta net in its place."""
+four of which have a gated delta net in its place. A module of its own drafts tokens."""
 
 from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder import DecoderSettings, FeedForwardSpec, LayerSpec, NormSpec
@@ -17,6 +17,7 @@ from worker_service.models.decoder_families.common import (
     routing,
     with_keys,
 )
+from worker_service.models.decoder_families.draft_heads import qwen_head
 from worker_service.models.decoder_families.mixtures import QWEN_SHARED_NAMES
 from worker_service.models.delta_net import DeltaStorage, GatedDeltaNetSpec
 from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
@@ -137,7 +138,8 @@ def _decoder(
         )
 
     layers = [layer(kind, part) for kind, part in zip(_kinds(config), parts, strict=True)]
-    return decoder_of(config, layers, norm, ignores_further_layers=True)
+    head = qwen_head(layer(FULL, parts[0]))
+    return decoder_of(config, layers, norm, ignores_further_layers=True, draft_head=head)
 
 
 _ATTENTION_NAMES = {path: name for path, name in NAMES.items() if path.startswith("attention.")}

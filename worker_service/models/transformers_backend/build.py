@@ -258,7 +258,9 @@ def _load(
     # GPTQ tools add all-zero biases to layers without one.
     biases = {name for name in tensors if name.endswith(".bias")}
     unexpected = [
-        name for name in info["unexpected_keys"] if name not in biases or tensors[name][...].any()
+        name
+        for name in info["unexpected_keys"]
+        if not name.startswith("mtp.") and (name not in biases or tensors[name][...].any())
     ]
     faults = {
         "missing tensors": info["missing_keys"],

@@ -65,6 +65,7 @@ def test_drafts_are_those_of_a_plain_implementation(family: str) -> None:
     engine.generate(PROMPTS, 12)
     num_without = 0 if family in ON_DEVICE else 40  # steps without room for states
     engine.drafter.assert_drafts_are_those_of(made.reference(), 3, num_without)
+    assert engine.lengths.num_drafts > 60
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -80,10 +81,12 @@ def test_outputs_are_those_without_drafts(
     assert engine.lengths.num_drafts > 60
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "num_gpu_blocks"), [("deepseek_v3", 44), ("glm4_moe", 44), ("qwen3_5", 56)]
+)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_drafts_stay_right_through_preemption_and_forks(
-    mode: str, family: str, caplog: pytest.LogCaptureFixture
+    mode: str, family: str, num_gpu_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Prompts end within a block, so that choices share no block that they continue differently.
     The step after a swap has no drafts."""
@@ -91,18 +94,21 @@ def test_drafts_stay_right_through_preemption_and_forks(
     prompts = [prompt[:-1] if len(prompt) % 4 == 0 else prompt for prompt in PROMPTS]
     engine = Engine(
         made.path,
-        num_gpu_blocks=44,
+        num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=256,
         config=SchedulerConfig(max_speculative_seqs=2, preemption_mode=PreemptionMode(mode)),
     )
     engine.assert_outputs_are_those_without_drafts(prompts, 60, num_choices=2)
     moved = "num_swapped" if mode == "swap" else "num_recomputed"
     assert re.search(f"{moved}=[1-9]", caplog.text)
-    engine.drafter.assert_drafts_are_those_of(made.reference(), 11, 2 if mode == "swap" else 0)
+    num_without = 2 if mode == "swap" else 0
+    num_without += 0 if family in ON_DEVICE else 80
+    engine.drafter.assert_drafts_are_those_of(made.reference(), 11, num_without)
 
 
-def test_a_cached_prefix_has_the_head_s_keys() -> None:
-    made = mtp_checkpoint("deepseek_v3")
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_a_cached_prefix_has_the_head_s_keys(family: str) -> None:
+    made = mtp_checkpoint(family)
     engine = Engine(made.path)
     prompt = PROMPTS[3]
     first = engine.generate([prompt], 20)
@@ -110,6 +116,27 @@ def test_a_cached_prefix_has_the_head_s_keys() -> None:
     second = engine.generate([[*prompt, *first[0].token_ids]], 30)
     assert second[0].cached_tokens > len(prompt)
     engine.drafter.assert_drafts_are_those_of(made.reference())
+
+
+def test_experts_of_a_head_may_be_stored_otherwise_than_others(tmp_path: Path) -> None:
+    """And all names may be those of a text model in a multimodal one, except the head's."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        prefix, parts = "mtp.layers.0.mlp.experts.", []
+        for expert in range(4):
+            names = [f"{prefix}{expert}.{part}_proj.weight" for part in ("gate", "up", "down")]
+            parts.append([tensors.pop(name) for name in names])
+        gates, ups, downs = (torch.stack(of_kind) for of_kind in zip(*parts, strict=True))
+        tensors[f"{prefix}gate_up_proj"] = torch.cat([gates, ups], dim=1)
+        tensors[f"{prefix}down_proj"] = downs
+        for name in list(tensors):
+            inner = name.replace("model.", "model.language_model.", 1)
+            tensors[inner] = tensors.pop(name)
+
+    made = mtp_checkpoint("qwen3_5_moe")
+    engine = Engine(edited(made, tmp_path, edit))
+    engine.generate(PROMPTS, 12)
+    engine.drafter.assert_drafts_are_those_of(made.reference(), 3, 40)
 
 
 def edited(made: MTPCheckpoint, folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> Path:

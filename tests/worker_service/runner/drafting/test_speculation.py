@@ -274,7 +274,7 @@ def test_prompts_with_log_probabilities_have_no_drafts(runner: str) -> None:
     [
         (
             {"speculative": "oracle"},
-            "speculative: expected one of ngram, suffix, draft, eagle, got 'oracle'",
+            "speculative: expected one of ngram, suffix, draft, eagle, mtp, got 'oracle'",
         ),
         (
             {"speculative": "draft"},
@@ -282,6 +282,10 @@ def test_prompts_with_log_probabilities_have_no_drafts(runner: str) -> None:
         ),
         (
             {"speculative": "ngram", "speculative_model": "embedded"},
+            "speculative_model: expected speculative draft or eagle with it",
+        ),
+        (
+            {"speculative": "mtp", "speculative_model": "embedded"},
             "speculative_model: expected speculative draft or eagle with it",
         ),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens: expected speculative with it"),
