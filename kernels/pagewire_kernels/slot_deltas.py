@@ -40,12 +40,24 @@ class DeltaTable(NamedTuple):
     outputs: tuple[tuple[int, int], ...]
     """The first output of each part, and the one after its last."""
 
+    factors: Tensor | None
+    """float32 [num_slots, num_outputs], that sums without the bias are multiplied by, too, as DoRA
+    does; None for experts."""
+
 
 class AddDeltas(Protocol):
     """`reference.add_deltas`, `reference.add_embedding_deltas`, or a kernel that they define."""
 
-    def __call__(self, y: Tensor, x: Tensor, slots: Tensor, table: DeltaTable) -> None:
-        """Add what adapters add to the rows `y` of a product of `x`, or of an embedding."""
+    def __call__(
+        self,
+        y: Tensor,
+        x: Tensor,
+        slots: Tensor,
+        table: DeltaTable,
+        bias: Tensor | None = None,
+    ) -> None:
+        """Add what adapters add to the rows `y` of a product of `x`, or of an embedding. bias:
+        [num_outputs], that `y` contains, in its dtype."""
         ...
 
 
@@ -64,6 +76,8 @@ class PackedSlot(NamedTuple):
     weights: Tensor
     scales: Tensor
     ranks: Tensor
+    factors: Tensor | None
+    """None: no sums are multiplied."""
 
 
 class SlotDeltas:
@@ -93,11 +107,13 @@ class SlotDeltas:
         # One tensor, so that what an adapter adds is filled by one copy.
         self._weights = like.new_zeros(num_slots, num_numbers)
         device, num_parts = like.device, len(outputs)
+        factors = None if num_experts > 1 else torch.ones(num_slots, num_outputs, device=device)
         self._table = DeltaTable(
             *self._views(self._weights),
             scales=torch.zeros(num_slots, num_parts, dtype=torch.float32, device=device),
             ranks=torch.zeros(num_slots, dtype=torch.int32, device=device),
             outputs=tuple((part.start, part.stop) for part in outputs),
+            factors=factors,
         )
 
     @property
@@ -108,7 +124,9 @@ class SlotDeltas:
     @property
     def num_bytes(self) -> int:
         """Memory of all slots."""
-        return self._weights.nbytes + self._table.scales.nbytes + self._table.ranks.nbytes
+        table = self._table
+        tensors = (self._weights, table.scales, table.ranks, table.factors)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def pack(self, parts: Sequence[DeltaPart]) -> PackedSlot:
         """Pack what an adapter adds to the layer; it may be put into slots any number of times. May
@@ -117,6 +135,9 @@ class SlotDeltas:
         weights = torch.zeros(num_experts, self._weights.shape[1], dtype=self._weights.dtype)
         scales = torch.zeros(num_experts, table.scales.shape[1])
         ranks = torch.zeros(num_experts, dtype=torch.int32)
+        factors = None
+        if any(part.factors is not None for part in parts):
+            factors = torch.ones(num_experts, self._shapes[1][0])
         a, b = self._views(weights)
         for part in parts:
             expert, rank, end = part.expert, part.a.shape[0], part.first_output + len(part.b)
@@ -132,15 +153,27 @@ class SlotDeltas:
                 b[expert, outputs, :rank] = added
                 scales[expert, place] = part.scale
             ranks[expert] = max(rank, int(ranks[expert]))
-        packed = PackedSlot(weights, scales, ranks)
-        return PackedSlot(*(t.pin_memory() for t in packed)) if self._pinned else packed
+            if factors is not None and part.factors is not None:
+                factors[expert, part.first_output : end] = part.factors
+        weights, scales, ranks = map(self._on_host, (weights, scales, ranks))
+        return PackedSlot(
+            weights, scales, ranks, None if factors is None else self._on_host(factors)
+        )
+
+    def _on_host(self, numbers: Tensor) -> Tensor:
+        return numbers.pin_memory() if self._pinned else numbers
 
     def fill(self, slot: int, packed: PackedSlot) -> None:
         """Put an adapter that changes the layer into a slot, after what was queued on the device
         before, without waiting for it."""
-        slots, (_, _, scales, ranks, _) = self._slots_of(slot), self._table
-        for target, numbers in zip((self._weights, scales, ranks), packed, strict=True):
-            target[slots].copy_(numbers, non_blocking=True)
+        slots, table = self._slots_of(slot), self._table
+        targets = (self._weights, table.scales, table.ranks, table.factors)
+        for target, numbers in zip(targets, packed, strict=True):
+            if numbers is not None:
+                assert target is not None, "experts have no factors"
+                target[slots].copy_(numbers, non_blocking=True)
+            elif target is not None:
+                target[slots].fill_(1)
 
     def clear(self, slot: int) -> None:
         """Let the adapter of a slot change nothing."""
@@ -150,14 +183,22 @@ class SlotDeltas:
         """Those in the table."""
         return slice(slot * self._num_experts, (slot + 1) * self._num_experts)
 
-    def add(self, y: Tensor, x: Tensor, slots: Tensor, expert: int | Tensor | None = None) -> None:
+    def add(
+        self,
+        y: Tensor,
+        x: Tensor,
+        slots: Tensor,
+        expert: int | Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+    ) -> None:
         """Add to the rows of a product, [num_rows, *]. x: what was multiplied, or the tokens of an
         embedding; slots: int32 [num_rows], of each row's adapter, or NO_SLOT; expert: whose weight
-        the product has, also by row, int64 [num_rows]."""
+        the product has, also by row, int64 [num_rows]; bias: that the product contains."""
         if expert is not None:
             of_expert = slots * self._num_experts + expert
             slots = torch.where(slots < 0, slots, of_expert).to(torch.int32)
-        self._add(y, x, slots, self._table)
+        self._add(y, x, slots, self._table, bias)
 
     def _views(self, weights: Tensor) -> tuple[Tensor, Tensor]:
         """`DeltaTable.a` and `DeltaTable.b` of slots with these numbers, [num_slots, *]."""

@@ -473,7 +473,8 @@ def _adapters() -> None:
         outputs = [slice(0, 1000), slice(1000, 1100)]
         for output_dtype in (dtype, torch.float32):
             deltas = SlotDeltas(outputs, (2, 2048), 4, 64, triton_kernels.add_deltas, rows)
-            deltas.add(torch.zeros(3, 1100, dtype=output_dtype), rows, slots)
+            for bias in (None, rows[0, :1100]):
+                deltas.add(torch.zeros(3, 1100, dtype=output_dtype), rows, slots, bias=bias)
         of_experts = SlotDeltas(outputs, (2, 2048), 4, 16, triton_kernels.add_deltas, rows, 128)
         of_experts.add(torch.zeros(3, 1100, dtype=dtype), rows, slots, slots.long())
         table = SlotDeltas(outputs[:1], (9,), 4, 8, triton_kernels.add_embedding_deltas, rows)
@@ -545,7 +546,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "states": (_states, 18),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
-    "adapters": (_adapters, 14),
+    "adapters": (_adapters, 22),
     "experts": (_experts, 8),
     "move_blocks": (_move_blocks, 1),
     "sampling": (_sampling, 6),

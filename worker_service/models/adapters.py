@@ -110,7 +110,7 @@ class LayerAdapters:
     @property
     def can_scale(self) -> bool:
         """Whether an adapter can also multiply the sums of the layer."""
-        return isinstance(self._layer, ScalableLayer) and isinstance(self._deltas, NativeDeltas)
+        return isinstance(self._layer, ScalableLayer) and self._deltas is not None
 
     def _factors(self, part: LinearPart, module: LoraModule, a: Tensor, b: Tensor) -> Tensor | None:
         """What DoRA multiplies sums by: the magnitudes divided by the norms of the changed weight's
@@ -119,7 +119,9 @@ class LayerAdapters:
             return None
         assert isinstance(self._layer, ScalableLayer), "the others were refused"
         [magnitudes] = part.rows_of(module.magnitudes[:, None]).mT
-        norms = self._layer.norms(part.outputs, a.float(), b.float() * module.scale)
+        a, b = (matrix.to(device=self.device, dtype=torch.float32) for matrix in (a, b))
+        with torch.cuda.device_of(a):  # each thread has its own
+            norms = self._layer.norms(part.outputs, a, b * module.scale).cpu()
         if (norms == 0).any():
             problem = "expected a changed weight without rows of zeros"
             row = int((norms == 0).nonzero()[0])
@@ -148,11 +150,11 @@ class LayerAdapters:
             return None
         return self._deltas if isinstance(self._deltas, NativeDeltas) else None
 
-    def add(self, y: Tensor, x: Tensor) -> Tensor:
+    def add(self, y: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `linear.Additions`."""
         if isinstance(self._deltas, SlotDeltas):
             if self._step.slots is not None:
-                self._deltas.add(y, x, self._step.slots)
+                self._deltas.add(y, x, self._step.slots, bias=bias)
             return y
         for digest, rows in self._step.adapters:
             self._add_to(y, x, digest, rows, None)
@@ -337,7 +339,7 @@ class AdapterSlots:
         if module.magnitudes is None:
             return
         if not self._layers[place.layer].can_scale:
-            expected = "linear layers and embeddings that the C++ kernels of a CPU compute"
+            expected = "linear layers and embeddings that our kernels compute"
             raise BadAdapter(f"use_dora: expected {expected}, got {name}")
         num_inputs, columns = place.part.source_shape[1], place.part.inputs
         if columns.stop - columns.start != num_inputs:

@@ -286,9 +286,9 @@ class Additions(Protocol):
         """What the C++ kernels add in the present step; None: nothing."""
         ...
 
-    def add(self, y: Tensor, x: Tensor) -> Tensor:
+    def add(self, y: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The sum of a product of `x` and what is added in the present step, where the C++ kernels
-        do not compute it. x: rows, or the indices of an embedding's."""
+        do not compute it. x: rows, or the indices of an embedding's; bias: that `y` contains."""
         ...
 
     def add_of_expert(self, y: Tensor, x: Tensor, expert: int | Tensor, rows: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ class AdaptableLayer(Protocol):
 
 @runtime_checkable
 class ScalableLayer(AdaptableLayer, Protocol):
-    """A layer whose sums the C++ kernels can also multiply by a factor for each output."""
+    """A layer whose sums our kernels can also multiply by a factor for each output."""
 
     def norms(self, outputs: slice, a: Tensor, b: Tensor) -> Tensor:
         """See `Linear.norms`."""
@@ -458,10 +458,19 @@ class Linear(nn.Module):
         return self.native_weight.make_deltas(rows, max_slots, len([*self.parts()]), max_rank)
 
     def norms(self, outputs: slice, a: Tensor, b: Tensor) -> Tensor:
-        """Norms of some outputs' rows of the sum of the weight of the C++ product and b @ a, which
-        are float32: [num_outputs]."""
-        assert self.native_weight is not None, "its deltas are native"
-        return self.native_weight.norms(outputs.start, a, b)
+        """Norms of some outputs' rows of the sum of the weight, as products have it, and b @ a:
+        float32 [num_outputs], on the device of a and b, which are float32, too: the host for C++
+        kernels, otherwise the layer's."""
+        if self.native_weight is not None:
+            return self.native_weight.norms(outputs.start, a, b)
+        # Whatever the layout of the weight: products with rows of one one are its columns.
+        num_inputs, squares = self._inputs.size, torch.zeros_like(b[:, 0])
+        for columns in torch.arange(num_inputs).split(max(1, _NUMBERS_AT_ONCE // num_inputs)):
+            ones = nn.functional.one_hot(columns.to(b.device), num_inputs)
+            product = self._product(ones.to(self._context.dtype), None, torch.float32)
+            of_columns = product[:, outputs] + (b @ a[:, columns]).t()
+            squares += of_columns.square_().sum(dim=0)
+        return squares.sqrt_()
 
     def parts(self) -> Iterator[tuple[str, LinearPart]]:
         """(name of the checkpoint's module, its part of this product), once `targets` was called.
@@ -571,7 +580,7 @@ class Linear(nn.Module):
             deltas = None if additions is None else additions.of_step()
             return self.packed.apply(rows, bias, output_dtype=output_dtype, deltas=deltas)
         product = self._product(rows, bias, output_dtype)
-        return product if additions is None else additions.add(product, rows)
+        return product if additions is None else additions.add(product, rows, bias)
 
     def _product(
         self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None
@@ -722,8 +731,8 @@ class VocabEmbedding(nn.Module):
 
     def norms(self, outputs: slice, a: Tensor, b: Tensor) -> Tensor:
         """As `Linear.norms`: over all tokens, for each number of a row."""
-        squares = torch.zeros(len(b))
-        for tokens in torch.arange(self.shard.size).split(max(1, _NUMBERS_AT_ONCE // len(b))):
+        squares, tokens_of_all = torch.zeros_like(b[:, 0]), torch.arange(self.shard.size)
+        for tokens in tokens_of_all.to(b.device).split(max(1, _NUMBERS_AT_ONCE // len(b))):
             rows = self._plain_rows(tokens)[:, outputs].float()
             squares += (rows + (b @ a[:, tokens]).t()).square_().sum(dim=0)
         return squares.sqrt_()

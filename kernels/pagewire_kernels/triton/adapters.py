@@ -89,9 +89,14 @@ def _add_b(
     scales,
     ranks,
     tiles,
+    factors,
+    bias,
     num_rows,
     output_stride,
     slot_stride,
+    NUM_OUTPUTS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -128,11 +133,20 @@ def _add_b(
                 total = tl.dot(inner * scale, tl.trans(weight), total, input_precision="ieee")
             is_changed = is_here[:, None] & is_out[None, :]
             total += tl.load(at, is_changed, other=0.0).to(tl.float32)
+            if HAS_FACTORS:
+                factor = tl.load(factors + slot * NUM_OUTPUTS + out, is_out, other=1.0)[None, :]
+                fixed = tl.zeros([1, TILE_OUTPUTS], tl.float32)
+                if HAS_BIAS:
+                    fixed = tl.load(bias + out, is_out, other=0.0).to(tl.float32)[None, :]
+                scaled = (total - fixed) * factor + fixed
+                total = tl.where(factor == 1.0, total, scaled)
             tl.store(at, total.to(output.dtype.element_ty), is_changed)
         slot = _next_slot(slot_of_row, slot, NUM_SLOTS)
 
 
-def add_deltas(y: Tensor, x: Tensor, slots: Tensor, table: DeltaTable) -> None:
+def add_deltas(
+    y: Tensor, x: Tensor, slots: Tensor, table: DeltaTable, bias: Tensor | None = None
+) -> None:
     """As `reference.add_deltas`. A row's bits do not depend on the other rows.
 
     Raises TypeError or ValueError for tensors that the kernels would misread.
@@ -146,13 +160,15 @@ def add_deltas(y: Tensor, x: Tensor, slots: Tensor, table: DeltaTable) -> None:
     launch = derived(_launch_a, x, slots, table.a, table.ranks)
     if launch is not None:
         run(launch, (partial, x, slots, table.a, table.ranks))
-        _add_products(y, partial, slots, table)
+        _add_products(y, partial, slots, table, bias)
 
 
-def add_embedding_deltas(y: Tensor, token_ids: Tensor, slots: Tensor, table: DeltaTable) -> None:
+def add_embedding_deltas(
+    y: Tensor, token_ids: Tensor, slots: Tensor, table: DeltaTable, bias: Tensor | None = None
+) -> None:
     """As `reference.add_embedding_deltas`. A row's bits do not depend on the other rows."""
     of_rows = table.a[slots.clamp(min=0), token_ids]
-    _add_products(y, of_rows.float().unsqueeze(0), slots, table)
+    _add_products(y, of_rows.float().unsqueeze(0), slots, table, bias)
 
 
 def _launch_a(x: Tensor, slots: Tensor, a: Tensor, ranks: Tensor) -> LayoutLaunch | None:
@@ -191,13 +207,18 @@ def _launch_a(x: Tensor, slots: Tensor, a: Tensor, ranks: Tensor) -> LayoutLaunc
     )
 
 
-def _add_products(y: Tensor, partial: Tensor, slots: Tensor, table: DeltaTable) -> None:
+def _add_products(
+    y: Tensor, partial: Tensor, slots: Tensor, table: DeltaTable, bias: Tensor | None
+) -> None:
     """Add the products of B with the sum of `partial`, float32 [num_splits, num_rows, num_ranks]:
     the parts of the products with A."""
     tiles = _tiles(table.outputs, y.device)
-    launch = derived(_launch_b, y, partial, slots, table.b, table.scales, table.ranks, tiles)
+    tensors = (y, partial, slots, table.b, table.scales, table.ranks, tiles)
+    launch = derived(_launch_b, *tensors, table.factors, bias)
     if launch is not None:
-        run(launch, (y, partial, slots, table.b, table.scales, table.ranks, tiles))
+        # In place of those that are absent, any tensor: it is not read.
+        factors = table.scales if table.factors is None else table.factors
+        run(launch, (*tensors, factors, table.scales if bias is None else bias))
 
 
 def _launch_b(
@@ -208,6 +229,8 @@ def _launch_b(
     scales: Tensor,
     ranks: Tensor,
     tiles: Tensor,
+    factors: Tensor | None,
+    bias: Tensor | None,
 ) -> LayoutLaunch | None:
     (num_splits, num_rows, _), (num_slots, num_outputs, max_rank) = partial.shape, b.shape
     num_parts = scales.shape[1]
@@ -217,11 +240,15 @@ def _launch_b(
         ("b", b, FLOATS, b.shape),
         ("scales", scales, (torch.float32,), (num_slots, num_parts)),
         ("ranks", ranks, (torch.int32,), (num_slots,)),
+        ("factors", factors, (torch.float32,), (num_slots, num_outputs)),
+        ("bias", bias, FLOATS, (None,)),
     )
     expect(
         y.shape[1] >= num_outputs,
         f"y: expected at least {num_outputs} columns, got {y.shape[1]}",
     )
+    if bias is not None:
+        expect(len(bias) >= num_outputs, f"bias: expected {num_outputs} or more, got {len(bias)}")
     expect(b[0].is_contiguous(), f"b: expected contiguous slots, got strides {b.stride()}")
     if num_rows == 0 or len(tiles) == 0:
         return None
@@ -229,6 +256,9 @@ def _launch_b(
         _add_b,
         (triton.cdiv(num_rows, _TILE_ROWS), len(tiles)),
         (num_rows, y.stride(0), b.stride(0)),
+        NUM_OUTPUTS=num_outputs,
+        HAS_FACTORS=factors is not None,
+        HAS_BIAS=bias is not None,
         NUM_SLOTS=num_slots,
         NUM_PARTS=num_parts,
         NUM_SPLITS=num_splits,

@@ -27,7 +27,8 @@ SHAPES = {
 def made_slots(
     shape: str, dtype: torch.dtype, add: AddDeltas, device: torch.device, *, is_embedding: bool
 ) -> SlotDeltas:
-    """Slots with random adapters; the last one does not change the last part of several."""
+    """Slots with random adapters; the second one has factors, and the last one does not change the
+    last part of several."""
     num_inputs, sizes, ranks = SHAPES[shape]
     draw = torch.Generator().manual_seed(1)
     starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
@@ -42,11 +43,17 @@ def made_slots(
                 torch.randn(part.stop - part.start, rank, generator=draw) / rank**0.5,
                 0.7 + slot,
                 part.start,
+                factors=factors_of(part) if slot == 1 else None,
             )
             for part in outputs
         ]
         made.fill(slot, made.pack(parts[: max(1, len(parts) - (slot == NUM_SLOTS - 1))]))
     return made
+
+
+def factors_of(outputs: slice) -> Tensor:
+    """Factors of some outputs, of which one is 1."""
+    return 0.5 + (torch.arange(outputs.start, outputs.stop) + 4) % 8 / 8
 
 
 def inputs_of(shape: str, dtype: torch.dtype, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -157,6 +164,26 @@ def test_rows_of_experts_have_the_sums_of_their_expert_in_any_batch(dtype: torch
         alone = before[rows].to(DEVICE)
         of_expert.add(alone, x[rows].to(DEVICE), mix[rows].to(DEVICE))
         assert torch.equal(alone, found[rows.to(DEVICE)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("add", [triton.add_deltas, reference.add_deltas])
+def test_factors_multiply_sums_without_their_bias(dtype: torch.dtype, add: AddDeltas) -> None:
+    num_inputs, sizes, _ = SHAPES["three parts"]
+    before, x = inputs_of("three parts", dtype, 3)
+    bias, outputs = torch.linspace(-3, 3, sum(sizes) + 3).to(dtype), slice(0, sizes[0])
+    a, b = torch.ones(1, num_inputs) / 8, torch.ones(sizes[0], 1)
+    like = torch.empty(0, dtype=dtype, device=DEVICE)
+    made = SlotDeltas([outputs], (1, num_inputs), 1, MAX_RANK, add, like)
+    made.fill(0, made.pack([DeltaPart(a, b, 2.0, 0, factors=factors_of(outputs))]))
+    found = before.to(DEVICE, copy=True)
+    slots = rows_with([0, NO_SLOT, 0]).to(DEVICE)
+    made.add(found, x.to(DEVICE), slots, bias=bias.to(DEVICE))
+    changed = before.float()[:, outputs] - bias.float()[outputs] + x.float() @ a.T @ b.T * 2.0
+    expected = before.clone()
+    scaled = changed * factors_of(outputs) + bias.float()[outputs]
+    expected[::2, outputs] = scaled.to(dtype)[::2]
+    assert_agrees(found, expected, 4)
 
 
 def test_two_changes_of_the_same_outputs_are_refused() -> None:

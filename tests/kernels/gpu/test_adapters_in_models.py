@@ -115,7 +115,7 @@ def _on_cpu(path: Path) -> NativeModel:
 
 def _models(case: str, folder: Path) -> tuple[NativeModel, NativeModel]:
     """On a CPU, and with the weights and kernels of a GPU."""
-    family, *quantization = case.split()
+    family, *quantization = case.removesuffix(" dora").split()
     if not quantization:
         return _on_cpu(checkpoint(family)), packed_model(checkpoint(family))
     path = make_checkpoint(family, folder, hidden_size=64, intermediate_size=96, head_dim=16)
@@ -130,18 +130,24 @@ def _models(case: str, folder: Path) -> tuple[NativeModel, NativeModel]:
 @pytest.mark.parametrize(
     "case",
     [
-        "llama",
+        "gpt2 dora",
+        pytest.param("llama", marks=LONG),
+        pytest.param("llama dora", marks=LONG),
         pytest.param("mixtral", marks=LONG),
         pytest.param("deepseek_v3", marks=LONG),
-        pytest.param("gpt2", marks=LONG),
         pytest.param("llama_tied int8", marks=LONG),
+        pytest.param("llama_tied int8 dora", marks=LONG),
     ],
 )
 def test_tokens_are_those_of_a_cpu_and_bits_those_of_other_batches(
     case: str, tmp_path: Path
 ) -> None:
     plain, model = _models(case, tmp_path)
-    made = [random_adapter(plain, seed, rank=rank) for seed, rank in enumerate((4, 20, 1))]
+    has_dora = case.endswith("dora")
+    made = [
+        random_adapter(plain, seed, rank=rank, uses_dora=has_dora and rank < 20)
+        for seed, rank in enumerate((4, 20, 1))
+    ]
     a, b, c = (adapter.info.digest for adapter in made)
     here, there = Steps(plain, made, on_gpu=False), Steps(model, made, on_gpu=True)
     every, mix = range(len(PROMPTS)), [a, None, b]
@@ -169,9 +175,8 @@ def _assert_close(found: Outputs, expected: Outputs) -> None:
         np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-3, rtol=0)
 
 
-def test_dora_is_refused() -> None:
-    """What was multiplied is rounded before adapters add to it."""
-    model = packed_model(checkpoint("llama"))
+def test_dora_of_experts_is_refused() -> None:
+    model = packed_model(checkpoint("mixtral"))
     slots = AdapterSlots(model, AdapterStore(1), MAX_LORAS, MAX_RANK)
-    with pytest.raises(BadAdapter, match=r"use_dora: expected .* that the C\+\+ kernels of a CPU"):
-        slots.prepare(random_adapter(_on_cpu(checkpoint("llama")), 1, uses_dora=True))
+    with pytest.raises(BadAdapter, match=r"use_dora: expected linear layers .*, got .*experts"):
+        slots.prepare(random_adapter(_on_cpu(checkpoint("mixtral")), 1, uses_dora=True))
