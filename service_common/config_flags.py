@@ -24,6 +24,7 @@ from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
+from pagewire.standard_streams import open_standard_streams
 from service_common.cluster import ClusterConfig
 from service_common.logging_config import LogFormat, LogLevel, configure_logging
 
@@ -226,6 +227,7 @@ def run_to_exit(command: Callable[[], object]) -> NoReturn:
     a worker more than a second. Nothing depends on it, since services close what they opened before
     they return; exit handlers are called.
     """
+    open_standard_streams()
     code = 0
     try:
         command()

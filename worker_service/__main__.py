@@ -102,6 +102,10 @@ def serve(flags: Flags) -> None:
         _exit(error, 2)
     except (WorkerError, CannotListen) as error:
         _exit(error, 1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _exit(_explained(error), 1)
 
 
 def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> RankHost:
@@ -192,6 +196,14 @@ def _tokenizer_process(model: ModelConfig) -> TokenizerProcess | None:
     """Begin to make the tokenizer's files of a GGUF file."""
     path = local_model(model.model)
     return TokenizerProcess(path) if path is not None and is_gguf(path) else None
+
+
+def _explained(error: OSError) -> WorkerError:
+    """The error of a file, of the checkpoint or of a cache, in words."""
+    reason = (error.strerror or str(error)).lower()
+    if isinstance(error, PermissionError):
+        reason += f"; this process runs as user {os.geteuid()}"
+    return WorkerError(f"{error.filename}: {reason}")
 
 
 def _exit(error: Exception, code: int) -> NoReturn:

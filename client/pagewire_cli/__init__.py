@@ -26,11 +26,14 @@ Answers go to standard output, everything else to standard error.
 import os
 import sys
 
+from pagewire.standard_streams import open_standard_streams
+
 EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command that the arguments name."""
+    open_standard_streams()
     # gRPC's core writes of each closed connection to stderr, in a format of its own. Services that
     # are started from here inherit the variable.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -92,8 +92,9 @@ def log_line(name: str, line: str) -> None:
 
 
 def _print(line: Text, fields: Mapping[str, Any]) -> None:
-    """Print a line, or its fields as an object."""
-    with _lock:
+    """Print a line, or its fields as an object. It is lost if standard error cannot be written to,
+    such as a file on a full disk: that is no reason to stop a deployment."""
+    with _lock, suppress(OSError):
         if _is_json:
             sys.stderr.write(_object(fields) + "\n")
             sys.stderr.flush()

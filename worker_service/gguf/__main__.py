@@ -25,10 +25,10 @@ class _Kept(logging.Handler):
         self.records.append(record)
 
 
-def _make(path: Path) -> Files | WorkerError:
+def _make(path: Path) -> Files | WorkerError | OSError:
     try:
         return tokenizer_assets(path, read_metadata(path))
-    except WorkerError as error:
+    except (WorkerError, OSError) as error:
         return error
 
 

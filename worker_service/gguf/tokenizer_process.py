@@ -14,7 +14,7 @@ from worker_service.errors import WorkerError
 logger = logging.getLogger(__name__)
 
 Files: TypeAlias = Mapping[str, bytes]
-Outcome: TypeAlias = tuple[Sequence[logging.LogRecord], Files | WorkerError]
+Outcome: TypeAlias = tuple[Sequence[logging.LogRecord], Files | WorkerError | OSError]
 """What the process has logged, and the files or why there are none."""
 
 
@@ -39,7 +39,7 @@ class TokenizerProcess:
     def files(self) -> Files | None:
         """Wait for the files; None if the process was ended from outside. To be called once.
 
-        Raises UnsupportedModel or BadCheckpoint.
+        Raises UnsupportedModel, BadCheckpoint, or OSError for a file that cannot be read.
         """
         output, _ = self._process.communicate()
         if self._process.returncode:
@@ -52,6 +52,6 @@ class TokenizerProcess:
         records, made = outcome
         for record in records:
             logging.getLogger(record.name).handle(record)
-        if isinstance(made, WorkerError):
+        if isinstance(made, (WorkerError, OSError)):
             raise made
         return made

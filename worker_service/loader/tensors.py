@@ -6,7 +6,7 @@ or a quantized weight that consists of several tensors.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
@@ -50,6 +50,8 @@ class OpenFiles:
             try:
                 opened = self._opened[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
+                with suppress(FileNotFoundError):
+                    file.open("rb").close()  # raises PermissionError, which the library hides
                 raise BadCheckpoint(f"{file} is truncated or damaged: {error}") from error
         return opened
 

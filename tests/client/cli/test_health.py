@@ -103,3 +103,18 @@ def test_a_check_imports_no_other_command(address: str) -> None:
         timeout=30,
     )
     assert (done.stdout, done.stderr) == ("serving\n[]\n", "")
+
+
+def test_the_exit_code_needs_nobody_who_reads_the_text(address: str) -> None:
+    command = [sys.executable, "-m", "pagewire_cli", "health", "--service", "liveness", address]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            timeout=30,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, "")

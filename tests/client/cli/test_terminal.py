@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -39,3 +42,22 @@ def test_a_log_line_is_an_object_that_loses_none_of_its_words(
     line = json.loads(terminal._JsonFormatter().format(record))
     assert line.pop("time").endswith("Z")
     assert line == {"level": "warning", "service": "pagewire"} | fields
+
+
+def test_a_full_disk_loses_a_line_and_stops_nothing() -> None:
+    program = (
+        "from pagewire_cli import terminal\n"
+        "terminal.note('lost')\n"
+        "terminal.write_json()\n"
+        "terminal.error('lost')\n"
+        "print('goes on')\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.stdout == "goes on\n"

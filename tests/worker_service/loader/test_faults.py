@@ -1,5 +1,6 @@
 """Errors name the path, option or checkpoint that is wrong."""
 
+import ctypes
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.gguf_files import make_gguf
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
@@ -449,3 +451,38 @@ def test_scales_of_the_kv_cache_alone_are_no_quantization(llama: Path) -> None:
     settings = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
     edit_config(llama, quantization_config=settings)
     load(llama)
+
+
+def _without_rights_of_root() -> None:
+    """Between fork and exec: root loses CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, by which it reads
+    every file; for others this does nothing."""
+    drop_from_bounding_set = 24
+    for capability in (1, 2):
+        ctypes.CDLL(None).prctl(drop_from_bounding_set, capability, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", ".", "llama-Q8_0.gguf"]
+)
+def test_a_file_that_the_user_may_not_read_is_the_only_line_of_a_worker(
+    llama: Path, tmp_path: Path, name: str
+) -> None:
+    path = make_gguf("llama", "Q8_0", tmp_path)[0] if name.endswith("gguf") else llama
+    closed = path if name in (".", path.name) else path / name
+    closed.chmod(0)
+    if os.getuid() == 0:
+        os.chown(closed, 12345, 12345)
+    worker = [sys.executable, "-m", "worker_service", "--core", "127.0.0.1:1"]
+    done = subprocess.run(
+        [*worker, "--listen", f"unix:{tmp_path}/w", "--model", str(path), "--log-level", "error"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        preexec_fn=_without_rights_of_root,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    closed.chmod(0o700)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {closed}")
+    assert "permission denied" in line.lower()
