@@ -1,5 +1,6 @@
 """`python -m worker_service`: flags and environment to settings, then one worker."""
 
+import errno
 import logging
 import os
 import sys
@@ -24,7 +25,7 @@ from service_common.garbage import imports_exempted
 from service_common.tracing import CannotTrace
 from worker_service.config import DEFAULT_LISTEN, ModelConfig, WorkerConfig, local_model
 from worker_service.cpu_cores import limit_spinning
-from worker_service.errors import InvalidOption, WorkerError
+from worker_service.errors import InvalidOption, OutOfMemory, WorkerError
 from worker_service.gguf.header import is_gguf
 from worker_service.gguf.tokenizer_process import TokenizerProcess
 from worker_service.launcher.flags import (
@@ -103,8 +104,10 @@ def serve(flags: Flags) -> None:
     except (WorkerError, CannotListen) as error:
         _exit(error, 1)
     except OSError as error:
-        if error.filename is None:
+        if error.errno != errno.ENOMEM and error.filename is None:
             raise
+        _exit(_explained(error), 1)
+    except MemoryError as error:
         _exit(_explained(error), 1)
 
 
@@ -198,8 +201,13 @@ def _tokenizer_process(model: ModelConfig) -> TokenizerProcess | None:
     return TokenizerProcess(path) if path is not None and is_gguf(path) else None
 
 
-def _explained(error: OSError) -> WorkerError:
-    """The error of a file, of the checkpoint or of a cache, in words."""
+def _explained(error: OSError | MemoryError) -> WorkerError:
+    """The error of memory, or of a file of the checkpoint or of a cache, in words."""
+    if isinstance(error, MemoryError) or error.errno == errno.ENOMEM:
+        return OutOfMemory(
+            "the system does not give this process the memory for the model (ulimit -v, or the"
+            " limit of committed memory): raise that, or choose a smaller or quantized model"
+        )
     reason = (error.strerror or str(error)).lower()
     if isinstance(error, PermissionError):
         reason += f"; this process runs as user {os.geteuid()}"

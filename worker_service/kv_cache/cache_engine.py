@@ -53,7 +53,7 @@ from pagewire_kernels.cpu.block_copy import move_blocks
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference import swap_blocks
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.errors import InvalidPlan
+from worker_service.errors import InvalidPlan, OutOfMemory
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.pinned_memory import pin_in_place
 from worker_service.plan import StepPlan, monotonic_us
@@ -436,7 +436,13 @@ def _allocate(
     if device.type != "cpu":
         return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
     num_bytes = num_blocks * block_bytes
-    pages = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    try:
+        pages = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    except MemoryError as error:
+        raise OutOfMemory(
+            f"kv_cache_memory or swap_space: the system does not give this process {num_bytes}"
+            " bytes more (ulimit -v, or the limit of committed memory); choose less"
+        ) from error
     if pinned:
         pin_in_place(pages)
     memory = torch.from_numpy(pages)

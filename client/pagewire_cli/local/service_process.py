@@ -58,6 +58,8 @@ class ServiceProcess:
         """Most consecutive restarts that end early."""
         self.failure: LocalServiceError | None = None
         """Why the service was given up."""
+        self.gave_reason = True
+        """Whether that is in the service's own words; else its output has it."""
         self.num_starts = 0
         self.exit_code: int | None = None
         """Exit code of the last process that has ended; below 0: a signal's number."""
@@ -189,7 +191,9 @@ class ServiceProcess:
     def _describe(self, code: int) -> LocalServiceError:
         end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         message = f"{self.name} ended with {end}"
-        if reason := self._reason():
+        reason = self._reason()
+        self.gave_reason = reason is not None
+        if reason is not None:
             message = f"{message}: {reason}" if self.restartable else reason
         elif self._on_line is None:
             message += ":\n" + "\n".join(self._last_lines)

@@ -100,7 +100,8 @@ class LocalServices:
         """Start all, and wait until every frontend serves.
 
         Their output is shown once all of them listen, which each does when it has checked its flags
-        and the model's files: nothing else is printed above an error in those. Raises
+        and the model's files: nothing else is printed above an error in those. It is also shown if
+        one ends without a reason. Raises
         LocalServiceError with a service's last output if one fails, or after the timeout; nothing
         is left running then.
         """
@@ -111,6 +112,8 @@ class LocalServices:
             self._wait_serving(timeout_s)
         except BaseException:
             self.kill()
+            if not all(process.gave_reason for process in self.processes):
+                self._output.release()
             raise
         for process in self.processes:
             process.restartable = True

@@ -199,6 +199,16 @@ def test_a_wrong_flag_is_the_only_line_of_serve(flag: str, value: str, words: st
     assert line.startswith(f"error: {words}")
 
 
+def test_the_output_of_a_service_that_ends_without_a_reason_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "scheduler_service").mkdir()
+    (tmp_path / "scheduler_service/__init__.py").write_text("raise SystemError('broken install')")
+    how = command("serve", "--listen", "127.0.0.1:0", "--http", "off", *SIMULATED)
+    done = subprocess.run(**how, cwd=tmp_path, timeout=90)  # type: ignore[call-overload]
+    assert done.returncode == 1
+    assert "SystemError: broken install" in done.stderr
+    assert said(done)[-1].endswith("ended with exit code 1")
+
+
 @pytest.mark.parametrize(("flags", "variable"), [(["--api-key", ""], ""), ([], "  ")])
 def test_a_key_that_turned_out_empty_does_not_leave_out_authentication(
     flags: list[str], variable: str

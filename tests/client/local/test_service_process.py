@@ -107,6 +107,14 @@ def test_a_service_that_fails_at_its_start_is_given_up_with_its_words(
     assert service.num_starts == 1
 
 
+def test_a_service_that_ends_without_its_own_reason_says_so(
+    run: Callable[..., ServiceProcess],
+) -> None:
+    service, crashing = run("fail"), run("environment", "no_such_module")
+    assert wait_until(lambda: service.failure is not None and crashing.failure is not None)
+    assert (service.gave_reason, crashing.gave_reason) == (True, False)
+
+
 def test_the_last_words_are_waited_for_where_output_is_read_late() -> None:
     has_ended = threading.Event()
 

@@ -22,7 +22,7 @@ from pagewire_kernels.reference.kv_cache import dequantize_heads
 from tests.support.native import native_libraries
 from tests.support.plans import new_sequence, step_plan
 from worker_service.array_types import Int32Array
-from worker_service.errors import InvalidPlan
+from worker_service.errors import InvalidPlan, OutOfMemory
 from worker_service.kv_cache.cache_engine import (
     SPARE_BYTES,
     BlockMover,
@@ -79,6 +79,18 @@ def large_engine() -> CacheEngine:
     discard(engine.device_cache)
     discard(engine.host_cache)
     return engine
+
+
+def test_a_cache_that_the_system_refuses_names_the_flags() -> None:
+    spec = KVCacheSpec.uniform(num_layers=2, num_kv_heads=4, head_dim=1024, dtype=torch.float32)
+    with pytest.raises(OutOfMemory, match="kv_cache_memory or swap_space: the system does not"):
+        CacheEngine(
+            spec,
+            block_size=16,
+            num_gpu_blocks=1 << 40,
+            num_cpu_blocks=0,
+            device=torch.device("cpu"),
+        )
 
 
 def resident_bytes(cache: torch.Tensor) -> int:
