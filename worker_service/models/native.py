@@ -59,6 +59,12 @@ class ModelSettings(ABC):
     num_labels: int = 0
     """Labels of which the model computes logits instead of those of tokens; 0: none."""
 
+    label_layer: str = "score"
+    """The name of the layer that computes these."""
+
+    has_label_bias: bool = False
+    """Whether that layer has a bias."""
+
     @property
     @abstractmethod
     def activations(self) -> set[str]:
@@ -294,6 +300,7 @@ class NativeModel(LoadableModule):
         self.hidden_size = s.hidden_size
         self.max_model_len = max_model_len
         self._is_tied = s.tie_word_embeddings
+        self._label_layer = s.label_layer
         self.num_layers = s.num_layers
         """Number of layers of all stages."""
         s.require_shards(layout)
@@ -305,7 +312,7 @@ class NativeModel(LoadableModule):
         if layout.is_last_stage and s.num_labels:
             of_labels = [Shard.full(s.num_labels)]
             inputs, in_float32 = Shard.full(s.hidden_size), head_context(context)
-            self.score = Linear(inputs, of_labels, bias=False, context=in_float32)
+            self.score = Linear(inputs, of_labels, bias=s.has_label_bias, context=in_float32)
         if layout.is_last_stage and context.generates and self.generates:
             tied_to = self.embedding if s.tie_word_embeddings else None
             self.head = VocabHead(
@@ -358,7 +365,7 @@ class NativeModel(LoadableModule):
         if self.norm is not None:
             yield from norm_targets(self.norm_name, self.norm)
         if self.score is not None:
-            yield from self.score.targets("score")
+            yield from self.score.targets(self._label_layer)
 
     @property
     def head_name(self) -> str:

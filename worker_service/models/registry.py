@@ -34,6 +34,9 @@ _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _POOLERS = ("ForSequenceClassification", "ForTokenClassification", "Model")
 """Ends of the names of architectures of the same layers that do not."""
 
+_WITH_CLASSIFIER = ("Bloom", "Falcon", "GPT2", "GPTNeoX", "Mpt")
+"""Families whose classifiers of tokens have a `classifier`, where others have a `score`."""
+
 STORED_NAME = "stored_architecture"
 """The key of the class name in `config.json`, where that of the generator replaced it."""
 
@@ -108,7 +111,15 @@ def _settings_of(config: Mapping[str, Any]) -> ModelSettings | None:
     of_tokens = ("classifier_from_token", "is_original_qwen3_reranker")
     if any(map(config.get, of_tokens)):  # its labels are rows of the LM head
         return settings
-    return replace(settings, num_labels=len(pooling_facts(config, PoolingFacts()).labels))
+    labels, name = pooling_facts(config, PoolingFacts()).labels, stored_name(config)
+    labels_tokens = name.endswith("ForTokenClassification")
+    has_classifier = labels_tokens and name.startswith(_WITH_CLASSIFIER)
+    return replace(
+        settings,
+        num_labels=len(labels),
+        label_layer="classifier" if has_classifier else "score",
+        has_label_bias=labels_tokens,
+    )
 
 
 def _require_numbers(settings: Any, place: str = "") -> None:

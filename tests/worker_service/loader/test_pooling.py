@@ -11,7 +11,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
@@ -307,6 +311,25 @@ def test_a_decoders_classifier_has_the_logits_of_transformers(
     with torch.inference_mode():
         expected = model.eval()(torch.tensor([TOKENS])).logits[0]
     np.testing.assert_allclose(found, expected, atol=10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "falcon", "gpt2"])
+def test_a_decoders_classifier_of_tokens_has_the_logits_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    model = AutoModelForTokenClassification.from_pretrained(
+        checkpoint(family), num_labels=3, dtype=torch.float32
+    )
+    layer = model.classifier if hasattr(model, "classifier") else model.score
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    path = copy_checkpoint(family, tmp_path)
+    (path / "model.safetensors").unlink()
+    model.save_pretrained(path)
+    found = pool(load(path), PoolingType.ALL, head=PoolingHead.CLASSIFIER)
+    with torch.inference_mode():
+        expected = model.eval()(torch.tensor([TOKENS])).logits[0]
+    np.testing.assert_allclose(found, expected.flatten(), atol=10 * TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama_tied"])
