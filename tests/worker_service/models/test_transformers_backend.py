@@ -87,6 +87,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "dynamic rotary scaling",
     ),
+    "PLBartForCausalLM": (  # whose first positions differ by less than what the trial run forgives
+        "PLBartConfig",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "d_model": 64,
+            "decoder_layers": 2,
+            "encoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 88,
+            "is_encoder_decoder": False,
+        },
+        "does not use the positions that it is given",
+    ),
+    "AlbertModel": ("AlbertConfig", {}, "text encoder; supported families of these are Bert, "),
+    "PhiForSequenceClassification": ("PhiConfig", SHAPE, "labels are computed of encoders"),
     "NoSuchForCausalLM": ("GemmaConfig", SHAPE, "no causal language model of this name"),
 }
 

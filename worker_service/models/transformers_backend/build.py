@@ -77,15 +77,18 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
         yield "it is an encoder-decoder model; only decoder-only models are"
     if architecture.endswith("ForConditionalGeneration"):
         yield "it is a multimodal model; only text models are"
+    has_generator = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if is_masked and not getattr(config, "is_decoder", True):
+    if is_masked and not getattr(config, "is_decoder", has_generator):
         yield f"it is a text encoder; supported families of these are {', '.join(FAMILIES)}"
     if not getattr(config, "is_causal", True):
         yield "its attention is not causal (is_causal in config.json is false)"
     if config.model_type in _ALIBI_TYPES or getattr(config, "alibi", False):
         yield "it uses ALiBi position biases"
     is_remote = not type(config).__module__.startswith("transformers.")
-    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not is_remote:
+    if architecture.endswith("Classification"):
+        yield "labels are computed of encoders, and of decoders, that have our own layers"
+    if not has_generator and not is_remote:
         yield "transformers has no causal language model of this name"
     yield from _layer_features(config)
     for parameters in _rope_parameters(config):
@@ -169,12 +172,12 @@ def build_transformers_model(
     architecture = hf_config["architectures"][0]
     config = _read_config(model_dir, hf_config, trust_remote_code)
     refuse_by_config(architecture, config)
-    text_config = config.get_text_config()
-    length = _model_len(max_model_len, text_config)
     state = AttentionState(kernels)
     attach(nn.Module(), state)  # registers the function's name, which loading looks up
     outline = _outline(config, trust_remote_code)
     refuse_by_class(type(outline))
+    text_config = config.get_text_config()
+    length = _model_len(max_model_len, text_config)
     packing = Packing(outline, context)
     if dummy_weights:
         causal_lm = _make_dummy(config, context, trust_remote_code)

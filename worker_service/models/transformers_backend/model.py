@@ -31,6 +31,9 @@ NAME = "pagewire"
 
 _STATE = "pagewire_state"
 
+_NO_POSITIONS = 1e-3
+"""The largest difference between equal tokens, of their norm, of a model without positions."""
+
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 """Of a layer, or of an expert in it, which may get some of the rows."""
 
@@ -48,6 +51,9 @@ class AttentionCall:
     is_causal: bool
     unknown_arguments: tuple[str, ...]
     """Arguments with unsupported values."""
+
+    rows: Tensor
+    """The queries and keys of each token, [num_tokens, size]."""
 
 
 @dataclass(slots=True)
@@ -132,6 +138,7 @@ def attention_forward(
                 sliding_window=sliding_window,
                 is_causal=bool(causal),
                 unknown_arguments=tuple(sorted(unknown)),
+                rows=torch.cat([part[0].transpose(0, 1).flatten(1) for part in (query, key)], 1),
             )
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
@@ -320,6 +327,7 @@ class TransformersModel:
         if context.device.type == "cpu" or context.needs_fixed_products:
             self._ops = InvariantOps(context.device.type, tables)
         self.kv_cache_spec = self._trial_spec(causal_lm.config.get_text_config(), context)
+        self._state.calls = []  # of no further use
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
@@ -384,6 +392,7 @@ class TransformersModel:
                 f" {type(error).__name__}: {error}"
             ) from error
         spec = cache_spec(self.architecture, config, calls, self.max_model_len)
+        self._require_given_positions(tokens)
         if context.generates:
             self._require_plain_positions(tokens, hidden)
         if context.generates and not spec.layers:
@@ -392,10 +401,26 @@ class TransformersModel:
             )
         return spec if context.cache_dtype is None else replace(spec, dtype=context.cache_dtype)
 
+    def _require_given_positions(self, tokens: Tensor) -> None:
+        """Raise UnsupportedModel if the model numbers positions by the place of a row in the step:
+        the rows of two equal tokens must follow their positions. tokens: these two."""
+        rows = []
+        for positions in ((0, 1), (1, 0)):
+            calls: list[AttentionCall] = []
+            self._state.calls = calls
+            hidden = self._run(tokens, torch.tensor(positions, device=tokens.device))
+            rows.append(torch.cat([hidden, *(call.rows for call in calls)], 1).float())
+        (first, second), (other, _) = rows
+        difference = (first - second).norm()
+        if difference > _NO_POSITIONS * first.norm() and (second - other).norm() > difference / 2:
+            raise UnsupportedModel(
+                f"{self.architecture} cannot be served: it does not use the positions that it is"
+                " given"
+            )
+
     def _require_plain_positions(self, tokens: Tensor, hidden: Tensor) -> None:
         """Raise UnsupportedModel unless the model numbers positions from 0 on, as RoBERTa does not.
         hidden: of these tokens with such positions."""
-        self._state.calls = []  # of no further use
         with self._ops:
             output = self._decoder(input_ids=tokens.unsqueeze(0), use_cache=False)
         if not torch.equal(output.last_hidden_state[0], hidden):
