@@ -122,9 +122,13 @@ def _settings_of(config: Mapping[str, Any]) -> ModelSettings | None:
     )
 
 
+_SIZES = ("_size", "head_dim", "num_heads", "num_kv_heads", "num_channels", "key_dim", "value_dim")
+"""Ends of the names of fields that are sizes of tensors."""
+
+
 def _require_numbers(settings: Any, place: str = "") -> None:
     """Raise BadCheckpoint if a field of settings, or of a part of them, that is a number has
-    another value, which `config.json` gives it."""
+    another value, which `config.json` gives it, or is a size below 1."""
     for field in fields(settings):
         value, name = getattr(settings, field.name), f"{place}{field.name}"
         kinds = get_args(field.type) or (field.type,)
@@ -137,6 +141,8 @@ def _require_numbers(settings: Any, place: str = "") -> None:
             allowed = (*kinds, int) if float in kinds else kinds
             if type(value) not in allowed:
                 raise BadCheckpoint(f"config.json: {name}: expected a number, got {value!r}")
+            if name.endswith(_SIZES) and value is not None and value < 1:
+                raise BadCheckpoint(f"config.json: {name}: expected at least 1, got {value}")
 
 
 def pooling_facts(
