@@ -22,6 +22,9 @@ GROUP_SIZE = 32
 SHAPE: dict[str, Any] = {"intermediate_size": 128}
 """Whole groups in all layers."""
 
+_DENSE = (".gate.weight", ".embed_tokens.weight", ".shared_head.head.weight")
+"""Ends of names in layers of weights that stay dense."""
+
 
 @dataclass(frozen=True)
 class Integers:
@@ -213,11 +216,19 @@ def make_quantized(
     the head and the routers of experts.
     """
     source = make_checkpoint(family, folder / "source", **{**SHAPE, **shape})
-    path = Path(shutil.copytree(source, folder / "quantized"))
+    return quantize_checkpoint(source, folder / "quantized", settings, quantize), source
+
+
+def quantize_checkpoint(
+    source: Path, path: Path, settings: Mapping[str, Any], quantize: Quantize
+) -> Path:
+    """Write a quantized copy of a checkpoint to `path`, and to `source` the dequantized weights;
+    see `make_quantized`. Returns `path`."""
+    shutil.copytree(source, path)
     stored, dense = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if tensor.dim() != 2 or "layers" not in name or name.endswith(".gate.weight"):
+        if tensor.dim() != 2 or "layers" not in name or name.endswith(_DENSE):
             stored[name] = dense[name] = tensor
             continue
         parts, values = quantize(module, tensor)
@@ -227,7 +238,7 @@ def make_quantized(
     save_file(dense, source / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    return path, source
+    return path
 
 
 def make_w8a8(

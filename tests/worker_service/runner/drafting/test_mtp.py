@@ -5,6 +5,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine
 from tests.support.loading import copy_checkpoint, edit_tensors, load
 from tests.support.mtp_heads import FAMILIES, MTPCheckpoint, make_mtp, mtp_checkpoint
+from tests.support.quantized_checkpoints import FORMATS
+from tests.support.quantized_files import quantize_checkpoint
 from tests.support.rank_threads import AheadExecutor, Executor, ParallelEngine
 from tests.support.runners import RUNNERS, host
 from tests.support.speculation import (
@@ -30,6 +33,8 @@ from tests.support.speculation import (
 )
 from tests.worker_service.runner.drafting.test_eagle_drafter import RecordedOnDevice, RecordedOnHost
 from worker_service.config import RunnerConfig
+from worker_service.distributed.communicator import Communicator
+from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_mtp_head
@@ -68,10 +73,12 @@ def test_drafts_are_those_of_a_plain_implementation(family: str) -> None:
     assert engine.lengths.num_drafts > 60
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize(
-    ("family", "runner"),
-    [*((family, "host") for family in FAMILIES), *(("deepseek_v3", kind) for kind in RUNNERS)],
+    ("family", "runner", "sampling"),
+    [
+        *((family, "host", sampling) for family in FAMILIES for sampling in SAMPLING[1:2]),
+        *(("deepseek_v3", kind, sampling) for kind in RUNNERS for sampling in SAMPLING),
+    ],
 )
 def test_outputs_are_those_without_drafts(
     family: str, runner: str, sampling: dict[str, Any]
@@ -243,6 +250,27 @@ def test_the_head_is_rounded_as_its_target(family: str, tmp_path: Path) -> None:
         assert 1e-4 < error < 0.02, name
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("deepseek_v3", "gptq 4"),
+        ("glm4_moe", "pack-quantized 8"),
+        ("deepseek_v3", "float-quantized of outputs"),
+    ],
+)
+def test_a_quantized_head_drafts_as_a_dense_one_of_the_same_weights(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    made = make_mtp(family, tmp_path, moe_intermediate_size=64, intermediate_size=128)
+    path = quantize_checkpoint(made.path, tmp_path / "quantized", *FORMATS[kind])
+    dense = load_file(made.path / "model.safetensors")
+    edit_tensors(made.full, lambda t: t.update({n: dense[n] for n in t if n in dense}))
+    engine = Engine(path)
+    engine.generate(PROMPTS, 12)
+    assert engine.lengths.num_drafts > 60
+    engine.drafter.assert_drafts_are_those_of(made.reference(), 3)
+
+
 def test_dummy_weights_have_a_head() -> None:
     loaded = load(checkpoint("deepseek_v3"), load_format="dummy")
     head = load_mtp_head(loaded)
@@ -262,6 +290,29 @@ def test_the_budget_holds_the_head_s_keys_too() -> None:
     plain = loaded_executor(path).loaded.model.kv_cache_spec.block_bytes(16)
     drafting = loaded_executor(path, speculative="mtp")
     assert drafting.loaded.model.kv_cache_spec.block_bytes(16) == plain * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "expected"),
+    [
+        ("cuda", Layout(), "none on a GPU"),
+        ("cpu", Layout(pipeline_parallel_size=2), "none with stages"),
+        ("cpu", Layout(tensor_parallel_size=2), "ngram or suffix on 2 ranks"),
+    ],
+)
+def test_a_head_beside_states_is_refused_where_it_is_not_supported(
+    device: str, layout: Layout, expected: str
+) -> None:
+    executor = loaded_executor(mtp_checkpoint("qwen3_5").path, speculative="mtp")
+    loaded = replace(
+        executor.loaded,
+        config=replace(executor.loaded.config, device=device),
+        communicator=Communicator(layout),
+    )
+    executor._loaded = loaded
+    match = f"speculative: expected {expected} for Qwen3_5ForCausalLM, .* got mtp"
+    with pytest.raises(InvalidOption, match=match):
+        executor._check_drafts_with_states(loaded)
 
 
 @pytest.mark.parametrize(
