@@ -11,6 +11,9 @@ from pagewire.pem_files import read_authorities, read_pair
 MEMBER_NAME = "pagewire-cluster"
 """The DNS name in members' certificates."""
 
+_NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""Members call each other directly."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
@@ -25,10 +28,10 @@ class Credentials:
     def channel(self, address: str) -> grpc.Channel:
         """A channel to the worker; every call on it contains the token."""
         if self.ca is None:
-            channel = grpc.insecure_channel(address)
+            channel = grpc.insecure_channel(address, [_NO_PROXY])
         else:
             credentials = grpc.ssl_channel_credentials(read_authorities(self.ca), *self._pair())
-            named = [("grpc.ssl_target_name_override", MEMBER_NAME)]
+            named = [_NO_PROXY, ("grpc.ssl_target_name_override", MEMBER_NAME)]
             channel = grpc.secure_channel(address, credentials, named)
         if self.token_file is None:
             return channel

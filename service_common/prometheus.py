@@ -115,7 +115,7 @@ def read_metrics(path: Path) -> dict[str, Section]:
     An entry is a list of kind, name and meaning, and of the labels that the metric has besides the
     `labels` of its section.
     """
-    sections = tomllib.loads(path.read_text())
+    sections = tomllib.loads(path.read_text(encoding="utf-8"))
     return {name: dict(_metrics_of(section)) for name, section in sections.items()}
 
 

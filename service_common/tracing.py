@@ -5,12 +5,16 @@ per step or token.
 """
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """OpenTelemetry's own variables: each of them enables export without a flag."""
+
+CLOSE_S = 2.0
+"""Time in which a service that ends exports its last spans."""
 
 Attributes = Mapping[str, str | int | float | bool]
 Event = tuple[str, float, Attributes]
@@ -47,7 +51,8 @@ class Tracing:
             facts["service.instance.id"] = instance
         # The environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) takes precedence.
         resource = Resource.create(facts).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(resource=resource)
+        # Nothing waits at the process's exit: services call `close`.
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=endpoint)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("pagewire", version)
@@ -111,9 +116,12 @@ class Tracing:
             self._contexts.inject(carrier, set_span_in_context(span))
         return carrier.get("traceparent", "")
 
-    def close(self) -> None:
-        """Export the remaining spans, with a short timeout."""
-        self._provider.shutdown()
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Export the remaining spans. Those that the collector has not received after `timeout_s`
+        are lost: one that is down would hold the end of every service for ten seconds and more."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
+        closing.start()
+        closing.join(timeout_s)
 
 
 def make_tracing(

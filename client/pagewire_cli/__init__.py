@@ -25,6 +25,7 @@ Answers go to standard output, everything else to standard error.
 
 import os
 import sys
+from io import TextIOWrapper
 
 from pagewire.standard_streams import open_standard_streams
 
@@ -34,6 +35,9 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command that the arguments name."""
     open_standard_streams()
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A terminal that is not of UTF-8 shows the rest of an answer.
+        sys.stdout.reconfigure(errors="replace")
     # gRPC's core writes of each closed connection to stderr, in a format of its own. Services that
     # are started from here inherit the variable.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import os
 import sys
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from pagewire_cli.local import health
 from pagewire_cli.serve import serve
 from pagewire_cli.status import status
 from pagewire_cli.top import top
+from pagewire_client.connection import is_local
 from pagewire_client.errors import LocalServiceError, NotAuthorized, PagewireError, Unavailable
 
 EXIT_FAILURE = 1
@@ -73,9 +75,17 @@ def _hint(error: Unavailable) -> str:
     lines += attempts if len(attempts) > 1 or (is_http and not says_http) else []
     if error.message.lower().endswith(_NOT_LISTENING) and not is_http:
         lines.append("`pagewire serve` starts one on this machine; --help says how to name another")
+    if (proxy := _proxy()) and not all(map(is_local, error.addresses)):
+        lines.append(f"the variable {proxy} names a proxy; no_proxy excepts hosts from it")
     if error.message.endswith(_NOT_SIGNED):
         lines.append("--tls-ca (of a core: --cluster-ca) names the file of the authority that has")
     return "".join(f"\n{line}" for line in lines)
+
+
+def _proxy() -> str | None:
+    """The variable by which gRPC chose a proxy."""
+    names = ("grpc_proxy", "https_proxy", "http_proxy")
+    return next((name for name in names if os.environ.get(name)), None)
 
 
 def run() -> None:

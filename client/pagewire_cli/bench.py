@@ -290,4 +290,4 @@ def _report(bench: _Bench, json_file: Path | None) -> None:
         "limits": dataclasses.asdict(limits),
         "rates": [{"rate": str(rate)} | dataclasses.asdict(summary) for rate, summary in lines],
     }
-    json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

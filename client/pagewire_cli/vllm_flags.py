@@ -36,7 +36,9 @@ class Row:
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """All rows, in the order of the page."""
-    lines = [line for line in _TABLES.read_text().splitlines() if line.startswith("| `")]
+    lines = [
+        line for line in _TABLES.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
     cells = ([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:4]] for line in lines)
     return tuple(
         Row(

@@ -41,7 +41,7 @@ from typing import Any
 
 # Imported on first use: most of these modules import grpc, which would delay the command line's
 # start and programs that need other names. Type checkers read the names in `__init__.pyi`, too.
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULES = {
     name.name: str(statement.module)
     for statement in _STUB.body

@@ -119,7 +119,7 @@ class ConnectionOptions:
             raise ValueError("at least one address is needed")
         for address in self.addresses:
             check_address(address)
-            if self.api_key and not self.tls and not _is_local(address):
+            if self.api_key and not self.tls and not is_local(address):
                 logger.warning("API key travels unencrypted address=%s", address)
 
     @property
@@ -127,10 +127,12 @@ class ConnectionOptions:
         """The metadata of each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
-    @property
-    def channel_options(self) -> list[tuple[str, str | int]]:
-        """gRPC's options for each channel."""
+    def channel_options(self, address: Address) -> list[tuple[str, str | int]]:
+        """gRPC's options for a channel to `address`. This machine is reached without the proxy that
+        the environment may name, whose own loopback is another one."""
         options: list[tuple[str, str | int]] = list(_CHANNEL_OPTIONS)
+        if is_local(address):
+            options.append(("grpc.enable_http_proxy", 0))
         if self.tls and self.tls.server_name:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options
@@ -212,16 +214,17 @@ class BlockingStub:
 def sync_channel(options: ConnectionOptions, address: Address) -> grpc.Channel:
     """A channel for calls that block."""
     if options.tls is None:
-        return grpc.insecure_channel(address, options.channel_options)
-    return grpc.secure_channel(address, options.tls.credentials(), options.channel_options)
+        return grpc.insecure_channel(address, options.channel_options(address))
+    credentials = options.tls.credentials()
+    return grpc.secure_channel(address, credentials, options.channel_options(address))
 
 
 def _async_channel(options: ConnectionOptions, address: Address) -> grpc.aio.Channel:
     """A channel for calls that are awaited; needs a running event loop."""
     if options.tls is None:
-        return grpc.aio.insecure_channel(address, options.channel_options)
+        return grpc.aio.insecure_channel(address, options.channel_options(address))
     credentials = options.tls.credentials()
-    return grpc.aio.secure_channel(address, credentials, options.channel_options)
+    return grpc.aio.secure_channel(address, credentials, options.channel_options(address))
 
 
 async def _close_sync_channel(channel: grpc.Channel) -> None:
@@ -362,9 +365,12 @@ def check_address(address: Address) -> None:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"address must be HOST:PORT or unix:PATH, not {address!r}")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"address: an IPv6 host needs brackets, [HOST]:PORT, got {address!r}")
 
 
-def _is_local(address: Address) -> bool:
+def is_local(address: Address) -> bool:
+    """Whether `address` is on this machine."""
     host = address.rpartition(":")[0]
     return address.startswith("unix:") or host in ("127.0.0.1", "localhost", "[::1]")
 

@@ -15,6 +15,7 @@ _NO_CONNECTION = (
     re.compile(_AT + r"Tls .*(?P<reason>certificate has expired)"),
     re.compile(_AT + r"Tls .*(?P<reason>is not yet valid)"),
     re.compile(_AT + r"Tls .*:(?P<reason>[A-Z_]{9,})"),
+    re.compile(_AT + r".*(?P<reason>proxy returned response code \d+)"),
     re.compile(_AT + r".*(?P<reason>missing selected ALPN)"),
     re.compile(_AT + r"(?P<reason>Socket closed)"),
     re.compile(_AT + r".*(?P<reason>Hostname Verification)"),

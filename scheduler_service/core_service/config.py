@@ -85,7 +85,7 @@ NO_TENANTS = TenantsFile()
 def read_tenants(path: Path) -> TenantsFile:
     """Parse the file. Raises ValueError that names the file, the tenant and the key."""
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"tenants: cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

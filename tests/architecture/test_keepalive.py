@@ -18,7 +18,7 @@ from tests.support.one_way import OneWayProxy, one_way_proxy
 INTERVAL_MS, TIMEOUT_MS = 1000, 200
 """gRPC does not ping more often than once a second."""
 
-CLIENT = connection_options("localhost:1", None, None).channel_options
+CLIENT = connection_options("localhost:1", None, None).channel_options("localhost:1")
 SERVERS = {"service": server_options()}
 CHANNELS = {"service": channel_options(), "client": CLIENT}
 LINKS = [("client", "service"), ("service", "service")]

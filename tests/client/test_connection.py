@@ -143,6 +143,24 @@ def test_an_exchanged_or_a_wrong_key_is_named(
         TlsOptions(certificate_chain=cert, private_key=other_key).credentials()
 
 
+def test_this_machine_is_reached_without_the_environments_proxy(
+    make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with FakeFrontend("127.0.0.1:0") as frontend:
+        client = make_client(frontend.address, retry=NO_RETRIES)
+        assert client.generate("Hi", ONE).finished
+
+
+def test_an_ipv6_host_without_brackets_is_refused() -> None:
+    connection_options("[::1]:7600", None, None)
+    with pytest.raises(ValueError, match=r"brackets, \[HOST\]:PORT, got '::1:7600'"):
+        connection_options("::1:7600", None, None)
+
+
 @pytest.mark.parametrize("api_key", ["ключ" * 5, "\ufeffkey", "key\x01"])
 def test_a_key_that_cannot_be_sent_is_refused(api_key: str) -> None:
     with pytest.raises(ValueError, match="api_key: expected visible ASCII characters"):

@@ -261,7 +261,7 @@ def read_peft(folder: Path, check_base: CheckBase = _refuse_base) -> ModelAdapte
     if not (folder / CONFIG_FILE).is_file():
         raise AdapterNotFound(f"path: expected a folder with {CONFIG_FILE}, got {str(folder)!r}")
     try:
-        settings = json.loads((folder / CONFIG_FILE).read_text())
+        settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
         raise BadAdapter(f"{CONFIG_FILE}: expected JSON: {error}") from None
     if not isinstance(settings, dict):

@@ -14,7 +14,7 @@ from worker_service.loader.gguf_gemma4 import GEMMA3N, GEMMA4, Gemma4
 from worker_service.loader.gguf_hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
 from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
 
-_ROWS = Path(__file__).with_name("gguf_classes.txt").read_text().splitlines()
+_ROWS = Path(__file__).with_name("gguf_classes.txt").read_text(encoding="utf-8").splitlines()
 _CLASSES = {row[0]: (row[1], row[2]) for row in map(str.split, _ROWS[1:])}
 """(class, `model_type`) by `general.architecture`."""
 

@@ -136,7 +136,7 @@ def _interleaved(num_key_heads: int, num_heads: int, first: int, num_rows: int) 
 
 def names_of(model_type: str) -> dict[str, str]:
     """Names in `transformers` by names in files, of tensors of a kind of model."""
-    lines = Path(__file__).with_suffix(".txt").read_text().splitlines()
+    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
     rows = (line.split() for line in lines if not line.startswith("#"))
     groups = ("all", *(["encoder"] if model_type in ENCODERS else []))
     return {

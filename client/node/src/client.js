@@ -149,7 +149,8 @@ export class Client {
     const key = `${this.#current} ${connection}`;
     if (!this.#services.has(key)) {
       const address = this.#addresses[this.#current];
-      this.#services.set(key, new InferenceService(address, this.#credentials, CHANNEL_OPTIONS));
+      const options = { ...CHANNEL_OPTIONS, "grpc.enable_http_proxy": isLocal(address) ? 0 : 1 };
+      this.#services.set(key, new InferenceService(address, this.#credentials, options));
     }
     return this.#services.get(key);
   }
@@ -164,6 +165,12 @@ export class Client {
       call.cancel();
     }
   }
+}
+
+/** Whether an address is on this machine, which no proxy reaches. */
+function isLocal(address) {
+  const host = address.slice(0, address.lastIndexOf(":"));
+  return address.startsWith("unix:") || ["127.0.0.1", "localhost", "[::1]"].includes(host);
 }
 
 function incomplete() {

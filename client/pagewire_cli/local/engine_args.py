@@ -60,7 +60,9 @@ _KINDS = {"text": str, "texts": list[str], "integer": int, "number": float}
 _KINDS |= {"switch": bool, "on": bool}
 FLAGS = tuple(
     Flag(name, _KINDS[kind], service, text, kind == "switch", *short)
-    for service, flags in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+    for service, flags in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    ).items()
     for name, (kind, text, *short) in flags.items()
 )
 

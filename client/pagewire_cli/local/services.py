@@ -58,6 +58,7 @@ class LocalServices:
         self._flags = engine_args.check_names(engine_flags or {})
         worker = service_commands.kind_of_worker(simulate=bool(self._flags.get("simulate")))
         service_commands.require(worker, "scheduler", "frontend")
+        _check_metrics_port(metrics_port)
         indexes = range(num_frontends)
         public = [] if listen is None else [_following(listen, index) for index in indexes]
         self._output = _WithheldOutput(on_line)
@@ -289,6 +290,14 @@ def _environment(api_keys: Sequence[str], *, is_private: bool) -> dict[str, str]
     if api_keys:
         environment["PAGEWIRE_API_KEY"] = " ".join(api_keys)
     return environment
+
+
+def _check_metrics_port(text: str | None) -> None:
+    port = "1" if text is None else text.rpartition(":")[2]
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= 65535):
+        raise ValueError(
+            f"metrics_port: expected PORT or HOST:PORT from 1 to 65535, or off, got {text!r}"
+        )
 
 
 def _overlap(one: str, other: str) -> bool:

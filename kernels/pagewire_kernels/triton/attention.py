@@ -47,7 +47,7 @@ TILES_FILE = Path(__file__).with_name("attention_tiles.json")
 that `benchmarks.tune_attention` found to be the fastest, for 16-bit heads of `TUNED_HEAD_DIM`
 elements. GPUs that are not in it have the sizes that `choose_launch` derives."""
 
-_TILES: dict[str, dict[str, dict[str, int]]] = json.loads(TILES_FILE.read_text())
+_TILES: dict[str, dict[str, dict[str, int]]] = json.loads(TILES_FILE.read_text(encoding="utf-8"))
 _PROGRAMS_PER_PROCESSOR = 4
 
 _MAX_USUAL_HEAD = 256

@@ -6,7 +6,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-_TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_TABLES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 IGNORED, FIXED, NEUTRAL = (_TABLES[name] for name in ("ignored", "fixed", "neutral"))
 INSTEAD = dict.fromkeys(NEUTRAL, "leave it out") | _TABLES["instead"]
 SYNONYMS = {name: group for group in _TABLES["synonyms"]["groups"] for name in group}

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.middleware import Caller
 
-_PATHS_BY_ADVICE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+_PATHS_BY_ADVICE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 UNSUPPORTED = {path: advice for advice, paths in _PATHS_BY_ADVICE.items() for path in paths}
 """The second half of the error message, by path."""
 

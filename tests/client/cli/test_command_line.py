@@ -257,6 +257,11 @@ def test_each_address_of_a_name_is_named_with_what_it_answered() -> None:
             "cannot connect to 127.0.0.1:7707: no known authority has signed its certificate",
         ),
         (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:192.0.2.1:3128: HTTP"
+            " proxy returned response code 503",
+            "cannot connect to 192.0.2.1:3128: proxy returned response code 503",
+        ),
+        (
             "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:8105: Cannot"
             " check peer: missing selected ALPN property.",
             f"cannot connect to 127.0.0.1:8105: {health.HTTP}",
@@ -265,6 +270,39 @@ def test_each_address_of_a_name_is_named_with_what_it_answered() -> None:
 )
 def test_messages_of_grpc_are_put_in_words(details: str, words: str) -> None:
     assert in_words(details) == words
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        ("pagewire_cli", "serve"),
+        ("scheduler_service", "frontend"),
+        ("scheduler_service", "scheduler"),
+        ("worker_service",),
+    ],
+)
+def test_no_file_and_no_help_depends_on_the_locales_encoding(module: tuple[str, ...]) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", *module, "--help"],
+        env=os.environ | ascii_only | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_proxy_is_named_unless_the_server_is_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    error = Unavailable("cannot connect to 192.0.2.1:3128: proxy returned response code 503")
+    error.addresses = ("127.0.0.1:7600",)
+    assert "https_proxy" not in _hint(error)
+    error.addresses = ("llm.example:7600",)
+    assert "the variable https_proxy names a proxy" in _hint(error)
 
 
 def test_only_where_nothing_listens_does_the_hint_start_a_server() -> None:

@@ -1,0 +1,16 @@
+"""Spans are exported, or lost; nothing waits for a collector."""
+
+import socket
+import threading
+import time
+
+from service_common.tracing import Tracing
+
+
+def test_a_service_that_ends_leaves_a_silent_collector() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        tracing = Tracing("frontend", "1", f"http://127.0.0.1:{port}")
+        tracing.add("span", "", time.monotonic(), time.monotonic())
+        tracing.close(timeout_s=0.01)
+        assert any(thread.name == "tracing" for thread in threading.enumerate())
