@@ -200,7 +200,10 @@ def _http_address(deployment: Deployment) -> str | None:
     host, colon, port = deployment.http.rpartition(":")
     if not colon:
         raise typer.BadParameter(f"--http: expected HOST:PORT or off, got {deployment.http!r}")
-    return f"{deployment.host or host}:{deployment.port or port}"
+    host = deployment.host or host
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"{host}:{deployment.port or port}"
 
 
 def _url(address: str, engine: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ from pagewire.v1.sampling_pb2 import (
 from pagewire_cli import terminal
 from pagewire_cli.app import _hint, app
 from pagewire_cli.local import LocalServices, engine_args, health, service_commands
+from pagewire_cli.serve import Deployment, _http_address
 from pagewire_client.errors import Unavailable
 from tests.support.fake_frontend import (
     MODEL,
@@ -653,3 +654,8 @@ def test_ctrl_c_while_the_command_is_still_being_imported_ends_it_without_a_trac
         [sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, text=True
     )
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_host_of_serve_needs_no_brackets(host: str) -> None:
+    assert _http_address(Deployment(host=host, port=8117)) == "[::1]:8117"
