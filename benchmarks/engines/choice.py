@@ -7,12 +7,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from benchmarks.engines import in_process, llama_cpp, nano_vllm, pagewire, transformers_static, vllm
 from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Engine, Settings
-from benchmarks.engines.over_http import OverHTTP
-from benchmarks.servers import ServedPagewire, ServedVllm
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def _pagewire(settings: Settings, _: Programs) -> Engine:
     if missing := pagewire.missing_modules():
         raise EngineUnavailable(f"its services need {', '.join(missing)}")
     if settings.http:
-        return OverHTTP(ServedPagewire(settings), pagewire.flags(settings))
+        return _served(settings, pagewire.flags(settings))
     return pagewire.Pagewire(settings)
 
 
@@ -81,8 +80,21 @@ def _pagewire_dense(settings: Settings, _: Programs) -> Engine:
 def _vllm(settings: Settings, programs: Programs) -> Engine:
     python = _given(programs.vllm_python, "--vllm-python")
     if settings.http:
-        return OverHTTP(ServedVllm(python, settings), vllm.described(settings))
+        return _served(settings, vllm.described(settings), python)
     return ChildEngine(vllm, python, settings, vllm.environment(python, settings))
+
+
+def _served(
+    settings: Settings, described: dict[str, Any], vllm_python: Path | None = None
+) -> Engine:
+    """The server of Pagewire, or vLLM's."""
+    # Imported only if it is used: machines with GPUs may lack the packages of clients.
+    from benchmarks.engines.over_http import OverHTTP
+    from benchmarks.servers import ServedPagewire, ServedVllm
+
+    if vllm_python is None:
+        return OverHTTP(ServedPagewire(settings), described)
+    return OverHTTP(ServedVllm(vllm_python, settings), described)
 
 
 def _nano_vllm(settings: Settings, programs: Programs) -> Engine:

@@ -133,6 +133,8 @@ class Cluster:
         for _ in range(num_workers):
             self.start_worker()
         self.wait_serving()
+        for service in self.services:
+            assert service.exit_code is None, f"{service.name} has ended\n{self.logs()}"
         return self
 
     def wait_serving(self, timeout_s: float = 120) -> None:
