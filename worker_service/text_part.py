@@ -1,22 +1,27 @@
 """Names in the text model of a multimodal one: of a checkpoint's tensors, an adapter's modules."""
 
+import re
 from collections.abc import Iterable
 
-TEXT_MODEL = "language_model."
-"""The part of names that says that something belongs to the text model of a multimodal one."""
+_TEXT_MODEL = re.compile(r"(?:model\.)?(?:language_model|text_model)\.")
+"""The beginning of names that says that something belongs to the text model of a multimodal one."""
+
+_OTHER = "visual."
+"""The beginning of names in older checkpoints, where those of the text model have no such one."""
 
 _TEXT_PARTS = (
-    *("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."),
+    *("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head."),
     *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_", "mtp."),
 )
 
 
 def text_name(name: str) -> str:
     """The name in the text model alone, such as `model.norm.weight` of
-    `language_model.model.norm.weight` and `model.language_model.norm.weight`."""
-    outer, found, inner = name.partition(TEXT_MODEL)
-    if not found or outer not in ("", "model."):
+    `language_model.model.norm.weight` and `model.text_model.norm.weight`."""
+    found = _TEXT_MODEL.match(name)
+    if found is None:
         return name
+    inner = name[found.end() :]
     return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
 
 
@@ -25,6 +30,6 @@ def of_other_parts(names: Iterable[str], stored: Iterable[str]) -> set[str]:
 
     names: as of `text_name`; stored: the names that these were made of.
     """
-    if not any(TEXT_MODEL in name for name in stored):
+    if not any(_TEXT_MODEL.match(name) or name.startswith(_OTHER) for name in stored):
         return set()
     return {name for name in names if not f"{name}.".startswith(_TEXT_PARTS)}

@@ -216,7 +216,14 @@ _TEXT_MODELS = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",  # positions of text are the same in all three axes
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -237,8 +244,7 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a multimodal model's text model, if that can be served alone; other
     configurations are returned unchanged."""
     whole, text = str(config["architectures"][0]), config.get("text_config") or {}
-    name = _TEXT_MODELS.get(str(text.get("model_type")))
-    if not whole.endswith("ForConditionalGeneration") or name is None:
+    if not whole.endswith("ForConditionalGeneration"):
         return config
     from transformers import AutoConfig  # which knows the defaults of absent keys
 
@@ -248,11 +254,15 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
         return config  # which is refused by name
     except Exception as error:  # the library's own for values of another kind, by field
         raise BadCheckpoint(f"config.json: {' '.join(str(error).split())}") from error
+    inner = read.get_text_config()
+    name = _TEXT_MODELS.get(inner.model_type)
+    if inner is read or name is None:
+        return config
     # The whole model's keys, as far as it has them, apply to its text model.
     outer = {key: config.get(key, text.get(key)) for key in _OF_BOTH}
-    tied = {"tie_word_embeddings": read.tie_word_embeddings}
-    inner = read.get_text_config().to_dict()
-    return {**inner, **outer, **tied, "architectures": [name], WHOLE_MODEL: whole}
+    is_tied = getattr(read, "tie_word_embeddings", None)  # which some keep in the text model
+    tied = {"tie_word_embeddings": inner.tie_word_embeddings if is_tied is None else is_tied}
+    return {**inner.to_dict(), **outer, **tied, "architectures": [name], WHOLE_MODEL: whole}
 
 
 def read_json(path: Path) -> dict[str, Any]:

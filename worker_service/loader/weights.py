@@ -43,7 +43,7 @@ from worker_service.loader.tensors import (
 from worker_service.models.interface import WeightTarget
 from worker_service.models.linear import Packable, round_weight
 from worker_service.models.native import LoadableModule, NativeModel
-from worker_service.text_part import TEXT_MODEL, of_other_parts, text_name
+from worker_service.text_part import of_other_parts, text_name
 
 logger = logging.getLogger(__name__)
 
@@ -154,9 +154,7 @@ def _stored_tensors(files: Iterable[Path], opened: OpenFiles) -> dict[str, Store
             if other.file != file:
                 raise BadCheckpoint(f"{file}: {tensor.name} is also in {other.file.name}")
             if other is not tensor:
-                raise BadCheckpoint(
-                    f"{file}: two tensors have the same name without {TEXT_MODEL!r}"
-                )
+                raise BadCheckpoint(f"{file}: two tensors are {tensor.name} of the text model")
     return stored
 
 

@@ -1,5 +1,7 @@
 """What a checkpoint holds and a model does not use is named; what it can use, it uses."""
 
+import copy
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
@@ -147,7 +149,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"model\.norm\.weight and norm\.weight"):
         load(path)
     edit_tensors(path, lambda t: t.update({"language_model.norm.weight": t.pop("norm.weight")}))
-    with pytest.raises(BadCheckpoint, match="two tensors have the same name without"):
+    with pytest.raises(BadCheckpoint, match=r"two tensors are .* of the text model"):
         load(path)
 
 
@@ -342,6 +344,10 @@ VISION = {
         ("Llama4", "Llama4TextConfig", "Llama4VisionConfig"),
         ("Qwen3_5", "Qwen3_5TextConfig", "Qwen3_5VisionConfig"),
         ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeVisionConfig"),
+        ("Qwen2_5_VL", "Qwen2_5_VLTextConfig", "Qwen2_5_VLVisionConfig"),
+        ("Qwen3VL", "Qwen3VLTextConfig", "Qwen3VLVisionConfig"),
+        ("SmolVLM", "LlamaConfig", "SmolVLMVisionConfig"),
+        ("Lfm2Vl", "Lfm2Config", "Siglip2VisionConfig"),
     ],
 )
 def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
@@ -352,6 +358,9 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     more = {"mm_tokens_per_image": 4} if whole == "Gemma3" else {}
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
     of_text = TEXT | kinds if whole.startswith("Qwen3_5") else TEXT
+    if "_VL" in whole or whole == "Qwen3VL":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        of_text = TEXT | {"rope_parameters": rope}
     if whole == "Gemma4":
         of_text = TEXT | {"vocab_size_per_layer_input": TEXT["vocab_size"]}
     config = getattr(transformers, f"{whole}Config")(
@@ -373,3 +382,42 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     assert loaded.eos_token_ids == (2,)
     assert f"only the text model of {whole}ForConditionalGeneration is served" in _warnings(caplog)
     assert "tensors not used num=" in _warnings(caplog)
+
+
+def test_a_flat_configuration_and_names_without_a_text_part_are_read(tmp_path: Path) -> None:
+    """As Qwen2-VL was published."""
+    import transformers
+
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    vision = {"embed_dim": 16, "hidden_size": 64, "depth": 1, "num_heads": 2, "patch_size": 4}
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"}
+    flat = {**text, "rope_scaling": rope, "rope_theta": 10000.0, "vision_config": vision}
+    torch.manual_seed(0)
+    config = transformers.Qwen2VLConfig(**copy.deepcopy(flat))
+    model = transformers.Qwen2VLForConditionalGeneration(config).float().eval()
+    tensors = {
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    named = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+    (tmp_path / "config.json").write_text(json.dumps({**named, **flat}))
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(load(tmp_path)), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_whole_model_may_keep_tied_embeddings_in_its_text_model(tmp_path: Path) -> None:
+    import transformers
+
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "num_mel_bins": 8}
+    config = transformers.Qwen2AudioConfig(
+        text_config=transformers.Qwen2Config(**TEXT, tie_word_embeddings=True),
+        audio_config={**audio, "encoder_ffn_dim": 16, "model_type": "qwen2_audio_encoder"},
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2AudioForConditionalGeneration(config).float().eval()
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(load(tmp_path)), expected, rtol=1e-3, atol=1e-4)

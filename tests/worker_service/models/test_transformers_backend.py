@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),
     "BartForConditionalGeneration": ("BartConfig", {}, "encoder-decoder"),
-    "Qwen2VLForConditionalGeneration": ("Qwen2VLConfig", {}, "multimodal"),
+    "PaliGemmaForConditionalGeneration": ("PaliGemmaConfig", {}, "multimodal"),
     "Gemma3nForCausalLM": (
         "Gemma3nTextConfig",
         {**SHAPE, "num_kv_shared_layers": 1, "hidden_activation": "mish"},
