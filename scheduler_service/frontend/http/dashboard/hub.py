@@ -188,7 +188,10 @@ _FILES = {
     if entry.name.rpartition(".")[2] in _TYPES
 }
 
-FILE_PATHS = ("/", *(f"/dashboard/{name}" for name in sorted(_FILES)))
+_PAGE = "index.html"
+"""Its links are relative to `/`."""
+
+FILE_PATHS = ("/", *(f"/dashboard/{name}" for name in sorted(_FILES) if name != _PAGE))
 """The page itself is public; it asks for a key if one is required."""
 
 _HEADERS = {
@@ -208,7 +211,7 @@ def make_router(services: HttpServices) -> APIRouter:
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def page() -> Response:
-        return _file("index.html")
+        return _file(_PAGE)
 
     @router.get("/dashboard/stream")
     async def stream(caller: Caller) -> Response:
@@ -222,7 +225,8 @@ def make_router(services: HttpServices) -> APIRouter:
 
     @router.get("/dashboard/{name}")
     async def file(name: str) -> Response:
-        return _file(name) if name in _FILES else Response(status_code=404)
+        is_known = name in _FILES and name != _PAGE
+        return _file(name) if is_known else Response(status_code=404)
 
     return router
 

@@ -31,7 +31,9 @@ async function read(onMessage, onState) {
   try {
     const key = sessionStorage.getItem(KEY);
     const headers = headersWith(key);
-    const response = await fetch("/dashboard/stream", { headers, signal: abort.signal, cache: "no-store" });
+    // Beside this file, wherever a proxy has put the page.
+    const url = new URL("stream", import.meta.url);
+    const response = await fetch(url, { headers, signal: abort.signal, cache: "no-store" });
     if (response.status === 401 || response.status === 403) {
       throw new Refused(key ? await reason(response) : ""); // that one says how programs send a key
     }

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import urljoin
 
 import httpx
 import pytest
@@ -97,13 +98,14 @@ async def test_the_page_loads_nothing_from_elsewhere(served: HttpServed, path: s
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", response.text)
 
 
-async def test_all_that_the_page_asks_for_is_there(served: HttpServed) -> None:
+async def test_all_that_the_page_asks_for_is_there_below_any_path(served: HttpServed) -> None:
     wanted = set()
     for path in FILE_PATHS:
         text = (await served.client.get(path)).text
-        wanted |= set(re.findall(r'(?:href|src)="(/[^"]+)"', text))
-        wanted |= {f"/dashboard/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
-    assert wanted == set(FILE_PATHS) - {"/", "/dashboard/index.html"}
+        links = re.findall(r'(?:(?:href|src)=|from |fetch\(|import\()"([^"#]+)"', text)
+        wanted |= {urljoin(f"/below{path}", link) for link in links}
+    assert wanted == {f"/below{path}" for path in FILE_PATHS} - {"/below/"}
+    assert (await served.client.get("/dashboard/index.html")).status_code == 404
     assert (await served.client.get("/dashboard/..%2frouter.py")).status_code == 404
     assert (await served.client.get("/dashboard/none.js")).status_code == 404
 
