@@ -1,6 +1,9 @@
 """The flags of `python -m scheduler_service frontend`."""
 
+import logging
 import os
+import resource
+from dataclasses import replace
 from pathlib import Path
 
 from scheduler_service.command_line import service_command
@@ -10,6 +13,8 @@ from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
 from service_common.garbage import imports_exempted
 from service_common.metrics_server import metrics_address
 from service_common.tls import tls_files
+
+logger = logging.getLogger(__name__)
 
 HTTP_OFF = "off"
 
@@ -40,10 +45,32 @@ TLS = [
 ]
 
 
+OWN_FILES = 64
+"""Files of a frontend besides connections of clients: libraries, listeners, the core's stream."""
+
+
+def connections_within(max_files: int, config: FrontendConfig) -> int:
+    """How many connections, of gRPC and of HTTP each, a process may have that can open `max_files`.
+
+    A frontend that ran out of files would accept none for a second, and log each attempt.
+    """
+    num_kinds = 1 if config.http is None else 2
+    return max(1, min(config.max_connections, (max_files - OWN_FILES) // num_kinds))
+
+
 async def _serve(config: FrontendConfig) -> None:
     with imports_exempted():
         from scheduler_service.frontend.server import serve
 
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (limit := connections_within(max_files, config)) < config.max_connections:
+        logger.warning(
+            "this process may open few files, so that it accepts fewer connections than"
+            " --max-connections: raise the limit (ulimit -Hn) max_files=%d max_connections=%d",
+            max_files,
+            limit,
+        )
+        config = replace(config, max_connections=limit)
     await serve(config)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from scheduler_service.frontend.http.middleware import HttpServices
 from service_common.addresses import split_host_port
 from service_common.errors import CannotListen
+from service_common.logging_config import LogThrottle
 from service_common.tls import TlsFiles
 from service_common.watched_files import WatchedFiles
 
@@ -33,6 +34,29 @@ TLS_SHUTDOWN_TIMEOUT_S = 5.0
 
 BACKLOG = 2048
 """Connections that may wait to be accepted; the kernel's own limit may be lower."""
+
+MAX_ACCEPTS = 64
+"""Connections that are accepted at once, before those beyond `max_connections` are closed. asyncio
+goes on for as many attempts when it runs out of files, each with a traceback in the log."""
+
+
+class _AcceptFailures(logging.Filter):
+    """Passes asyncio's reports of failures to accept a connection once in a while, as a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._throttle = LogThrottle()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith("socket.accept() out of system resource"):
+            return True
+        error = record.exc_info and record.exc_info[1]
+        record.msg, record.args = "no connection can be accepted reason=%s", (str(error),)
+        record.exc_info = None
+        return self._throttle.should_log(str(error))
+
+
+_ACCEPT_FAILURES = _AcceptFailures()
 
 
 def bind(address: str, *, share_port: bool) -> list[socket.socket]:
@@ -172,8 +196,13 @@ class HttpServer:
         if self._tls is not None:
             timeouts["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
             timeouts["ssl_shutdown_timeout"] = TLS_SHUTDOWN_TIMEOUT_S
-        listen = partial(loop.create_server, connect, ssl=self._tls, backlog=BACKLOG, **timeouts)
+        logging.getLogger("asyncio").addFilter(_ACCEPT_FAILURES)  # once, if it is there already
+        listen = partial(
+            loop.create_server, connect, ssl=self._tls, backlog=MAX_ACCEPTS, **timeouts
+        )
         self._servers = [await listen(sock=bound) for bound in self._sockets]
+        for bound in self._sockets:
+            bound.listen(BACKLOG)  # which that has set to its own
         logger.info("listening http=%s", self.address)
 
     def _connection_factory(self, services: HttpServices) -> Callable[[], asyncio.Protocol]:
