@@ -1,5 +1,6 @@
 """Models that compute with these kernels alone, against the reference and against themselves."""
 
+import dataclasses
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +19,15 @@ from scheduler_service.core.config import SchedulerConfig
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gpu_kernels import DEVICE, INTERPRETED, MARKS
 from tests.support.in_process import InProcessEngine, InProcessWorker
+from tests.support.loading import load
+from tests.support.mtp_heads import mtp_checkpoint
 from tests.support.paged_driver import NAN, PagedDriver
 from tests.support.quantized_files import awq, bitsandbytes, fp8, integers, make_quantized
 from tests.support.runners import EagerRecorder, HostEvent
 from tests.support.transformers_oracle import oracle
 from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import load_model
+from worker_service.loader import load_model, load_mtp_head
 from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import read_config
 from worker_service.loader.quantized_checkpoint import read_schemes
@@ -260,3 +263,29 @@ def test_a_worker_keeps_quantized_weights_packed_on_its_gpu(tmp_path: Path) -> N
     assert isinstance(model, NativeModel)
     assert loaded.batch_invariant
     assert all(_is_packed(linear) for linear in _linears(model) if linear is not model.head)
+
+
+@pytest.mark.parametrize("family", [pytest.param("deepseek_v3", marks=LONG), "glm4_moe"])
+def test_a_head_computes_what_it_does_with_the_reference(family: str) -> None:
+    """The rows before in the cache, then one row of each of two sequences."""
+    target = load(mtp_checkpoint(family).path, device=str(DEVICE))
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 250, (12,), generator=draw).to(DEVICE)
+    tables = (torch.arange(8, dtype=torch.int32, device=DEVICE).view(2, 4),)
+    found = []
+    for kernels in (OURS, PLAIN):
+        head = load_mtp_head(dataclasses.replace(target, kernels=kernels))
+        assert head is not None
+        spec, size = head.kv_cache_spec, head.hidden_like.shape[1]
+        hidden = torch.randn(12, size, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        pool = torch.zeros(8, spec.block_bytes(4), dtype=torch.uint8, device=DEVICE)
+        batches = [
+            spec.batch_of_ranges(part, [bounds] * 2, tables, spec.views(pool, 4), 4)
+            for part, bounds in ((tokens[:10], (0, 5)), (tokens[10:], (5, 6)))
+        ]
+        with torch.inference_mode():
+            head.write_kv(batches[0], hidden[:10])
+            output, following = head(batches[1], hidden[10:])
+            found.append((head.compute_logits(output), following))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-3)

@@ -12,13 +12,14 @@ from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.eagle_heads import head_for
 from tests.support.in_process import InProcessEngine, KnowingDrafter
+from tests.support.mtp_heads import mtp_checkpoint
 from tests.support.paged_driver import PagedDriver
 from tests.support.plans import step_plan
 from tests.support.speculation import PROMPTS, SAMPLING, SpeculatingEngine
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
-from worker_service.loader import load_eagle_head, load_model
+from worker_service.loader import load_eagle_head, load_model, load_mtp_head
 from worker_service.models.draft_head import DraftHead
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.runner.device.drafts import DeviceHeadDrafter
@@ -89,13 +90,18 @@ def test_drafts_on_a_gpu_change_no_token(sampling: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-def test_drafts_of_a_head_on_a_gpu_change_no_token(sampling: dict[str, Any]) -> None:
-    """They are made there, and most are wrong."""
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe"])
+def test_drafts_of_a_head_on_a_gpu_change_no_token(family: str, sampling: dict[str, Any]) -> None:
+    """They are made there, and most are wrong. Llama has a head of EAGLE-3, others their own."""
+    path = checkpoint(family) if family == "llama" else mtp_checkpoint(family).path
 
     class Engine(SpeculatingEngine):
         def load_draft(self) -> DraftHead:
-            name = str(head_for(self.loaded.model.hidden_size, VOCAB_SIZE))  # type: ignore[attr-defined]
-            self.head = load_eagle_head(name, self.loaded, CacheConfig())
+            if family == "llama":
+                name = str(head_for(self.loaded.model.hidden_size, VOCAB_SIZE))  # type: ignore[attr-defined]
+                self.head = load_eagle_head(name, self.loaded, CacheConfig())
+            else:
+                self.head = load_mtp_head(self.loaded)
             assert self.head is not None
             return self.head
 
@@ -103,8 +109,8 @@ def test_drafts_of_a_head_on_a_gpu_change_no_token(sampling: dict[str, Any]) -> 
             assert self.head is not None
             return DeviceHeadDrafter(self.head, cache.draft_caches)
 
-    plain = InProcessEngine(checkpoint("llama"), device="cuda").generate(PROMPTS, 40, 2, **sampling)
-    engine = Engine(checkpoint("llama"), device="cuda", runner="gpu")
+    plain = InProcessEngine(path, device="cuda").generate(PROMPTS, 40, 2, **sampling)
+    engine = Engine(path, device="cuda", runner="gpu")
     drafting = engine.generate(PROMPTS, 40, 2, **sampling)
     assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
     assert engine.lengths.num_drafts > 100
