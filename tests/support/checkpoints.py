@@ -160,6 +160,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**_rope("yarn", factor=4.0, original_max_position_embeddings=64), "head_dim": 24},
     ),
+    "exaone": ("ExaoneConfig", "LlamaForCausalLM", {}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 11}),
     "mistral_full": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
@@ -308,6 +309,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"ffn_dim": 88, "init_std": 0.2, "do_layer_norm_before": False, "word_embed_proj_dim": 48},
     ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {"attention_types": [[["global", "local"], 1]], "window_size": 9},
+    ),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

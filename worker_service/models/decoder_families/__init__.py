@@ -17,7 +17,11 @@ from worker_service.models.decoder_families.gemma import (
 )
 from worker_service.models.decoder_families.gemma3n import gemma3n_settings
 from worker_service.models.decoder_families.gemma4 import gemma4_settings
-from worker_service.models.decoder_families.gpt import gpt2_settings, opt_settings
+from worker_service.models.decoder_families.gpt import (
+    gpt2_settings,
+    gpt_neo_settings,
+    opt_settings,
+)
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
 from worker_service.models.decoder_families.hunyuan import (
     hunyuan_dense_settings,
@@ -39,7 +43,12 @@ from worker_service.models.decoder_families.latent import (
 )
 from worker_service.models.decoder_families.latent_kin import minicpm3_settings, mistral4_settings
 from worker_service.models.decoder_families.lfm2 import lfm2_moe_settings, lfm2_settings
-from worker_service.models.decoder_families.llama import llama_settings
+from worker_service.models.decoder_families.llama import (
+    exaone_settings,
+    internlm3_settings,
+    iquest_coder_settings,
+    llama_settings,
+)
 from worker_service.models.decoder_families.llama4 import llama4_settings
 from worker_service.models.decoder_families.llama_kin import (
     apertus_settings,
@@ -80,6 +89,9 @@ from worker_service.models.decoder_families.scored_mixtures import (
 
 DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "LlamaForCausalLM": llama_settings,
+    "ExaoneForCausalLM": exaone_settings,
+    "InternLM3ForCausalLM": internlm3_settings,
+    "IQuestCoderForCausalLM": iquest_coder_settings,
     "MistralForCausalLM": llama_settings,
     "Qwen2ForCausalLM": llama_settings,
     "Qwen3ForCausalLM": llama_settings,
@@ -147,6 +159,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Qwen3_5MoeForCausalLM": qwen3_5_moe_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
+    "GPTNeoForCausalLM": gpt_neo_settings,
 }
 """By the class name: reads settings from a configuration, in which absent keys have the defaults of
 `transformers`. Raises `common.NotNative` for a variant that the layers do not compute."""

@@ -1,5 +1,5 @@
-"""GPT-2 (Radford et al. 2019) and OPT (Zhang et al. 2022): learned positions, layer norms, a plain
-MLP."""
+"""GPT-2 (Radford et al. 2019), GPT-Neo (Black et al. 2021) and OPT (Zhang et al. 2022): learned
+positions, layer norms, a plain MLP."""
 
 from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder import (
@@ -11,7 +11,13 @@ from worker_service.models.decoder import (
     NormSpec,
     QKVStorage,
 )
-from worker_service.models.decoder_families.common import Config, by_lines
+from worker_service.models.decoder_families.common import (
+    Config,
+    attention_of,
+    by_lines,
+    decoder_of,
+    with_keys,
+)
 
 _OPT_POSITION_OFFSET = 2
 """The first rows of OPT's position table are unused."""
@@ -32,6 +38,11 @@ attention.output   attn.c_proj
 feed_forward_norm  ln_2
 feed_forward.up    mlp.c_fc
 feed_forward.down  mlp.c_proj
+""")
+
+_GPT_NEO_NAMES = _GPT2_NAMES | by_lines("""
+attention.qkv      attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj
+attention.output   attn.attention.out_proj
 """)
 
 
@@ -120,4 +131,47 @@ def gpt2_settings(config: Config) -> DecoderSettings:
         final_norm=norm,
         position_offset=0,
         is_transposed=True,
+    )
+
+
+def gpt_neo_settings(config: Config) -> DecoderSettings:
+    """GPT-Neo: attention scores without a scale, and windows in every second layer, or in those
+    that `attention_types` says: groups of types, each repeated."""
+    names = {"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"}
+    config = with_keys(config, names)
+    size, num_heads = config["hidden_size"], config["num_attention_heads"]
+    num_layers = config["num_hidden_layers"]
+    groups = config.get("attention_types") or [[["global", "local"], num_layers // 2]]
+    kinds = [kind for group, count in groups for kind in group * count]
+    if len(kinds) != num_layers or not set(kinds) <= {"global", "local"}:
+        raise UnsupportedModel(
+            f"config.json: attention_types: expected global or local for each of {num_layers}"
+            f" layers, got {groups}"
+        )
+    norm = NormSpec(eps=config.get("layer_norm_epsilon", 1e-5), is_rms=False)
+    mlp = MLPSpec(
+        inner_size=config.get("intermediate_size") or 4 * size,
+        activation=config.get("activation_function", "gelu_new"),
+        is_gated=False,
+        bias=True,
+    )
+
+    def layer(kind: str) -> LayerSpec:
+        attention = attention_of(
+            config,
+            size // num_heads,
+            None,
+            num_kv_heads=num_heads,
+            scale=1.0,
+            window=config.get("window_size", 256) if kind == "local" else None,
+            output_bias=True,
+        )
+        return LayerSpec(attention=attention, feed_forward=mlp, norm=norm, names=_GPT_NEO_NAMES)
+
+    return decoder_of(
+        config,
+        [layer(kind) for kind in kinds],
+        norm,
+        tie_word_embeddings=config.get("tie_word_embeddings", True),
+        position_offset=0,
     )

@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023), Mistral, Qwen2 and Qwen3: RMS norms before attention and a gated
-MLP, RoPE, grouped queries."""
+MLP, RoPE, grouped queries; and EXAONE 3, InternLM3 and IQuest-Coder, which differ in names only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
 from worker_service.models.decoder_families.common import (
@@ -10,15 +10,30 @@ from worker_service.models.decoder_families.common import (
     SLIDING,
     Config,
     attention_of,
+    by_lines,
     decoder_of,
+    gated_mlp,
     head_dim_of,
+    require,
     rotary_of,
+    with_keys,
 )
+
+_EXAONE = by_lines("""
+attention_norm     ln_1
+attention.qkv      attn.attention.q_proj attn.attention.k_proj attn.attention.v_proj
+attention.output   attn.attention.out_proj
+feed_forward_norm  ln_2
+feed_forward.up    mlp.c_fc_0 mlp.c_fc_1
+feed_forward.down  mlp.c_proj
+""")
 
 
 def llama_settings(config: Config) -> DecoderSettings:
     """Settings of these families."""
     architecture = config["architectures"][0]
+    if config.get("model_type") == "exaone":  # as transformers writes it
+        return exaone_settings(config)
     qwen3, qwen2 = architecture == "Qwen3ForCausalLM", architecture == "Qwen2ForCausalLM"
     llama_or_qwen3 = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     bias = bool(config.get("attention_bias", False)) and llama_or_qwen3
@@ -64,3 +79,46 @@ def _windows(config: Config, architecture: str) -> Iterator[int | None]:
     has_windows = config.get("use_sliding_window", False)
     for kind in kinds[:num_layers]:
         yield window if has_windows and kind == SLIDING else None
+
+
+def exaone_settings(config: Config) -> DecoderSettings:
+    """EXAONE 3 and 3.5."""
+    names = {
+        "num_hidden_layers": "num_layers",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    }
+    bias = bool(config.get("attention_bias", False))
+    config = with_keys(config, names, num_key_value_heads=8)
+    return _renamed(config, _EXAONE, theta=500_000.0, qkv_bias=bias, output_bias=bias)
+
+
+def internlm3_settings(config: Config) -> DecoderSettings:
+    """InternLM3, by its authors' keys."""
+    bias = bool(config.get("bias", False))
+    config = with_keys(config, {"mlp_bias": "bias"}, head_dim=128, num_key_value_heads=2)
+    return _renamed(config, qkv_bias=bool(config.get("qkv_bias", False)), output_bias=bias)
+
+
+def iquest_coder_settings(config: Config) -> DecoderSettings:
+    """IQuest-Coder."""
+    for key in ("clip_qkv", "use_sliding_window"):
+        require(config, key, False)
+    bias = bool(config.get("attention_bias", False))
+    config = with_keys(config, {}, head_dim=128, num_key_value_heads=8)
+    return _renamed(config, qkv_bias=bias, output_bias=bias)
+
+
+def _renamed(
+    config: Config, names: Mapping[str, str] = NAMES, *, theta: float = 10_000.0, **biases: bool
+) -> DecoderSettings:
+    """Llama with other names or defaults. biases: of attention."""
+    head_dim, norm = head_dim_of(config), NormSpec(eps=config.get("rms_norm_eps", 1e-5))
+    rotary = rotary_of(config, head_dim, theta=theta)
+    layer = LayerSpec(
+        attention=attention_of(config, head_dim, rotary, **biases),
+        feed_forward=gated_mlp(config),
+        norm=norm,
+        names=names,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
