@@ -16,8 +16,7 @@ from service_common.grpc_options import channel_options, server_options
 from tests.support.one_way import OneWayProxy, one_way_proxy
 
 INTERVAL_MS, TIMEOUT_MS = 1000, 3000
-"""gRPC does not ping more often than once a second. On a busy machine, the other end's answer takes
-longer than it seems that it could."""
+"""gRPC does not ping more often than once a second. On a busy machine an answer takes seconds."""
 
 CLIENT = connection_options("localhost:1", None, None).channel_options("localhost:1")
 SERVERS = {"service": server_options()}
