@@ -205,6 +205,8 @@ def bench(
     """
     seed = SystemRandom().randrange(2**31) if load.seed is None else load.seed
     bench = _Bench(load, seed, connection)
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ValueError(f"--json: {json_file.parent}: no such directory")
     try:
         asyncio.run(bench.run())
     finally:

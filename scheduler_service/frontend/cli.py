@@ -49,13 +49,10 @@ OWN_FILES = 64
 """Files of a frontend besides connections of clients: libraries, listeners, the core's stream."""
 
 
-def connections_within(max_files: int, config: FrontendConfig) -> int:
-    """How many connections, of gRPC and of HTTP each, a process may have that can open `max_files`.
-
-    A frontend that ran out of files would accept none for a second, and log each attempt.
-    """
-    num_kinds = 1 if config.http is None else 2
-    return max(1, min(config.max_connections, (max_files - OWN_FILES) // num_kinds))
+def connections_within(max_files: int, max_connections: int) -> int:
+    """How many connections, of gRPC and of HTTP each, a process may have that can open `max_files`:
+    one that runs out of files accepts none for a second."""
+    return max(1, min(max_connections, max_files - OWN_FILES))
 
 
 async def _serve(config: FrontendConfig) -> None:
@@ -63,7 +60,7 @@ async def _serve(config: FrontendConfig) -> None:
         from scheduler_service.frontend.server import serve
 
     max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if (limit := connections_within(max_files, config)) < config.max_connections:
+    if (limit := connections_within(max_files, config.max_connections)) < config.max_connections:
         logger.warning(
             "this process may open few files, so that it accepts fewer connections than"
             " --max-connections: raise the limit (ulimit -Hn) max_files=%d max_connections=%d",

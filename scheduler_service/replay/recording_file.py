@@ -95,6 +95,8 @@ class RecordingWriter:
 
 
 def _create(path: Path) -> tuple[Path, BinaryIO]:
+    if path.is_dir():
+        raise CannotRecord(path, "it is a directory; expected the name of a file")
     for number in itertools.count(1):
         candidate = _numbered(path, number)
         try:

@@ -525,6 +525,11 @@ def test_bench_ends_with_exit_code_1_if_a_request_failed(
     assert "2" in next(line for line in done.stdout.splitlines() if "complete" in line)
 
 
+def test_bench_refuses_a_file_without_a_directory_before_it_measures(invoke: Any) -> None:
+    with pytest.raises(ValueError, match="--json: /no/such: no such directory"):
+        invoke("bench", "--json", "/no/such/figures.json")
+
+
 def test_status_is_json_for_programs(invoke: Any) -> None:
     snapshot = json.loads(invoke("status", "--json").stdout)
     assert snapshot["version"] == "1.2.3"

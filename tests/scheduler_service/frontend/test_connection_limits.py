@@ -7,24 +7,14 @@ import sys
 import pytest
 
 from scheduler_service.frontend.cli import OWN_FILES, connections_within
-from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.http.server import _AcceptFailures
 
 
 @pytest.mark.parametrize(
-    ("max_files", "http", "limit"),
-    [
-        (1 << 20, "127.0.0.1:8000", 1000),
-        (OWN_FILES + 200, "127.0.0.1:8000", 100),
-        (OWN_FILES + 200, None, 200),
-        (OWN_FILES, None, 1),
-    ],
+    ("max_files", "limit"), [(1 << 20, 1000), (OWN_FILES + 200, 200), (OWN_FILES, 1)]
 )
-def test_connections_leave_room_for_the_frontends_own_files(
-    max_files: int, http: str | None, limit: int
-) -> None:
-    config = FrontendConfig(http=http, max_connections=1000)
-    assert connections_within(max_files, config) == limit
+def test_connections_leave_room_for_the_frontends_own_files(max_files: int, limit: int) -> None:
+    assert connections_within(max_files, 1000) == limit
 
 
 def test_failures_to_accept_are_logged_once_and_as_a_line() -> None:
