@@ -12,6 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from mmap import ACCESS_COPY, mmap
@@ -338,6 +339,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
+        with suppress(FileNotFoundError):
+            path.open("rb").close()  # raises PermissionError, which the library hides
         raise BadAdapter(f"{path}: expected a safetensors file: {error}") from None
 
 

@@ -1,5 +1,6 @@
 """Reading the adapters of a loaded model: folders of PEFT and the hub, and GGUF files."""
 
+import os
 from functools import partial
 
 import torch
@@ -18,10 +19,15 @@ from worker_service.models.native import NativeModel
 
 def read_adapter(path: str, loaded: LoadedModel) -> ModelAdapter:
     """Read an adapter of a model. Raises AdapterNotFound or BadAdapter."""
-    place = resolve_adapter(path)
-    if is_gguf(place):
-        return read_gguf_lora(place, loaded.hf_config)
-    return read_peft(place, partial(_check_base_weight, loaded))
+    try:
+        place = resolve_adapter(path)
+        if is_gguf(place):
+            return read_gguf_lora(place, loaded.hf_config)
+        return read_peft(place, partial(_check_base_weight, loaded))
+    except PermissionError as error:
+        raise BadAdapter(
+            f"path: {error.filename}: permission denied; the worker runs as user {os.geteuid()}"
+        ) from error
 
 
 def _check_base_weight(loaded: LoadedModel, name: str, saved: Tensor) -> None:

@@ -17,12 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.capabilities import bound_by_permissions
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gguf_files import make_gguf
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import (
+    BadAdapter,
     BadCheckpoint,
     InvalidOption,
     ModelNotFound,
@@ -31,6 +33,7 @@ from worker_service.errors import (
     WorkerError,
 )
 from worker_service.loader import check_model, load_model
+from worker_service.loader.adapters import read_adapter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -487,3 +490,23 @@ def test_a_file_that_the_user_may_not_read_is_the_only_line_of_a_worker(
     [line] = done.stderr.splitlines()
     assert line.startswith(f"error: {closed}")
     assert "permission denied" in line.lower()
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "."])
+def test_an_adapter_that_the_user_may_not_read_is_refused_by_its_path(
+    llama: Path, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
+    (folder / "adapter_model.safetensors").touch()
+    loaded, closed = load(llama), folder / name
+    closed.chmod(0)
+    if os.getuid() == 0:
+        os.chown(closed, 12345, 12345)
+    with (
+        pytest.raises(BadAdapter, match=f"^path: {closed}.*: permission denied; the worker runs"),
+        bound_by_permissions(),
+    ):
+        read_adapter(str(folder), loaded)
+    closed.chmod(0o700)
