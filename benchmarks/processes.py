@@ -31,8 +31,14 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Make SIGTERM raise SystemExit, so that all engines are ended, even stopped ones."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    """Make SIGTERM raise SystemExit, so that all engines are ended, even stopped ones. A further
+    one, which `timeout` sends to the group of a process, does not interrupt that."""
+
+    def end(number: int, _: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def processor_seconds(pid: int) -> float:

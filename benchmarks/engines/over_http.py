@@ -54,10 +54,18 @@ class OverHTTP:
         return target
 
     def __enter__(self) -> Self:
-        self._runner.run(self._server.__aenter__())
-        version = self._runner.run(self._target.version())
+        try:
+            version = self._runner.run(self._start())
+        except BaseException:
+            self._runner.close()  # ends the server if this was interrupted
+            raise
         self.about = About(version=version, settings=self.about.settings)
         return self
+
+    async def _start(self) -> str:
+        """Start the server; returns its version."""
+        await self._server.__aenter__()
+        return await self._target.version()
 
     def __exit__(self, *_: object) -> None:
         self._runner.run(self._server.__aexit__())
