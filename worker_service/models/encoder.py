@@ -56,10 +56,11 @@ attention.self.query              attention.attn.q attention.q_lin
 attention.self.key                attention.attn.k attention.k_lin
 attention.self.value              attention.attn.v attention.v_lin
 attention.output.dense            attention.attn.o attention.out_lin attn.Wo attn.out_proj
-attention.output.LayerNorm        attention.LayerNorm sa_layer_norm attn_norm norm1
+attention.output.dense            attention.o_proj
+attention.output.LayerNorm        attention.LayerNorm sa_layer_norm attn_norm norm1 attn_ln
 intermediate.dense                ffn.lin1 mlp.fc1 mlp.fc11
-output.dense                      ffn.lin2 mlp.Wo mlp.fc2
-output.LayerNorm                  output_layer_norm mlp_norm norm2
+output.dense                      ffn.lin2 mlp.Wo mlp.fc2 mlp.down_proj
+output.LayerNorm                  output_layer_norm mlp_norm norm2 mlp_ln
 """
 """Names of BERT, which are the canonical ones, and of the same layers in other families."""
 
@@ -74,7 +75,7 @@ _NORMS = {"gamma": "weight", "beta": "bias"}
 """Names of tensors of old checkpoints, and their names today."""
 
 _TENSOR = re.compile(
-    r"(?:(?:bert|roberta|mpnet|distilbert|nomic_bert|model)\.)?"
+    r"(?:(?:bert|roberta|data2vec_text|electra|mpnet|distilbert|nomic_bert|gte|new|model)\.)?"
     r"(?:(?:(?:encoder|transformer)\.)?layers?\.(\d+)\.)?(.+)\.(weight|bias|gamma|beta)"
 )
 
@@ -114,6 +115,9 @@ class EncoderSettings(ModelSettings):
     """Names of the tensors of queries, keys and values, and of the MLP's first layer, of which
     there are two, the gate first, if it is gated. Equal names are consecutive parts of one
     tensor."""
+
+    gate_follows: bool = False
+    """Whether the gate is the second part of the one tensor of the MLP's first layer."""
 
     biases: Collection[str] = ("norm", "qkv", "output", "up", "down")
     """The parts of a layer that have a bias."""
@@ -187,6 +191,8 @@ class EncoderLayer(NativeLayer):
         self.output = RowParallelLinear(attended, size, bias=has_bias["output"], context=context)
         self.mlp_norm = _norm(s, context, kernels)
         outputs, activation = _outputs(inner, s.up), ACTIVATIONS[s.activation]
+        if s.gate_follows:
+            outputs.reverse()
         make_up = ActivatedLinear if len(outputs) == 1 else GatedLinear
         self.up = make_up(
             size, outputs, activation, kernels.layers, bias=has_bias["up"], context=context
@@ -255,7 +261,7 @@ class EncoderModel(NativeModel):
         r".*\.(position_ids|token_type_ids|inv_freq)"
     )
     unused_names: re.Pattern[str] = re.compile(
-        r"(pooler|cls|lm_head|vocab_\w+|head|decoder|(pre_)?classifier|qa_outputs)\..*"
+        r"(pooler|cls|lm_head|generator_\w+|discriminator_\w+|vocab_\w+|head|decoder|(pre_)?classifier|qa_outputs)\..*"
     )
 
     @classmethod

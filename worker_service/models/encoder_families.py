@@ -49,6 +49,15 @@ _REQUIRED: Mapping[str, Sequence[Any]] = {
 }
 """By key, the values that it may have, if any."""
 
+_GTE_REQUIRED: Mapping[str, Sequence[Any]] = {
+    "position_embedding_type": ("rope",),
+    "layer_norm_type": ("layer_norm",),
+    "logn_attention_scale": (False,),
+    "logn_attention_clip1": (False,),
+    "pack_qkv": (True,),
+}
+"""As `_REQUIRED`, in the configuration of GTE's authors."""
+
 _NOMIC_GATES = {"swiglu": "silu", "geglu": "gelu"}
 """Activations of gated MLPs, by the names that the authors of nomic-bert gave these."""
 
@@ -134,6 +143,34 @@ def roberta_settings(config: Config) -> EncoderSettings:
     offset = 2 if padding is None else padding + 1
     classifier = _classifier(config, "classifier.dense", "classifier.out_proj")
     return _learned(config, offset, num_token_types=_token_types(config), classifier=classifier)
+
+
+def electra_settings(config: Config) -> EncoderSettings:
+    """ELECTRA (Clark et al. 2020): BERT, whose embeddings are as wide as hidden states here."""
+    _require("embedding_size", config.get("embedding_size", 128), (config["hidden_size"],))
+    classifier = _classifier(config, "classifier.dense", "classifier.out_proj", "GELU")
+    return _learned(config, 0, num_token_types=_token_types(config), classifier=classifier)
+
+
+def gte_settings(config: Config) -> EncoderSettings:
+    """GTE (Zhang et al. 2024): BERT with RoPE and a gated MLP, by its authors' names, which
+    `transformers` writes, too."""
+    for key, allowed in _GTE_REQUIRED.items():
+        _require(key, config.get(key), allowed)
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = config.get("rope_theta") or 160_000.0
+    rotary = _rotary(config, {"rope_theta": theta, **parameters})
+    return _settings(
+        {**config, "position_embedding_type": None},
+        max_model_len=rotary.max_model_len(),
+        rotary=rotary,
+        num_token_types=int(config.get("type_vocab_size", 1)),
+        biases=("norm", "qkv", "output", "down"),
+        qkv="attention.qkv_proj attention.qkv_proj attention.qkv_proj",
+        up="mlp.up_gate_proj mlp.up_gate_proj",
+        gate_follows=True,
+        classifier=_classifier(config, "pooler.dense"),
+    )
 
 
 def mpnet_settings(config: Config) -> EncoderSettings:
@@ -249,6 +286,9 @@ FAMILIES: Mapping[str, Callable[[Config], EncoderSettings]] = {
     "Roberta": roberta_settings,
     "XLMRoberta": roberta_settings,
     "Camembert": roberta_settings,
+    "Data2VecText": roberta_settings,
+    "Electra": electra_settings,
+    "Gte": gte_settings,
     "MPNet": mpnet_settings,
     "DistilBert": distilbert_settings,
     "ModernBert": modernbert_settings,

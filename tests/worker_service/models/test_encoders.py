@@ -284,6 +284,13 @@ def test_nomic_bert_without_gates_computes_what_gates_of_one_do(tmp_path: Path) 
             {"relative_attention_num_buckets": 64},
             "relative_attention_num_buckets: expected 32, got 64",
         ),
+        ("electra", {"embedding_size": 32}, "embedding_size: expected 64, got 32"),
+        ("gte", {"logn_attention_scale": True}, "logn_attention_scale: expected False, got True"),
+        (
+            "gte",
+            {"rope_parameters": None, "rope_scaling": {"type": "ntk", "factor": 2.0}},
+            "rope_parameters.rope_type: expected default or .*, got ntk",
+        ),
         ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling: expected cls or mean"),
         (
             "modernbert",
@@ -324,7 +331,7 @@ def test_what_an_encoder_does_not_compute_is_refused_by_name(
         load_encoder(path)
 
 
-@pytest.mark.parametrize("name", ["ElectraModel", "XLMRobertaXLModel", "BertForQuestionAnswering"])
+@pytest.mark.parametrize("name", ["BigBirdModel", "XLMRobertaXLModel", "BertForQuestionAnswering"])
 def test_another_encoder_is_not_served_as_if_it_were_a_decoder(name: str, tmp_path: Path) -> None:
     import transformers
 
