@@ -29,9 +29,11 @@ from worker_service.models.interface import Model, ModelContext, WeightTarget
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import (
     NATIVE_MODELS,
+    STORED_NAME,
     build_native_model,
     ignored_settings,
     native_settings,
+    stored_name,
     variant_of,
 )
 
@@ -138,7 +140,11 @@ class ModelBuilder:
 
         config = self.config
         refuse_ranks(config.layout, self.hf_config)
-        stored = self.hf_config["architectures"][0]
+        stored = stored_name(self.hf_config)
+        if STORED_NAME in self.hf_config:  # our own layers do not compute this variant
+            own = {k: v for k, v in self.hf_config.items() if k != STORED_NAME}
+            builder = replace(self, hf_config=own | {"architectures": [stored]})
+            return builder._build_through_transformers()
         if not self.context.generates and (generator := generator_of(stored)) is not None:
             changed = {"architectures": [generator], "tie_word_embeddings": True}
             tensors = {f"model.{name}": part for name, part in self.checkpoint.tensors.items()}

@@ -58,7 +58,7 @@ def with_generator(config: dict[str, Any]) -> dict[str, Any]:
     name = stored_name(config)
     for end in _POOLERS if name not in NATIVE_MODELS else ():
         for generator in _GENERATORS[:2]:
-            native = name.removesuffix(end) + generator
+            native = name.removesuffix(end).removesuffix("Text") + generator
             if name.endswith(end) and native in NATIVE_MODELS:
                 return {**config, "architectures": [native], STORED_NAME: name}
     return config

@@ -270,11 +270,17 @@ def test_a_model_pools_by_itself_where_its_files_or_its_architecture_say_so(
     assert getattr(pooled.model, "head") is None  # noqa: B009 (of native models)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
-def test_a_decoder_without_an_lm_head_pools(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "base"),
+    [
+        ("qwen3", "Qwen3Model"),
+        ("llama", "LlamaModel"),
+        ("gpt2", "GPT2Model"),
+        ("gemma3", "Gemma3TextModel"),
+    ],
+)
+def test_a_decoder_without_an_lm_head_pools(family: str, base: str, tmp_path: Path) -> None:
     path = copy_checkpoint(family, tmp_path)
-    name = json.loads((path / "config.json").read_text())["architectures"][0]
-    base = name.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
     edit_config(path, architectures=[base])
     edit_tensors(path, _remove_head)
     loaded = load(path)
@@ -283,6 +289,19 @@ def test_a_decoder_without_an_lm_head_pools(family: str, tmp_path: Path) -> None
     assert pool(loaded, PoolingType.LAST).tobytes() == expected.tobytes()
     with pytest.raises(InvalidOption, match=f"runner: expected auto or pooling for {base}"):
         load(path, runner="generate")
+
+
+def test_a_variant_without_an_lm_head_pools_through_transformers(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, hidden_act="tanh")
+    expected = pool(load(path, runner="pooling"), PoolingType.LAST)
+    edit_config(path, architectures=["LlamaModel"])
+    edit_tensors(path, _remove_head)
+    loaded = load(path)
+    assert loaded.model.architecture == "LlamaModel"
+    np.testing.assert_allclose(pool(loaded, PoolingType.LAST), expected, atol=TOLERANCE)
+    edit_config(path, architectures=["LlamaForSequenceClassification"])
+    with pytest.raises(UnsupportedModel, match=r"labels are computed of .* activation tanh"):
+        load(path)
 
 
 def _remove_head(tensors: dict[str, Tensor]) -> None:

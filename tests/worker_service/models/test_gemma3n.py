@@ -30,6 +30,7 @@ def _config() -> dict[str, Any]:
             r"activation_sparsity_pattern: expected a number for each of 6 layers, got \[0\.5\]",
         ),
         ({"intermediate_size": [8, 8]}, "intermediate_size: expected a number for each of 6"),
+        ({"vocab_size_per_layer_input": 301}, "vocab_size_per_layer_input: expected at most 300"),
         ({"num_kv_shared_layers": 6}, "num_kv_shared_layers: expected a layer of every type"),
     ],
 )

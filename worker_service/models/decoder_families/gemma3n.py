@@ -116,5 +116,9 @@ def _altup(config: Config, norm: NormSpec) -> AltUpSpec:
 def _per_layer(config: Config, norm: NormSpec, activation: str) -> PerLayerSpec:
     vocab_size, size = config["vocab_size"], config.get("hidden_size_per_layer_input", 256)
     stored = config.get("vocab_size_per_layer_input", vocab_size)
+    if type(stored) is int and stored > vocab_size:
+        raise UnsupportedModel(
+            f"config.json: vocab_size_per_layer_input: expected at most {vocab_size}, got {stored}"
+        )
     sizes = {"size": size, "vocab_size": vocab_size, "table_size": stored}
     return PerLayerSpec(activation=activation, eps=norm.eps, **sizes)
