@@ -13,7 +13,7 @@ from worker_service.plan import KEY_BYTES, BlockLease, monotonic_us
 class _Lease:
     """An open lease. `is_over` changes once, to true, before anything may write to the blocks."""
 
-    def __init__(self, lease: BlockLease, received_us: int) -> None:
+    def __init__(self, lease: BlockLease, received_us: int, *, is_served: bool) -> None:
         keys = lease.keys
         self.token = lease.token
         self.keys = {
@@ -23,6 +23,8 @@ class _Lease:
             )
         }
         self.expires_us = received_us + lease.timeout_ms * 1000
+        self.is_served = is_served
+        """Whether readers may read; until then they wait as if it had not begun."""
         self.is_over = False
 
     def check(self) -> None:
@@ -73,7 +75,7 @@ class LeasedBlocks:
 class LeaseTable:
     """The leases of one stream of plans.
 
-    Leases begin and end on the model thread; any thread may read.
+    Leases begin and end on the model thread; any thread may serve and read them.
     """
 
     def __init__(self, memory: BlockMemory) -> None:
@@ -81,8 +83,11 @@ class LeaseTable:
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
 
-    def begin(self, lease: BlockLease, field: str, received_us: int) -> None:
-        """Serve a lease. Raises InvalidPlan if its id is in use or a block does not exist."""
+    def begin(
+        self, lease: BlockLease, field: str, received_us: int, *, is_served: bool = True
+    ) -> None:
+        """Begin a lease, and serve it, or later with `serve`. Raises InvalidPlan if its id is in
+        use or a block does not exist."""
         for block in lease.block_ids.tolist():
             if not has_block(self._memory, block):
                 counts = self._memory.num_device_blocks, self._memory.num_host_blocks
@@ -91,12 +96,20 @@ class LeaseTable:
         with self._lock:
             if lease.lease_id in self._leases:
                 raise InvalidPlan(f"{field}.lease_id", f"lease {lease.lease_id} has not ended")
-            self._leases[lease.lease_id] = _Lease(lease, received_us)
+            self._leases[lease.lease_id] = _Lease(lease, received_us, is_served=is_served)
 
-    def has(self, lease_id: int) -> bool:
-        """Whether a lease has begun and not ended."""
+    def serve(self, lease_ids: Sequence[int]) -> None:
+        """Serve those of these leases that have not ended."""
         with self._lock:
-            return lease_id in self._leases
+            for lease_id in lease_ids:
+                if (lease := self._leases.get(lease_id)) is not None:
+                    lease.is_served = True
+
+    def serves(self, lease_id: int) -> bool:
+        """Whether a lease has begun, can be read, and has not ended."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+            return lease is not None and lease.is_served
 
     def end(self, lease_ids: Sequence[int]) -> None:
         """Serve leases no longer; their blocks may be written to from now on. Raises InvalidPlan
@@ -119,6 +132,8 @@ class LeaseTable:
         that names them all; the message does not reveal which of these it is."""
         with self._lock:
             lease = self._leases.get(lease_id)
+            if lease is not None and not lease.is_served:
+                lease = None
         wanted = token if lease is None else lease.token
         if not hmac.compare_digest(wanted, token) or lease is None:
             raise LeaseDenied(f"lease {lease_id} is not in force, or the token is another's")

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -230,8 +230,8 @@ class Fetch:
 class Transfers:
     """The leases and fetches of one stream of plans.
 
-    `begin` is called on the model thread, `begin_fetches` and `collect` on the follow-up thread,
-    `close` on any.
+    `begin` is called on the model thread, `serve`, `begin_fetches` and `collect` on the follow-up
+    thread, `close` on any.
     """
 
     def __init__(self, memory: BlockMemory | None, peers: Peers) -> None:
@@ -250,8 +250,9 @@ class Transfers:
         """Those of them that have begun, by id."""
         self._ended: list[FetchResult] = []
 
-    def begin(self, plan: StepPlan) -> None:
-        """End and begin leases. Raises InvalidPlan for a lease or fetch that cannot be."""
+    def begin(self, plan: StepPlan, late: Container[int] = ()) -> None:
+        """End and begin leases. Raises InvalidPlan for a lease or fetch that cannot be. late: the
+        leases that are served from `serve` on."""
         if self.leases is None:
             if plan.leases or plan.fetches or len(plan.ended_lease_ids):
                 raise InvalidPlan("leases", "expected none, as the model has no blocks")
@@ -259,9 +260,16 @@ class Transfers:
         self._check_targets(plan)
         self.leases.end(plan.ended_lease_ids.tolist())
         for index, lease in enumerate(plan.leases):
-            self.leases.begin(lease, f"leases[{index}]", plan.received_us)
+            is_served = lease.lease_id not in late
+            field = f"leases[{index}]"
+            self.leases.begin(lease, field, plan.received_us, is_served=is_served)
         for index, fetch in enumerate(plan.fetches):
             self._check(fetch, f"fetches[{index}]")
+
+    def serve(self, lease_ids: Sequence[int]) -> None:
+        """Let others read these leases, whose blocks the device has written."""
+        if self.leases is not None:
+            self.leases.serve(lease_ids)
 
     def _check_targets(self, plan: StepPlan) -> None:
         """Raises InvalidPlan if a plan names a block that an earlier one's fetch may write to."""

@@ -120,7 +120,7 @@ class StepStream:
             raise LeaseDenied("the model has no blocks")
         with suppress(TimeoutError):
             async with asyncio.timeout(self.transfers.lease_wait_s):
-                while not (leases.has(lease_id) or self.is_closed):
+                while not (leases.serves(lease_id) or self.is_closed):
                     await self._leases_changed.wait()
         return leases.open(lease_id, token, blocks)
 
@@ -147,8 +147,9 @@ class StepStream:
             return
         try:
             self._cached_blocks.begin(plan)
-            self.transfers.begin(plan)
-            if plan.leases:
+            late = _leases_of_moved_blocks(plan)
+            self.transfers.begin(plan, late)
+            if len(plan.leases) > len(late):
                 self._on_loop(self._announce_leases)
             if not _moves_targets(plan):
                 self._begin_fetches(plan)
@@ -162,8 +163,15 @@ class StepStream:
             self._cached_blocks.finish(plan)
             may_wait = not isinstance(step, FinishedStep) or _has_no_work(plan)
             self._thread.follow_up(lambda: self._collect(plan, step), may_wait=may_wait)
+            if late:
+                self._thread.follow_up(lambda: self._serve_leases(late))
             if _moves_targets(plan):
                 self._begin_fetches(plan)
+
+    def _serve_leases(self, lease_ids: Sequence[int]) -> None:
+        """Serve the leases of blocks that a step has written, once the device is done with it."""
+        self.transfers.serve(lease_ids)
+        self._on_loop(self._announce_leases)
 
     def _begin_fetches(self, plan: StepPlan) -> None:
         """Begin a plan's fetches once the device is done with the steps launched so far, which may
@@ -264,6 +272,15 @@ class StepStream:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:  # nothing awaits what it does
             logger.debug("the event loop is closed")
+
+
+def _leases_of_moved_blocks(plan: StepPlan) -> list[int]:
+    """The leases of blocks to which a cache operation of their plan writes, such as one that is
+    evicted to the host: until then it has what another sequence has left there."""
+    if not plan.leases or not (len(plan.swap_out) or len(plan.swap_in) or len(plan.copy)):
+        return []
+    written = np.concatenate([~plan.swap_out[:, 1], plan.swap_in[:, 1], plan.copy[:, 1]])
+    return [one.lease_id for one in plan.leases if np.isin(one.block_ids, written).any()]
 
 
 def _moves_targets(plan: StepPlan) -> bool:

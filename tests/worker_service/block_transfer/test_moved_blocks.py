@@ -24,7 +24,8 @@ from tests.support.running_worker import RunningWorker, Steps, running_worker
 from tests.support.worker_driver import PlanBuilder, Row, block_table, values
 from worker_service.block_transfer import transfers
 from worker_service.block_transfer.transport import FetchFailed, Parts, ReadRequest
-from worker_service.plan import FetchFailure
+from worker_service.engine.executor import Step
+from worker_service.plan import FetchFailure, StepPlan
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 EPOCH = 3
@@ -286,6 +287,34 @@ async def test_a_reader_waits_for_its_lease_to_begin(patient_source: End) -> Non
     assert not second.done()
     await source.step(leases=[lease([2], lease_id=2)])
     assert await second is grpc.StatusCode.PERMISSION_DENIED, "it does not name block 0"
+
+
+async def test_a_lease_of_what_its_plan_moves_is_served_after_that(
+    patient_source: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that came before would get what another sequence has left there, with its digest."""
+    source, served = patient_source, []
+    engine = source.worker.worker._engine
+    first = await waiting(source, block_ids=pack([~3]))
+    assert engine._stream is not None
+    assert engine._runner is not None
+    leases, launch = engine._stream.transfers.leases, engine._runner.launch
+    assert leases is not None
+
+    def observed(plan: StepPlan) -> Step:
+        served.append([leases.serves(1), leases.serves(2)])
+        return launch(plan)
+
+    monkeypatch.setattr(engine._runner, "launch", observed)
+    moved, others = lease([~3, ~2]), lease([2], lease_id=2)
+    await source.step(swap_out=pack([0, 3, 1, 2]), leases=[moved, others])
+    assert served == [[False, True]]
+    assert await first is grpc.StatusCode.OK
+    copied, again = lease([9], lease_id=3), lease([10], lease_id=4)
+    await source.step(copy=pack([0, 9]), swap_in=pack([3, 10]), leases=[copied, again])
+    assert await read(source, lease_id=3, block_ids=pack([9])) is grpc.StatusCode.OK
+    assert await read(source, lease_id=4, block_ids=pack([10])) is grpc.StatusCode.OK
+    await source.step(ended_lease_ids=pack([1, 2, 3, 4]))
 
 
 @pytest.mark.parametrize("ending", ["by its core", "by another core", "by a wrong plan"])
