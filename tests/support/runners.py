@@ -12,11 +12,13 @@ from worker_service.adapters.store import AdapterStore
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.adapters import AdapterSlots
+from worker_service.models.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.models.native import NativeModel
 from worker_service.models.transformers_backend.model import TransformersModel
 from worker_service.plan import monotonic_us
 from worker_service.runner.device.cuda_graphs import CudaGraphRecorder, Replay
+from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.device.in_flight_step import DeviceEvent
 from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
@@ -169,6 +171,12 @@ def _slots_of(model: Model) -> AdapterSlots:
     return model.adapters
 
 
+def head_of(speculation: Speculation | None) -> DraftHead | None:
+    """The head that drafts on the device, if one does."""
+    drafter = None if speculation is None else speculation.drafter
+    return drafter.head if isinstance(drafter, DeviceHeadDrafter) else None
+
+
 def eager(
     model: Model,
     cache: CacheEngine,
@@ -193,7 +201,8 @@ def recorded(
     for `num_rows` sequences."""
     sizes: dict[str, Any] = {"num_rows": num_rows, "sizes": SIZES, "mixed": MIXED_SIZES}
     shape = StateShape(**sizes, with_adapters=adapters is not None, max_drafts=MAX_DRAFTS)
-    state = DeviceState(model, cache, block_size, shape, EagerRecorder())
+    head = head_of(speculation)
+    state = DeviceState(model, cache, block_size, shape, EagerRecorder(), head=head)
     return _launching(model, cache, block_size, state, LateEvent, adapters, speculation)
 
 
@@ -211,7 +220,8 @@ def recorded_on_gpu(
     try:
         sizes: dict[str, Any] = {"sizes": SIZES, "mixed": MIXED_SIZES, "max_drafts": MAX_DRAFTS}
         shape = StateShape(**sizes, with_adapters=slots is not None)
-        state = DeviceState(model, cache, block_size, shape, recorder)
+        head = head_of(speculation)
+        state = DeviceState(model, cache, block_size, shape, recorder, head=head)
     except CaptureFailed:
         if not isinstance(model, TransformersModel):  # some of which wait for the device
             raise

@@ -253,7 +253,6 @@ class TorchExecutor:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         shape, size = self._state_shape, self.loaded.block_size
-        num_graphs = 2 * len(shape.sizes) + len(shape.mixed)  # see `StepGraphs`
         sample = self._sample_padding if self._has_device_steps else sample_on_host
         if self._draft is not None and not isinstance(self._draft, DraftHead):
             SyntheticBatches(self._draft, size, self._device).run(2, WARM_UP_TOKENS)
@@ -271,7 +270,7 @@ class TorchExecutor:
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
             num_ranks=self.loaded.communicator.layout.world_size,
-            num_graphs=num_graphs * (1 + shape.with_adapters),
+            num_graphs=shape.num_graphs,
             largest_graph=shape.largest,
             later_bytes=self._state_bytes(shape)
             + self.loaded.communicator.bytes_to_allocate(self._device),
@@ -393,6 +392,7 @@ class TorchExecutor:
                 shape,
                 self._make_recorder() if shape.sizes else None,
                 None if self._rendezvous is None else communicator,
+                head=self._draft if isinstance(self._draft, DraftHead) else None,
             )
         except CaptureFailed:
             if self._rendezvous is not None:

@@ -8,6 +8,7 @@
 | `state.py` | rows, sampler and graphs, which outlive an epoch |
 | `eager.py` | the forward pass, operation by operation |
 | `drafts.py` | drafts from a head, on the device |
+| `draft_passes.py` | passes of the head, and their graphs |
 | `columns.py` | what a step sends to the device |
 | `reports.py` | what rows report besides tokens: log probabilities, candidates |
 | `in_flight_step.py` | a launched step, until the host has its result |

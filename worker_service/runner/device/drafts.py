@@ -5,7 +5,8 @@ last computed token, its latest token and its progress, all of which the device 
 names them by codes (`FIRST_DRAFT`). After the step is sampled, the head writes its keys and values
 for all rows of the step, refused drafts included: they lie after the sequence's last computed
 token, and are written again before they are read. The host reads nothing in between, so steps with
-drafts are launched ahead as others are.
+drafts are launched ahead as others are. The passes that make the drafts are replayed from CUDA
+graphs (`draft_passes.py`), unless rows have penalties, which count earlier drafts.
 
 The rules are those of `drafting/head_drafter.py`, with the same columns of the table; only the
 upper bounds of positions that the host knows are compared with the length of the head.
@@ -17,12 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from pagewire_kernels.batch import FIRST_DRAFT, LayerMemory, SamplingRows, StepBatch, StepInputs
+from pagewire_kernels.batch import FIRST_DRAFT, LayerMemory, StepBatch, StepInputs
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.models.draft_head import DraftHead
 from worker_service.pinned_memory import Column
 from worker_service.runner.batch.inputs import HostInputs, lay_out
 from worker_service.runner.batch.step_rows import StepRows
+from worker_service.runner.device.draft_passes import NUM_INPUTS, DraftGraphs, DraftPass
 from worker_service.runner.device.rows import DeviceRows
 from worker_service.runner.device.sampler import DeviceSampler
 from worker_service.runner.drafting.drafter import Draft, Drafter
@@ -38,11 +40,10 @@ class _Proposed:
     """[k]: rows that have a draft at each place, falling."""
 
     inputs: Int32Array
-    """[4, k, n]: by place and row the token before the draft, its position, the context length of
-    the head's row, and the number of output tokens before the draft."""
+    """[k, NUM_INPUTS, n], see there; rows without a draft at a place are padding."""
 
-    row_ids: Int32Array
-    """[n]."""
+    is_replayed: bool
+    """Whether graphs make the drafts, to one of whose sizes the inputs are padded."""
 
     counted: list[Int64Array]
     """[k] of [2, m]: rows and codes of the drafts before that penalties count; empty if no row has
@@ -54,10 +55,12 @@ class _Proposed:
     @property
     def columns(self) -> list[Column]:
         """What is sent to the device."""
-        num_rows = len(self.row_ids)
+        if self.is_replayed:
+            return [self.inputs]
+        num_rows = self.counts[0]
         starts = np.arange(num_rows + 1, dtype=np.int32)
         no_masks = np.full(num_rows, -1, np.int32)
-        return [self.inputs, self.row_ids, starts, no_masks, *self.counted]
+        return [self.inputs, starts, no_masks, *self.counted]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +114,12 @@ class DeviceHeadDrafter(Drafter):
         """By row of the device: the fused hidden state of the last token that the target has
         computed."""
 
-    def attach(self, rows: DeviceRows, sampler: DeviceSampler) -> None:
-        """Draft for the sequences of these rows, which are all new."""
-        self.sampler, self.tables = sampler, rows.sampling
+    def attach(
+        self, rows: DeviceRows, sampler: DeviceSampler, graphs: DraftGraphs | None = None
+    ) -> None:
+        """Draft for the sequences of these rows, which are all new. graphs: None for none."""
+        self.sampler, self.tables, self.graphs = sampler, rows.sampling, graphs
+        self._padding_row = rows.padding_row
         num_rows, size = rows.padding_row + 1, self.hidden.shape[1]
         self.hidden = self.head.hidden_like.new_zeros(num_rows, size)
 
@@ -151,16 +157,25 @@ class DeviceHeadDrafter(Drafter):
             return None
         row_ids, firsts, counts = row_ids[order], firsts[order], counts[order]
         places = np.arange(counts[0])[:, np.newaxis]
+        num_rows = (counts > places).sum(axis=1).tolist()
+        counted, size = _counted(row_ids, num_rows, table), None
+        if self.graphs is not None and not counted:
+            size = self.graphs.size_for(len(order))
+        inputs = np.zeros((len(places), NUM_INPUTS, size or len(order)), np.int32)
+        inputs[:, -1] = self._padding_row
         lengths = firsts + places
         outputs = table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids] + places
         tokens = np.broadcast_to(FIRST_DRAFT + 1 - places, lengths.shape).copy()
         tokens[0] = table.token_ids[row_ids, firsts]
-        num_rows = (counts > places).sum(axis=1).tolist()
+        ids = np.broadcast_to(row_ids, lengths.shape)
+        columns = np.stack([tokens, lengths - 1, lengths, outputs, ids], axis=1)
+        drafts = (counts > places)[:, np.newaxis]
+        np.copyto(inputs[..., : len(order)], columns, casting="same_kind", where=drafts)
         return _Proposed(
             counts=num_rows,
-            inputs=np.stack([tokens, lengths - 1, lengths, outputs]).astype(np.int32),
-            row_ids=row_ids.astype(np.int32),
-            counted=_counted(row_ids, num_rows, table),
+            inputs=inputs,
+            is_replayed=size is not None,
+            counted=counted,
             max_context_len=int((firsts + pending[order]).max()),
         )
 
@@ -254,29 +269,25 @@ class StepDrafts:
             self._sent = sent[6:]
 
     def _propose(self, proposed: _Proposed, sent: list[Tensor]) -> None:
-        head, sampler, tables = self._drafter.head, self._drafter.sampler, self._drafter.tables
-        (tokens, positions, lengths, outputs), row_ids, starts, no_masks, *counted = sent
-        indices = row_ids.long()
-        hidden = self._drafter.hidden.index_select(0, indices)
+        drafter, tables = self._drafter, self._drafter.tables
+        if proposed.is_replayed:
+            assert drafter.graphs is not None, "as when the inputs were padded"
+            drafter.graphs.run(sent[0], drafter.hidden, proposed.counts)
+            return
+        inputs, starts, no_masks, *counted = sent
+        draft_pass = DraftPass(drafter.head, drafter.caches, drafter.sampler)
+        indices = inputs[0, -1].long()
+        hidden = drafter.hidden.index_select(0, indices)
         for place, num_rows in enumerate(proposed.counts):
-            ids = row_ids[:num_rows]
-            inputs = (tokens[place, :num_rows], positions[place, :num_rows])
-            batch = sampler.prepare(
-                StepInputs(*inputs, ids, ids, lengths[place, :num_rows]),
-                self._drafter.caches,
+            drafts, hidden = draft_pass.run(
+                inputs[place, :, :num_rows],
+                hidden[:num_rows],
                 starts[: num_rows + 1],
+                no_masks[:num_rows],
                 proposed.max_context_len + place,
-                num_groups=1,
-                max_query_len=1,
-                num_decodes=num_rows,
+                counted[place] if counted else None,
             )
-            output, hidden = head(batch, hidden[:num_rows])
-            logits = head.compute_logits(output)
-            of_drafts = (outputs[place, :num_rows], no_masks[:num_rows], sampler.no_masks)
-            drafts = indices.new_empty(num_rows)
-            rows = SamplingRows(ids, *of_drafts)
-            sampler.sample_apart(logits, rows, counted[place] if counted else None, drafts)
-            tables.drafts[:, place].index_copy_(0, indices[:num_rows], drafts.clamp_min_(0))
+            tables.drafts[:, place].index_copy_(0, indices[:num_rows], drafts)
 
     def observe(
         self, captured: Sequence[Tensor], outcome: Tensor, num_accepted: Tensor | None

@@ -1,16 +1,19 @@
 """State on a device for one KV cache: rows of sequences, sampler and CUDA graphs."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from worker_service.distributed.communicator import Communicator
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.models.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.device.cuda_graphs import GraphRecorder, StepGraphs
+from worker_service.runner.device.draft_passes import DraftGraphs, DraftPass
 from worker_service.runner.device.rows import MAX_COUNT_BYTES, DeviceRows, capacity
 from worker_service.runner.device.sampler import DeviceSampler, StepKernels, step_kernels
 
@@ -47,6 +50,19 @@ class StateShape:
         """The most sequences and the most tokens of a batch that is captured; 0 without graphs."""
         return max(self.sizes, default=0), max([*self.sizes, *self.mixed], default=0)
 
+    @property
+    def draft_sizes(self) -> Sequence[int]:
+        """Padded numbers of rows of a head's passes that are captured."""
+        sizes = sorted(self.sizes) if self.max_drafts else []
+        num_needed = sum(size < self.num_seqs for size in sizes) + 1
+        return sizes[:num_needed]
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are captured: two of each size of decodes, and one of each other size."""
+        of_steps = 2 * len(self.sizes) + len(self.mixed)
+        return of_steps * (1 + self.with_adapters) + len(self.draft_sizes)
+
     def rows(self, model: Model, block_size: int, device: torch.device) -> DeviceRows:
         """Allocate the rows."""
         groups, length = model.kv_cache_spec.groups(block_size), model.max_model_len
@@ -66,7 +82,10 @@ class StateShape:
         sampler = DeviceSampler(rows, step_kernels(device), model.vocab_size)
         sizes = self.sizes, self.mixed, self.with_adapters
         graphs = StepGraphs(model, (), rows, sampler, *sizes)
-        return rows.num_bytes + graphs.num_bytes
+        num_bytes = rows.num_bytes + graphs.num_bytes
+        if self.draft_sizes:
+            num_bytes += DraftGraphs.num_bytes(self.draft_sizes[-1], self.max_drafts)
+        return num_bytes
 
 
 class DeviceState:
@@ -82,12 +101,14 @@ class DeviceState:
         recorder: GraphRecorder | None = None,
         communicator: Communicator | None = None,
         kernels: StepKernels | None = None,
+        head: DraftHead | None = None,
     ) -> None:
         """Allocate the state, and capture graphs.
 
         recorder: captures the graphs that `shape` names; communicator: of the ranks that share the
         model, which have joined and capture the same graphs, None for one rank; kernels: None for
-        those of the device. Raises CaptureFailed, with the option to change.
+        those of the device; head: drafts on the device, None for no head. Raises CaptureFailed,
+        with the option to change.
         """
         device, self.shape = cache.device_cache.device, shape
         self.rows = shape.rows(model, block_size, device)
@@ -97,13 +118,18 @@ class DeviceState:
         if recorder is not None and shape.sizes:
             parts = model, cache.caches, self.rows, self.sampler
             self.graphs = StepGraphs(*parts, shape.sizes, shape.mixed, shape.with_adapters)
-            _record(self.graphs, recorder)
+            _record(partial(self.graphs.record, recorder))
+        self.draft_graphs: DraftGraphs | None = None
+        if recorder is not None and shape.draft_sizes and head is not None:
+            draft_pass = DraftPass(head, cache.draft_caches, self.sampler)
+            self.draft_graphs = DraftGraphs(draft_pass, self.rows, shape.draft_sizes)
+            _record(partial(self.draft_graphs.record, recorder.record))
 
 
 @torch.inference_mode()
-def _record(graphs: StepGraphs, recorder: GraphRecorder) -> None:
+def _record(record: Callable[[], None]) -> None:
     try:
-        graphs.record(recorder)
+        record()
     except Exception as error:
         # Out of memory, or a model of `transformers` that synchronizes with the device within a
         # step. Running eagerly instead would be several times slower without any notice.

@@ -110,7 +110,7 @@ class DeviceSteps:
         self._head: DeviceHeadDrafter | None = None
         if speculation is not None and isinstance(speculation.drafter, DeviceHeadDrafter):
             self._head = speculation.drafter
-            self._head.attach(state.rows, state.sampler)
+            self._head.attach(state.rows, state.sampler, state.draft_graphs)
         self._last_finish = LastFinishTime()
         state.rows.forget()
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ from pagewire_kernels.interface import Abilities
 from pagewire_kernels.reference.backend import ReferenceBackend
 from tests.support.counting_model import CountingModel, loaded_counting_model
 from tests.support.rank_threads import AheadExecutor
-from tests.support.runners import EagerRecorder, HostEvent, make_cache
+from tests.support.runners import AllDrafts, EagerRecorder, HostEvent, make_cache
 from tests.support.worker_driver import Row
+from tests.worker_service.runner.device.test_head_drafts import CountingHead
 from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.cache_groups import CacheGroup
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.models.draft_head import DraftHead
 from worker_service.runner.batch.inputs import lay_out
 from worker_service.runner.device.cuda_graphs import (
     MAX_MIXED_CONTEXT,
@@ -26,8 +29,10 @@ from worker_service.runner.device.cuda_graphs import (
     graph_sizes,
     mixed_sizes,
 )
+from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
+from worker_service.runner.drafting.speculation import Speculation
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.runner.torch_executor import Profiler
@@ -108,17 +113,18 @@ def small_cache(model: CountingModel) -> CacheEngine:
     return make_cache(model, 4, num_gpu_blocks=16)
 
 
+class CountingRecorder(EagerRecorder):
+    """Counts what is recorded."""
+
+    num_recorded = 0
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        self.num_recorded += 1
+        return super().record(work)
+
+
 def test_recordings_outlive_an_epoch() -> None:
-    class Counting:
-        def __init__(self) -> None:
-            self.num_recorded = 0
-
-        def record(self, work: Callable[[], None]) -> Replay:
-            self.num_recorded += 1
-            work()
-            return work
-
-    model, recorder = CountingModel(), Counting()
+    model, recorder = CountingModel(), CountingRecorder()
     cache = small_cache(model)
     state = DeviceState(model, cache, 4, StateShape(sizes=[1, 2, 4], mixed=[4, 8]), recorder)
     assert recorder.num_recorded == 8
@@ -131,6 +137,28 @@ def test_recordings_outlive_an_epoch() -> None:
         results = [bench.step([Row(1, 3)]), *(bench.step([Row(1)]) for _ in range(3))]
         assert [int(result.token_ids[0]) for result in results] == continuation([5, 6, 7], 4)
     assert recorder.num_recorded == 8
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "draft_sizes"), [(1, [1]), (3, [1, 2, 4]), (4, [1, 2, 4]), (9, [1, 2, 4, 8])]
+)
+def test_passes_of_a_head_are_recorded_once_for_as_many_rows_as_may_draft(
+    num_seqs: int, draft_sizes: list[int]
+) -> None:
+    recorder, model = CountingRecorder(), CountingModel()
+    sizes: dict[str, Any] = {"sizes": [1, 2, 4, 8], "mixed": [16]}
+    shape = StateShape(num_seqs=num_seqs, **sizes, max_drafts=2)
+    assert shape.draft_sizes == draft_sizes
+    cache, head = small_cache(model), cast(DraftHead, CountingHead())
+    state = DeviceState(model, cache, 4, shape, recorder, head=head)
+    assert recorder.num_recorded == shape.num_graphs == 9 + len(draft_sizes)
+    for _ in range(2):
+        drafter = DeviceHeadDrafter(head, ())
+        DeviceSteps(model, cache, state, HostEvent, speculation=Speculation(drafter, AllDrafts()))
+        assert drafter.graphs is state.draft_graphs is not None
+    assert recorder.num_recorded == shape.num_graphs
+    without = DeviceState(model, cache, 4, replace(shape, sizes=[], mixed=[]), head=head)
+    assert without.draft_graphs is None
 
 
 @pytest.mark.parametrize(
@@ -164,5 +192,13 @@ def test_the_memory_of_rows_is_known_before_it_is_allocated() -> None:
     needed = shape.num_bytes(model, 4)
     assert needed == sizes[0] + state.graphs.num_bytes > sizes[0] + 4 * 8 * 16
     assert rows.num_bytes(model, 4) == sizes[0]
+    drafting, head = replace(shape, max_drafts=3), cast(DraftHead, CountingHead(64))
+    state = DeviceState(model, small_cache(model), 4, drafting, EagerRecorder(), head=head)
+    graphs = state.draft_graphs
+    assert state.graphs is not None
+    assert graphs is not None
+    read = (graphs._inputs, graphs._place, graphs._query_start, graphs._no_masks)
+    of_drafts = drafting.num_bytes(model, 4) - state.rows.num_bytes - state.graphs.num_bytes
+    assert of_drafts == sum(tensor.nbytes for tensor in read)
     few = replace(rows, max_count_bytes=7 * 4 * model.vocab_size)
     assert len(few.rows(model, 4, torch.device("cpu")).sampling.counts) == 7

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.interface import Computed
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
-from tests.support.runners import AllDrafts, eager, host, recorded, speculating
+from tests.support.runners import SIZES, AllDrafts, eager, host, recorded, speculating
 from tests.support.worker_driver import Row, column
 from tests.worker_service.runner.device.test_launching_ahead import (
     PARAMS,
@@ -55,10 +55,14 @@ class CountingHead:
 
     def __call__(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Checksums that include the rows' tokens, twice."""
-        self.batch_sizes.append(len(hidden))
-        self.write_kv(batch, hidden)
         [metadata] = batch.attention
-        assert metadata.context_lens.equal((batch.positions + 1).int())
+        is_padding = metadata.context_lens == 0
+        if not is_padding.all():  # else it is recorded
+            self.batch_sizes.append(len(hidden))
+        assert is_padding.equal(metadata.slot_mapping < 0)
+        lengths = torch.where(is_padding, 0, batch.positions + 1)
+        assert metadata.context_lens.equal(lengths.int())
+        self._record(batch, ~is_padding)
         added = (batch.positions + 2) * (batch.token_ids + 1)
         summed = (hidden + added.unsqueeze(1)) % VOCAB_SIZE
         return summed, summed
@@ -66,11 +70,14 @@ class CountingHead:
     def write_kv(self, batch: StepBatch, hidden: Tensor) -> None:
         """Record the rows."""
         assert len(hidden) == len(batch.token_ids)
-        slots = batch.attention[0].slot_mapping
-        assert int(slots.min()) >= 0
+        assert int(batch.attention[0].slot_mapping.min()) >= 0
+        self._record(batch, torch.ones_like(batch.token_ids, dtype=torch.bool))
+
+    def _record(self, batch: StepBatch, is_written: Tensor) -> None:
         assert int(batch.token_ids.min()) >= 0
         assert int(batch.positions.max()) < self.max_model_len
-        self.written += zip(slots.tolist(), batch.token_ids.tolist(), strict=True)
+        slots, tokens = batch.attention[0].slot_mapping[is_written], batch.token_ids[is_written]
+        self.written += zip(slots.tolist(), tokens.tolist(), strict=True)
 
     def compute_logits(self, rows: Tensor) -> Tensor:
         """Those of the model, most of the time."""
@@ -185,6 +192,33 @@ def test_no_step_with_drafts_of_a_head_is_waited_for(names: list[str], kind: Any
     [again] = tokens_by_row(results[1 + NUM_STEPS :], 1)
     assert again == drafting.expected[0][: len(again)]
     assert len(again) > 4
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 5, 9])
+def test_replayed_passes_leave_what_eager_ones_do(num_rows: int) -> None:
+    """Numbers of rows that fall from place to place, with padding; nine rows are beyond the
+    largest graph."""
+    kinds = ["random", "greedy", "filtered", "a bias"]
+    names = [kinds[row % len(kinds)] for row in range(num_rows)]
+    left = []
+    for kind in (eager, recorded):
+        drafting = Drafting(names, kind)
+        for step in range(NUM_STEPS):
+            drafting.launch(ragged(step, num_rows))
+        drafting.assert_tokens(NUM_STEPS)
+        head, speculation = drafting.head, drafting.pipeline.bench.runner._speculation
+        assert speculation is not None
+        drafter = speculation.drafter
+        assert isinstance(drafter, DeviceHeadDrafter)
+        assert (drafter.graphs is not None) == (kind is recorded)
+        left.append((head.written, drafter.tables.drafts[:num_rows], drafter.hidden[:num_rows]))
+        is_replayed = kind is recorded and num_rows <= max(SIZES)
+        assert (set(head.batch_sizes) <= set(SIZES)) == (is_replayed or num_rows == 1)
+    [written, drafts, hidden], [again, drafts_again, hidden_again] = left
+    assert written == again
+    assert drafts.any()
+    assert drafts.equal(drafts_again)
+    assert hidden.equal(hidden_again)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

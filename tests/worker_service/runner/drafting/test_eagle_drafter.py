@@ -37,6 +37,8 @@ from worker_service.loader import load_eagle_head
 from worker_service.models.draft_head import DraftHead
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.device.drafts import DeviceHeadDrafter, StepDrafts
+from worker_service.runner.device.rows import DeviceRows
+from worker_service.runner.device.sampler import DeviceSampler
 from worker_service.runner.drafting.drafter import Draft, Drafter
 from worker_service.runner.drafting.head_drafter import HeadDrafter
 from worker_service.runner.state.sequence_table import SequenceTable
@@ -200,11 +202,19 @@ class RecordedOnDevice(Recorded, DeviceHeadDrafter):
                     self.drafts.append((tokens, drafts))
 
 
+class RecordedEagerly(RecordedOnDevice):
+    """Replays no passes."""
+
+    def attach(self, rows: DeviceRows, sampler: DeviceSampler, graphs: object = None) -> None:
+        super().attach(rows, sampler)
+
+
 class Engine(SpeculatingEngine):
     """Drafts with a head."""
 
-    def __init__(self, model: Path, head: Path, **options: Any) -> None:
-        self.head_name = str(head)
+    def __init__(self, model: Path, head: Path, *, has_graphs: bool = True, **options: Any) -> None:
+        """has_graphs: whether passes on a device may be replayed."""
+        self.head_name, self.has_graphs = str(head), has_graphs
         super().__init__(model, **options)
 
     def load_draft(self) -> DraftHead:
@@ -215,6 +225,8 @@ class Engine(SpeculatingEngine):
     def make_drafter(self, cache: CacheEngine) -> Drafter:
         assert self.head is not None
         make = RecordedOnHost if self.kind is host else RecordedOnDevice
+        if not self.has_graphs:
+            make = RecordedEagerly
         self.drafter = made = make(self.head, cache.draft_caches)
         return made
 
@@ -250,6 +262,28 @@ def test_outputs_are_those_without_drafts(
     engine = Engine(target, head, runner=runner)
     engine.assert_outputs_are_those_without_drafts(PROMPTS, 40, num_choices=2, **sampling)
     assert engine.lengths.num_drafts > 100
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_replayed_passes_leave_what_eager_ones_do(
+    target: Path, head: Path, sampling: dict[str, Any]
+) -> None:
+    """Three rows are padded to four; drafts, hidden states, keys and values have the same bits."""
+
+    def drafter_of(has_graphs: bool) -> RecordedOnDevice:
+        engine = Engine(target, head, runner="recorded", has_graphs=has_graphs)
+        engine.generate(PROMPTS[:3], 20, **sampling)
+        drafter = engine.drafter
+        assert isinstance(drafter, RecordedOnDevice)
+        assert (drafter.graphs is not None) == has_graphs
+        return drafter
+
+    eager, replayed = map(drafter_of, (False, True))
+    assert len(eager.drafts) > 20
+    assert eager.drafts == replayed.drafts
+    assert eager.hidden.equal(replayed.hidden)
+    for caches in zip(eager.caches, replayed.caches, strict=True):
+        assert all(map(torch.equal, *caches))
 
 
 @pytest.mark.parametrize("runner", ["host", "recorded"])
@@ -453,6 +487,8 @@ def test_a_worker_with_a_device_drafts_there(target: Path, head: Path) -> None:
         assert rank.runner._speculation is not None
         assert isinstance(rank.runner._speculation.drafter, DeviceHeadDrafter)
         assert rank.executor._state is not None
+        shape, num_recorded = rank.executor._state.shape, rank.executor.num_recorded
+        assert num_recorded == shape.num_graphs > 2 * len(shape.sizes) + len(shape.mixed)
         drafts = rank.executor._state.rows.sampling.drafts
         assert drafts.shape[1] == NUM_DRAFTS
         assert drafts.any(), "some were made"
