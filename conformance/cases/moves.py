@@ -13,6 +13,7 @@ import grpc
 from conformance.assertions import Failed, Skipped, expect, expect_true
 from conformance.case import case, refusal_case
 from conformance.cases.cache_operations import overwrite
+from conformance.cases.swaps import require_host_blocks
 from conformance.sequence import Sequence
 from conformance.step_stream import Result, StepStream
 from conformance.worker import Worker
@@ -159,19 +160,41 @@ def blocks_without_a_lease_are_refused(worker: Worker) -> None:
         expect_refused(worker, request(stream, blocks[:1], lease_id=2), denied)
 
 
-@case("worker_service", "A reader whose lease has not begun is not refused at")
-def a_reader_waits_for_its_lease_to_begin(worker: Worker) -> None:
-    with worker.open() as stream, futures.ThreadPoolExecutor(max_workers=1) as pool:
-        _, blocks = prefix(worker, stream)
-        early = pool.submit(read, worker, request(stream, blocks))
+def read_early(
+    worker: Worker, wanted: pb.ReadBlocksRequest, begin: Callable[[], object]
+) -> tuple[bytes, bytes]:
+    """What a reader gets that comes before `begin`, which begins its lease."""
+    with futures.ThreadPoolExecutor(max_workers=1) as pool:
+        early = pool.submit(read, worker, wanted)
         with suppress(TimeoutError):
             early.result(timeout=0.1)  # nothing announces that the call has reached the worker
-        send(stream, leases=[lease(blocks)])
+        begin()
         try:
-            found = early.result()
+            return early.result()
         except grpc.RpcError as error:
             raise Failed(f"the reader was refused: {error.code().name}") from None
-        expect_true(found == read(worker, request(stream, blocks)), "it read something else")
+
+
+@case("worker_service", "A reader whose lease has not begun is not refused at")
+def a_reader_waits_for_its_lease_to_begin(worker: Worker) -> None:
+    with worker.open() as stream:
+        _, blocks = prefix(worker, stream)
+        wanted = request(stream, blocks)
+        found = read_early(worker, wanted, lambda: send(stream, leases=[lease(blocks)]))
+        expect_true(found == read(worker, wanted), "it read something else")
+
+
+@case("plan", "copy, begin leases, begin fetches, take in new sequences, append tokens, apply")
+def a_lease_of_what_its_plan_swaps_out_is_read_after_that(worker: Worker) -> None:
+    with worker.open() as stream:
+        _, blocks = prefix(worker, stream)
+        require_host_blocks(stream, 1)
+        send(stream, leases=[lease(blocks[:1])])
+        expected = read(worker, request(stream, blocks[:1]))
+        out, leases = columns.pack([blocks[0], 0]), [lease([~0], lease_id=2)]
+        wanted = request(stream, [~0], lease_id=2)
+        found = read_early(worker, wanted, lambda: send(stream, swap_out=out, leases=leases))
+        expect_true(found == expected, "a reader got what was there before the swap-out")
 
 
 @case("worker_service", "Refused with FAILED_PRECONDITION if the epoch is not that of the worker's")

@@ -27,7 +27,7 @@ CASES = [case for case in cases.ALL if case.group == "moves"]
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A worker with a model, whose blocks are bytes."""
-    command = python_worker("--model", "embedded", "--dtype", "float32")
+    command = python_worker(*"--model embedded --dtype float32 --swap-space 16MiB".split())
     with serving(command, tmp_path_factory.mktemp("moves")) as address:
         yield address
 
@@ -85,7 +85,10 @@ FAULTS: FaultTable = {
     ),
     "lets no reader wait": (
         lambda: Fault(read_timeout_s=0.05),
-        ["a reader waits for its lease to begin"],
+        [
+            "a reader waits for its lease to begin",
+            "a lease of what its plan swaps out is read after that",
+        ],
     ),
     "ends no lease": (
         _ignores("ended_lease_ids"),
