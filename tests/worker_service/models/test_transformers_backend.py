@@ -61,7 +61,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "PaliGemmaForConditionalGeneration": ("PaliGemmaConfig", {}, "multimodal"),
     "Gemma3nForCausalLM": (
         "Gemma3nTextConfig",
-        {**SHAPE, "num_kv_shared_layers": 1, "hidden_activation": "mish"},
+        {
+            **SHAPE,
+            "num_kv_shared_layers": 1,
+            "hidden_activation": "mish",
+            "vocab_size_per_layer_input": SHAPE["vocab_size"],
+        },
         "share keys and values",
     ),
     "MiniCPM3ForCausalLM": (
