@@ -27,8 +27,8 @@ CASES = [case for case in cases.ALL if case.group == "moves"]
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A worker with a model, whose blocks are bytes."""
-    command = python_worker(*"--model embedded --dtype float32 --swap-space 16MiB".split())
-    with serving(command, tmp_path_factory.mktemp("moves")) as address:
+    flags = ("--model", "embedded", "--dtype", "float32", "--swap-space", "16MiB")
+    with serving(python_worker(*flags), tmp_path_factory.mktemp("moves")) as address:
         yield address
 
 
