@@ -16,9 +16,10 @@ class OverHTTP:
     includes the client and the wire."""
 
     def __init__(self, server: Server, settings: dict[str, Any]) -> None:
-        """settings: those that are reported."""
+        """settings: those that are reported, without the model's path."""
         self.name = server.name
-        self.about = About(version="", settings=settings)
+        named = {name: value for name, value in settings.items() if name != "model"}
+        self.about = About(version="", settings=named)
         self._server = server
         self._runner = asyncio.Runner()
 

@@ -305,6 +305,7 @@ async def test_a_lease_of_what_its_plan_moves_is_served_after_that(
         served.append([leases.serves(1), leases.serves(2)])
         return launch(plan)
 
+    # The launch does the cache operations; nothing announces the moment before it.
     monkeypatch.setattr(engine._runner, "launch", observed)
     moved, others = lease([~3, ~2]), lease([2], lease_id=2)
     await source.step(swap_out=pack([0, 3, 1, 2]), leases=[moved, others])
