@@ -442,6 +442,19 @@ def test_the_budget_and_the_swap_space_hold_the_head_s_keys_too(target: Path, he
     drafting.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, 1)
 
 
+def record_the_rank_that_samples(engine: ParallelEngine) -> RecordedOnHost:
+    """Record the drafts of ranks, of which only the one that samples has the head."""
+    sampler = engine.group.ranks[engine.group.ranks[0].layout.sampler]
+    assert sampler.runner is not None
+    loaded, cache = sampler.executor._draft, sampler.executor._cache
+    assert isinstance(loaded, DraftHead)
+    assert cache is not None
+    drafter = sampler.runner._speculation._drafter = RecordedOnHost(loaded, cache.draft_caches)
+    others = [rank for rank in engine.group.ranks if rank is not sampler]
+    assert [rank.executor._draft for rank in others] == [None] * len(others)
+    return drafter
+
+
 @pytest.mark.parametrize(("layout", "has_lm_head"), [((1, 2), True), ((2, 2), False)])
 def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
     target: Path, head: Path, layout: tuple[int, int], has_lm_head: bool, tmp_path: Path
@@ -459,14 +472,7 @@ def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
         target, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, runner=runner
     )
     try:
-        sampler = engine.group.ranks[engine.group.ranks[0].layout.sampler]
-        assert sampler.runner is not None
-        loaded, cache = sampler.executor._draft, sampler.executor._cache
-        assert isinstance(loaded, DraftHead)
-        assert cache is not None
-        drafter = sampler.runner._speculation._drafter = RecordedOnHost(loaded, cache.draft_caches)
-        others = [rank for rank in engine.group.ranks if rank is not sampler]
-        assert [rank.executor._draft for rank in others] == [None] * len(others)
+        drafter = record_the_rank_that_samples(engine)
         drafting = engine.generate(PROMPTS, 12)
     finally:
         engine.group.close()

@@ -31,7 +31,11 @@ from tests.support.speculation import (
     SpeculatingEngine,
     loaded_executor,
 )
-from tests.worker_service.runner.drafting.test_eagle_drafter import RecordedOnDevice, RecordedOnHost
+from tests.worker_service.runner.drafting.test_eagle_drafter import (
+    RecordedOnDevice,
+    RecordedOnHost,
+    record_the_rank_that_samples,
+)
 from worker_service.config import RunnerConfig
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
@@ -192,14 +196,7 @@ def test_the_rank_that_samples_drafts(layout: tuple[int, int], family: str) -> N
         made.path, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, runner=MTP
     )
     try:
-        sampler = engine.group.ranks[engine.group.ranks[0].layout.sampler]
-        assert sampler.runner is not None
-        loaded, cache = sampler.executor._draft, sampler.executor._cache
-        assert isinstance(loaded, DraftHead)
-        assert cache is not None
-        drafter = sampler.runner._speculation._drafter = RecordedOnHost(loaded, cache.draft_caches)
-        others = [rank for rank in engine.group.ranks if rank is not sampler]
-        assert [rank.executor._draft for rank in others] == [None] * len(others)
+        drafter = record_the_rank_that_samples(engine)
         drafting = engine.generate(PROMPTS, 12)
         plain = ParallelEngine(
             made.path, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline
