@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from pagewire.bearer_tokens import read_tokens
 from pagewire.pem_files import read_authorities, read_pair
 
 MEMBER_NAME = "pagewire-cluster"
@@ -35,7 +36,7 @@ class Credentials:
             channel = grpc.secure_channel(address, credentials, named)
         if self.token_file is None:
             return channel
-        return grpc.intercept_channel(channel, _Token(_first_token(self.token_file)))
+        return grpc.intercept_channel(channel, _Token(read_tokens(self.token_file)[0]))
 
     def add_port(self, server: grpc.Server, address: str) -> int:
         """Add the port at which the worker registers; raises RuntimeError as gRPC does."""
@@ -54,19 +55,6 @@ class Credentials:
 
 
 NO_CREDENTIALS = Credentials()
-
-
-def _first_token(file: Path) -> str:
-    """The token to send. Raises ValueError if there is none."""
-    try:
-        tokens = file.read_text(encoding="ascii").split()
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: expected ASCII characters") from error
-    if not tokens:
-        raise ValueError(f"{file} contains no token")
-    return tokens[0]
 
 
 class _Token(

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from pagewire.bearer_tokens import read_tokens
 from service_common.errors import Unauthenticated
 from service_common.grpc_options import IDLE_TIMEOUT_MS, MAX_FRAME_BYTES, Options, channel_options
 from service_common.metadata import AUTHORIZATION, authorization
 from service_common.tls import TlsFiles, channel_credentials, server_credentials
-from service_common.watched_files import WatchedFiles, read_file, warn_if_shared
+from service_common.watched_files import WatchedFiles, warn_if_shared
 
 if TYPE_CHECKING:
     from service_common.interceptors import CallGuard
@@ -173,13 +174,11 @@ def _bearer(token: str) -> str:
 def _read_tokens(path: Path) -> list[str]:
     """The file's tokens. Raises ValueError, whose message contains none of them."""
     try:
-        lines = read_file("cluster_token_file", path).decode("ascii").split()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"cluster_token_file: {path}: expected ASCII characters") from error
-    if not lines:
-        raise ValueError(f"cluster_token_file: {path}: expected a token")
-    if min(map(len, lines)) < MIN_TOKEN_CHARS:
+        tokens = read_tokens(path)
+    except ValueError as error:
+        raise ValueError(f"cluster_token_file: {error}") from error
+    if min(map(len, tokens)) < MIN_TOKEN_CHARS:
         raise ValueError(
             f"cluster_token_file: {path}: expected tokens of at least {MIN_TOKEN_CHARS} characters"
         )
-    return lines
+    return tokens

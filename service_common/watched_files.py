@@ -68,11 +68,3 @@ def warn_if_shared(path: Path) -> None:
             path,
             stat.S_IMODE(mode),
         )
-
-
-def read_file(what: str, path: Path) -> bytes:
-    """A file's contents. Raises ValueError that names the file and why it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{what}: cannot read {path}: {error.strerror}") from error

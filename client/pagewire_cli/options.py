@@ -22,6 +22,7 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
+from pagewire.bearer_tokens import read_tokens
 from pagewire_cli.local import engine_args
 from pagewire_cli.local.health import is_taken
 from pagewire_cli.local.runtime_directory import running_cores
@@ -192,21 +193,15 @@ class Membership:
         """The options of channels and calls. Raises ValueError that names an invalid file."""
         files = (self.cluster_ca, self.cluster_cert, self.cluster_key)
         tls = TlsOptions.of(*files, server_name=MEMBER_NAME, prefix="--cluster-")
-        # Of several tokens in the file, the first is the one to send.
-        tokens = _tokens_in(self.cluster_token_file) if self.cluster_token_file else ""
-        return connection_options(core, tls, tokens)
+        return connection_options(core, tls, self._token())
 
-
-def _tokens_in(path: Path) -> str:
-    try:
-        tokens = path.read_text(encoding="ascii")
-    except OSError as error:
-        raise ValueError(f"--cluster-token-file: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--cluster-token-file: {path}: expected ASCII characters") from error
-    if not tokens.strip():
-        raise ValueError(f"--cluster-token-file: {path}: expected a token, got an empty file")
-    return tokens
+    def _token(self) -> str:
+        if self.cluster_token_file is None:
+            return ""
+        try:
+            return read_tokens(self.cluster_token_file)[0]
+        except ValueError as error:
+            raise ValueError(f"--cluster-token-file: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import os
-import re
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any, Self, TypeAlias
 
 import grpc
 
+from pagewire.bearer_tokens import is_bearer_token
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client.errors import PagewireError
 from pagewire_client.synchronization import Event, TaskEvent, ThreadEvent, ThreadQueue, iterate
@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 Address: TypeAlias = str
 """`HOST:PORT` or `unix:PATH`."""
-
-_VISIBLE = re.compile("[!-~]+")
-"""What gRPC can send as metadata."""
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -153,7 +150,7 @@ def connection_options(
     texts = (address,) if isinstance(address, str) else address
     addresses = tuple(address for text in texts for address in text.split(","))
     key = next(iter(api_key.split()), None)
-    if key is not None and not _VISIBLE.fullmatch(key):
+    if key is not None and not is_bearer_token(key):
         raise ValueError("api_key: expected visible ASCII characters, got others")
     return ConnectionOptions(addresses=addresses, tls=tls, api_key=key)
 

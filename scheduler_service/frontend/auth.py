@@ -32,7 +32,6 @@ from typing import TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scheduler_service.errors import PermissionDenied, Unauthenticated
-from service_common.watched_files import read_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,9 +190,12 @@ class _File(BaseModel):
 
 
 def read_keys(path: Path) -> Keys:
-    """The file's keys. Raises ValueError that names the file, the key's number and its field."""
+    """The file's keys, none if all were revoked. Raises ValueError that names the file, the key's
+    number and its field."""
     try:
-        entries = _File(**tomllib.loads(read_file("api_keys", path).decode())).key
+        entries = _File(**tomllib.loads(path.read_bytes().decode())).key
+    except OSError as error:
+        raise ValueError(f"api_keys: cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"api_keys: {path} is not TOML: {error}") from error
     except ValidationError as error:

@@ -1,9 +1,9 @@
 """A frontend's configuration, and the limits of the servers that clients can reach."""
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pagewire.bearer_tokens import is_bearer_token
 from scheduler_service.frontend.auth import read_keys
 from service_common.addresses import check_addresses, is_local, split_host_port
 from service_common.cluster import NO_CLUSTER, ClusterConfig
@@ -128,8 +128,12 @@ class FrontendConfig:
         if self.api_keys is not None:
             if self.api_key:
                 raise ValueError("api_key: excludes api_keys; give either keys or a file of keys")
-            read_keys(self.api_keys)
-        if not all(re.fullmatch("[!-~]+", key) for key in self.api_key):
+            if not read_keys(self.api_keys):
+                raise ValueError(
+                    f"api_keys: {self.api_keys}: expected at least one key, got none;"
+                    " `pagewire key new` makes a key"
+                )
+        if not all(map(is_bearer_token, self.api_key)):
             raise ValueError("api_key: expected visible ASCII characters, which clients can send")
         if short := [len(key) for key in self.api_key if len(key) < MIN_API_KEY_CHARS]:
             raise ValueError(

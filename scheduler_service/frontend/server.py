@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import grpc
 
@@ -213,11 +214,18 @@ def authentication_of(config: FrontendConfig) -> auth.Authentication:
     """Authentication by API keys, if there are any."""
     if config.api_keys is not None:
         path = config.api_keys
-        return auth.ApiKeys(WatchedFiles([path], lambda: auth.read_keys(path)).get)
+        return auth.ApiKeys(WatchedFiles([path], lambda: _current_keys(path)).get)
     if config.api_key:
         keys = auth.shared_keys(config.api_key)
         return auth.ApiKeys(lambda: keys)
     return auth.Authentication()
+
+
+def _current_keys(path: Path) -> auth.Keys:
+    keys = auth.read_keys(path)
+    if not keys:  # revoked, since the configuration requires one
+        logger.warning("no API keys are left, so every call is refused file=%s", path)
+    return keys
 
 
 async def _fetch_assets(core: CoreConnection, name: str, fingerprint: str) -> Mapping[str, bytes]:

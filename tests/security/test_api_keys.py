@@ -15,6 +15,8 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_cli.app import app
 from scheduler_service.errors import Unauthenticated
 from scheduler_service.frontend.auth import ApiKeys, Principal, hash_of, read_keys
+from scheduler_service.frontend.config import FrontendConfig
+from scheduler_service.frontend.server import authentication_of
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (
     client_of,
@@ -282,6 +284,23 @@ def test_a_wrong_file_is_refused_by_name_and_number_and_never_quoted(
         read_keys(path)
     assert str(path) in str(caught.value)
     assert ONE not in str(caught.value)
+
+
+def test_a_file_without_keys_is_an_error_at_start(keys: Path) -> None:
+    keys.write_text("# none yet\n")
+    with pytest.raises(ValueError, match=f"^api_keys: {keys}: expected at least one key, got none"):
+        FrontendConfig(api_keys=keys)
+
+
+def test_the_last_key_can_be_revoked_which_is_told(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    authentication = authentication_of(FrontendConfig(api_keys=keys))
+    assert authentication.authenticate(f"Bearer {ONE}").name == "one"
+    replace_file(keys, "")
+    with pytest.raises(Unauthenticated, match="unknown API key"):
+        authentication.authenticate(f"Bearer {ONE}")
+    assert f"no API keys are left, so every call is refused file={keys}" in caplog.messages
 
 
 def test_what_the_command_draws_is_read_as_it_was_asked_for(tmp_path: Path) -> None:
