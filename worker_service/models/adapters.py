@@ -507,6 +507,6 @@ def require_adaptable(model: object) -> Model:
         return model
     architecture = getattr(model, "architecture", type(model).__name__)
     raise InvalidOption(
-        "enable_lora: expected a native model, or the C++ kernels of a CPU;"
-        f" {architecture} runs through transformers"
+        "enable_lora: expected a model with linear layers that adapters may change, got"
+        f" {architecture}, which runs through transformers"
     )

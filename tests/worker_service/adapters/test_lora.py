@@ -46,6 +46,7 @@ from worker_service.errors import (
     InvalidPlan,
 )
 from worker_service.loader import LoadedModel, load_model
+from worker_service.models import linear
 from worker_service.models.adapters import AdapterSlots, require_adaptable
 from worker_service.models.linear import HEAD_ROUNDING
 from worker_service.models.native import NativeModel
@@ -813,10 +814,15 @@ def test_models_that_run_through_transformers_change_their_head_as_peft_does() -
     made = make_adapter(base_of("phi"), _folder() / "phi-head", targets=(HEAD,))
     with pytest.raises(BadAdapter, match="save the adapter with save_embedding_layers=False"):
         executor("phi").adapters.load(str(made.folder))
-    tensors = load_file(made.folder / WEIGHTS_FILE)
+    assert_equal_to_peft("phi", [without_base(made)], [0, None, 0])
+
+
+def without_base(adapter: PeftAdapter) -> PeftAdapter:
+    """Remove the weights of the base that PEFT has saved with an adapter."""
+    tensors = load_file(adapter.folder / WEIGHTS_FILE)
     changes = {name: tensor for name, tensor in tensors.items() if "lora_" in name}
-    save_file(changes, made.folder / WEIGHTS_FILE)
-    assert_equal_to_peft("phi", [made], [0, None, 0])
+    save_file(changes, adapter.folder / WEIGHTS_FILE)
+    return adapter
 
 
 def test_models_that_run_through_transformers_refuse_other_modules(tmp_path: Path) -> None:
@@ -829,12 +835,21 @@ def test_models_that_run_through_transformers_refuse_other_modules(tmp_path: Pat
         here.adapters.load(str(prompts.folder))
 
 
-def test_other_models_without_cpp_kernels_refuse_adapters() -> None:
+def test_other_models_without_linear_layers_refuse_adapters() -> None:
     model = executor("phi").loaded.model
     assert require_adaptable(model) is model
     model.adaptable_layers = []  # type: ignore[attr-defined]
-    with pytest.raises(InvalidOption, match=r"enable_lora: .* PhiForCausalLM runs through"):
+    with pytest.raises(InvalidOption, match=r"enable_lora: .* PhiForCausalLM, which runs through"):
         require_adaptable(model)
+
+
+@pytest.mark.parametrize("family", THROUGH_TRANSFORMERS)
+def test_models_that_run_through_transformers_have_the_tokens_of_peft_without_our_products(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU for which no kernels were built."""
+    monkeypatch.setattr(linear, "_native_library", lambda dtype: None)
+    assert_equal_to_peft(family, adapters(family), [0, None, 1, 2, 0, None])
 
 
 def test_compiled_layers_refuse_adapters() -> None:

@@ -8,6 +8,7 @@ values to the paged cache and attends over it.
     model.py             the registered attention function, batch-invariant functions, and the
                          resulting `Model`, with its KV cache's shape from a trial run
     packed.py            layers over packed weights, filled while the model is loaded
+    plain_linear.py      what adapters add to linear layers that torch computes, as on GPUs
 """
 
 from worker_service.models.transformers_backend.build import build_transformers_model

@@ -19,10 +19,11 @@ from pagewire_kernels.select import Kernels
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
-from worker_service.models.linear import PackedWeight, can_pack, pack
+from worker_service.models.linear import AdaptableLayer, PackedWeight, can_pack, pack
 from worker_service.models.native import ActivatesAdapters
 from worker_service.models.pooling import facts_of
 from worker_service.models.transformers_backend.packed import PackedLinear, Tables
+from worker_service.models.transformers_backend.plain_linear import PlainLinear
 from worker_service.plan import PoolingHead
 from worker_service.pooling_facts import PoolingFacts
 
@@ -312,15 +313,10 @@ class TransformersModel:
         self.num_layers = int(causal_lm.config.get_text_config().num_hidden_layers)
         self.adapters: ActivatesAdapters | None = None
         """None if no sequence has an adapter."""
-        self.adaptable_layers: list[PackedLinear] = []
-        """The linear layers whose rows are those of the step, which the C++ kernels multiply, and
-        the LM head."""
-        for name, module in causal_lm.named_modules():
-            if isinstance(module, PackedLinear) and len(_NUMBER.findall(name)) < 2:
-                module.name = name
-                self.adaptable_layers.append(module)
-        head = causal_lm.get_output_embeddings()
-        self.head = head if isinstance(head, PackedLinear) else None
+        adaptable = _adaptable_layers(causal_lm, context)
+        self.adaptable_layers = [*adaptable.values()]
+        """The linear layers whose rows are those of the step, and the LM head."""
+        self.head = adaptable.get(causal_lm.get_output_embeddings())
         self._decoder = getattr(causal_lm, causal_lm.base_model_prefix)
         self._head = _head_alone(causal_lm)
         self._ops: AbstractContextManager[Any] = nullcontext()
@@ -427,6 +423,20 @@ class TransformersModel:
             raise UnsupportedModel(
                 f"{self.architecture} cannot be served: its positions are not 0, 1, 2, …"
             )
+
+
+def _adaptable_layers(causal_lm: nn.Module, context: ModelContext) -> dict[Any, AdaptableLayer]:
+    """The linear layers whose rows are those of the step, and the LM head, by their modules."""
+    layers: dict[Any, AdaptableLayer] = {}
+    for name, module in causal_lm.named_modules():
+        if len(_NUMBER.findall(name)) > 1:
+            continue
+        if isinstance(module, PackedLinear):
+            module.name = name
+            layers[module] = module
+        elif type(module) is nn.Linear:
+            layers[module] = PlainLinear(module, name, context)
+    return layers
 
 
 @dataclass

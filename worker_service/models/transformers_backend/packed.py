@@ -30,7 +30,6 @@ from transformers.core_model_loading import (
 from pagewire_kernels.cpu.adapters import ActiveRows, NativeDeltas
 from pagewire_kernels.cpu.linear import NativeWeight
 from pagewire_kernels.quantized_weight import QuantizedWeight, stack
-from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
@@ -47,6 +46,7 @@ from worker_service.models.linear import (
     refuse_quantized_rows,
     round_weight,
 )
+from worker_service.models.transformers_backend.plain_linear import whole_part
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +106,7 @@ class PackedLinear(nn.Module):
 
     def parts(self) -> Iterator[tuple[str, LinearPart]]:
         """As `linear.Linear.parts`."""
-        outputs, inputs = Shard.full(self.out_features), slice(0, self.in_features)
-        shape = [self.out_features, self.in_features]
-        yield self.name, LinearPart(shape, inputs, outputs, None, slice(0, self.out_features))
+        yield self.name, whole_part(self)
 
     def make_deltas(self, rows: ActiveRows, max_slots: int, max_rank: int) -> NativeDeltas | None:
         """As `linear.Linear.make_deltas`."""
