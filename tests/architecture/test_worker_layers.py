@@ -1,4 +1,4 @@
-"""The folders of the worker form layers, and so do those of its runner."""
+"""The folders of the worker form layers, and so do those of its loader and its runner."""
 
 from collections.abc import Iterable, Mapping
 
@@ -22,7 +22,9 @@ def graph_of_folders(graph: Mapping[str, Iterable[str]], package: str) -> dict[s
     return parts
 
 
-@pytest.mark.parametrize("package", ["worker_service", "worker_service.runner"])
+@pytest.mark.parametrize(
+    "package", ["worker_service", "worker_service.loader", "worker_service.runner"]
+)
 def test_folders_form_layers(package: str) -> None:
     assert circles(graph_of_folders(import_graph(read_modules(ROOT)), package)) == []
 

@@ -14,7 +14,7 @@ from benchmarks.adapters import write_adapters
 from benchmarks.gguf_file import write_gguf_adapter
 from benchmarks.model_shapes import SHAPES, Shape
 from worker_service.adapters.peft_format import read_peft
-from worker_service.loader.gguf_adapter import read_gguf_lora
+from worker_service.loader.gguf.adapter import read_gguf_lora
 
 TINY = Shape(
     name="tiny",

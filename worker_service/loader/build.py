@@ -14,8 +14,7 @@ from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.rounded_cache import with_rounded_weights
-from worker_service.loader.weights import (
+from worker_service.loader.weights.checkpoint import (
     STACK_NAME,
     Checkpoint,
     EagerPacking,
@@ -24,6 +23,7 @@ from worker_service.loader.weights import (
     load_kv_scales,
     load_weights,
 )
+from worker_service.loader.weights.rounded_cache import with_rounded_weights
 from worker_service.models.decoder_families.common import STACKED_EXPERTS
 from worker_service.models.interface import Model, ModelContext, WeightTarget
 from worker_service.models.native import NativeModel

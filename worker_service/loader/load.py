@@ -45,7 +45,7 @@ from worker_service.loader.device import (
     set_threads,
     warn_of_rounding,
 )
-from worker_service.loader.model_files import (
+from worker_service.loader.files.model_files import (
     WHOLE_MODEL,
     fingerprint,
     iter_assets,
@@ -55,14 +55,14 @@ from worker_service.loader.model_files import (
     resolve_model,
     special_tokens,
 )
-from worker_service.loader.pooling import PoolerBuilder, pools
-from worker_service.loader.quantized_checkpoint import (
+from worker_service.loader.pooling.pooler import PoolerBuilder, pools
+from worker_service.loader.quantized.schemes import (
     Schemes,
     quantization_method,
     read_schemes,
 )
 from worker_service.loader.trial import try_model
-from worker_service.loader.weights import Checkpoint, open_checkpoint, warn_of_unused
+from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint, warn_of_unused
 from worker_service.models.encoder_families import ENCODERS
 from worker_service.models.interface import Model, ModelContext, Pools
 from worker_service.models.kv_cache_spec import BLOCK_UNIT

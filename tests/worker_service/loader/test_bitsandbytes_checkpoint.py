@@ -11,7 +11,7 @@ from tests.support.loading import edit_tensors, load
 from tests.support.quantized_checkpoints import FORMATS, LAYER, NF4, replace_part
 from tests.support.quantized_files import make_quantized
 from worker_service.errors import BadCheckpoint
-from worker_service.loader.quantized_checkpoint import read_schemes, with_quantized_weights
+from worker_service.loader.quantized.schemes import read_schemes, with_quantized_weights
 from worker_service.loader.tensors import OpenFiles, describe
 
 DATA = Path(__file__).parent / "data"

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from worker_service.loader.gguf_blocks import BLOCK_TYPES, quantized_weight
+from worker_service.loader.gguf.blocks import BLOCK_TYPES, quantized_weight
 
 NUM_ROWS, BLOCKS_PER_ROW = 64, 3
 

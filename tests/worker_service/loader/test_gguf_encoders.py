@@ -15,7 +15,7 @@ from tests.support.encoders import classify, encode, expected_output, load_encod
 from tests.support.gguf_files import make_gguf
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.gguf.tokenizer import tokenizer_assets
-from worker_service.loader.gguf_model import gguf_config, unread_settings
+from worker_service.loader.gguf.config import gguf_config, unread_settings
 from worker_service.plan import PoolingType
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -1,6 +1,6 @@
 """A download's bars, as the hub's library moves them, become the progress of a phase."""
 
-from worker_service.loader.hub_progress import download_bars
+from worker_service.loader.files.hub_progress import download_bars
 
 
 def test_the_bar_of_bytes_that_moves_is_reported_and_files_are_not() -> None:

@@ -25,9 +25,10 @@ from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption
 from worker_service.gguf.tokenizer_process import TokenizerProcess
 from worker_service.load_progress import LoadProgress
-from worker_service.loader import load_model, model_files
+from worker_service.loader import load_model
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads, warn_of_rounding
-from worker_service.loader.model_files import iter_assets
+from worker_service.loader.files import model_files
+from worker_service.loader.files.model_files import iter_assets
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 CPU = torch.device("cpu")

@@ -25,8 +25,9 @@ from tests.support.transformers_oracle import Oracle
 from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.loader import LoadedModel, check_model, weights
+from worker_service.loader import LoadedModel, check_model
 from worker_service.loader.load import arithmetic_of
+from worker_service.loader.weights import checkpoint as weights
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,7 +15,7 @@ from tests.support.loading import assert_same, edit_config, load
 from tests.support.quantized_checkpoints import AWQ, FORMATS, FP8, GPTQ, MODELOPT, NF4, compression
 from tests.support.quantized_files import make_quantized
 from worker_service.errors import UnsupportedModel
-from worker_service.loader.quantized_checkpoint import read_schemes
+from worker_service.loader.quantized.schemes import read_schemes
 
 
 @pytest.fixture

@@ -27,11 +27,11 @@ from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.gguf.header import is_gguf, split_files
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.gguf_model import unread_settings
-from worker_service.loader.gguf_names import gguf_tensors
-from worker_service.loader.model_files import read_json
-from worker_service.loader.quantized_checkpoint import Schemes, with_quantized_weights
-from worker_service.loader.quantized_formats import StoredWeight
+from worker_service.loader.files.model_files import read_json
+from worker_service.loader.gguf.config import unread_settings
+from worker_service.loader.gguf.names import gguf_tensors
+from worker_service.loader.quantized.formats import StoredWeight
+from worker_service.loader.quantized.schemes import Schemes, with_quantized_weights
 from worker_service.loader.tensors import (
     FLOATS,
     MAX_MAPPED_BYTES,

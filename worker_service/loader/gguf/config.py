@@ -9,12 +9,12 @@ import numpy as np
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.gguf.tokenizer import END_TOKENS
-from worker_service.loader.gguf_file import Gguf, open_gguf
-from worker_service.loader.gguf_gemma4 import GEMMA3N, GEMMA4, Gemma4
-from worker_service.loader.gguf_hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
-from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES
+from worker_service.loader.gguf.file import Gguf, open_gguf
+from worker_service.loader.gguf.gemma4 import GEMMA3N, GEMMA4, Gemma4
+from worker_service.loader.gguf.hybrids import DELTA_NETS, HYBRIDS, STATES_ALONE, Hybrids
+from worker_service.loader.gguf.metadata import ROPE_FREQUENCIES
 
-_ROWS = Path(__file__).with_name("gguf_classes.txt").read_text(encoding="utf-8").splitlines()
+_ROWS = Path(__file__).with_name("classes.txt").read_text(encoding="utf-8").splitlines()
 _CLASSES = {row[0]: (row[1], row[2]) for row in map(str.split, _ROWS[1:])}
 """(class, `model_type`) by `general.architecture`."""
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel, WorkerError
-from worker_service.loader.gguf_file import Gguf
+from worker_service.loader.gguf.file import Gguf
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
 """The tensor of divisors of the frequencies of RoPE."""

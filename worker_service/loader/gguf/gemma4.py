@@ -5,7 +5,7 @@ from statistics import NormalDist
 from typing import Any
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.loader.gguf_metadata import ROPE_FREQUENCIES, Metadata
+from worker_service.loader.gguf.metadata import ROPE_FREQUENCIES, Metadata
 
 GEMMA3N, GEMMA4 = "gemma3n_text", "gemma4_text"
 """`model_type` of these."""

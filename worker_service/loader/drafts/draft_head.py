@@ -7,8 +7,8 @@ import torch
 from pagewire_kernels.select import Kernels
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.load import LoadedModel
-from worker_service.loader.quantized_checkpoint import read_schemes
-from worker_service.loader.weights import (
+from worker_service.loader.quantized.schemes import read_schemes
+from worker_service.loader.weights.checkpoint import (
     Checkpoint,
     EagerPacking,
     fill_dummy_weights,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
-from worker_service.loader.gguf_metadata import Metadata
+from worker_service.loader.gguf.metadata import Metadata
 
 STATES_ALONE = ("mamba", "falcon_mamba", "mamba2")
 """`model_type` of models without attention."""

@@ -5,10 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
-from worker_service.loader.draft_head import build_head
+from worker_service.loader.drafts.draft_head import build_head
 from worker_service.loader.load import LoadedModel
-from worker_service.loader.quantized_checkpoint import read_schemes
-from worker_service.loader.weights import STACK_NAME, Checkpoint, are_equal, open_checkpoint
+from worker_service.loader.quantized.schemes import read_schemes
+from worker_service.loader.weights.checkpoint import (
+    STACK_NAME,
+    Checkpoint,
+    are_equal,
+    open_checkpoint,
+)
 from worker_service.models.decoder import DecoderSettings, DraftHeadSpec
 from worker_service.models.decoder_families.common import STACKED_EXPERTS
 from worker_service.models.draft_head import DraftHead, HeadSettings

@@ -19,7 +19,7 @@ from pagewire_kernels.quantized_weight import (
 )
 from worker_service.errors import BadCheckpoint
 from worker_service.gguf.header import merge_metadata, read_header, split_files
-from worker_service.loader.gguf_blocks import BLOCK_TYPES, quantized_weight
+from worker_service.loader.gguf.blocks import BLOCK_TYPES, quantized_weight
 from worker_service.loader.tensors import (
     FLOATS,
     CheckpointTensor,

@@ -29,9 +29,9 @@ from pagewire_kernels.quantized_weight import (
 )
 from worker_service.errors import InvalidOption
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.quantized_formats import ROUNDED, Scheme, StoredRounded
+from worker_service.loader.quantized.formats import ROUNDED, Scheme, StoredRounded
 from worker_service.loader.tensors import describe
-from worker_service.loader.weights import Checkpoint
+from worker_service.loader.weights.checkpoint import Checkpoint
 from worker_service.models.linear import round_weight
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from worker_service.gguf.header import is_gguf
 from worker_service.gguf.tokenizer import tokenizer_assets
 from worker_service.gguf.tokenizer_process import TokenizerProcess
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.gguf_file import open_gguf
-from worker_service.loader.gguf_model import gguf_config
+from worker_service.loader.gguf.config import gguf_config
+from worker_service.loader.gguf.file import open_gguf
 from worker_service.pooling_facts import PoolingFacts
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
 """Keys of `config.json` that a multimodal model has for its text model as well."""
 
-_EMBEDDED_DIR = Path(__file__).parents[1] / "embedded_model"
+_EMBEDDED_DIR = Path(__file__).parents[2] / "embedded_model"
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
@@ -118,7 +118,7 @@ def _require_hub_id(model: str) -> None:
 def _download(model: str, revision: str | None, weights: bool, progress: LoadProgress) -> Path:
     from huggingface_hub import snapshot_download
 
-    from worker_service.loader.hub_progress import download_bars
+    from worker_service.loader.files.hub_progress import download_bars
 
     patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
     logger.info("looking for the model on the hub model=%s revision=%s", model, revision)

@@ -1,0 +1,8 @@
+"""What drafts tokens for a loaded model, the target.
+
+| file | holds |
+| --- | --- |
+| `draft_head.py` | building a draft head, and filling it from its checkpoint |
+| `eagle_head.py` | an EAGLE-3 head, which is checked against its target |
+| `mtp_head.py` | the head in the checkpoint of the target itself |
+"""
