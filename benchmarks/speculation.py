@@ -38,7 +38,8 @@ from benchmarks.tables import publish, script_parser
 from pagewire.v1.sampling_pb2 import SamplerParams
 from worker_service.config import DRAFTERS
 from worker_service.cpu_cores import limit_spinning
-from worker_service.loader.files.model_files import read_config, resolve_model
+from worker_service.loader.files.config import read_config
+from worker_service.loader.files.places import resolve_model
 from worker_service.plan import StepResult
 
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "</s>")

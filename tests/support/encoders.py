@@ -13,8 +13,9 @@ from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.select import select_kernels
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
-from worker_service.loader.files.model_files import read_config
-from worker_service.loader.weights.checkpoint import load_weights, open_checkpoint
+from worker_service.loader.files.config import read_config
+from worker_service.loader.weights.checkpoint import open_checkpoint
+from worker_service.loader.weights.fill import load_weights
 from worker_service.models.encoder import EncoderModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.registry import build_native_model

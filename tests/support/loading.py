@@ -19,9 +19,10 @@ from worker_service.config import ModelConfig
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.loader import LoadedModel, load_model
-from worker_service.loader.files.model_files import read_config
+from worker_service.loader.files.config import read_config
 from worker_service.loader.quantized.schemes import read_schemes
-from worker_service.loader.weights.checkpoint import Checkpoint, load_weights, open_checkpoint
+from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint
+from worker_service.loader.weights.fill import load_weights
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import Linear
 from worker_service.models.native import NativeModel

@@ -9,9 +9,9 @@ from torch import Tensor
 from worker_service.adapters.peft_format import ModelAdapter, read_peft
 from worker_service.errors import BadAdapter
 from worker_service.gguf.header import is_gguf
-from worker_service.loader.files.model_files import resolve_adapter
+from worker_service.loader.files.places import resolve_adapter
 from worker_service.loader.gguf.adapter import read_gguf_lora
-from worker_service.loader.load import LoadedModel
+from worker_service.loader.loaded_model import LoadedModel
 from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import open_checkpoint
 from worker_service.models.native import NativeModel

@@ -14,15 +14,9 @@ from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.weights.checkpoint import (
-    STACK_NAME,
-    Checkpoint,
-    EagerPacking,
-    fill_dummy_weights,
-    has_own_head,
-    load_kv_scales,
-    load_weights,
-)
+from worker_service.loader.weights.checkpoint import STACK_NAME, Checkpoint, has_own_head
+from worker_service.loader.weights.fill import EagerPacking, fill_dummy_weights, load_weights
+from worker_service.loader.weights.kv_scales import load_kv_scales
 from worker_service.loader.weights.rounded_cache import with_rounded_weights
 from worker_service.models.decoder_families.common import STACKED_EXPERTS
 from worker_service.models.interface import Model, ModelContext, WeightTarget

@@ -29,7 +29,7 @@ from worker_service.loader import (
     load_eagle_head,
     load_mtp_head,
 )
-from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
+from worker_service.loader.loaded_model import arithmetic_of, describe_cache, release_windows
 from worker_service.models.adapters import AdapterSlots, require_adaptable
 from worker_service.models.draft_head import DraftHead
 from worker_service.models.interface import Model

@@ -28,10 +28,11 @@ from tests.support.transformers_oracle import oracle
 from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model, load_mtp_head
-from worker_service.loader.files.model_files import read_config
-from worker_service.loader.load import arithmetic_of
+from worker_service.loader.files.config import read_config
+from worker_service.loader.loaded_model import arithmetic_of
 from worker_service.loader.quantized.schemes import read_schemes
-from worker_service.loader.weights.checkpoint import EagerPacking, load_weights, open_checkpoint
+from worker_service.loader.weights.checkpoint import open_checkpoint
+from worker_service.loader.weights.fill import EagerPacking, load_weights
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers import RMSNorm
 from worker_service.models.linear import Linear, VocabEmbedding

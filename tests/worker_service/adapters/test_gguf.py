@@ -18,7 +18,7 @@ from worker_service.adapters.store import AdapterInfo
 from worker_service.config import AdapterConfig, CacheConfig, ModelConfig
 from worker_service.errors import AdapterNotFound, BadAdapter
 from worker_service.loader import load_model
-from worker_service.loader.files.model_files import read_config
+from worker_service.loader.files.config import read_config
 from worker_service.loader.gguf.adapter import read_gguf_lora
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 

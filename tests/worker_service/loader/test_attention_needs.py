@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagewire_kernels.interface import AttentionNeeds
-from worker_service.loader.load import attention_needs, needs_of_windows
+from worker_service.loader.kernels import attention_needs, needs_of_windows
 
 FEATURES = ("chunks", "sliding_window", "soft_cap", "sinks", "alibi", "packed")
 

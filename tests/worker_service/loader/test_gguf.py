@@ -19,12 +19,9 @@ from tests.support.gguf_files import CHAT_TEMPLATE, make_gguf, tokenizer_of
 from tests.support.loading import assert_same, load
 from worker_service.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, WorkerError
 from worker_service.gguf.tokenizer import tokenizer_assets
-from worker_service.loader.files.model_files import (
-    fingerprint,
-    iter_assets,
-    read_config,
-    special_tokens,
-)
+from worker_service.loader.files.assets import iter_assets
+from worker_service.loader.files.config import read_config, special_tokens
+from worker_service.loader.files.fingerprint import fingerprint
 from worker_service.loader.gguf.config import gguf_config
 from worker_service.loader.gguf.file import KNOWN_TYPES, open_gguf
 from worker_service.loader.gguf.names import gguf_tensors

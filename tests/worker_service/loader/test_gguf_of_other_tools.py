@@ -19,7 +19,7 @@ from tests.support.gguf_files import make_gguf, tokenizer_of
 from tests.support.loading import load
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.gguf.tokenizer import PRE_TOKENIZERS, merges_of, tokenizer_assets
-from worker_service.loader.files.model_files import iter_assets
+from worker_service.loader.files.assets import iter_assets
 from worker_service.loader.gguf.config import gguf_config
 from worker_service.loader.gguf.file import GgufTensor, open_gguf
 

@@ -27,8 +27,8 @@ from worker_service.gguf.tokenizer_process import TokenizerProcess
 from worker_service.load_progress import LoadProgress
 from worker_service.loader import load_model
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads, warn_of_rounding
-from worker_service.loader.files import model_files
-from worker_service.loader.files.model_files import iter_assets
+from worker_service.loader.files import fingerprint as fingerprints
+from worker_service.loader.files.assets import iter_assets
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 CPU = torch.device("cpu")
@@ -313,7 +313,7 @@ def test_a_model_with_an_unreadable_tokenizer_is_loaded_with_a_warning(
 
 
 def fingerprint(model_dir: Path, *options: str) -> str:
-    return model_files.fingerprint(model_dir, dict(iter_assets(model_dir)), *options)
+    return fingerprints.fingerprint(model_dir, dict(iter_assets(model_dir)), *options)
 
 
 def test_the_fingerprint_differs_between_models_but_not_between_copies(tmp_path: Path) -> None:

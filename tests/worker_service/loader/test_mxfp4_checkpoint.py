@@ -17,7 +17,7 @@ from pagewire_kernels.cpu.experts import NativeExperts
 from tests.support.checkpoints import make_checkpoint
 from tests.support.loading import assert_same, edit_tensors, load
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.loader.files.model_files import read_config
+from worker_service.loader.files.config import read_config
 from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import open_checkpoint
 from worker_service.models.experts import ExpertWeights

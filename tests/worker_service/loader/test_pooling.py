@@ -24,7 +24,7 @@ from tests.support.transformers_oracle import oracle
 from worker_service.array_types import Float32Array
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.loader import LoadedModel
-from worker_service.loader.files.model_files import iter_assets
+from worker_service.loader.files.assets import iter_assets
 from worker_service.plan import PoolingHead, PoolingParams, PoolingType
 from worker_service.pooling_facts import LabelActivation, PoolingFacts, Similarity
 

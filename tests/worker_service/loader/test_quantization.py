@@ -26,8 +26,8 @@ from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, check_model
-from worker_service.loader.load import arithmetic_of
-from worker_service.loader.weights import checkpoint as weights
+from worker_service.loader.loaded_model import arithmetic_of
+from worker_service.loader.weights import fill
 
 SHAPES: dict[str, Any] = {
     "hidden_size": 64,
@@ -171,7 +171,7 @@ def test_tensors_that_are_rounded_while_they_are_read_have_the_same_bits(
     path = make_checkpoint(family, tmp_path, **SHAPES)
     expected = logits(load(path, quantization=quantization))
     # So are a layer's queries then, but not its keys and values, which are in the same product.
-    monkeypatch.setattr(weights, "MAX_MAPPED_BYTES", 10_000)
+    monkeypatch.setattr(fill, "MAX_MAPPED_BYTES", 10_000)
     assert logits(load(path, quantization=quantization)).equal(expected)
 
 

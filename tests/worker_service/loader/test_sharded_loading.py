@@ -13,11 +13,8 @@ from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint
 from worker_service.loader import load_model
-from worker_service.loader.weights.checkpoint import (
-    fill_dummy_weights,
-    load_weights,
-    open_checkpoint,
-)
+from worker_service.loader.weights.checkpoint import open_checkpoint
+from worker_service.loader.weights.fill import fill_dummy_weights, load_weights
 
 
 def names_of(folder: Path) -> set[str]:

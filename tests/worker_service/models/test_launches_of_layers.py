@@ -21,7 +21,7 @@ from pagewire_kernels.triton import TritonLayerKernels
 from tests.support.checkpoints import checkpoint
 from tests.support.paged_driver import PagedDriver
 from worker_service.adapters.store import AdapterStore
-from worker_service.loader.files.model_files import read_config
+from worker_service.loader.files.config import read_config
 from worker_service.models.adapters import AdapterSlots
 from worker_service.models.experts import ExpertWeights
 from worker_service.models.interface import ModelContext

@@ -6,15 +6,10 @@ import torch
 
 from pagewire_kernels.select import Kernels
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.load import LoadedModel
+from worker_service.loader.loaded_model import LoadedModel
 from worker_service.loader.quantized.schemes import read_schemes
-from worker_service.loader.weights.checkpoint import (
-    Checkpoint,
-    EagerPacking,
-    fill_dummy_weights,
-    load_weights,
-    open_checkpoint,
-)
+from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint
+from worker_service.loader.weights.fill import EagerPacking, fill_dummy_weights, load_weights
 from worker_service.models.draft_head import DraftHead, HeadSettings
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.native import NativeModel

@@ -18,8 +18,10 @@ from torch import Tensor
 from worker_service.config import CacheConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.loader.drafts.draft_head import build_head
-from worker_service.loader.files.model_files import read_config, resolve_model
-from worker_service.loader.load import LoadedModel, choose_kernels
+from worker_service.loader.files.config import read_config
+from worker_service.loader.files.places import resolve_model
+from worker_service.loader.kernels import choose_kernels
+from worker_service.loader.loaded_model import LoadedModel
 from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint
 from worker_service.models.decoder import DraftHeadSpec

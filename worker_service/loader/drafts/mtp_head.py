@@ -6,7 +6,7 @@ from typing import Any
 
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
 from worker_service.loader.drafts.draft_head import build_head
-from worker_service.loader.load import LoadedModel
+from worker_service.loader.loaded_model import LoadedModel
 from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import (
     STACK_NAME,

@@ -3,5 +3,9 @@
 | file | holds |
 | --- | --- |
 | `hub_progress.py` | the progress of a download |
-| `model_files.py` | a directory, the hub or the embedded model; assets for frontends; fingerprint |
+| `places.py` | where they are: a directory, the hub or the embedded model |
+| `json_files.py` | reading JSON |
+| `config.py` | configuration, and the tokens that begin and end sequences |
+| `assets.py` | the files that frontends need |
+| `fingerprint.py` | a hash of what results depend on |
 """

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from worker_service.config import ModelConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
-from worker_service.loader.files.model_files import iter_assets
+from worker_service.loader.files.assets import iter_assets
 from worker_service.loader.pooling.sentence_transformers import MODULES, DenseSettings, read_modules
 from worker_service.loader.tensors import OpenFiles, describe
-from worker_service.loader.weights.checkpoint import Checkpoint, fill_dummy_weights
+from worker_service.loader.weights.checkpoint import Checkpoint
+from worker_service.loader.weights.fill import fill_dummy_weights
 from worker_service.models.interface import Model, ModelContext, Pools
 from worker_service.models.native import NativeModel
 from worker_service.models.pooling import Dense, Pooler

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.loader.files.model_files import read_json, read_json_list, transformer_settings
+from worker_service.loader.files.assets import transformer_settings
+from worker_service.loader.files.json_files import read_json, read_json_list
 from worker_service.models.pooling import ACTIVATIONS, class_name, label_activation
 from worker_service.plan import PoolingType
 from worker_service.pooling_facts import PoolingFacts, Similarity

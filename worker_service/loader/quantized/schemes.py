@@ -16,7 +16,7 @@ from typing import Any
 from pagewire_kernels.quantized_weight import Int8Activations
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.gguf.header import is_gguf
-from worker_service.loader.files.model_files import read_json
+from worker_service.loader.files.json_files import read_json
 from worker_service.loader.quantized.formats import (
     FORMATS,
     FP8,

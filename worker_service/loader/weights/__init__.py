@@ -2,6 +2,8 @@
 
 | file | holds |
 | --- | --- |
-| `checkpoint.py` | reading weights, packing them while loading, scales of an fp8 KV cache |
+| `checkpoint.py` | weight files and their tensors |
+| `fill.py` | filling and packing the layers of a model |
+| `kv_scales.py` | scales of an fp8 KV cache |
 | `rounded_cache.py` | an on-disk cache of weights quantized by `--quantization` |
 """

@@ -1,0 +1,133 @@
+"""The configuration of a model, `config.json`, and the tokens that begin and end its sequences."""
+
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from worker_service.errors import BadCheckpoint
+from worker_service.gguf.header import is_gguf
+from worker_service.loader.files.json_files import read_json
+from worker_service.loader.gguf.config import gguf_config
+
+logger = logging.getLogger(__name__)
+
+_OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
+"""Keys of `config.json` that a multimodal model has for its text model as well."""
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """Return the content of `config.json`, or its equivalent from the metadata of a GGUF file.
+
+    Raises BadCheckpoint or UnsupportedModel.
+    """
+    if is_gguf(model_dir):
+        return gguf_config(model_dir)
+    config = read_json(model_dir / "config.json")
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise BadCheckpoint(f"{model_dir / 'config.json'} names no architecture")
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise BadCheckpoint(f"config.json: text_config: expected an object, got {text!r}")
+    for holder in (config, text):
+        _require_sizes(holder)
+    return _text_part(config)
+
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _require_sizes(config: Mapping[str, Any]) -> None:
+    """Raise BadCheckpoint unless the sizes that all models have are positive, where they are
+    given."""
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise BadCheckpoint(f"config.json: {key}: expected a positive number, got {value!r}")
+
+
+_TEXT_MODELS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",  # positions of text are the same in all three axes
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+}
+"""Text models of multimodal ones that can be served alone, by `model_type`."""
+
+WHOLE_MODEL = "whole_model"
+"""The key of the multimodal model's class in the configuration of its text model."""
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a multimodal model's text model, if that can be served alone; other
+    configurations are returned unchanged."""
+    whole, text = str(config["architectures"][0]), config.get("text_config") or {}
+    if not whole.endswith("ForConditionalGeneration"):
+        return config
+    from transformers import AutoConfig  # which knows the defaults of absent keys
+
+    try:
+        read = AutoConfig.for_model(**copy.deepcopy(config))
+    except (ValueError, TypeError, KeyError):
+        return config  # which is refused by name
+    except Exception as error:  # the library's own for values of another kind, by field
+        raise BadCheckpoint(f"config.json: {' '.join(str(error).split())}") from error
+    inner = read.get_text_config()
+    name = _TEXT_MODELS.get(inner.model_type)
+    if inner is read or name is None:
+        return config
+    # The whole model's keys, as far as it has them, apply to its text model.
+    outer = {key: config.get(key, text.get(key)) for key in _OF_BOTH}
+    is_tied = getattr(read, "tie_word_embeddings", None)  # which some keep in the text model
+    tied = {"tie_word_embeddings": inner.tie_word_embeddings if is_tied is None else is_tied}
+    return {**inner.to_dict(), **outer, **tied, "architectures": [name], WHOLE_MODEL: whole}
+
+
+_MAX_TOKENS = 1 << 31
+"""More than any vocabulary has."""
+
+
+def special_tokens(
+    model_dir: Path, config: Mapping[str, Any]
+) -> tuple[tuple[int, ...], int | None]:
+    """Return the ids of the tokens that end a sequence, and of the one that begins it, if any.
+
+    `generation_config.json` takes precedence over `config.json`. What is no id of a token is logged
+    and ignored.
+    """
+    generation_file = model_dir / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.is_file() else {}
+    inner = config.get("text_config") or {}
+    num_tokens = config.get("vocab_size") or inner.get("vocab_size") or _MAX_TOKENS
+
+    def ids(key: str) -> list[int]:
+        value = next((h[key] for h in (generation, config, inner) if h.get(key) is not None), None)
+        given = value if isinstance(value, list) else [] if value is None else [value]
+        found = [token for token in given if type(token) is int and 0 <= token < num_tokens]
+        if len(found) < len(given):
+            logger.warning(
+                "%s: expected ids of the vocabulary's %d tokens, others are not used: %r",
+                *(key, num_tokens, value),
+            )
+        return found
+
+    eos_ids, bos_ids = ids("eos_token_id"), ids("bos_token_id")
+    return tuple(dict.fromkeys(eos_ids)), bos_ids[0] if bos_ids else None

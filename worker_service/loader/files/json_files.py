@@ -1,0 +1,32 @@
+"""Reading JSON files of a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from worker_service.errors import BadCheckpoint
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises BadCheckpoint if there is none."""
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise BadCheckpoint(f"{path} holds no JSON object")
+    return content
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in a JSON file. Raises BadCheckpoint if it is no list of objects."""
+    content = _read_json(path)
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise BadCheckpoint(f"{path} holds no list of JSON objects")
+    return content
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"{path} is missing") from error
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{path} cannot be read as JSON: {error}") from error

@@ -1,0 +1,163 @@
+"""Where the files of a model are: in a directory, in this package, or on the hub, from which they
+are downloaded. The same of adapters.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from worker_service.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from worker_service.config import EMBEDDED, local_model
+from worker_service.errors import AdapterNotFound, ModelNotFound
+from worker_service.gguf.header import is_gguf
+from worker_service.load_progress import LoadProgress
+
+logger = logging.getLogger(__name__)
+
+_EMBEDDED_DIR = Path(__file__).parents[2] / "embedded_model"
+_WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
+_OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+
+
+def resolve_model(
+    model: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    progress: LoadProgress | None = None,
+) -> Path:
+    """Return the directory or GGUF file of `model`; a model of the hub is downloaded first.
+
+    revision: of a model of the hub; weights: whether weight files are downloaded, too; progress:
+    of the download. Raises ModelNotFound, which names the places that were searched.
+    """
+    if model == EMBEDDED:
+        return _EMBEDDED_DIR
+    if (found := local_model(model)) is not None:
+        return found
+    _require_hub_id(model)
+    return _download(model, revision, weights, progress or LoadProgress())
+
+
+def resolve_config(model: str, revision: str | None = None) -> Path | None:
+    """Like `resolve_model`, but of a model of the hub only `config.json` is downloaded.
+
+    None if the model is in the hub's local cache, which may be older than the hub.
+    """
+    if model == EMBEDDED or local_model(model) is not None:
+        return resolve_model(model)
+    _require_hub_id(model)
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
+
+    if try_to_load_from_cache(model, "config.json", revision=revision) is not None:
+        return None
+    with _hub_errors(model):
+        # Asked once: the download repeats failures for 25 s, and hides their reason.
+        get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision))
+        return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+
+
+def resolve_adapter(path: str) -> Path:
+    """Return the folder or file of an adapter; one of the hub is downloaded first.
+
+    The path of nothing that exists is returned as it is, unless it has the form of a hub id. Raises
+    AdapterNotFound, which names the places that were searched.
+    """
+    place = Path(path).expanduser()
+    if place.exists() or path.startswith(("/", ".", "~")) or "/" not in path or is_gguf(place):
+        return place
+    from huggingface_hub import snapshot_download
+
+    try:
+        _require_hub_id(path)
+        with _hub_errors(path):
+            return Path(snapshot_download(path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+    except ModelNotFound as error:
+        raise AdapterNotFound(f"path: {error}") from error
+
+
+def _require_hub_id(model: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    if model.lower().endswith(".gguf"):
+        raise ModelNotFound(f"{model}: no such file")
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        raise ModelNotFound(
+            f"{model}: no such directory or file, and not a hub id of the form owner/name"
+        ) from None
+
+
+def _download(model: str, revision: str | None, weights: bool, progress: LoadProgress) -> Path:
+    from huggingface_hub import snapshot_download
+
+    from worker_service.loader.files.hub_progress import download_bars
+
+    patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
+    logger.info("looking for the model on the hub model=%s revision=%s", model, revision)
+    with _hub_errors(model), progress.phase("downloading") as advance:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=patterns,
+                tqdm_class=download_bars(advance),
+            )
+        )
+
+
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    """Turn errors of the hub's library, and of its HTTP client, into ModelNotFound."""
+    from huggingface_hub import constants, errors
+
+    tried = f"{model}: no such directory or file, and the Hugging Face hub"
+    try:
+        yield
+    except errors.RemoteEntryNotFoundError as error:
+        raise ModelNotFound(
+            f"{model}: on the Hugging Face hub, but without a config.json; download a GGUF file and"
+            " name that as the model"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise ModelNotFound(
+            f"{model}: gated on the Hugging Face hub: accept its conditions there, and set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:  # which it also says of private models
+        status = error.response.status_code
+        raise ModelNotFound(f"{tried} has none that HF_TOKEN may read (status {status})") from error
+    except errors.HfHubHTTPError as error:
+        raise ModelNotFound(f"{tried} refused it: {' '.join(str(error).split())}") from error
+    except Exception as error:  # the HTTP client's own, which depend on the library's version
+        if constants.HF_HUB_OFFLINE:
+            raise ModelNotFound(
+                f"{model}: no such directory or file, nor in the local cache, and HF_HUB_OFFLINE is"
+                " set"
+            ) from error
+        raise ModelNotFound(
+            f"{tried} could not be reached, nor is it in the local cache:"
+            f" {constants.ENDPOINT}:"
+            f" {_cause(error)}{_proxy()}"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """What the first of a chain of errors says, on one line."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return str(text).splitlines()[0]
+
+
+def _proxy() -> str:
+    names = [name for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY") if os.environ.get(name)]
+    return f" (through the proxy in {names[0]})" if names else ""
