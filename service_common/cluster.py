@@ -21,7 +21,7 @@ from pagewire.bearer_tokens import read_tokens
 from service_common.errors import Unauthenticated
 from service_common.grpc_options import IDLE_TIMEOUT_MS, MAX_FRAME_BYTES, Options, channel_options
 from service_common.metadata import AUTHORIZATION, authorization
-from service_common.tls import TlsFiles, channel_credentials, server_credentials
+from service_common.tls import TlsFiles, channel_credentials, server_credentials, warn_of_files
 from service_common.watched_files import WatchedFiles, warn_if_shared
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Cluster:
         self._channel_credentials: WatchedFiles[grpc.ChannelCredentials] | None = None
         if config.tls is not None:
             files = config.tls
+            warn_of_files(files)
             self._channel_credentials = WatchedFiles(
                 files.paths, lambda: channel_credentials(files)
             )

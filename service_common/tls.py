@@ -1,12 +1,16 @@
 """TLS, with certificates that may change on disk while they are in use."""
 
+import logging
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 
-from pagewire.pem_files import read_authorities, read_pair
+from pagewire.pem_files import read_authorities, read_pair, validity
 from service_common.watched_files import WatchedFiles, warn_if_shared
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +54,24 @@ def tls_files(cert: Path | None, key: Path | None, client_ca: Path | None) -> Tl
     return None
 
 
+def warn_of_files(files: TlsFiles) -> None:
+    """Warn of a key that others can read, and of a certificate that is not valid now, which the
+    other ends of connections refuse."""
+    warn_if_shared(files.key)
+    period = validity(files.read()[0])
+    if not period.begins <= datetime.now(UTC) <= period.ends:
+        logger.warning(
+            "certificate is not valid now file=%s subject=%r not_before=%s not_after=%s",
+            files.cert,
+            period.subject,
+            period.begins.isoformat(),
+            period.ends.isoformat(),
+        )
+
+
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """Credentials of a gRPC server. New connections use the current contents of the files; if
     `files.ca` is set, callers need a certificate signed by it. TLS 1.2 and 1.3."""
-    warn_if_shared(files.key)
     watched = WatchedFiles(files.paths, lambda: _configuration(files))
     return grpc.dynamic_ssl_server_credentials(
         watched.get(), watched.get, require_client_authentication=files.ca is not None

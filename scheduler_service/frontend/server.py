@@ -36,7 +36,7 @@ from service_common.grpc_server import warn_if_exposed
 from service_common.interceptors import HEALTH, REFLECTION, CallGuard
 from service_common.metadata import authorization
 from service_common.prometheus import LoopCollector, make_registry, published
-from service_common.tls import server_credentials
+from service_common.tls import server_credentials, warn_of_files
 from service_common.tracing import make_tracing
 from service_common.version import VERSION
 from service_common.watched_files import WatchedFiles
@@ -180,6 +180,8 @@ async def serve(config: FrontendConfig) -> None:
 
 def _runner_of(config: FrontendConfig, authentication: auth.Authentication) -> ServiceRunner:
     """The gRPC server and its signals."""
+    if config.tls is not None:
+        warn_of_files(config.tls)
     guard = CallGuard(
         check_caller=lambda metadata: auth.PRINCIPAL.set(
             authentication.authenticate(authorization(metadata))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from service_common.cluster import Cluster, ClusterConfig
-from service_common.tls import TlsFiles, server_credentials
+from service_common.tls import TlsFiles, warn_of_files
 from service_common.watched_files import WatchedFiles
 from tests.support.certificates import Authority
 
@@ -51,7 +51,7 @@ def test_a_secret_that_others_can_read_is_told(
     token.write_text("t" * 32)
     for secret in (issued.key, token):
         secret.chmod(mode)
-    server_credentials(TlsFiles(cert=issued.cert, key=issued.key))
+    warn_of_files(TlsFiles(cert=issued.cert, key=issued.key))
     Cluster(ClusterConfig(token_file=token))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (2 if is_told else 0)

@@ -32,15 +32,18 @@ class Authority:
         self._name = _name(name)
         self.cert = folder / f"{name}.pem"
         """The authority's own certificate."""
-        builder = _builder(self._name, self._name, self._key, days=1)
+        builder = _builder(self._name, self._name, self._key, days=1, begins=-10)
         constraints = x509.BasicConstraints(ca=True, path_length=0)
         made = builder.add_extension(constraints, critical=True).sign(self._key, hashes.SHA256())
         self.cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, file_name: str, host: str = MEMBER_NAME, *, days: int = 1) -> Issued:
-        """A certificate for a host's name or address; of the past, if `days` is negative."""
+    def issue(
+        self, file_name: str, host: str = MEMBER_NAME, *, days: int = 1, begins: int = -10
+    ) -> Issued:
+        """A certificate for a host's name or address. `days`, `begins`: days from now until it ends
+        and begins, of the past if negative."""
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(_name(host), self._name, key, days=days)
+        builder = _builder(_name(host), self._name, key, days=days, begins=begins)
         names = x509.SubjectAlternativeName([_general_name(host)])
         made = builder.add_extension(names, critical=False).sign(self._key, hashes.SHA256())
         issued = Issued(self._folder / f"{file_name}.pem", self._folder / f"{file_name}-key.pem")
@@ -56,7 +59,12 @@ class Authority:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, *, days: int
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    *,
+    days: int,
+    begins: int,
 ) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
@@ -65,7 +73,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - 10 * DAY)
+        .not_valid_before(now + begins * DAY)
         .not_valid_after(now + days * DAY)
     )
 
