@@ -32,13 +32,13 @@ from benchmarks.engines.engine import Engine, Settings
 from benchmarks.engines.llama_cpp import LlamaCpp
 from benchmarks.engines.pagewire import flags
 from benchmarks.engines.vllm import options
-from benchmarks.gguf_file import write_gguf_adapter
-from benchmarks.machine import ForeignLoad
-from benchmarks.model_shapes import Shape
+from benchmarks.engines.workloads import Job
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import exit_on_sigterm
+from benchmarks.measuring.tables import publish
+from benchmarks.models.gguf_file import write_gguf_adapter
+from benchmarks.models.model_shapes import Shape
 from benchmarks.offline import add_common, settings_of
-from benchmarks.processes import exit_on_sigterm
-from benchmarks.tables import publish
-from benchmarks.workloads import Job
 from pagewire_client import AsyncClient, SamplingParams
 from tests.support.cluster import Cluster
 

@@ -15,8 +15,8 @@ from itertools import chain
 
 import torch
 
-from benchmarks.checkpoints import config_of
-from benchmarks.model_shapes import SHAPES
+from benchmarks.models.checkpoints import config_of
+from benchmarks.models.model_shapes import SHAPES
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepResult
 from scheduler_service.core.config import CacheGroup, CacheLifetime, WorkerGroupCapacity
 from scheduler_service.core.request import Generation, Request

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.ceilings import CeilingsProcess
 from benchmarks.engines.embedders import over_http, timed
-from benchmarks.json_lines import LineProcess
-from benchmarks.machine import ForeignLoad
-from benchmarks.processes import exit_on_sigterm, processor_seconds, send_signal
-from benchmarks.tables import publish, script_parser
+from benchmarks.measuring.ceilings import CeilingsProcess
+from benchmarks.measuring.json_lines import LineProcess
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import exit_on_sigterm, processor_seconds, send_signal
+from benchmarks.measuring.tables import publish, script_parser
 from pagewire_client import Client
 from tests.support.cluster import Cluster
 from tools.launch import ROOT, free_port

@@ -23,9 +23,9 @@ from statistics import median
 import aiohttp
 import grpc
 
-from benchmarks.machine import ForeignLoad
-from benchmarks.processes import Processes
-from benchmarks.tables import publish, script_parser
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import Processes
+from benchmarks.measuring.tables import publish, script_parser
 from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 from tests.support.fake_core import FakeCore, FakeRequest

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.kernel_cases import Case, all_cases, setting
-from benchmarks.kernel_ceilings import KernelCeilings, measure_ceilings
-from benchmarks.kernel_timing import median_seconds
-from benchmarks.machine import ForeignLoad
-from benchmarks.tables import publish, script_parser
+from benchmarks.measuring.kernel_cases import Case, all_cases, setting
+from benchmarks.measuring.kernel_ceilings import KernelCeilings, measure_ceilings
+from benchmarks.measuring.kernel_timing import median_seconds
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.tables import publish, script_parser
 
 Row = dict[str, object]
 

@@ -28,11 +28,11 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from benchmarks.checkpoints import checkpoint
-from benchmarks.machine import ForeignLoad
-from benchmarks.model_shapes import SHAPES
-from benchmarks.processes import exit_on_sigterm
-from benchmarks.tables import publish, script_parser
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import exit_on_sigterm
+from benchmarks.measuring.tables import publish, script_parser
+from benchmarks.models.checkpoints import checkpoint
+from benchmarks.models.model_shapes import SHAPES
 from pagewire_client import AsyncClient, SamplingParams
 from tests.support.cluster import Cluster
 

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ceilings import Ceilings, CeilingsProcess
-from benchmarks.comparison import (
+from benchmarks.engines import transformers_static
+from benchmarks.engines.choice import DEFAULT_NAMES, NAMES, Programs, start_all
+from benchmarks.engines.comparison import (
     PAGEWIRE,
     agreements,
     all_runs,
@@ -32,10 +33,8 @@ from benchmarks.comparison import (
     compare,
     facts_of,
 )
-from benchmarks.engines import transformers_static
-from benchmarks.engines.choice import DEFAULT_NAMES, NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
-from benchmarks.interleaved_runs import (
+from benchmarks.engines.interleaved_runs import (
     MOST_REPEATS,
     CeilingGauge,
     Patience,
@@ -43,13 +42,14 @@ from benchmarks.interleaved_runs import (
     Run,
     run_in_turns,
 )
-from benchmarks.machine import RESULTS, ForeignLoad
-from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES
-from benchmarks.processes import exit_on_sigterm
-from benchmarks.quantized_layers import BITS_PER_WEIGHT, CONFIGS
-from benchmarks.roofline import floor_seconds
-from benchmarks.tables import publish
-from benchmarks.workloads import FOUR, WORKLOADS, Workload
+from benchmarks.engines.roofline import floor_seconds
+from benchmarks.engines.workloads import FOUR, WORKLOADS, Workload
+from benchmarks.measuring.ceilings import Ceilings, CeilingsProcess
+from benchmarks.measuring.machine import RESULTS, ForeignLoad
+from benchmarks.measuring.processes import exit_on_sigterm
+from benchmarks.measuring.tables import publish
+from benchmarks.models.model_shapes import BYTES_PER_VALUE, SHAPES
+from benchmarks.models.quantized_layers import BITS_PER_WEIGHT, CONFIGS
 
 
 def run(

@@ -25,10 +25,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.engines.engine import Settings
-from benchmarks.machine import ForeignLoad
-from benchmarks.model_shapes import SHAPES
-from benchmarks.servers import ServedPagewire, ServedVllm, Server, all_of
-from benchmarks.tables import publish, script_parser
+from benchmarks.engines.servers import ServedPagewire, ServedVllm, Server, all_of
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.tables import publish, script_parser
+from benchmarks.models.model_shapes import SHAPES
 from pagewire_cli.load.load_generator import LoadRun, Target
 from pagewire_cli.load.summary import Limits, Summary
 from pagewire_cli.load.workload import Lengths, Workload

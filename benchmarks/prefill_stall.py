@@ -19,12 +19,12 @@ from statistics import median
 import numpy as np
 
 from benchmarks.engines.engine import Settings
-from benchmarks.machine import ForeignLoad
-from benchmarks.model_shapes import SHAPES
-from benchmarks.processes import exit_on_sigterm
-from benchmarks.servers import ServedPagewire, all_of
-from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
-from benchmarks.tables import publish, script_parser
+from benchmarks.engines.servers import ServedPagewire, all_of
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import exit_on_sigterm
+from benchmarks.measuring.tables import publish, script_parser
+from benchmarks.models.model_shapes import SHAPES
+from benchmarks.models.synthetic_tokenizer import FIRST_WORD_ID
 from pagewire_cli.load.load_generator import Target
 from pagewire_cli.load.workload import Arrival
 from scheduler_service.core import SchedulerConfig

@@ -25,9 +25,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from benchmarks.machine import ForeignLoad
-from benchmarks.processes import exit_on_sigterm
-from benchmarks.tables import publish, script_parser
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import exit_on_sigterm
+from benchmarks.measuring.tables import publish, script_parser
 from pagewire_client import AsyncClient, RequestOutput, SamplingParams
 from scheduler_service.core_service.config import CoreServiceConfig
 from tests.support.cluster import Cluster

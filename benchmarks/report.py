@@ -3,7 +3,7 @@
     python -m benchmarks.report
 
 The page has a pair of comments for each file under `benchmarks/results/`; the text between them is
-replaced by the machine, the facts and the table that `benchmarks.tables.publish` wrote.
+replaced by the machine, the facts and the table that `benchmarks.measuring.tables.publish` wrote.
 """
 
 import json
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import RESULTS, VECTOR_EXTENSIONS
-from benchmarks.tables import text
+from benchmarks.measuring.machine import RESULTS, VECTOR_EXTENSIONS
+from benchmarks.measuring.tables import text
 
 PAGE = Path(__file__).parents[1] / "docs/benchmarks.md"
 NOT_MEASURED = "Not measured yet."

@@ -16,11 +16,11 @@ import numpy as np
 
 from benchmarks.engines.engine import Settings
 from benchmarks.engines.pagewire import Pagewire
-from benchmarks.machine import ForeignLoad
-from benchmarks.model_shapes import SHAPES
-from benchmarks.processes import exit_on_sigterm
-from benchmarks.tables import publish, script_parser
-from benchmarks.workloads import Lengths, Workload
+from benchmarks.engines.workloads import Lengths, Workload
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import exit_on_sigterm
+from benchmarks.measuring.tables import publish, script_parser
+from benchmarks.models.model_shapes import SHAPES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -26,9 +26,9 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.json_lines import LineProcess
-from benchmarks.machine import ForeignLoad
-from benchmarks.steady_core import (
+from benchmarks.measuring.json_lines import LineProcess
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.steady_core import (
     GROWTH_TOKENS,
     PREFILL_TOKENS,
     Queue,
@@ -36,7 +36,7 @@ from benchmarks.steady_core import (
     StepTimes,
     pauses_ms,
 )
-from benchmarks.tables import publish, script_parser
+from benchmarks.measuring.tables import publish, script_parser
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording_file import RecordingWriter
 from service_common.garbage import survivors_exempted
@@ -49,7 +49,7 @@ TURN_STEPS = 20
 
 Row = dict[str, float | int | None]
 
-SCRIPT = Path(__file__).with_name("vllm_scheduler.py")
+SCRIPT = Path(__file__).parent / "engines/vllm_scheduler.py"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.draft_heads import head_config, head_tensors, write_head
 from benchmarks.engines.in_process import InProcess
-from benchmarks.machine import ForeignLoad
-from benchmarks.tables import publish, script_parser
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.tables import publish, script_parser
+from benchmarks.models.draft_heads import head_config, head_tensors, write_head
 from pagewire.v1.sampling_pb2 import SamplerParams
 from worker_service.config import DRAFTERS
 from worker_service.cpu_cores import limit_spinning

@@ -20,12 +20,12 @@ from typing import Any, Self
 import numpy as np
 
 from benchmarks.engines.engine import Settings
-from benchmarks.machine import ForeignLoad
+from benchmarks.engines.servers import ServedPagewire, ServedVllm, Server
+from benchmarks.engines.workloads import WORKLOADS
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import exit_on_sigterm, resident_bytes
+from benchmarks.measuring.tables import publish
 from benchmarks.offline import add_common, settings_of
-from benchmarks.processes import exit_on_sigterm, resident_bytes
-from benchmarks.servers import ServedPagewire, ServedVllm, Server
-from benchmarks.tables import publish
-from benchmarks.workloads import WORKLOADS
 from pagewire_cli.load.workload import Arrival
 
 SAMPLE_S = 0.1

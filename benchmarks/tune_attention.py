@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import ceilings
-from benchmarks.kernel_cases import BLOCK_TOKENS, HEAD_DIM, scattered_batch
-from benchmarks.kernel_timing import median_seconds
-from benchmarks.machine import ForeignLoad, save
-from benchmarks.tables import print_table, script_parser
+from benchmarks.measuring import ceilings
+from benchmarks.measuring.kernel_cases import BLOCK_TOKENS, HEAD_DIM, scattered_batch
+from benchmarks.measuring.kernel_timing import median_seconds
+from benchmarks.measuring.machine import ForeignLoad, save
+from benchmarks.measuring.tables import print_table, script_parser
 from pagewire_kernels.triton import Launch, choose_launch, paged_attention
 from pagewire_kernels.triton.attention import TILES_FILE, num_processors
 

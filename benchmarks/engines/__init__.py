@@ -11,6 +11,8 @@
 | `llama_cpp` | `llama-server` | its own process, over HTTP |
 
 `engine` is the interface, `child` the parent's end of engines in child processes, and `choice`
-creates the engines that are requested and installed. `embedders` is the child's end of libraries
-that make vectors.
+creates the engines that are requested and installed, which `interleaved_runs` lets take turns at
+`workloads`; `comparison` makes rows of what they reach beside each other, and beside the floor of
+`roofline`. `servers` starts those that `openai_target` calls. `embedders` is the child's end of
+libraries that make vectors, `vllm_scheduler` that of vLLM's scheduler alone.
 """

@@ -12,9 +12,9 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.engines.engine import About, Outputs, Settings
-from benchmarks.json_lines import LineProcess
-from benchmarks.processes import send_signal, tree
-from benchmarks.workloads import Job
+from benchmarks.engines.workloads import Job
+from benchmarks.measuring.json_lines import LineProcess
+from benchmarks.measuring.processes import send_signal, tree
 
 END_TIMEOUT_S = 10.0
 """An engine that does not end within this time is killed; nothing is lost."""

@@ -90,7 +90,7 @@ def _served(
     """The server of Pagewire, or vLLM's."""
     # Imported only if it is used: machines with GPUs may lack the packages of clients.
     from benchmarks.engines.over_http import OverHTTP
-    from benchmarks.servers import ServedPagewire, ServedVllm
+    from benchmarks.engines.servers import ServedPagewire, ServedVllm
 
     if vllm_python is None:
         return OverHTTP(ServedPagewire(settings), described)

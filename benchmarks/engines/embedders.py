@@ -1,7 +1,7 @@
 """Libraries that make vectors of texts, each in a child process under a Python that has it.
 
 `python -m benchmarks.engines.embedders '{"library": "onnxruntime", …}'` answers as
-`benchmarks.json_lines` describes.
+`benchmarks.measuring.json_lines` describes.
 """
 
 import atexit
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.json_lines import answer_lines
+from benchmarks.measuring.json_lines import answer_lines
 
 BATCH_SIZE, MAX_TOKENS = 16, 256
 """Of 4 to 256 texts in a batch, this many are the fastest for texts of 10 to 256 tokens."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
-from benchmarks.checkpoints import checkpoint
-from benchmarks.model_shapes import Shape
-from benchmarks.workloads import Job
+from benchmarks.engines.workloads import Job
+from benchmarks.models.checkpoints import checkpoint
+from benchmarks.models.model_shapes import Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from benchmarks import json_lines
 from benchmarks.engines.engine import Settings
+from benchmarks.measuring import json_lines
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.checkpoints import gguf
 from benchmarks.engines.engine import About, Outputs, Settings
-from benchmarks.processes import send_signal
-from benchmarks.workloads import Job
+from benchmarks.engines.workloads import Job
+from benchmarks.measuring.processes import send_signal
+from benchmarks.models.checkpoints import gguf
 from tools.launch import free_port
 
 NAME = "llama.cpp"

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import json_lines
+from benchmarks.measuring import json_lines
 
 if TYPE_CHECKING:  # not to be known where nano-vllm is
     from benchmarks.engines.engine import Settings

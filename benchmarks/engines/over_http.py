@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from benchmarks.engines.engine import About, Outputs
-from benchmarks.openai_target import OpenAITarget
-from benchmarks.servers import Server
-from benchmarks.workloads import Job
+from benchmarks.engines.openai_target import OpenAITarget
+from benchmarks.engines.servers import Server
+from benchmarks.engines.workloads import Job
 
 
 class OverHTTP:

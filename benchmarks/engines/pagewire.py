@@ -7,7 +7,7 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.engines.engine import About, Outputs, Settings
-from benchmarks.workloads import Job
+from benchmarks.engines.workloads import Job
 from service_common.version import VERSION
 
 NAME = "pagewire"

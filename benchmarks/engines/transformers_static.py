@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import json_lines
 from benchmarks.engines.engine import Settings
+from benchmarks.measuring import json_lines
 
 NAME = "transformers"
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import json_lines
+from benchmarks.measuring import json_lines
 
 if TYPE_CHECKING:  # not to be known where vLLM is
     from benchmarks.engines.engine import Settings

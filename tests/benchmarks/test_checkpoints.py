@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks import checkpoints
 from benchmarks.adapters import write_adapters
-from benchmarks.gguf_file import write_gguf_adapter
-from benchmarks.model_shapes import SHAPES, Shape
+from benchmarks.models import checkpoints
+from benchmarks.models.gguf_file import write_gguf_adapter
+from benchmarks.models.model_shapes import SHAPES, Shape
 from worker_service.adapters.peft_format import read_peft
 from worker_service.loader.gguf.adapter import read_gguf_lora
 

@@ -5,18 +5,18 @@ from typing import Self
 
 import pytest
 
-from benchmarks.ceilings import Ceilings
-from benchmarks.comparison import compare, num_equal
+from benchmarks.engines.comparison import compare, num_equal
 from benchmarks.engines.engine import About, Engine, Outputs
-from benchmarks.interleaved_runs import (
+from benchmarks.engines.interleaved_runs import (
     CeilingGauge,
     Patience,
     Results,
     Run,
     run_in_turns,
 )
-from benchmarks.model_shapes import SHAPES
-from benchmarks.workloads import WORKLOADS, Job, Workload
+from benchmarks.engines.workloads import WORKLOADS, Job, Workload
+from benchmarks.measuring.ceilings import Ceilings
+from benchmarks.models.model_shapes import SHAPES
 
 SHAPE = SHAPES["llama-160m"]
 CEILINGS = Ceilings(read_bytes_per_s=4e10, flops_per_s=5e11)

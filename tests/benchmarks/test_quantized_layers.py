@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoints import checkpoint
-from benchmarks.model_shapes import SHAPES
+from benchmarks.models.checkpoints import checkpoint
+from benchmarks.models.model_shapes import SHAPES
 from tests.support.paged_driver import PagedDriver
 from worker_service.config import ModelConfig
 from worker_service.loader import load_model

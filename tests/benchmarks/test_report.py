@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.machine import RESULTS
+from benchmarks.measuring.machine import RESULTS
+from benchmarks.measuring.tables import publish
 from benchmarks.report import PAGE, render, rewritten
-from benchmarks.tables import publish
 
 ROWS = [{"who": "core", "count": 1000, "ms": 50.5, "hidden": 7}, {"who": "worker", "ms": 1234.5}]
 

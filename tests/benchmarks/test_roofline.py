@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.model_shapes import SHAPES, Shape
-from benchmarks.roofline import Row, Step, ideal_steps
-from benchmarks.workloads import Job
+from benchmarks.engines.roofline import Row, Step, ideal_steps
+from benchmarks.engines.workloads import Job
+from benchmarks.models.model_shapes import SHAPES, Shape
 
 SHAPE = Shape(
     name="s",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.steady_core import Queue, SteadyCore
+from benchmarks.measuring.steady_core import Queue, SteadyCore
 from scheduler_service import wire
 
 

@@ -17,7 +17,7 @@ from benchmarks import (
     scheduler_overhead,
     speculation,
 )
-from benchmarks.processes import processor_seconds, resident_bytes, tree
+from benchmarks.measuring.processes import processor_seconds, resident_bytes, tree
 from pagewire_client import SamplingParams
 
 STREAMS = ["--streams", "4", "--tokens", "5", "--pace", "0", "--frontends", "2", "--turns", "1"]

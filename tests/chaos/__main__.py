@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import fields
 from pathlib import Path
 
-from benchmarks.machine import ForeignLoad
+from benchmarks.measuring.machine import ForeignLoad
 from tests.chaos.config import ChaosConfig
 from tests.chaos.report import Report
 from tests.chaos.run import run_chaos

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.measuring.machine import describe
 from tests.chaos.config import ChaosConfig
 from tests.chaos.drawing import ROLES
 

@@ -25,8 +25,6 @@ NAME = re.compile(
     r"(?<![\w./{}*-])"
     r"((?:[a-z_]+/)+(?:[a-z_]+\.(?:py|proto))?|[a-z_]+\.(?:py|proto))(?!\w)"
 )
-PARTIAL = {"benchmarks"}
-"""Packages whose tour lists only what is run by hand."""
 
 
 def tour(package: Path) -> str:
@@ -49,7 +47,7 @@ def test_every_file_that_a_tour_names_exists(package: str) -> None:
     assert missing == set()
 
 
-@pytest.mark.parametrize("package", [name for name in TOURS if name not in PARTIAL])
+@pytest.mark.parametrize("package", TOURS)
 def test_a_tour_names_every_module(package: str) -> None:
     words = set(re.findall(r"\w+", tour(Path(package))))
     modules = {

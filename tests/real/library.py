@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from benchmarks.json_lines import answer_lines
+from benchmarks.measuring.json_lines import answer_lines
 
 PAIRS = Path(__file__).with_name("sentence_pairs.txt")
 VOCAB_SIZE, HIDDEN_SIZE, MAX_TOKENS = 600, 64, 48

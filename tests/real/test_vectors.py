@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.json_lines import LineProcess
+from benchmarks.measuring.json_lines import LineProcess
 from pagewire_client import Client
 from tests.real.library import CROSS_ENCODERS, EMBEDDERS, PAIRS, PROMPTS
 from tests.support.cluster import Cluster

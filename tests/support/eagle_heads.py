@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.draft_heads import head_tensors, write_head
+from benchmarks.models.draft_heads import head_tensors, write_head
 from tests.support.checkpoints import MAX_POSITIONS, VOCAB_SIZE
 from tests.support.folders import folder_of_process
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from benchmarks.quantized_layers import CONFIGS, GROUP_SIZE
+from benchmarks.models.quantized_layers import CONFIGS, GROUP_SIZE
 from tests.support.checkpoints import checkpoint
 from tests.support.gguf_files import add_config, write
 from tests.support.peak_memory import measure

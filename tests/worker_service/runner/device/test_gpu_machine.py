@@ -39,7 +39,7 @@ IMPORT = "import importlib; [importlib.import_module(name) for name in sys.argv[
 START = """
 from pathlib import Path
 from benchmarks.engines import choice, engine
-from benchmarks.model_shapes import SHAPES
+from benchmarks.models.model_shapes import SHAPES
 settings = engine.Settings(shape=SHAPES["llama-160m"], dtype="bfloat16", checkpoints=Path())
 try:
     choice.make("pagewire", settings, choice.Programs())

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.draft_heads import write_head
+from benchmarks.models.draft_heads import write_head
 from pagewire_kernels.batch import UNKNOWN_TOKEN, LayerCaches
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint

@@ -1,6 +1,6 @@
 """This machine's highest memory bandwidth and arithmetic throughput.
 
-    python -m benchmarks.ceilings --dtype bfloat16
+    python -m benchmarks.measuring.ceilings --dtype bfloat16
 
 Measured in a process of its own, in the same run as the figures that are compared with it: the best
 of several ways to read memory, and of matrix products of several sizes in all implementations that
@@ -26,9 +26,9 @@ from statistics import harmonic_mean
 import torch
 from torch import Tensor
 
-from benchmarks.json_lines import LineProcess, take_stdout
-from benchmarks.model_shapes import BYTES_PER_VALUE
-from benchmarks.processes import send_signal
+from benchmarks.measuring.json_lines import LineProcess, take_stdout
+from benchmarks.measuring.processes import send_signal
+from benchmarks.models.model_shapes import BYTES_PER_VALUE
 from worker_service.models.linear import can_pack, pack
 
 READ_BYTES = 2**30
@@ -63,7 +63,7 @@ class CeilingsProcess(LineProcess):
 
     def __init__(self, dtype: str, device: str, threads: int) -> None:
         flags = ["--dtype", dtype, "--device", device, "--threads", str(threads), "--when-asked"]
-        command = [sys.executable, "-m", "benchmarks.ceilings", *flags]
+        command = [sys.executable, "-m", "benchmarks.measuring.ceilings", *flags]
         super().__init__(command, {"PYTHONPATH": ":".join(sys.path)})
         send_signal(self.pid, signal.SIGSTOP)
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import RESULTS, save
+from benchmarks.measuring.machine import RESULTS, save
 
 Columns = Mapping[str, str]
 """Titles by the names in a row."""

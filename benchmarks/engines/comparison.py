@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ceilings import Ceilings
 from benchmarks.engines.choice import OURS
 from benchmarks.engines.engine import Engine
-from benchmarks.interleaved_runs import Results, Run
-from benchmarks.workloads import Job
+from benchmarks.engines.interleaved_runs import Results, Run
+from benchmarks.engines.workloads import Job
+from benchmarks.measuring.ceilings import Ceilings
 
 PAGEWIRE, IN_PROCESS = OURS
 

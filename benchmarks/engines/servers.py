@@ -17,8 +17,8 @@ import aiohttp
 
 from benchmarks.engines import pagewire, vllm
 from benchmarks.engines.engine import Settings
-from benchmarks.openai_target import OpenAITarget
-from benchmarks.processes import send_signal
+from benchmarks.engines.openai_target import OpenAITarget
+from benchmarks.measuring.processes import send_signal
 from pagewire_cli.load.load_generator import PagewireTarget, Target
 from pagewire_cli.load.workload import Arrival
 from pagewire_client import NO_RETRIES, AsyncClient

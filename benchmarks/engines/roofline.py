@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from benchmarks.ceilings import Ceilings
-from benchmarks.model_shapes import BYTES_PER_VALUE, Shape
-from benchmarks.quantized_layers import BITS_PER_WEIGHT, Bits
-from benchmarks.workloads import Job
+from benchmarks.engines.workloads import Job
+from benchmarks.measuring.ceilings import Ceilings
+from benchmarks.models.model_shapes import BYTES_PER_VALUE, Shape
+from benchmarks.models.quantized_layers import BITS_PER_WEIGHT, Bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

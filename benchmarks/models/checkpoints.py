@@ -1,6 +1,6 @@
 """Checkpoints of known shapes with random weights and a working tokenizer.
 
-    python -m benchmarks.checkpoints --shape llama-160m --dtype bfloat16 FOLDER
+    python -m benchmarks.models.checkpoints --shape llama-160m --dtype bfloat16 FOLDER
 
 Writes `FOLDER/llama-160m-bfloat16`, unless it exists. Weights are drawn tensor by tensor, each from
 a generator seeded with its name, so that a shape is the same model in every dtype, up to rounding.
@@ -23,10 +23,10 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from benchmarks.gguf_file import write_gguf
-from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES, Shape
-from benchmarks.quantized_layers import CONFIGS, quantized
-from benchmarks.synthetic_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
+from benchmarks.models.gguf_file import write_gguf
+from benchmarks.models.model_shapes import BYTES_PER_VALUE, SHAPES, Shape
+from benchmarks.models.quantized_layers import CONFIGS, quantized
+from benchmarks.models.synthetic_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 
 WEIGHT_SCALE = 0.02
 """Standard deviation of matrices, that of common initializations."""

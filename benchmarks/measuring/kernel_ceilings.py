@@ -1,5 +1,4 @@
-"""The ceilings of kernels: those of `benchmarks.ceilings`, and the speed of copies and of the
-bus."""
+"""The ceilings of kernels: those of `ceilings`, and the speed of copies and of the bus."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks import ceilings
+from benchmarks.measuring import ceilings
 
 _COPY_BYTES = 2**30
 

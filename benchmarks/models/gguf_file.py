@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from benchmarks.model_shapes import Shape
-from benchmarks.synthetic_tokenizer import (
+from benchmarks.models.model_shapes import Shape
+from benchmarks.models.synthetic_tokenizer import (
     BOS_TOKEN_ID,
     CHAT_TEMPLATE,
     EOS_TOKEN_ID,

@@ -8,12 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.ceilings import Ceilings
 from benchmarks.engines.engine import Engine, Outputs
-from benchmarks.machine import ForeignLoad
-from benchmarks.model_shapes import Shape
-from benchmarks.processes import processor_seconds
-from benchmarks.workloads import Job, Workload, warm_up
+from benchmarks.engines.workloads import Job, Workload, warm_up
+from benchmarks.measuring.ceilings import Ceilings
+from benchmarks.measuring.machine import ForeignLoad
+from benchmarks.measuring.processes import processor_seconds
+from benchmarks.models.model_shapes import Shape
 
 MOST_REPEATS = 7
 """Turns of a short workload, unless more are requested."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
+from benchmarks.models.synthetic_tokenizer import FIRST_WORD_ID
 
 LENGTHS_SEED = 0
 

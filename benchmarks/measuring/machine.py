@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 VECTOR_EXTENSIONS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512",
