@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from worker_service.address import TcpAddress, UnixAddress, parse
-from worker_service.cpu_cores import ALL_CORES, CpuShare
+from worker_service.cpu_cores import ALL_CORES, CpuShare, num_usable_cores
 from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class LocalHost(RankHost):
 
     def _environment(self) -> dict[str, str]:
         """Ranks share the machine's cores, unless the number of threads is set."""
-        threads = max(1, (os.cpu_count() or 1) // len(self.ranks))
+        threads = max(1, num_usable_cores() // len(self.ranks))
         return {"OMP_NUM_THREADS": str(threads)} | os.environ
 
 
