@@ -139,9 +139,10 @@ class ModelBuilder:
             own = {k: v for k, v in self.hf_config.items() if k != STORED_NAME}
             builder = replace(self, hf_config=own | {"architectures": [stored]})
             return builder._build_through_transformers()
-        if not self.context.generates and (generator := generator_of(stored)) is not None:
+        if not self.context.generates and (found := generator_of(stored)) is not None:
+            generator, base = found
             changed = {"architectures": [generator], "tie_word_embeddings": True}
-            tensors = {f"model.{name}": part for name, part in self.checkpoint.tensors.items()}
+            tensors = {f"{base}.{name}": part for name, part in self.checkpoint.tensors.items()}
             builder = replace(
                 self,
                 hf_config={**self.hf_config, **changed},

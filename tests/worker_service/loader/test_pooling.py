@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -17,7 +18,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.checkpoints import checkpoint, make_checkpoint, write_tokenizer
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
 from tests.support.pooled_texts import PooledTexts
 from tests.support.transformers_oracle import oracle
@@ -461,6 +462,52 @@ def test_a_model_that_runs_through_transformers_pools(
         with torch.inference_mode():
             hidden = model(torch.tensor([tokens])).last_hidden_state[0]
         np.testing.assert_allclose(vector, hidden.mean(0), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [
+        ("Phi", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}),
+        ("BioGpt", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}),
+        ("GPTBigCode", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+        (
+            "ModernBertDecoder",
+            {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        ),
+    ],
+)
+def test_a_base_model_pools_through_transformers_whatever_its_head_would_have(
+    base: str, settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Heads with biases, norms and layers, and decoders of other names than `model`."""
+    small = {"vocab_size": 300, "intermediate_size": 88, "max_position_embeddings": 256}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    special |= {"cls_token_id": 1, "sep_token_id": 2}
+    config = getattr(transformers, f"{base}Config")(**small, **settings, **special)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{base}Model")(config).eval()
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    loaded = load(tmp_path)
+    assert (loaded.model.architecture, loaded.batch_invariant) == (f"{base}Model", True)
+    assert "NaN" not in caplog.text
+    texts = [TOKENS * 3, TOKENS, TOKENS[:1]]
+    found = PooledTexts(loaded).pool(texts, PoolingParams(type=PoolingType.MEAN))
+    for tokens, vector in zip(texts, found, strict=True):
+        with torch.inference_mode():
+            hidden = model(torch.tensor([tokens])).last_hidden_state[0]
+        np.testing.assert_allclose(vector, hidden.mean(0), atol=TOLERANCE)
+    with pytest.raises(InvalidOption, match=f"runner: expected auto or pooling for {base}Model"):
+        load(tmp_path, runner="generate")
+
+
+def test_a_base_model_without_a_weight_of_its_decoder_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("phi", tmp_path)
+    edit_config(path, architectures=["PhiModel"])
+    edit_tensors(path, _remove_head)
+    edit_tensors(path, lambda tensors: tensors.pop("final_layernorm.bias"))
+    with pytest.raises(BadCheckpoint, match=r"missing tensors: model\.final_layernorm\.bias$"):
+        load(path)
 
 
 def test_a_generator_whose_tokens_see_those_that_follow_is_refused(tmp_path: Path) -> None:

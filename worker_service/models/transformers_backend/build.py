@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -54,13 +55,14 @@ _MAX_NAMES = 8
 """Maximum number of tensors named in the log."""
 
 
-def generator_of(architecture: str) -> str | None:
+def generator_of(architecture: str) -> tuple[str, str] | None:
     """The generator with the layers of a decoder without an LM head, such as Gemma3ForCausalLM of
-    Gemma3TextModel; None if the library has none."""
+    Gemma3TextModel, and the name of the decoder in it; None if the library has none."""
     name = architecture.removesuffix("Model")
     generator = name.removesuffix("Text") + "ForCausalLM"
-    is_known = generator in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return generator if is_known and name != architecture else None
+    if name == architecture or generator not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return None
+    return generator, getattr(transformers, generator).base_model_prefix
 
 
 def refuse_by_config(architecture: str, config: Any) -> None:
@@ -265,8 +267,10 @@ def _load(
         for name in info["unexpected_keys"]
         if not name.startswith("mtp.") and (name not in biases or tensors[name][...].any())
     ]
+    # Only generation needs what is beside the decoder, the LM head.
+    needed = "" if context.generates else f"{causal_lm.base_model_prefix}."
     faults = {
-        "missing tensors": info["missing_keys"],
+        "missing tensors": [name for name in info["missing_keys"] if name.startswith(needed)],
         "unexpected tensors": unexpected,
         "misshapen tensors": info["mismatched_keys"],
     }

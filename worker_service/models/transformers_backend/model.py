@@ -318,7 +318,7 @@ class TransformersModel:
         """The linear layers whose rows are those of the step, and the LM head."""
         self.head = adaptable.get(causal_lm.get_output_embeddings())
         self._decoder = getattr(causal_lm, causal_lm.base_model_prefix)
-        self._head = _head_alone(causal_lm)
+        self._head = _head_alone(causal_lm) if context.generates else None
         self._ops: AbstractContextManager[Any] = nullcontext()
         if context.device.type == "cpu" or context.needs_fixed_products:
             self._ops = InvariantOps(context.device.type, tables)
@@ -341,7 +341,12 @@ class TransformersModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor, adapters: RowAdapters = ()) -> Tensor:
-        """Logits of the model's own head: float32 [num_rows, vocab_size]."""
+        """Logits of the model's own head: float32 [num_rows, vocab_size].
+
+        A model that pools returns the hidden states, which trial runs compare.
+        """
+        if self._head is None:
+            return hidden_states.float()
         active = self.adapters if have_adapters(adapters) else None
         if active is not None:
             active.activate_head(adapters, len(hidden_states))
