@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from scheduler_service.core.config import MoveKV, Role
-from scheduler_service.core.kv_cache.block_pool import BlockMap
+from scheduler_service.core.kv_cache.block_pool import BlockMap, map_blocks
+from scheduler_service.core.kv_cache.usage import usage_of
 from scheduler_service.core.request_timing import RequestPhase, TimelineEntry
 from scheduler_service.core.scheduler_stats import (
     CoreSnapshot,
@@ -151,15 +152,14 @@ def _worker_group_snapshot(
     scheduler: Scheduler, schedulers: Collection[Scheduler], adapters: str
 ) -> WorkerGroupSnapshot:
     capacity, rates, clock = scheduler.capacity, scheduler.rates, scheduler.clock
-    num_free_gpu_blocks, num_free_cpu_blocks = scheduler.cache.num_free_blocks
     return WorkerGroupSnapshot(
         worker_group_id=capacity.worker_group_id,
         model=capacity.model,
         draining=scheduler.is_draining,
         num_gpu_blocks=capacity.num_gpu_blocks,
-        num_free_gpu_blocks=num_free_gpu_blocks,
+        num_free_gpu_blocks=scheduler.cache.tables.pool.num_free_blocks,
         num_cpu_blocks=capacity.num_cpu_blocks,
-        num_free_cpu_blocks=num_free_cpu_blocks,
+        num_free_cpu_blocks=scheduler.cache.host.pool.num_free_blocks,
         num_running_sequences=sum(group.num_running for group in scheduler.seq_groups),
         num_steps=scheduler.num_steps,
         block_size=capacity.block_size,
@@ -170,7 +170,7 @@ def _worker_group_snapshot(
         wire_us=clock.wire_us,
         forward_us=clock.forward_us,
         sample_us=clock.sample_us,
-        cache_groups=scheduler.cache.usage(),
+        cache_groups=usage_of(scheduler.cache),
         kv_moves=_kv_moves(scheduler, schedulers),
         adapters=adapters,
     )
@@ -184,7 +184,8 @@ def _block_maps(scheduler: Scheduler) -> tuple[BlockMap, BlockMap]:
         for seq_group in reversed(scheduler.seq_groups)
         for seq in seq_group.sequences
     ]
-    return scheduler.cache.maps(owners)
+    device, host = scheduler.cache.tables, scheduler.cache.swap
+    return map_blocks(device.pool, device.held, owners), map_blocks(host.pool, host.held, owners)
 
 
 MAX_ENDED = 64
@@ -307,10 +308,10 @@ class Inspector:
             snapshot.lora = self._name_of(seq_group.request.model, seq_group.adapter)
             if scheduler is not None and detail.include_blocks:
                 for seq in seq_group.sequences:
-                    if scheduler.cache.holds(seq):
-                        snapshot.block_tables.append(scheduler.cache.device_blocks(seq))
-                    elif seq.status is SequenceStatus.SWAPPED:
-                        snapshot.host_block_tables.append(scheduler.cache.host_blocks(seq))
+                    if (held := scheduler.cache.tables.held.get(seq.seq_id)) is not None:
+                        snapshot.block_tables.append(list(held.blocks()))
+                    elif (held := scheduler.cache.swap.held.get(seq.seq_id)) is not None:
+                        snapshot.host_block_tables.append(list(held.blocks()))
             inspection.requests.append(snapshot)
         inspection.num_unlisted_requests = len(ordered) - len(inspection.requests)
         inspection.ended_requests = list(self._ended)

@@ -8,7 +8,7 @@ from scheduler_service.core.context import ContextPart
 from scheduler_service.core.kv_cache.block_pool import CachedBlocks
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
-from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
+from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, PrefixKeys
 from tests.support.core_driver import make_capacity
 
 BLOCK_SIZE = 4
@@ -73,13 +73,28 @@ def allocate(
     manager: KVCacheManager, seq_id: int, num_tokens: int, found: Sequence[int] = ()
 ) -> list[int]:
     """A sequence's new table."""
-    manager.admit(sequence(seq_id, num_tokens), hit(found))
-    return manager.device_blocks(sequence(seq_id))
+    manager.admission.admit(sequence(seq_id, num_tokens), hit(found))
+    return device_blocks(manager, sequence(seq_id))
+
+
+def device_blocks(manager: KVCacheManager, seq: CacheableSequence) -> list[int]:
+    """A sequence's blocks on the device, in order."""
+    return [*manager.tables.held[seq.seq_id].blocks()]
+
+
+def host_blocks(manager: KVCacheManager, seq: CacheableSequence) -> list[int]:
+    """A swapped-out sequence's blocks on the host, in order."""
+    return [*manager.swap.held[seq.seq_id].blocks()]
+
+
+def num_free_blocks(manager: KVCacheManager) -> tuple[int, int]:
+    """Blocks on device and host that no sequence uses."""
+    return manager.tables.pool.num_free_blocks, manager.host.pool.num_free_blocks
 
 
 def set_keys(manager: KVCacheManager, seq_id: int, keys: Sequence[bytes]) -> None:
     """Let a sequence's first blocks be found by these keys."""
-    manager.offer(sequence(seq_id, keys=keys), len(keys) * BLOCK_SIZE)
+    manager.prefixes.offer(sequence(seq_id, keys=keys), len(keys) * BLOCK_SIZE)
 
 
 def find(cached: CachedBlocks, keys: Sequence[bytes]) -> list[int]:

@@ -103,7 +103,7 @@ def _min_us(
     min_us = wait_us + _work_us(seq_group, model)
     if min_us <= remaining_us:
         return min_us
-    lengths = {s.cache.tokens_per_unit for s in model.schedulers if s.config.enable_prefix_caching}
+    lengths = {s.cache.prefixes.unit for s in model.schedulers if s.config.enable_prefix_caching}
     is_cached = any(
         _shares_prefix(seq_group, other, length)
         for other in live_seq_groups()

@@ -20,7 +20,7 @@ class BlockDemand:
         self.per_row = self.per_token + self.per_fork
         """The same, with those of a copy of its states."""
 
-    def of(self, num_tokens: int, num_source_tokens: int, num_forks: int = 0) -> int:
+    def of(self, num_tokens: int, num_source_tokens: int = 0, num_forks: int = 0) -> int:
         """Most blocks that a sequence of `num_tokens` tokens, with a source, has at a time, and its
         forks at first."""
         sizes = num_tokens, self._max_chunk, num_source_tokens

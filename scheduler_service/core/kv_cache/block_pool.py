@@ -295,6 +295,7 @@ class BlockPool:
     Blocks with contents stay in `cached` when they are freed, and are allocated last.
 
     Invariant: a block is in the free list, or free in `cached`, exactly when its count is zero.
+    What is reserved is free.
     """
 
     def __init__(
@@ -306,6 +307,8 @@ class BlockPool:
         self.cached = CachedBlocks(num_blocks)
         self.num_allocated = 0
         """Blocks allocated so far."""
+        self.num_reserved = 0
+        """Free blocks that are kept for prompts and for the states of forks."""
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._on_evict = on_evict
@@ -314,6 +317,11 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         """Number of blocks that can be allocated."""
         return len(self._free) + self.cached.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Number of free blocks that are not reserved."""
+        return len(self._free) + self.cached.num_free - self.num_reserved
 
     def has_free_blocks(self, number: int) -> bool:
         """Whether as many blocks can be allocated."""
@@ -436,6 +444,7 @@ class BlockPool:
         assert len(self._free) == len(set(self._free)), "a block is free twice"
         empty = {block for block in range(self.num_blocks) if block not in self.cached}
         assert set(self._free) == empty - counted.keys()
+        assert 0 <= self.num_reserved <= self.num_free_blocks
 
 
 EMPTY = 0

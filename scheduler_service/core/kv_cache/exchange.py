@@ -5,12 +5,15 @@ Where it arrives it is found like what was computed there.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_pool import KEY_BYTES, BlockPool, Contents
+from scheduler_service.core.kv_cache.device_tables import DeviceTables
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
+from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,15 +50,29 @@ class CacheExchange:
     Invariant: each of them has a reference for each lease or copy.
     """
 
-    def __init__(self, groups: Sequence[CacheGroup], device: BlockPool, host: BlockPool) -> None:
-        self._groups = groups
-        self._device, self._host = device, host
+    def __init__(self, tables: DeviceTables, host: BlockPool, cache: PrefixCache) -> None:
+        self._tables, self._cache = tables, cache
+        self._groups = tables.groups
+        self._device, self._host = tables.pool, host
         self._held: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
         """References by block; of the device, of the host."""
 
+    def num_entries(self, num_tokens: int) -> int:
+        """The most entries of the prefix cache that hold as many tokens."""
+        return sum(-(-num_tokens // tokens) for tokens in self._tables.block_tokens.values())
+
     # What others read.
 
-    def entries(self, hit: PrefixHit) -> list[CachedEntry]:
+    def find(self, seq: CacheableSequence) -> tuple[int, list[CachedEntry]]:
+        """What others may read of a waiting sequence's longest usable prefix, on device and host,
+        and its number of tokens."""
+        hit = self._cache.find(seq, on_host=True)
+        entries = self._entries(hit)
+        if len(entries) < sum(len(group.blocks) for group in hit.groups) and len(self._groups) == 1:
+            return len(entries) * self._groups[0].block_tokens, entries
+        return hit.num_tokens if entries else 0, entries
+
+    def _entries(self, hit: PrefixHit) -> list[CachedEntry]:
         """The entries of a hit, if nothing will write to them; of a model with one group those
         before the first to which something may."""
         found: list[CachedEntry] = []
@@ -78,15 +95,17 @@ class CacheExchange:
     def _pool(self, block: int) -> BlockPool:
         return self._host if block < 0 else self._device
 
+    def can_lease(self, entries: Iterable[CachedEntry]) -> bool:
+        """Whether these entries can be kept, with what is reserved for sequences."""
+        blocks = [block for block in _blocks(entries) if block >= 0]
+        num_unused = sum(not self._device.is_used(block) for block in blocks)
+        return num_unused <= self._device.num_available
+
     def lease(self, entries: Iterable[CachedEntry]) -> None:
         """Keep blocks, and what is in them, until the lease is ended."""
         for block in _blocks(entries):
             self._pool(block).share([_index(block)])
             self._held[block < 0][_index(block)] += 1
-
-    def end_lease(self, entries: Iterable[CachedEntry]) -> None:
-        """Give up what `lease` has kept."""
-        self._release(_blocks(entries))
 
     # What is read from others.
 
@@ -96,6 +115,10 @@ class CacheExchange:
         return [
             entry for entry in entries if found(entry.contents.key, entry.contents.group) is None
         ]
+
+    def can_receive(self, entries: Iterable[CachedEntry]) -> bool:
+        """Whether others' entries can be copied here; nothing is preempted for them."""
+        return self._tables.can_provide(sum(entry.size for entry in entries)) is AllocStatus.OK
 
     def allocate(self, entries: Iterable[CachedEntry]) -> list[CachedEntry]:
         """Allocate device blocks for copies of others' entries; as many must be free."""
@@ -114,11 +137,8 @@ class CacheExchange:
             self._device.cached.add(entry.blocks[0], copied, entry.blocks)
 
     def release(self, entries: Iterable[CachedEntry]) -> None:
-        """Give up allocated blocks. What was added can be found until it is evicted."""
-        self._release(_blocks(entries))
-
-    def _release(self, blocks: list[int]) -> None:
-        for block in reversed(blocks):
+        """Give up what was leased or allocated. What was added can be found until it is evicted."""
+        for block in reversed(_blocks(entries)):
             held = self._held[block < 0]
             held[_index(block)] -= 1
             if not held[_index(block)]:

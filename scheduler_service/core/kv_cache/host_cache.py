@@ -1,6 +1,6 @@
-"""Host memory of one worker group: swapped-out sequences, and the prefix cache's second tier.
+"""The prefix cache's second tier: host memory of one worker group.
 
-The second tier holds cached blocks that were evicted from the device, or will be soon. A block with
+It holds cached blocks that were evicted from the device, or will be soon. A block with
 contents that is given to another sequence must first be copied to the host, and the forward pass of
 that plan waits for the copy. So every plan also copies some of the blocks that later plans will
 evict: nothing writes to those in this step, so the worker can copy them while it computes, and
@@ -9,10 +9,9 @@ evicting them later copies nothing.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
-from scheduler_service.core.kv_cache.block_table import SequenceTables
 
 PLANS_AHEAD = 2
 """Blocks that are kept ready, by the largest number that a recent plan allocated; and the most
@@ -26,7 +25,7 @@ DECAY = 0.99
 
 
 class HostCache:
-    """Block tables of swapped-out sequences, and cached blocks, over one pool of host blocks.
+    """Cached blocks over one pool of host blocks, which swapped-out sequences share.
 
     A block with a key has the same contents as a device block that has or had this key; if they do
     not fill it, no sequence uses it. Blocks that are in no table are cached: they are kept until
@@ -43,71 +42,16 @@ class HostCache:
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
-        self.tables: dict[int, SequenceTables] = {}
         self._pinned: list[int] = []
         """References that end with the plan; a sequence's blocks are in reverse order."""
         self._kept: dict[int, int] = {}
         """Cached device blocks that this plan copies to the host, by host block: evicted ones in
         the order of eviction, then those that will be evicted next."""
 
-    # Swapped-out sequences.
-
-    def num_missing(self, contents: Iterable[Contents | None]) -> int:
-        """Number of distinct device blocks with these contents that have no copy on the host."""
-        return sum(self._find(held) is None for held in contents)
-
-    def num_needed(self, contents: Iterable[Contents | None]) -> int:
-        """Number of free blocks that `put` needs for distinct device blocks with these contents."""
-        found = map(self._find, contents)
-        return sum(block is None or not self.pool.is_used(block) for block in found)
-
-    def put(
-        self, tables: Mapping[int, SequenceTables], contents: Mapping[int, Contents | None]
-    ) -> dict[int, int]:
-        """Store block tables by sequence id, given as device blocks with their `contents`; enough
-        blocks must be free. Returns the host block of each device block that must be copied:
-        sequences continue to share blocks, and blocks that the host has are not copied."""
-        targets: dict[int, int] = {}
-        moved: dict[int, int] = {}
-        for block, held in contents.items():
-            if (found := self._find(held)) is not None:
-                self.pool.share([found])
-                targets[block] = found
-        for block, held in contents.items():
-            if block not in targets:
-                [target] = self.pool.allocate(1)
-                targets[block] = moved[block] = target
-                if held is not None and held.is_full:
-                    self.pool.cached.add(target, held)
-        for seq_id, stored in tables.items():
-            self.tables[seq_id] = stored.mapped(targets)
-            self.pool.share(self.tables[seq_id].blocks())
-        self._pinned += reversed(targets.values())  # the first reference of each
-        return moved
-
-    def _find(self, contents: Contents | None) -> int | None:
-        """A copy of a device block that is in a table; unless it is full, its owner has added to
-        what others may find."""
-        if contents is None or not contents.is_full:
-            return None
-        return self.pool.cached.find(contents.key, contents.group)
-
-    def take(self, seq_ids: Sequence[int]) -> dict[int, SequenceTables]:
-        """Remove and return the tables of sequences that the plan under construction swaps in."""
-        tables = {seq_id: self.tables.pop(seq_id) for seq_id in seq_ids}
-        for table in tables.values():
-            self._pinned += reversed(table.blocks())
-        return tables
-
-    def num_blocks_of(self, seq_ids: Sequence[int]) -> int:
-        """Number of distinct blocks of these sequences."""
-        return len({block for seq_id in seq_ids for block in self.tables[seq_id].blocks()})
-
-    def free(self, seq_id: int) -> None:
-        """Drop a swapped-out sequence's blocks."""
-        self.pool.release(self.tables.pop(seq_id).blocks())
-
-    # Cached blocks.
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Keep blocks that the plan under construction reads or writes, until it is complete: a
+        reference of each ends then."""
+        self._pinned += reversed(blocks)
 
     def keep(self, device_blocks: Sequence[int], contents: Contents) -> None:
         """Copy an entry of the device that is about to be overwritten, in this plan or a later one,
@@ -140,9 +84,7 @@ class HostCache:
     def fetch(self, blocks: Sequence[int]) -> None:
         """Pin cached blocks that the plan under construction reads."""
         self.pool.share(blocks)
-        self._pinned += reversed(blocks)
-
-    # Plans.
+        self.pin(blocks)
 
     def end_plan(self) -> list[int]:
         """Unpin the plan's blocks: the next plan may write to them. Returns the pairs (device
@@ -152,15 +94,12 @@ class HostCache:
         kept, self._kept = self._kept, {}
         return [block for host, device in kept.items() for block in (device, host)]
 
-    def check(self, leased: Counter[int]) -> None:
-        """Assert the invariant, between plans; `leased`: further references by block."""
+    def check(self, references: Counter[int]) -> None:
+        """Assert the invariant, between plans; `references`: of tables and leases, by block."""
         # Blocks that were allocated between plans, for copies of another group's, were evicted; the
         # plan that begins the fetch into them keeps what they held.
         assert sorted(self._pinned) == sorted(self._kept)
-        counts = Counter(block for table in self.tables.values() for block in table.blocks())
-        counts += leased
-        counts.update(self._pinned)
-        self.pool.check(dict(counts))
+        self.pool.check(dict(references + Counter(self._pinned)))
 
 
 class CopyAhead:

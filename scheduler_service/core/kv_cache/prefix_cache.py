@@ -158,18 +158,18 @@ class PrefixCache:
     def __init__(
         self,
         groups: Sequence[CacheGroup],
-        device: CachedBlocks,
-        host: CachedBlocks,
+        pools: Sequence[CachedBlocks],
         *,
         unit: int,
         enabled: bool = True,
         seed: int = 0,
     ) -> None:
-        """`unit`: tokens of a unit of keys; `enabled`: if False, nothing is found, and every
-        sequence is computed in full; `seed`: of keys."""
+        """`pools`: the device's blocks, then the host's if it has any; `unit`: tokens of a unit of
+        keys; `enabled`: if False, nothing is found, and every sequence is computed in full; `seed`:
+        of keys."""
         self.is_enabled = enabled
         self._groups = groups
-        self._device, self._host = device, host
+        self._pools = pools
         self.unit = unit
         self._seed = seed
         self._states = [number for number, group in enumerate(groups) if group.is_state]
@@ -190,9 +190,11 @@ class PrefixCache:
         self._seed = seed
         self._computed.clear()
 
-    def first_keys(self, seq: CacheableSequence) -> list[BlockKey]:
-        """The keys of all units of a sequence that were needed so far, and that before them."""
-        return [self.root(seq), *seq.prefix_keys[self.unit, self._seed]]
+    def keys_to_withdraw(self, seq: CacheableSequence) -> set[BlockKey]:
+        """The keys of all units of a sequence that were needed so far, that before them, and those
+        of its source."""
+        sources = self.source_keys(seq).values()
+        return {self.root(seq), *seq.prefix_keys[self.unit, self._seed]}.union(*sources)
 
     def find(
         self, seq: CacheableSequence, *, on_host: bool = False, multiple: int = 1
@@ -202,7 +204,7 @@ class PrefixCache:
         limit = self._max_reusable_tokens(seq)
         if not limit:
             return no_hit(len(self._groups), num_source_tokens(seq.context))
-        pools = [self._device, self._host] if on_host else [self._device]
+        pools = self._pools if on_host else self._pools[:1]
         keys = self.keys(seq, limit // self.unit)
         if len(keys) > limit // self.unit:
             keys = keys[: limit // self.unit]
@@ -215,11 +217,10 @@ class PrefixCache:
             hit = every or self._hit(matches, end)
         return self._with_source(seq, hit, pools) if self._sources else hit
 
-    def found_by_group(self, seq: CacheableSequence, *, on_host: bool) -> list[int]:
-        """How many of a waiting sequence's first tokens each group has; all of them in a group of
-        sources that are found."""
-        limit = self._max_reusable_tokens(seq)
-        pools = [self._device, self._host] if on_host else [self._device]
+    def found_by_group(self, seq: CacheableSequence) -> list[int]:
+        """How many of a waiting sequence's first tokens each group has, on device or host; all of
+        them in a group of sources that are found."""
+        limit, pools = self._max_reusable_tokens(seq), self._pools
         keys = self.keys(seq, limit // self.unit)[: limit // self.unit]
         found = [0] * len(self._groups)
         for number, match in self._matches(keys, pools).items():
@@ -374,13 +375,11 @@ class PrefixCache:
         self,
         seq: CacheableSequence,
         num_found: int,
-        num_offered: Callable[[CacheableSequence], int],
-        is_saving: Callable[[CacheableSequence, int], bool],
+        is_coming: Callable[[CacheableSequence, int], bool],
     ) -> bool:
         """Whether most of the tokens that a waiting sequence would compute after its first
-        `num_found` ones are being computed for another one, and will be found soon: they are not
-        among its `num_offered` units, or its state after them `is_saving`. Others then keep what
-        the sequence reads."""
+        `num_found` ones are those of another one whose first units, up to this number, are coming:
+        they will be found soon. It then keeps what the waiting sequence reads."""
         num_units = self._max_reusable_tokens(seq) // self.unit
         first = num_found // self.unit
         if num_units <= first:
@@ -390,8 +389,7 @@ class PrefixCache:
         for other in self._unconfirmed:
             if other.is_prefilling or self._states:
                 end = self._num_common(keys, other, first, num_units)
-                is_computing = other.is_prefilling and end > num_offered(other)
-                if end > most_shared and (is_computing or is_saving(other, end * self.unit)):
+                if end > most_shared and is_coming(other, end):
                     most_shared, leader = end, other
         num_missing = seq.num_known - num_found
         if leader is None or 2 * (most_shared - first) * self.unit <= num_missing:

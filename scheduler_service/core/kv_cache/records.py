@@ -22,7 +22,7 @@ class CacheRecords:
 
     def __init__(
         self,
-        kept: KeptBlocks,
+        kept: KeptBlocks | None,
         groups: Sequence[CacheGroup],
         device: BlockPool,
         host: BlockPool,
@@ -30,12 +30,15 @@ class CacheRecords:
         unit: int,
         key_seed: int | None,
     ) -> None:
-        """`unit`: tokens of a unit of keys; `key_seed`: of all keys here, None if there are none.
-        Nothing is adopted if the workers' keys have another seed."""
+        """`kept`: None if the workers record nothing; `unit`: tokens of a unit of keys; `key_seed`:
+        of all keys here, None if there are none. Nothing is adopted if the workers' keys have
+        another seed."""
         self._pools = (device, host)
         self._key_seed: int | None = key_seed or 0
         self._uncached: list[int] = []
         self._withdrawn_step_id = 0
+        if kept is None:
+            return
         if kept.blocks and key_seed is not None and kept.key_seed == key_seed:
             try:
                 entries = dict(_decode(kept, groups, device.num_blocks, host.num_blocks, unit))
@@ -66,15 +69,18 @@ class CacheRecords:
         self._key_seed = seed
 
     def add_withdrawal(self, step_id: int) -> None:
-        """Record that what the failed rows of a step computed is found no more."""
+        """Record that what the failed rows of a step computed is found no more: their sequences are
+        withdrawn."""
         self._withdrawn_step_id = step_id
 
     def add_to(self, plan: StepPlan) -> None:
         """Add the changes since the last plan, and in the first plan what begins the records."""
+        device, host = self._pools
+        if device.cached.changed is None or host.cached.changed is None:
+            return  # they record nothing
         plan.withdrawn_step_id, self._withdrawn_step_id = self._withdrawn_step_id, 0
         plan.key_seed, self._key_seed = self._key_seed, None
         plan.uncached_blocks, self._uncached = self._uncached, []
-        device, host = self._pools
         if not device.cached.changed and not host.cached.changed:
             return
         blocks: list[int] = []

@@ -4,9 +4,9 @@ one that ends. What others may find stays cached, in the order of its tokens.
 
 from collections.abc import Sequence
 
-from scheduler_service.core.config import CacheGroup
-from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
+from scheduler_service.core.kv_cache.block_pool import Contents
 from scheduler_service.core.kv_cache.block_table import Retained, SequenceTables
+from scheduler_service.core.kv_cache.device_tables import DeviceTables
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
 
@@ -14,20 +14,18 @@ from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
 class ReleasedBlocks:
     """Releases blocks of one worker group's device."""
 
-    def __init__(
-        self, groups: Sequence[CacheGroup], device: BlockPool, prefixes: PrefixCache
-    ) -> None:
-        self._groups = groups
-        self._device = device
+    def __init__(self, tables: DeviceTables, prefixes: PrefixCache) -> None:
+        self._tables = tables
+        self._groups = groups = tables.groups
+        self._device = tables.pool
         self._prefixes = prefixes
         self._spans = [(number, group) for number, group in enumerate(groups) if group.span]
         self._is_simple = len(groups) == 1 and not groups[0].is_state
 
-    def slide(self, seq: CacheableSequence, held: SequenceTables, position: int) -> int:
+    def slide(self, seq: CacheableSequence, position: int) -> None:
         """Release the blocks that no row at `position` or after it reads. Those that are needed at
-        a boundary stay cached as long as the sequence's other blocks. Returns the number of blocks
-        freed."""
-        num_freed = 0
+        a boundary stay cached as long as the sequence's other blocks."""
+        held, num_freed = self._tables.held[seq.seq_id], 0
         for number, group in self._spans:
             table, tokens = held.tables[number], group.block_tokens
             num_blocks = group.first_needed(position) // tokens - table.first
@@ -40,7 +38,9 @@ class ReleasedBlocks:
                 num_freed += self._device.release(blocks, is_expendable=True)
             del table.blocks[:num_blocks]
             table.first += num_blocks
-        return num_freed
+        if held.is_prompt:
+            held.num_reserved += num_freed
+            self._device.num_reserved += num_freed
 
     def _retain(
         self, seq: CacheableSequence, held: SequenceTables, number: int, blocks: Sequence[int]
@@ -72,8 +72,21 @@ class ReleasedBlocks:
                 self._device.cached.confirm(retained.block, retained.cached, retained.contents)
         held.unconfirmed = [r for r in held.unconfirmed if r.end > num_tokens]
 
+    def remove(self, seq: CacheableSequence) -> SequenceTables:
+        """Remove and return a sequence's tables, whose blocks are to be released. Nobody finds what
+        it has not confirmed."""
+        held = self._tables.remove(seq)
+        self._prefixes.forget(seq)
+        for retained in held.unconfirmed:
+            self._device.forget_contents(retained.block, retained.contents)
+        for state in held.saved:
+            if not state.is_found:
+                self._device.forget_contents(state.block, state.contents)
+        return held
+
     def release(self, held: SequenceTables) -> None:
-        """Release all blocks by the ends of their tokens, and renew the retained ones."""
+        """Release all blocks of a removed table by the ends of their tokens, and renew the retained
+        ones."""
         if self._is_simple and not held.retained:
             self._device.release(held.blocks())
             return
@@ -90,11 +103,4 @@ class ReleasedBlocks:
                 self._device.release([block])
             elif found is not None and found.units[0] == contents.units[0]:
                 self._device.cached.touch(block)
-
-    def forget_unconfirmed(self, held: SequenceTables) -> None:
-        """Let nobody find what a sequence that ends has not confirmed."""
-        for retained in held.unconfirmed:
-            self._device.forget_contents(retained.block, retained.contents)
-        for state in held.saved:
-            if not state.is_found:
-                self._device.forget_contents(state.block, state.contents)
+        self._tables.states.settle()

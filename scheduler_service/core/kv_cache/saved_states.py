@@ -60,6 +60,7 @@ class SavedStates:
         self._ended: deque[tuple[int, int, list[tuple[int, Contents, Contents]]]] = deque()
         """Of sequences that have ended: the plan whose result is awaited, their ids, and blocks
         with what they hold until then and what is found afterwards."""
+        self._last_plan = 0
 
     # While a sequence runs.
 
@@ -87,17 +88,17 @@ class SavedStates:
             held.state_position = position
             self._due.append((seq, held, position))
 
-    def save_due(self, num_available: int, copied: Collection[int]) -> tuple[list[int], list[int]]:
-        """The plan's `copy` and `saved_states` for the states that are due, to up to
-        `num_available` free blocks, after evicting what ended sequences have left beyond the limit.
-        States of outputs that the plan itself copies, by their first blocks, are left out. The
-        caller releases the targets when nothing more is moved to the host before they are
+    def save_due(self, plan: int, copied: Collection[int]) -> tuple[list[int], list[int]]:
+        """The `copy` and `saved_states` of plan number `plan` for the states that are due, to free
+        blocks that are not reserved, after evicting what ended sequences have left beyond the
+        limit. States of outputs that the plan itself copies, by their first blocks, are left out.
+        The caller releases the targets when nothing more is moved to the host before they are
         written."""
+        self._last_plan = plan
         due, self._due = self._due, []
         chunks, self._chunks = self._chunks, []
         for number in self._groups:
             self._make_room(number, self._most)
-        num_kept = self._device.num_free_blocks - num_available
         copy: list[int] = []
         saved: list[int] = []
         for seq, held, start, end in chunks:
@@ -108,13 +109,13 @@ class SavedStates:
                 ):
                     continue
                 for number in self._groups:
-                    for block in self._place(held, number, position, num_kept):
+                    for block in self._place(held, number, position):
                         saved += [seq.seq_id, number, position, block]
         for seq, held, position in due:
             for number in self._groups:
                 sources = held.tables[number].blocks
                 if sources[0] not in copied:
-                    targets = self._place(held, number, position, num_kept, is_rolling=True)
+                    targets = self._place(held, number, position, is_rolling=True)
                     copy += [
                         block for pair in zip(sources, targets, strict=False) for block in pair
                     ]
@@ -122,18 +123,11 @@ class SavedStates:
         return copy, saved
 
     def _place(
-        self,
-        held: SequenceTables,
-        number: int,
-        position: int,
-        num_kept: int,
-        *,
-        is_rolling: bool = False,
+        self, held: SequenceTables, number: int, position: int, *, is_rolling: bool = False
     ) -> list[int]:
-        """Blocks for a sequence's state; none unless that many more than `num_kept` are free."""
+        """Blocks for a sequence's state; none unless that many are available."""
         num_blocks = self._groups[number]
-        has_room = num_blocks <= self._device.num_free_blocks - num_kept
-        if not has_room or not self._make_room(number, self._most - 1):
+        if num_blocks > self._device.num_available or not self._make_room(number, self._most - 1):
             return []
         blocks = self._device.allocate(num_blocks)
         self._hold(held, SavedState(number, position, blocks[0], is_rolling), blocks)
@@ -246,9 +240,10 @@ class SavedStates:
 
     # Ends.
 
-    def end(self, seq: CacheableSequence, held: SequenceTables, plan: int) -> None:
+    def end(self, seq: CacheableSequence, held: SequenceTables) -> None:
         """Let others find the state and the last tokens of a sequence that ends, whose blocks are
-        about to be released: once the result of `plan` is in, if any of its rows are in flight."""
+        about to be released: once the result of the last plan is in, if any of its rows are in
+        flight."""
         position = seq.length - 1
         if not self.enabled or held.is_prompt or held.is_withdrawn:
             return
@@ -272,11 +267,10 @@ class SavedStates:
             (block, self._device.cached.hold(block, contents), contents)
             for block, contents in self._prefixes.last_blocks(seq, held, position)
         ]
-        is_computed = seq.length == seq.num_known
-        self._ended.append((0 if is_computed else plan, seq.seq_id, blocks))
-        if is_computed:
+        if seq.length == seq.num_known:
             self._confirm_ended(blocks)
-            self._ended.pop()
+        else:
+            self._ended.append((self._last_plan, seq.seq_id, blocks))
 
     def _confirm_ended(self, blocks: Iterable[tuple[int, Contents, Contents]]) -> None:
         for block, held, contents in blocks:

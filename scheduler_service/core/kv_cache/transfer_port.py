@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from scheduler_service.core.config import WorkerGroupCapacity
-from scheduler_service.core.kv_cache.exchange import CachedEntry
-from scheduler_service.core.kv_cache.manager import KVCacheManager
+from scheduler_service.core.kv_cache.exchange import CachedEntry, CacheExchange
 from scheduler_service.core.step_plan import BlockFetch, BlockLease, FetchResult, StepPlan
 
 Lease: TypeAlias = BlockLease
@@ -21,7 +20,7 @@ class TransferPort:
     A fetch is open until all ranks have reported its end: until then they may write its blocks.
     """
 
-    cache: KVCacheManager
+    exchange: CacheExchange
     world_size: int
     num_leases: int = 0
     """Leases so far, which number them."""
@@ -39,7 +38,7 @@ class TransferPort:
     def lease(self, entries: list[CachedEntry], token: bytes, timeout_ms: int) -> BlockLease:
         """Let others read entries from the next plan on."""
         self.num_leases += 1
-        self.cache.exchange.lease(entries)
+        self.exchange.lease(entries)
         self.leased[self.num_leases] = entries
         lease = BlockLease(
             lease_id=self.num_leases,
@@ -55,7 +54,7 @@ class TransferPort:
         """Let others no longer read from the next plan on; its blocks are free in that plan."""
         if any(lease.lease_id == lease_id for lease in self._new_leases):  # no plan has begun it
             self._new_leases = [one for one in self._new_leases if one.lease_id != lease_id]
-            self.cache.exchange.end_lease(self.leased.pop(lease_id))
+            self.exchange.release(self.leased.pop(lease_id))
         else:
             self._ended.append(lease_id)
 
@@ -104,7 +103,7 @@ class TransferPort:
         """Give up the blocks of leases that the plan under construction ends."""
         for lease_id in self._ended:
             if lease_id in self.leased:
-                self.cache.exchange.end_lease(self.leased.pop(lease_id))
+                self.exchange.release(self.leased.pop(lease_id))
 
     def end_plan(self, plan: StepPlan) -> None:
         """Complete a plan."""

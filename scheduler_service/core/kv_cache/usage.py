@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from scheduler_service.core.kv_cache.manager import KVCacheManager
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheGroupUsage:
@@ -24,3 +26,36 @@ class CacheGroupUsage:
     num_found_tokens: int
     """The first of these tokens that this group had, on device or host; only what all groups have
     is used."""
+
+
+def usage_of(cache: KVCacheManager) -> list[CacheGroupUsage]:
+    """What each cache group has and has found."""
+    tables, on_host = cache.tables, cache.host.pool.cached.num_entries
+    cached, num_used = tables.pool.cached.num_entries, _num_used(cache)
+    return [
+        CacheGroupUsage(
+            lifetime=f"{group.lifetime} {group.span}" if group.span else group.lifetime.value,
+            block_tokens=group.block_tokens,
+            num_state_blocks=group.num_blocks,
+            num_used_blocks=num_used[number],
+            num_cached=cached[number],
+            num_host_cached=on_host[number],
+            num_queried_tokens=cache.admission.num_queried,
+            num_found_tokens=cache.admission.num_found[number],
+        )
+        for number, group in enumerate(tables.groups)
+    ]
+
+
+def _num_used(cache: KVCacheManager) -> list[int]:
+    """Device blocks in use by cache group. All that are not in the tables of other groups are
+    counted as the first growing group's, whose tables are too long to be searched."""
+    groups, held, device = cache.tables.groups, cache.tables.held.values(), cache.tables.pool
+    growing = next((number for number, group in enumerate(groups) if group.is_growing), None)
+    used = [
+        0 if n == growing else len(set().union(*(h.tables[n].blocks for h in held)))
+        for n in range(len(groups))
+    ]
+    if growing is not None:
+        used[growing] = device.num_blocks - device.num_free_blocks - sum(used)
+    return used

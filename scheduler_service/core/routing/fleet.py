@@ -263,12 +263,12 @@ class Fleet:
         if seed == config.key_seed:
             return
         caches = [scheduler.cache for scheduler in self.schedulers.values()]
-        num_cached = sum(cache.num_cached for cache in caches)
+        num_cached = sum(cache.prefixes.num_cached for cache in caches)
         if num_cached and num_cached >= kept.num_records:
             return
         self._config = replace(self._config, key_seed=seed)
         for cache in caches:
-            cache.reseed(seed)
+            cache.prefixes.reseed(seed)
         if num_cached:
             logger.warning(
                 "the prefix cache is dropped for that of a group that joins num_dropped=%d "

@@ -142,9 +142,9 @@ def _with_spare_memory(
     best, max_spare = None, -1
     for other in others:
         length = min(num_tokens + SPARE_STEPS, seq_group.reach(other.capacity))
-        needed = other.cache.memory_of(length, seq_group.num_source_tokens)
+        needed = other.cache.tables.demand.of(length, seq_group.num_source_tokens)
         num_spare = -other.probe.memory_short(SPARE_STEPS) - seq_group.num_unfinished * needed
-        num_entries = other.cache.num_entries(num_tokens)
+        num_entries = other.cache.exchange.num_entries(num_tokens)
         if (
             other in suitable
             and num_spare > max_spare

@@ -97,7 +97,8 @@ class RouteEstimate:
         """The lowest is the best. Among equals: the group with the fewest sequences, then the one
         with the most free memory."""
         scheduler = self.scheduler
-        num_sequences, num_free = scheduler.probe.num_sequences, scheduler.cache.num_free_tokens
+        num_sequences = scheduler.probe.num_sequences
+        num_free = scheduler.cache.tables.num_free_tokens
         return self.cost_us + self.wait_us, self.cost_us, num_sequences, -num_free
 
 
@@ -214,7 +215,7 @@ def _estimate(
     num_tokens += found.num_tokens_to_compute
     if seq_group.adapter and not scheduler.placed.adapters.is_resident(seq_group.adapter):
         num_tokens += ADAPTER_TOKENS
-    num_twice = max(0.0, num_tokens - scheduler.cache.num_free_tokens)
+    num_twice = max(0.0, num_tokens - scheduler.cache.tables.num_free_tokens)
     fetch_us = found.num_moves * (scheduler.rates.us_per_move or 0.0)
     return RouteEstimate(
         scheduler=scheduler,
@@ -235,7 +236,7 @@ def _with_copies(estimate: RouteEstimate, others: Sequence[RouteEstimate]) -> Ro
     num_copied = estimate.num_missing - num_missing
     if num_copied <= 0:
         return estimate
-    copy_us = here.rates.copy_us(here.cache.num_entries(num_copied))
+    copy_us = here.rates.copy_us(here.cache.exchange.num_entries(num_copied))
     saved_us = num_copied * estimate.token_us - copy_us
     return replace(estimate, cost_us=estimate.cost_us - max(0.0, saved_us))
 

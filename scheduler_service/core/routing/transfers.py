@@ -151,7 +151,7 @@ class Transfers:
             sequences = seq_group.running()[:1]
             target = next((t.target for t in self._open if t.ahead_of is seq_group), None)
             if target not in partners:
-                hits = {s: s.cache.match_prefix(sequences[0]).num_tokens for s in partners}
+                hits = {s: s.cache.prefixes.match(sequences[0]).num_tokens for s in partners}
                 target = max(partners, key=lambda s: (hits[s], -s.probe.num_sequences))
             num_tokens, entries = self._find(sequences, source, target)
             arriving = self._arriving(target)
@@ -171,8 +171,8 @@ class Transfers:
         continued = [seq for seq in sequences if seq.output_token_ids]
         listed: set[tuple[int, bytes]] = set()
         for seq in fresh + continued:
-            num_found, of_seq = source.cache.find_entries(seq)
-            here = target.cache.match_prefix(seq, is_fetched=lambda num_moves, more: True)
+            num_found, of_seq = source.cache.exchange.find(seq)
+            here = target.cache.prefixes.match(seq, is_fetched=lambda num_moves, more: True)
             if num_found <= here.num_tokens:
                 continue
             num_tokens += num_found - here.num_tokens
@@ -195,8 +195,8 @@ class Transfers:
         does not pay, or memory is short at either end."""
         if not entries or not self.pays(num_tokens, len(entries), source, target):
             return None
-        size = sum(entry.size for entry in entries)
-        if not source.cache.can_lease(entries) or not target.cache.can_receive(size):
+        there, here = source.cache.exchange, target.cache.exchange
+        if not there.can_lease(entries) or not here.can_receive(entries):
             return None
         lease = source.lease(entries, self._token(source), LEASE_MS)
         transfer = Transfer(source, target, entries, lease, now_us, is_granted=source.is_at_rest)
@@ -264,7 +264,8 @@ class Transfers:
         source, target = transfer.source, transfer.target
         self._drop_gone(transfer)
         is_wanted = transfer.waiting or transfer.ahead_of in source.seq_groups
-        if transfer.is_withdrawn or not is_wanted or not target.cache.can_receive(transfer.size):
+        has_room = target.cache.exchange.can_receive(transfer.entries)
+        if transfer.is_withdrawn or not is_wanted or not has_room:
             return self._close(transfer, now_us)
         transfer.fetch_id, transfer.copies = target.fetch(
             source.capacity, transfer.lease, transfer.entries, FETCH_MS
@@ -329,7 +330,7 @@ class Transfers:
         keys: set[bytes] = set()
         for other in model.schedulers:
             if other is not here and other.capacity.stores_like(here.capacity):
-                keys |= other.cache.withdraw(seq)
+                keys |= other.cache.prefixes.withdraw(seq)
         for transfer in self._open:
             transfer.is_withdrawn |= any(entry.contents.has_any(keys) for entry in transfer.entries)
 

@@ -162,7 +162,7 @@ class BeamScheduler(StrategyScheduler):
         beams = _beams(seq_group)
         if not self.running.places.has_room(len(seq_group.sequences)):
             return AllocStatus.LATER
-        starts = self.running.cache.start_jointly(beams.held, Sequence.num_common_tokens)
+        starts = self.running.cache.admission.start_jointly(beams.held, Sequence.num_common_tokens)
         if not batch.fits(starts[0].seq, starts[0].num_tokens):
             return AllocStatus.LATER
         entrants = Entrants(seq_group.sequences, starts)
@@ -218,7 +218,7 @@ class BeamScheduler(StrategyScheduler):
         held = beams.held
         if held[0].length > seq_group.placement.num_cache_tokens:
             return False
-        while not self.running.cache.can_reserve_all(held):
+        while not self.running.cache.tables.can_reserve_all(held):
             if not self.preemption.make_room(seq_group, batch):
                 return False
             if seq_group.num_running == 0:
@@ -242,7 +242,7 @@ class BeamScheduler(StrategyScheduler):
             seq.extend()
         for child in forks:
             assert child.parent is not None
-            tables = self.running.cache.tables(child.seq)
+            tables = self.running.cache.tables.of(child.seq)
             batch.add_new(make_fork(child.seq, child.parent, [child.token], tables))
             self.running.mark_introduced(child.seq)
             batch.add_beam(child.seq)
@@ -252,13 +252,13 @@ class BeamScheduler(StrategyScheduler):
     def _reserve(self, seq: Sequence, batch: Batch, *, is_fork: bool) -> None:
         """Make a beam's last token writable. The table of a fork is sent later, as a whole."""
         cache = self.running.cache
-        cache.release_unread(seq)
-        updates = cache.reserve(seq, seq.length)
+        cache.released.slide(seq, seq.next_position)
+        updates = cache.tables.reserve(seq, seq.length)
         if is_fork:
             batch.copy_shared(updates)
         else:
             batch.update_tables(seq.seq_id, updates)
-        cache.offer(seq, seq.num_confirmed)
+        cache.prefixes.offer(seq, seq.num_confirmed)
 
     # Results.
 
@@ -317,7 +317,7 @@ class BeamScheduler(StrategyScheduler):
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
         """Make an idle sequence continue a copy of a beam with another token."""
-        self.running.cache.fork(parent, child)
+        self.running.cache.tables.fork(parent, child)
         child.fork_beam(parent, token, self.pipeline.next_step_id)
         self.running.add_beam(child)
 

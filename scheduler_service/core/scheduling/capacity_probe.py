@@ -57,7 +57,7 @@ class CapacityProbe:
         longest = seq_group.longest
         if not seq_group.strategy.reuses_prefixes:
             return longest.num_known
-        hit = self.running.cache.match_prefix(
+        hit = self.running.cache.prefixes.match(
             longest, is_fetched=lambda num_moves, num_tokens: True
         )
         return longest.num_known - hit.num_tokens
@@ -76,8 +76,8 @@ class CapacityProbe:
         """The estimate for a group that fits here."""
         longest, waiting = seq_group.longest, self.placed.waiting
         is_fetched = partial(is_fetch_cheaper, self.rates)
-        hit = self.running.cache.match_prefix(longest, is_fetched=is_fetched)
-        memory_shortage = self.running.cache.shortage(
+        hit = self.running.cache.prefixes.match(longest, is_fetched=is_fetched)
+        memory_shortage = self.running.cache.admission.shortage(
             longest.num_known,
             hit,
             num_waiting_tokens=waiting.num_tokens,
@@ -134,7 +134,7 @@ class CapacityProbe:
         if first is None:
             self._failed = question
             return None
-        hit = self.running.cache.match_prefix(seq_group.longest)
+        hit = self.running.cache.prefixes.match(seq_group.longest)
         victims: list[SequenceGroup] = []
         num_places = memory = 0
         for other in chain([first], yielding):
@@ -145,7 +145,7 @@ class CapacityProbe:
             if num_held and not is_lockstep and other is not self.placed.suspect:
                 victims.append(other)
                 num_places += num_held
-                memory += self.running.cache.memory_freed(other.running())
+                memory += self.running.cache.tables.memory_freed(other.running())
         return victims if self._would_fit(seq_group, hit, num_places, memory) else None
 
     def _would_fit(
@@ -155,7 +155,7 @@ class CapacityProbe:
         memory."""
         num_used = self.running.num_places - num_places + len(seq_group.waiting())
         max_tokens = seq_group.max_known_tokens
-        verdict = self.running.cache.can_admit(
+        verdict = self.running.cache.admission.can_admit(
             max_tokens, hit, num_forks=self._num_forks(seq_group), memory_freed=memory
         )
         return num_used <= self.config.max_num_seqs and verdict is AllocStatus.OK
@@ -163,7 +163,7 @@ class CapacityProbe:
     def _num_forks(self, seq_group: SequenceGroup) -> int:
         """Sequences that would be admitted with the group's first one, to share its prompt."""
         num_fresh = sum(not seq.output_token_ids for seq in seq_group.waiting())
-        max_forks = self.running.cache.max_forks(
+        max_forks = self.running.cache.admission.max_forks(
             seq_group.num_prompt_tokens, seq_group.num_source_tokens
         )
         return max(0, min(num_fresh - 1, max_forks))
@@ -171,24 +171,24 @@ class CapacityProbe:
     @property
     def is_nearly_full(self) -> bool:
         """Whether little memory is free, or groups wait for some."""
-        cache = self.running.cache
+        tables = self.running.cache.tables
         waits = self.placed.waiting or self.placed.preempting or self.running.swapped
-        return bool(waits) or cache.num_free_tokens * NEARLY_FULL < cache.num_tokens
+        return bool(waits) or tables.num_free_tokens * NEARLY_FULL < tables.num_tokens
 
     def memory_short(self, num_steps: int) -> int:
         """Memory that will be missing once running sequences have computed this many more tokens,
         and waiting ones have been admitted; 0 or less if none."""
-        cache, running = self.running.cache, self.running
+        tables, running = self.running.cache.tables, self.running
         num_needed = 0
         for seq in (*running.decoding, *running.prefilling, *running.swap_in_pending):
             if seq.status is RUNNING:
                 held = max(seq.length, seq.reserved_length)
                 end = min(seq.length + num_steps, seq.max_length)
-                num_needed += max(0, cache.memory_of(end) - cache.memory_of(held))
+                num_needed += max(0, tables.demand.of(end) - tables.demand.of(held))
         for group in (*self.placed.waiting, *self.placed.preempting, *running.swapped):
             if group not in self.placed.awaiting_kv:  # memory is allocated for what arrives
-                num_needed += cache.memory_of(group.max_known_tokens, group.num_source_tokens)
-        return num_needed - cache.free_memory
+                num_needed += tables.demand.of(group.max_known_tokens, group.num_source_tokens)
+        return num_needed - tables.pool.num_available
 
     @property
     def num_tokens_to_prefill(self) -> int:

@@ -35,7 +35,7 @@ class Departures:
         """End a sequence and free what it held. Sequences that were to fork from it wait again."""
         running, seq_group = self._running, seq.seq_group
         if seq.status is SequenceStatus.RUNNING:
-            running.cache.offer(seq, seq.num_confirmed)  # others may find what it has computed
+            running.cache.prefixes.offer(seq, seq.num_confirmed)
             running.vacate(seq, now_us)
         elif seq.status is SequenceStatus.SWAPPED:
             running.release_swapped(seq)
@@ -85,8 +85,8 @@ class Departures:
         running = self._running
         for seq in seq_group.running():
             if seq.status is SequenceStatus.RUNNING:  # a fork leaves with its parent
-                if running.cache.holds(seq) and not seq_group.strategy.is_lockstep:
-                    running.cache.offer_all(seq)
+                if running.cache.tables.holds(seq) and not seq_group.strategy.is_lockstep:
+                    running.cache.prefixes.offer_all(seq)
                 running.vacate(seq, now_us)
         for seq in seq_group.swapped():
             running.release_swapped(seq)

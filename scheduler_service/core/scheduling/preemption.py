@@ -136,18 +136,19 @@ class Preemption:
             return False  # a beam search that has not started
         if any(seq.num_drafts for seq in sequences):
             return False  # it is unknown how many of its tokens will be written
-        changes_states = seq_group.strategy.is_lockstep and self.running.cache.has_states
+        cache = self.running.cache
+        changes_states = seq_group.strategy.is_lockstep and cache.tables.has_states
         if changes_states and any(seq.num_in_flight for seq in sequences):
             return False  # beams would compute their last tokens again
-        if not self.running.cache.can_swap_out(sequences):
+        if not cache.swap.can_swap_out(sequences):
             return False
         if self.mode is PreemptionMode.SWAP:
             return True
         return is_swap_cheaper(
             self.rates,
             num_sequences=len(sequences),
-            num_moves=self.running.cache.num_moves(sequences),
-            num_tokens=self.running.cache.num_tokens_to_recompute(sequences),
+            num_moves=cache.swap.num_moves(sequences),
+            num_tokens=cache.prefixes.num_tokens_to_recompute(sequences),
         )
 
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
@@ -155,7 +156,7 @@ class Preemption:
         self._log.record("recompute", victims, batch.now_us)
         victims[0].seq_group.record_event(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
-            self.running.cache.offer(seq, seq.num_confirmed)
+            self.running.cache.prefixes.offer(seq, seq.num_confirmed)
             self.running.vacate(seq, batch.now_us)
         self.placed.waiting.add(victims[0].seq_group)
 
@@ -165,7 +166,7 @@ class Preemption:
         self._log.record("swap", victims, batch.now_us)
         seq_group.record_event(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
-            self.running.cache.offer(seq, seq.num_confirmed)
+            self.running.cache.prefixes.offer(seq, seq.num_confirmed)
         batch.swap_out += self.running.swap_out(victims, batch.now_us)
 
     # Back into the batch.
@@ -185,18 +186,17 @@ class Preemption:
     def _can_swap_in(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):
             return False  # the worker will need all their tokens
-        return self.running.places.has_room(len(sequences)) and self.running.cache.can_swap_in(
-            sequences
-        )
+        has_places = self.running.places.has_room(len(sequences))
+        return has_places and self.running.cache.swap.can_swap_in(sequences)
 
     def resume_swapped_in(self, batch: Batch) -> None:
         """Resume the sequences whose KV the last plan swapped in: they were swapped out,
         or their prompts were found on the host."""
         for seq in self.running.pop_swapped_in():
             seq.rejoin(batch.step_id)
-            self.running.cache.offer(seq, seq.num_computed)
+            self.running.cache.prefixes.offer(seq, seq.num_computed)
             if seq.is_prefilled:
-                tables = self.running.cache.tables(seq)  # before the step changes it
+                tables = self.running.cache.tables.of(seq)  # before the step changes it
                 self._swapped_in.append((seq, make_new_sequence(seq, tables)))
 
     def introduce_swapped_in(self, batch: Batch) -> None:

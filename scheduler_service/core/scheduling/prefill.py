@@ -44,20 +44,20 @@ class PrefillScheduler:
         cache = self.running.cache
         start = seq.num_computed
         end = start + min(batch.max_chunk(start), max_tokens)
-        num_tokens = cache.chunk_end(seq, start, end) - start
+        num_tokens = cache.tables.chunk_end(seq, start, end) - start
         updates = cache.extend_prompt(seq, start, start + num_tokens)
         if updates is None:
             return
         if self.running.is_unintroduced(seq):
             self.running.mark_introduced(seq)
-            batch.add_new(make_new_sequence(seq, cache.tables(seq)))
+            batch.add_new(make_new_sequence(seq, cache.tables.of(seq)))
         else:
             batch.update_tables(seq.seq_id, updates)
         is_last = seq.advance_prefill(num_tokens)
         batch.add_prefill(seq, num_tokens, is_last)
         if is_last:
             self.running.prefilling.remove(seq)
-            cache.end_prompt(seq)
+            cache.tables.end_prompt(seq)
             self.strategies.of(seq.seq_group).end_prefill(seq, batch)
 
     def admit(self, waiting: WaitingQueue, batch: Batch) -> None:

@@ -78,27 +78,27 @@ class Memory:
     """The KV cache, of which a sequence has as much as its known tokens take."""
 
     def __init__(self, cache: KVCacheManager) -> None:
-        self._cache = cache
+        self._cache, self._admission = cache, cache.admission
 
     def fits(self, entrants: Entrants) -> AllocStatus:
         """Never, if a sequence is longer than the whole cache."""
         if isinstance(entrants.start, list):
-            return self._cache.can_admit_jointly(entrants.start, len(entrants.sequences))
+            return self._admission.can_admit_jointly(entrants.start, len(entrants.sequences))
         seq, hit = entrants.start
-        return self._cache.can_admit(seq.length, hit, num_forks=len(entrants.sequences) - 1)
+        return self._admission.can_admit(seq.length, hit, num_forks=len(entrants.sequences) - 1)
 
     def acquire(self, entrants: Entrants, batch: Batch) -> None:
         """Memory for all known tokens; what is on the host is swapped in."""
         if isinstance(entrants.start, list):
-            moves = self._cache.admit_jointly(entrants.start)
+            moves = self._admission.admit_jointly(entrants.start)
         else:
-            moves = self._cache.admit(*entrants.start, num_forks=len(entrants.sequences) - 1)
+            moves = self._admission.admit(*entrants.start, num_forks=len(entrants.sequences) - 1)
         batch.swap_in += moves.swap_in
         batch.copy += moves.copy
 
     def release(self, seq: Sequence) -> None:
         """What it computed can be found until the memory is used again."""
-        if self._cache.holds(seq):
+        if self._cache.tables.holds(seq):
             self._cache.free(seq)
 
 

@@ -161,9 +161,9 @@ class ResultProcessor:
         for row, error in result.errors.items():
             self._fail_row(step.rows[row], error, now_us)
         if result.errors:
-            self.cache.add_withdrawal(step.step_id)
+            self.cache.records.add_withdrawal(step.step_id)
         self._record_prefills(step, now_us)
-        self.cache.confirm_plan(step.step_id)
+        self.cache.saved.confirm_plan(step.step_id)
         _deliver_logprobs(step, result)
         sampled, token_ids = step.sampled, result.token_ids
         if step.lookahead is not None:
@@ -185,7 +185,7 @@ class ResultProcessor:
         """End the group of a sequence whose row failed, unless the sequence has ended since the row
         was planned. What it computed may be the cause, and must not be found by others."""
         seq.confirm_prefill(is_complete=False)
-        self.cache.withdraw(seq)
+        self.cache.prefixes.withdraw(seq)
         if not seq.status.is_finished:
             failed = GenerationFailed(error.message, reason=error.reason)
             self.departures.fail_seq_group(seq.seq_group, failed, now_us)
@@ -197,7 +197,7 @@ class ResultProcessor:
         for seq, num_tokens, is_last in step.prefills:
             if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.first_step_id:
                 seq.confirm_prefill(is_complete=is_last)
-                self.cache.offer(seq, num_tokens)
+                self.cache.prefixes.offer(seq, num_tokens)
                 self.totals.add_prefill(seq, num_tokens, is_last, now_us)
             elif is_last and seq.status in _OUT and seq.num_in_flight:
                 self.totals.add_prefill(seq, num_tokens, is_last, now_us)

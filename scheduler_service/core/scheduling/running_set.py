@@ -83,7 +83,7 @@ class RunningSet:
         They decode from the next plan on."""
         sequences = seq_group.swapped()
         self.swapped.remove(seq_group)
-        pairs = self.cache.swap_in(sequences)
+        pairs = self.cache.swap.swap_in(sequences)
         for seq in sequences:
             seq.swap_in()
         self.places.acquire(Entrants(sequences, []), batch)
@@ -94,7 +94,7 @@ class RunningSet:
 
     def release_swapped(self, seq: Sequence) -> None:
         """Free the memory of a swapped-out sequence that will not be swapped in."""
-        self.cache.free_swapped(seq)
+        self.cache.swap.free(seq)
         if len(seq.seq_group.swapped()) == 1:
             self.swapped.remove(seq.seq_group)
 
@@ -172,7 +172,7 @@ class RunningSet:
 
     def vacate(self, seq: Sequence, now_us: int) -> None:
         """Stop running a sequence, free its memory, and let it and its forks wait again."""
-        if self.cache.holds(seq):
+        if self.cache.tables.holds(seq):
             self._forget(seq)
         for other in (seq, *seq.live_forks()):
             for resource in self.resources:
@@ -187,9 +187,9 @@ class RunningSet:
             self.swapped.push(seq_group.rank, seq_group)
         for seq in sequences:
             # Memory for drafts that were refused may never have been written.
-            if not seq_group.strategy.is_lockstep and self.cache.trim(seq, seq.length - 1):
+            if not seq_group.strategy.is_lockstep and self.cache.tables.trim(seq, seq.length - 1):
                 seq.reserve(seq.length - 1)
-        pairs = self.cache.swap_out(sequences)
+        pairs = self.cache.swap.swap_out(sequences)
         for seq in sequences:
             self._forget(seq)
             self.places.release(seq)

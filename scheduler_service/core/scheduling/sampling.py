@@ -41,7 +41,7 @@ class SamplingScheduler(StrategyScheduler):
 
     def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
         """Admit the sequences one after the other, as long as there is room."""
-        max_forks = self.running.cache.max_forks(
+        max_forks = self.running.cache.admission.max_forks(
             seq_group.num_prompt_tokens, seq_group.num_source_tokens
         )
         for seq, forks in _starts(seq_group, max_forks):
@@ -60,9 +60,9 @@ class SamplingScheduler(StrategyScheduler):
             return AllocStatus.LATER  # its tokens are sent again, so all must be known
         if not self.running.places.has_room(1 + len(forks)):
             return AllocStatus.LATER  # before its prefix is looked up, in every step under load
-        hit = self.running.cache.match_prefix(seq, is_fetched=self._is_fetched(batch))
+        hit = self.running.cache.prefixes.match(seq, is_fetched=self._is_fetched(batch))
         is_preempting = seq.seq_group.placement.is_preempting
-        if not is_preempting and self.running.cache.is_to_come(seq, hit):
+        if not is_preempting and self.running.cache.prefixes.is_to_come(seq, hit):
             return AllocStatus.LATER
         if not batch.fits(seq, hit.num_tokens):
             return AllocStatus.LATER
@@ -87,20 +87,20 @@ class SamplingScheduler(StrategyScheduler):
 
     def end_prefill(self, seq: Sequence, batch: Batch) -> None:
         """Decode from now on, as do the choices that fork from the prompt."""
-        seq.start_decode(self.running.cache.round_up(seq.length))
+        seq.start_decode(self.running.cache.tables.round_up(seq.length))
         self.running.begin_decoding(seq)
         for fork in seq.release_forks():
             self._fork(seq, fork, batch)
 
     def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
         """Make a choice sample from its parent's last logits and share its memory."""
-        self.running.cache.fork(parent, fork)
+        self.running.cache.tables.fork(parent, fork)
         fork.fork_from(parent, batch.step_id)
         # The first to write after the shared tokens must copy.
         parent.reserve(fork.length)
         fork.start_decode(fork.length)
         self.running.begin_decoding(fork)
-        batch.add_new(make_fork(fork, parent, [], self.running.cache.tables(fork)))
+        batch.add_new(make_fork(fork, parent, [], self.running.cache.tables.of(fork)))
         batch.add_prefill(fork, 0, True)
 
     def reserve(self, seq: Sequence, batch: Batch) -> bool:
@@ -119,7 +119,7 @@ class SamplingScheduler(StrategyScheduler):
             if seq.status is not SequenceStatus.RUNNING:
                 return False
         batch.update_tables(seq.seq_id, updates)
-        seq.reserve(cache.round_up(length))
+        seq.reserve(cache.tables.round_up(length))
         return True
 
 

@@ -350,7 +350,7 @@ def make_scheduler(
             Pooled: PoolingScheduler(running, rates, preemption, departures, config, capacity),
         }
     )
-    port = TransferPort(running.cache, max(1, len(capacity.addresses)))
+    port = TransferPort(running.cache.exchange, max(1, len(capacity.addresses)))
     probe = CapacityProbe(config, capacity, placed, running, rates, policy)
     return Scheduler(
         config,

@@ -145,13 +145,13 @@ class StepPlanner:
         end = min(seq.length + num_drafts, seq.max_length - 1)
         if end <= seq.reserved_length:
             return end - seq.length
-        num_kept = self.running.num_places
+        num_kept, tables = self.running.num_places, self.running.cache.tables
         while seq.reserved_length < end:
             length = seq.reserved_length + 1
-            if not self.running.cache.can_reserve(seq, length, num_kept):
+            if not tables.can_reserve(seq, length, num_kept):
                 break
-            batch.update_tables(seq.seq_id, self.running.cache.reserve(seq, length))
-            seq.reserve(self.running.cache.round_up(length))
+            batch.update_tables(seq.seq_id, tables.reserve(seq, length))
+            seq.reserve(tables.round_up(length))
         return min(end, seq.reserved_length) - seq.length
 
     def _reserve(self, batch: Batch, seq: Sequence) -> bool:
@@ -173,7 +173,7 @@ class StepPlanner:
         forget_seq_ids = self.running.end_plan()
         plan, step = batch.to_plan(forget_seq_ids)
         self.port.end_plan(plan)
-        self.running.cache.add_records(plan)
+        self.running.cache.records.add_to(plan)
         self.pipeline.push(step)
         self.totals.add_plan(plan, batch.num_prefill_tokens)
         if logger.isEnabledFor(logging.DEBUG):
@@ -185,6 +185,6 @@ class StepPlanner:
                 len(batch.rows),
                 batch.num_prefill_tokens,
                 len(self.placed.waiting),
-                self.running.cache.num_free_tokens,
+                self.running.cache.tables.num_free_tokens,
             )
         return plan

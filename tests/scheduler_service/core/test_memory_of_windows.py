@@ -111,16 +111,16 @@ def num_that_fit(groups: tuple[CacheGroup, ...], num_blocks: int) -> int:
     count = 0
     while True:
         seq = KnownSequence(count, [count, *[7] * (LENGTH - 1)])
-        hit = cache.match_prefix(seq)
-        if cache.can_admit(LENGTH, hit) is not AllocStatus.OK:
+        hit = cache.prefixes.match(seq)
+        if cache.admission.can_admit(LENGTH, hit) is not AllocStatus.OK:
             return count
-        cache.admit(seq, hit)
+        cache.admission.admit(seq, hit)
         for start in range(0, LENGTH, config.max_num_batched_tokens):
             end = start + config.max_num_batched_tokens
             assert cache.extend_prompt(seq, start, end) is not None
-        cache.end_prompt(seq)
+        cache.tables.end_prompt(seq)
         seq.next_position = LENGTH - 40  # where windows end within a block, as most do
-        cache.release_unread(seq)
+        cache.released.slide(seq, seq.next_position)
         count += 1
 
 

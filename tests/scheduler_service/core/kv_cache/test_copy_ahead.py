@@ -14,7 +14,7 @@ from tests.support.blocks import BLOCK_SIZE, allocate, find, make_manager, seque
 def fill(manager: KVCacheManager, *, per_plan: int) -> None:
     """Let one sequence per plan compute this many blocks and leave, until no block is empty; the
     keys are the numbers of the blocks."""
-    for first in range(0, manager.device.num_blocks, per_plan):
+    for first in range(0, manager.tables.pool.num_blocks, per_plan):
         keys = [bytes([first + index]) for index in range(per_plan)]
         allocate(manager, first, per_plan * BLOCK_SIZE)
         set_keys(manager, first, keys)
@@ -30,11 +30,11 @@ def test_the_blocks_that_are_evicted_next_are_copied_and_stay_cached() -> None:
     manager = make_manager(40, 80)
     fill(manager, per_plan=2)
     assert manager.end_plan(has_rows=True).swap_out == [1, 0, 0, 1, 3, 2, 2, 3]
-    assert find(manager.device.cached, [b"\0", b"\1", b"\2", b"\3"]) == [0, 1, 2, 3]
+    assert find(manager.tables.pool.cached, [b"\0", b"\1", b"\2", b"\3"]) == [0, 1, 2, 3]
     manager.check([])
     assert allocate(manager, 100, 2 * BLOCK_SIZE) == [1, 0]
     assert manager.end_plan(has_rows=True).swap_out == [5, 4, 4, 5], "1 and 0 have been copied"
-    assert find(manager.device.cached, [b"\0"]) == []
+    assert find(manager.tables.pool.cached, [b"\0"]) == []
     assert find(manager.host.pool.cached, [b"\0", b"\1"]) == [1, 0]
     manager.check([sequence(100)])
 
@@ -42,7 +42,7 @@ def test_the_blocks_that_are_evicted_next_are_copied_and_stay_cached() -> None:
 def test_empty_blocks_need_no_copies() -> None:
     manager = make_manager(10, 80)
     fill(manager, per_plan=2)
-    manager.withdraw(sequence(9, keys=[bytes([index]) for index in range(4)]))
+    manager.prefixes.withdraw(sequence(9, keys=[bytes([index]) for index in range(4)]))
     assert num_copied(manager) == 0
     allocate(manager, 100, 4 * BLOCK_SIZE)
     assert num_copied(manager) == 6, "four were allocated, six are left"
@@ -67,7 +67,7 @@ def test_a_plan_copies_little_more_than_it_allocates() -> None:
     copies = [num_copied(manager) for _ in range(10)]
     assert copies[0] == SPARE_COPIES
     assert copies[-1] == 0
-    assert 2 * 3 + 2 * SPARE_COPIES < manager.device.num_ready_blocks < 2 * 20
+    assert 2 * 3 + 2 * SPARE_COPIES < manager.tables.pool.num_ready_blocks < 2 * 20
 
 
 def test_the_demand_of_a_large_plan_is_forgotten_slowly() -> None:
@@ -109,7 +109,7 @@ def test_a_copied_block_that_is_used_again_is_not_copied_again() -> None:
     manager = make_manager(8, 80)
     fill(manager, per_plan=1)
     assert manager.end_plan(has_rows=True).swap_out == [0, 0, 1, 1]
-    allocate(manager, 100, BLOCK_SIZE, find(manager.device.cached, [b"\0"]))
+    allocate(manager, 100, BLOCK_SIZE, find(manager.tables.pool.cached, [b"\0"]))
     manager.free(sequence(100))
     assert manager.end_plan(has_rows=True).swap_out == [2, 2]
     assert allocate(manager, 101, 8 * BLOCK_SIZE) == [1, 2, 3, 4, 5, 6, 7, 0]

@@ -21,7 +21,14 @@ from scheduler_service.core.context import Context, ContextKind, ContextPart, nu
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_table import BlockUpdate
 from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
-from tests.support.blocks import BLOCK_SIZE, KnownSequence, make_manager
+from tests.support.blocks import (
+    BLOCK_SIZE,
+    KnownSequence,
+    device_blocks,
+    host_blocks,
+    make_manager,
+    num_free_blocks,
+)
 from tests.support.symbolic_worker import grouped
 
 ALL = CacheGroup(block_tokens=BLOCK_SIZE)
@@ -92,7 +99,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def cells(self, seq: KnownSequence, number: int, first: int, end: int) -> Iterator[Cell]:
         """Where a group has a sequence's tokens from `first` to `end`."""
-        table, tokens = self.manager.tables(seq)[number], self.groups[number].block_tokens
+        table, tokens = self.manager.tables.of(seq)[number], self.groups[number].block_tokens
         for position in range(first, end):
             index = position // tokens - table.first_index
             assert index >= 0, "a block that is still read was released"
@@ -106,7 +113,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def lasting(self, seq: KnownSequence, num_tokens: int) -> Iterator[tuple[Cell, Content]]:
         """A sequence's states and sources: cells, and what they hold after as many tokens."""
-        for table, group in zip(self.manager.tables(seq), self.groups, strict=True):
+        for table, group in zip(self.manager.tables.of(seq), self.groups, strict=True):
             if group.is_state:
                 state = self.content(seq, table.group, num_tokens)
                 yield from (((block, 0), state) for block in table.block_ids)
@@ -114,7 +121,7 @@ class KVCacheMachine(RuleBasedStateMachine):
                 yield from source(seq, table.group, group, table.block_ids)
 
     def owners(self, block: int) -> set[int]:
-        return {n for n, seq in self.running.items() if block in self.manager.device_blocks(seq)}
+        return {n for n, seq in self.running.items() if block in device_blocks(self.manager, seq)}
 
     def write(self, seq: KnownSequence, first: int, end: int) -> None:
         """A row of tokens, which reads what came before."""
@@ -201,68 +208,68 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Compute a prompt, whose results arrive `lag` steps later, and let others fork from it."""
         manager = self.manager
         seq = KnownSequence(self.num_sequences + 1, tokens, context=context)
-        hit = manager.match_prefix(seq, is_fetched=lambda *_: fetches)
-        verdict = manager.can_admit(len(tokens), hit, num_forks=num_forks)
+        hit = manager.prefixes.match(seq, is_fetched=lambda *_: fetches)
+        verdict = manager.admission.can_admit(len(tokens), hit, num_forks=num_forks)
         if not self.running and not self.swapped and verdict is not AllocStatus.NEVER:
             assert verdict is AllocStatus.OK, "an empty cache"
         if verdict is not AllocStatus.OK:
             return multiple()
         self.num_sequences += 1
-        moves = manager.admit(seq, hit, num_forks=num_forks)
+        moves = manager.admission.admit(seq, hit, num_forks=num_forks)
         self.running[seq.seq_id] = seq
         self.end_plan(swap_in=moves.swap_in, copy=moves.copy, has_rows=not moves.swap_in)
         ends = [hit.num_tokens]
         while (start := ends[-1]) < len(tokens):
-            ends.append(manager.chunk_end(seq, start, min(start + STEP_TOKENS, len(tokens))))
+            ends.append(manager.tables.chunk_end(seq, start, min(start + STEP_TOKENS, len(tokens))))
             if manager.extend_prompt(seq, start, ends[-1]) is None:
                 self.leave(seq)
                 return multiple()
             self.end_plan()
             self.write(seq, start, ends[-1])
             if len(ends) > lag + 1:
-                manager.offer(seq, ends[-1 - lag])
-        manager.end_prompt(seq)
-        manager.offer(seq, len(tokens))
+                manager.prefixes.offer(seq, ends[-1 - lag])
+        manager.tables.end_prompt(seq)
+        manager.prefixes.offer(seq, len(tokens))
         return multiple(seq.seq_id, *(self.add_fork(seq) for _ in range(num_forks)))
 
     def leave(self, seq: KnownSequence) -> None:
         """Its last token has been sampled, and is not computed."""
         seq.next_position = seq.length
         seq.tokens.append(0)
-        own = self.manager.memory_freed([seq])
-        num_free, _ = self.manager.num_free_blocks
+        own = self.manager.tables.memory_freed([seq])
+        num_free, _ = num_free_blocks(self.manager)
         self.manager.free(seq)
-        assert self.manager.num_free_blocks[0] == num_free + own
+        assert num_free_blocks(self.manager)[0] == num_free + own
         del self.running[seq.seq_id]
 
     @rule(seq_id=sequences)
     def withdraw(self, seq_id: int | None) -> None:
         if (seq := self.running.get(seq_id or 0)) is not None:
-            self.manager.match_prefix(seq)
-            self.manager.withdraw(seq)
+            self.manager.prefixes.match(seq)
+            self.manager.prefixes.withdraw(seq)
             other = KnownSequence(0, [*seq.tokens, 0], context=seq.context)
-            assert self.manager.match_prefix(other, is_fetched=lambda *_: True).num_tokens == 0
+            assert self.manager.prefixes.match(other, is_fetched=lambda *_: True).num_tokens == 0
 
     @rule(seq_id=sequences, token=st.sampled_from([0, 1]), is_offered=st.booleans())
     def append(self, seq_id: int | None, token: int, is_offered: bool) -> None:
         if (seq := self.running.get(seq_id or 0)) is not None:
             self.decode(seq, token)
             if is_offered:
-                self.manager.offer(seq, seq.length)
+                self.manager.prefixes.offer(seq, seq.length)
 
     def decode(self, seq: KnownSequence, token: int) -> bool:
         seq.next_position = seq.length
-        self.manager.release_unread(seq)
+        self.manager.released.slide(seq, seq.next_position)
         return self.grow(seq, token)
 
     def grow(self, seq: KnownSequence, token: int, num_others: int = 0) -> bool:
         length = seq.length + 1
-        num_free, _ = self.manager.num_free_blocks
-        if not self.manager.can_reserve(seq, length, num_others):
+        num_free, _ = num_free_blocks(self.manager)
+        if not self.manager.tables.can_reserve(seq, length, num_others):
             num_kept = num_others * self.per_token + len(self.running) * self.per_fork
             assert num_free < self.per_token + num_kept, "refused while blocks are free"
             return False
-        updates = self.manager.reserve(seq, length)
+        updates = self.manager.tables.reserve(seq, length)
         assert not updates or num_free - len(updates) >= num_others * self.per_token
         self.end_plan(copy=self.copies(updates))
         seq.tokens.append(token)
@@ -294,9 +301,10 @@ class KVCacheMachine(RuleBasedStateMachine):
         """Give back the blocks after a sequence's last token."""
         if (seq := self.running.get(seq_id or 0)) is None:
             return
-        before = self.manager.device_blocks(seq)
-        assert self.manager.trim(seq, seq.length) == (before != self.manager.device_blocks(seq))
-        for table, group in zip(self.manager.tables(seq), self.groups, strict=True):
+        before = device_blocks(self.manager, seq)
+        had_more = self.manager.tables.trim(seq, seq.length)
+        assert had_more == (before != device_blocks(self.manager, seq))
+        for table, group in zip(self.manager.tables.of(seq), self.groups, strict=True):
             size = group.max_blocks(seq.length, 0, num_source_tokens(seq.context))
             assert table.first_index + len(table.block_ids) <= size
 
@@ -309,7 +317,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.num_sequences += 1
         keys = parent.prefix_keys.fork()
         child = KnownSequence(self.num_sequences, list(parent.tokens), keys, parent.context)
-        self.manager.fork(parent, child)
+        self.manager.tables.fork(parent, child)
         self.running[child.seq_id] = child
         return child.seq_id
 
@@ -333,14 +341,14 @@ class KVCacheMachine(RuleBasedStateMachine):
     def plan_swap_out(self, seq_ids: list[int | None]) -> list[int]:
         group = [seq for n in {*seq_ids} if (seq := self.running.get(n or 0)) is not None]
         for seq in group:  # memory for drafts that were refused may never have been written
-            self.manager.trim(seq, seq.length)
-        if not group or not self.manager.can_swap_out(group):
-            blocks = {block for seq in group for block in self.manager.device_blocks(seq)}
-            assert not group or len(blocks) > self.manager.num_free_blocks[1]
+            self.manager.tables.trim(seq, seq.length)
+        if not group or not self.manager.swap.can_swap_out(group):
+            blocks = {block for seq in group for block in device_blocks(self.manager, seq)}
+            assert not group or len(blocks) > num_free_blocks(self.manager)[1]
             return []
-        own, (num_free, num_free_host) = self.manager.memory_freed(group), self.num_free
-        blocks = {block for seq in group for block in self.manager.device_blocks(seq)}
-        pairs = self.manager.swap_out(group)
+        own, (num_free, num_free_host) = self.manager.tables.memory_freed(group), self.num_free
+        blocks = {block for seq in group for block in device_blocks(self.manager, seq)}
+        pairs = self.manager.swap.swap_out(group)
         assert self.num_free[0] == num_free + own
         assert set(pairs[::2]) <= blocks
         assert len(set(pairs[::2])) == len(pairs) // 2, "no block is moved twice"
@@ -354,26 +362,26 @@ class KVCacheMachine(RuleBasedStateMachine):
         if not self.swapped:
             return []
         group = self.swapped[pick % len(self.swapped)]
-        if not self.manager.can_swap_in(group):
+        if not self.manager.swap.can_swap_in(group):
             assert self.running, "an empty device has room for what was there"
             return []
         self.swapped.remove(group)
-        before = [self.manager.host_blocks(seq) for seq in group]
+        before = [host_blocks(self.manager, seq) for seq in group]
         num_free_host, used = self.num_free[1], self.used()
-        pairs = self.manager.swap_in(group)
+        pairs = self.manager.swap.swap_in(group)
         assert self.num_free[1] <= num_free_host, "read until the plan is done"
         assert not set(pairs[1::2]) & used
         targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         assert len(targets) == len(pairs) // 2, "each is moved once"
         for seq, blocks in zip(group, before, strict=True):
-            assert self.manager.device_blocks(seq) == [targets[block] for block in blocks]
+            assert device_blocks(self.manager, seq) == [targets[block] for block in blocks]
         self.running |= {seq.seq_id: seq for seq in group}
         return pairs
 
     @rule(pick=st.integers(0, 100))
     def free_swapped(self, pick: int) -> None:
         if self.swapped:
-            self.manager.free_swapped(self.swapped[pick % len(self.swapped)].pop())
+            self.manager.swap.free(self.swapped[pick % len(self.swapped)].pop())
             self.swapped = [group for group in self.swapped if group]
 
     @rule(seq_id=consumes(sequences))
@@ -385,17 +393,17 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @property
     def num_free(self) -> tuple[int, int]:
-        return self.manager.num_free_blocks
+        return num_free_blocks(self.manager)
 
     def used(self) -> set[int]:
-        return {b for seq in self.running.values() for b in self.manager.device_blocks(seq)}
+        return {b for seq in self.running.values() for b in device_blocks(self.manager, seq)}
 
     @invariant()
     def blocks_are_free_or_counted(self) -> None:
         if hasattr(self, "manager"):
             self.manager.check(self.running.values())
             swapped = (seq for group in self.swapped for seq in group)
-            host = {block for seq in swapped for block in self.manager.host_blocks(seq)}
+            host = {block for seq in swapped for block in host_blocks(self.manager, seq)}
             assert self.num_free == (
                 self.num_blocks - len(self.used()),
                 self.num_host_blocks - len(host),
@@ -406,7 +414,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         for seq in getattr(self, "running", {}).values():
             other = KnownSequence(0, [*seq.tokens, 0], seq.prefix_keys, seq.context)
             for fetches in (False, True):
-                hit = self.manager.match_prefix(other, is_fetched=lambda *_, all=fetches: all)
+                hit = self.manager.prefixes.match(other, is_fetched=lambda *_, all=fetches: all)
                 for (block, place), content in self.found(other, hit):
                     memory = self.memory if block >= 0 else self.host_memory
                     assert memory[block if block >= 0 else ~block, place] == content

@@ -8,7 +8,7 @@ from scheduler_service.core import BeamParams, EarlyStopping, PolicyName, Schedu
 from scheduler_service.core.config import CacheGroup, CacheLifetime, PreemptionMode
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.usage import CacheGroupUsage
-from tests.support.blocks import KnownSequence, make_manager
+from tests.support.blocks import KnownSequence, device_blocks, make_manager
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.symbolic_worker import Sampling
 
@@ -311,27 +311,27 @@ def test_of_states_that_were_used_equally_long_ago_the_one_that_costs_most_stays
 def test_where_a_state_was_evicted_the_one_after_it_costs_more() -> None:
     cache = make_manager(64, 0, CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=1))
     prompt = KnownSequence(1, [i % 7 for i in range(4097)])
-    cache.admit(prompt, cache.match_prefix(prompt))
+    cache.admission.admit(prompt, cache.prefixes.match(prompt))
     cache.end_plan(1, has_rows=True)
     for start in range(0, 4096, 512):
-        cache.offer(prompt, start)
+        cache.prefixes.offer(prompt, start)
         cache.extend_prompt(prompt, start, start + 512)
         cache.end_plan(start + 2, has_rows=True)
     cache.extend_prompt(prompt, 4096, 4097)
     cache.end_plan(5000, has_rows=True)
-    cache.offer(prompt, 4097)
+    cache.prefixes.offer(prompt, 4097)
     found: list[list[int]] = []
     for number in range(24):
         asked = {end: KnownSequence(0, [*prompt.tokens[:end], 9]) for end in range(512, 4097, 512)}
         found.append(
-            [end for end, seq in asked.items() if cache.match_prefix(seq).num_tokens == end]
+            [end for end, seq in asked.items() if cache.prefixes.match(seq).num_tokens == end]
         )
         other = KnownSequence(number + 3, [number + 10] * 1025)
-        cache.admit(other, cache.match_prefix(other))
+        cache.admission.admit(other, cache.prefixes.match(other))
         for start in (0, 512, 1024):
             cache.extend_prompt(other, start, min(1025, start + 512))
             cache.end_plan(1, has_rows=True)
-        cache.offer(other, 1025)
+        cache.prefixes.offer(other, 1025)
         cache.free(other)
     kept = list(dict.fromkeys(map(tuple, found)))
     assert kept[0] == tuple(range(512, 4097, 512))
@@ -434,20 +434,20 @@ def test_states_that_beams_find_are_kept_until_they_are_copied_or_used_in_place(
     states = []
     for beam in beams:
         earlier = KnownSequence(beam.seq_id + 2, beam.tokens[:17], next_position=16)
-        cache.admit(earlier, cache.match_prefix(earlier))
-        cache.end_prompt(earlier)
-        states += cache.device_blocks(earlier)
+        cache.admission.admit(earlier, cache.prefixes.match(earlier))
+        cache.tables.end_prompt(earlier)
+        states += device_blocks(cache, earlier)
         cache.free(earlier)
     others = [KnownSequence(number, [number]) for number in range(5, 11)]
     for other in others:
-        assert cache.can_admit(1, cache.match_prefix(other)) is AllocStatus.OK
-        cache.admit(other, cache.match_prefix(other))
-    starts = cache.start_jointly(beams, lambda seq, other: 0)
+        assert cache.admission.can_admit(1, cache.prefixes.match(other)) is AllocStatus.OK
+        cache.admission.admit(other, cache.prefixes.match(other))
+    starts = cache.admission.start_jointly(beams, lambda seq, other: 0)
     assert [start.num_tokens for start in starts] == [16, 16]
-    assert cache.can_admit_jointly(starts) is AllocStatus.OK
-    copy = cache.admit_jointly(starts).copy
+    assert cache.admission.can_admit_jointly(starts) is AllocStatus.OK
+    copy = cache.admission.admit_jointly(starts).copy
     assert copy[::2] == states[:num_copied]
-    in_place = [cache.device_blocks(beam)[0] for beam in beams[num_copied:]]
+    in_place = [device_blocks(cache, beam)[0] for beam in beams[num_copied:]]
     assert in_place == states[num_copied:]
     cache.end_plan(1, has_rows=True)
     cache.check([*others, *beams])

@@ -47,7 +47,7 @@ def entrants(cache: KVCacheManager, *, num_tokens: int = 5, seq_id: int = 1) -> 
     tenants = Tenants(CONFIG.default_tenant, {})
     (seq,) = make_group(tenants, "", num_prompt_tokens=num_tokens).sequences
     seq.register(seq_id)
-    return Entrants([seq], (seq, cache.match_prefix(seq, is_fetched=None)))
+    return Entrants([seq], (seq, cache.prefixes.match(seq, is_fetched=None)))
 
 
 def make_cache(**changes: Any) -> KVCacheManager:
@@ -66,7 +66,7 @@ def test_sequences_enter_only_if_every_resource_has_enough_for_them() -> None:
         resource.release(entering.sequences[0])
     assert fit_all(resources, entrants(cache, seq_id=3)) is AllocStatus.OK
     assert resources[0].num_used == 1
-    assert not cache.holds(entering.sequences[0])
+    assert not cache.tables.holds(entering.sequences[0])
 
 
 def test_no_resource_is_asked_after_the_first_that_has_not_enough() -> None:
