@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.measuring.json_lines import LineProcess, take_stdout
 from benchmarks.measuring.processes import send_signal
 from benchmarks.models.model_shapes import BYTES_PER_VALUE
-from worker_service.models.linear import can_pack, pack
+from worker_service.models.linear.packing import can_pack, pack
 
 READ_BYTES = 2**30
 """Much larger than the caches."""

@@ -371,7 +371,7 @@ hold."""
 
 
 def _cpu_products(where: Setting, weight: Tensor) -> Iterator[Product]:
-    from worker_service.models.linear import can_pack, pack
+    from worker_service.models.linear.packing import can_pack, pack
 
     dense = cycle([weight.clone() for _ in range(_BEYOND_CACHES // weight.nbytes)])
     yield "torch", weight.nbytes, lambda rows: torch.nn.functional.linear(rows, next(dense))

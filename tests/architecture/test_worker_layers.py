@@ -1,4 +1,4 @@
-"""The folders of the worker form layers, and so do those of its loader and its runner."""
+"""The folders of the worker form layers, and so do those of its loader, models and runner."""
 
 from collections.abc import Iterable, Mapping
 
@@ -23,7 +23,13 @@ def graph_of_folders(graph: Mapping[str, Iterable[str]], package: str) -> dict[s
 
 
 @pytest.mark.parametrize(
-    "package", ["worker_service", "worker_service.loader", "worker_service.runner"]
+    "package",
+    [
+        "worker_service",
+        "worker_service.loader",
+        "worker_service.models",
+        "worker_service.runner",
+    ],
 )
 def test_folders_form_layers(package: str) -> None:
     assert circles(graph_of_folders(import_graph(read_modules(ROOT)), package)) == []

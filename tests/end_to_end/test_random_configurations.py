@@ -41,7 +41,7 @@ from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig, Runne
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_eagle_head, load_model
 from worker_service.loader.loaded_model import release_windows
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.native import NativeModel

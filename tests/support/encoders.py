@@ -16,7 +16,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.loader.files.config import read_config
 from worker_service.loader.weights.checkpoint import open_checkpoint
 from worker_service.loader.weights.fill import load_weights
-from worker_service.models.encoder import EncoderModel
+from worker_service.models.encoders.encoder import EncoderModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.registry import build_native_model
 from worker_service.plan import PoolingHead, PoolingType

@@ -24,7 +24,7 @@ from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint
 from worker_service.loader.weights.fill import load_weights
 from worker_service.models.interface import ModelContext
-from worker_service.models.linear import Linear
+from worker_service.models.linear.linear import Linear
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import build_native_model
 

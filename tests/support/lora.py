@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tests.support.float64 import Float64
 from worker_service.adapters.peft_format import STACKS, WEIGHTS_FILE, LoraModule, ModelAdapter
 from worker_service.models.adapters import layers_of
-from worker_service.models.linear import RowParallelLinear, VocabEmbedding
+from worker_service.models.linear.linear import RowParallelLinear
+from worker_service.models.linear.vocabulary import VocabEmbedding
 from worker_service.models.native import NativeModel
 
 LAYERS, EXPERTS, EMBEDDING, HEAD = "layers", "experts", "embedding", "head"

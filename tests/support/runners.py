@@ -12,7 +12,7 @@ from worker_service.adapters.store import AdapterStore
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.adapters import AdapterSlots
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.models.native import NativeModel
 from worker_service.models.transformers_backend.model import TransformersModel

@@ -12,7 +12,7 @@ from tests.support.runners import RUNNERS, AllDrafts, recorded_on_gpu
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.torch_executor import Profiler, TorchExecutor

@@ -19,7 +19,7 @@ from worker_service.config import (
 )
 from worker_service.distributed.communicator import require_symmetric_memory
 from worker_service.errors import InvalidOption
-from worker_service.models.encoder_families import ENCODERS
+from worker_service.models.encoders.families import ENCODERS
 
 FP8 = torch.float8_e4m3fn
 CACHE_DTYPES = {"auto": None, "fp8": FP8, "int8": torch.int8}

@@ -51,7 +51,7 @@ from worker_service.loader.texts import start_reading_texts
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint, warn_of_unused
 from worker_service.models.interface import Model, ModelContext
-from worker_service.models.linear import can_pack
+from worker_service.models.linear.packing import can_pack
 from worker_service.models.registry import limit_model_len, native_settings, with_generator
 from worker_service.pooling_facts import PoolingFacts
 

@@ -18,7 +18,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.loader.kernels import FP8
 from worker_service.models.interface import Model, Pools
 from worker_service.models.kv_cache_spec import BLOCK_UNIT
-from worker_service.models.linear import cpu_arithmetic
+from worker_service.models.linear.packing import cpu_arithmetic
 from worker_service.models.native import NativeModel
 
 

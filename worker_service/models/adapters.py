@@ -21,15 +21,11 @@ from pagewire_kernels.slot_deltas import NO_SLOT, PackedSlot, SlotDeltas
 from worker_service.adapters.peft_format import STACKS, LoraModule, ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
-from worker_service.models.experts import ExpertWeights
-from worker_service.models.latent_attention import Expansion
-from worker_service.models.linear import (
-    AdaptableLayer,
-    Linear,
-    LinearPart,
-    ScalableLayer,
-    VocabEmbedding,
-)
+from worker_service.models.feed_forward.experts import ExpertWeights
+from worker_service.models.linear.additions import AdaptableLayer, LinearPart, ScalableLayer
+from worker_service.models.linear.linear import Linear
+from worker_service.models.linear.vocabulary import VocabEmbedding
+from worker_service.models.mixers.latent_attention import Expansion
 from worker_service.models.native import ActivatesAdapters, NativeModel
 
 _OF_FIRST = re.compile(

@@ -25,14 +25,12 @@ from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
-from worker_service.models.layers import (
-    LayerNorm,
-    PagedAttention,
-    RMSNorm,
-    RotaryTable,
-    norm_targets,
-)
-from worker_service.models.linear import Linear, Packable, VocabEmbedding, VocabHead
+from worker_service.models.layers.norms import LayerNorm, RMSNorm, norm_targets
+from worker_service.models.layers.paged_attention import PagedAttention
+from worker_service.models.layers.rotary import RotaryTable
+from worker_service.models.linear.linear import Linear
+from worker_service.models.linear.packing import Packable
+from worker_service.models.linear.vocabulary import VocabEmbedding, VocabHead
 from worker_service.models.pooling import head_context
 from worker_service.plan import PoolingHead
 from worker_service.pooling_facts import PoolingFacts

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext, Pools
-from worker_service.models.linear import Linear
+from worker_service.models.linear.linear import Linear
 from worker_service.plan import PoolingHead, PoolingType
 from worker_service.pooling_facts import LabelActivation, PoolingFacts
 

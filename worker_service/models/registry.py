@@ -6,13 +6,13 @@ from typing import Any, get_args
 
 from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
-from worker_service.models.decoder import DecoderModel
+from worker_service.models.decoder.model import DecoderModel
 from worker_service.models.decoder_families import DECODERS
 from worker_service.models.decoder_families.common import NotNative
-from worker_service.models.encoder import EncoderModel
-from worker_service.models.encoder_families import ENCODERS, encoder_settings
+from worker_service.models.encoders.encoder import EncoderModel
+from worker_service.models.encoders.families import ENCODERS, encoder_settings
 from worker_service.models.interface import ModelContext
-from worker_service.models.layers import ACTIVATIONS
+from worker_service.models.layers.activations import ACTIVATIONS
 from worker_service.models.native import ModelSettings, NativeModel
 from worker_service.models.pooling import facts_of
 from worker_service.pooling_facts import PoolingFacts

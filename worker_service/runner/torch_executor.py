@@ -31,7 +31,7 @@ from worker_service.loader import (
 )
 from worker_service.loader.loaded_model import arithmetic_of, describe_cache, release_windows
 from worker_service.models.adapters import AdapterSlots, require_adaptable
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.batch.pooling import Pooling
 from worker_service.runner.device.cuda_graphs import (

@@ -34,9 +34,10 @@ from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import open_checkpoint
 from worker_service.loader.weights.fill import EagerPacking, load_weights
 from worker_service.models.interface import ModelContext
-from worker_service.models.layers import RMSNorm
-from worker_service.models.linear import Linear, VocabEmbedding
-from worker_service.models.mamba import Decay
+from worker_service.models.layers.norms import RMSNorm
+from worker_service.models.linear.linear import Linear
+from worker_service.models.linear.vocabulary import VocabEmbedding
+from worker_service.models.mixers.mamba import Decay
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import build_native_model
 from worker_service.runner.device.cuda_graphs import CudaGraphRecorder

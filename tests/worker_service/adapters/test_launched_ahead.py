@@ -22,7 +22,7 @@ from tests.worker_service.adapters.test_lora import (
     without_base,
 )
 from worker_service.config import AdapterConfig, CacheConfig, RunnerConfig
-from worker_service.models import linear
+from worker_service.models.linear import additions, packing
 from worker_service.runner.torch_executor import Profiler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,9 +45,9 @@ def ahead(family: str, max_loras: int = 2) -> AheadExecutor:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are torch's, and what adapters add is looked up by slot, by the reference of the
     kernels."""
-    monkeypatch.setattr(linear, "find_spec", lambda name: None)
-    monkeypatch.setattr(linear, "_native_library", lambda dtype: None)
-    monkeypatch.setattr(linear, "_is_on_cpu", lambda context: False)
+    monkeypatch.setattr(packing, "library", lambda: None)
+    monkeypatch.setattr(additions, "is_on_cpu", lambda context: False)
+    monkeypatch.setattr(additions, "find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

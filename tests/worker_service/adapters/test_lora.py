@@ -46,9 +46,9 @@ from worker_service.errors import (
     InvalidPlan,
 )
 from worker_service.loader import LoadedModel, load_model
-from worker_service.models import linear
 from worker_service.models.adapters import AdapterSlots, require_adaptable
-from worker_service.models.linear import HEAD_ROUNDING
+from worker_service.models.linear import packing
+from worker_service.models.linear.vocabulary import HEAD_ROUNDING
 from worker_service.models.native import NativeModel
 from worker_service.plan import StepResult
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
@@ -848,7 +848,7 @@ def test_models_that_run_through_transformers_have_the_tokens_of_peft_without_ou
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a CPU for which no kernels were built."""
-    monkeypatch.setattr(linear, "_native_library", lambda dtype: None)
+    monkeypatch.setattr(packing, "library", lambda: None)
     assert_equal_to_peft(family, adapters(family), [0, None, 1, 2, 0, None])
 
 

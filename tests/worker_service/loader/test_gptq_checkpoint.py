@@ -17,7 +17,7 @@ from tests.support.quantized_checkpoints import FORMATS, GPTQ, LAYER
 from tests.support.quantized_files import GROUP_SIZE, gptq, integers, make_quantized
 from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint
-from worker_service.models.linear import Linear
+from worker_service.models.linear.linear import Linear
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_bloc
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.kernels import require_cache_dtype
 from worker_service.loader.loaded_model import arithmetic_of, describe_cache, release_windows
-from worker_service.models.decoder import DecoderModel
+from worker_service.models.decoder.model import DecoderModel
 
 FP8 = torch.float8_e4m3fn
 

@@ -20,7 +20,7 @@ from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.files.config import read_config
 from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import open_checkpoint
-from worker_service.models.experts import ExpertWeights
+from worker_service.models.feed_forward.experts import ExpertWeights
 
 EXPERTS = "model.layers.1.mlp.experts"
 BLOCKS, SCALES = f"{EXPERTS}.gate_up_proj_blocks", f"{EXPERTS}.gate_up_proj_scales"

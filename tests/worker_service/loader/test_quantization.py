@@ -217,7 +217,7 @@ def test_a_cpu_without_the_kernels_rounds_nothing_and_promises_no_batch_invarian
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert load(checkpoint("llama")).batch_invariant
-    monkeypatch.setattr("worker_service.models.linear.library", lambda: None)
+    monkeypatch.setattr("worker_service.models.linear.packing.library", lambda: None)
     plain = load(checkpoint("llama"))
     assert not plain.batch_invariant
     assert arithmetic_of(plain).startswith("cpu/torch-")

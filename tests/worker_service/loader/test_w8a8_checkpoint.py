@@ -29,7 +29,7 @@ from tests.support.quantized_files import make_w8a8
 from tests.support.transformers_oracle import Oracle
 from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.models.linear import can_pack
+from worker_service.models.linear.packing import can_pack
 
 pytestmark = pytest.mark.skipif(not native_libraries(), reason="the kernels are not compiled")
 
@@ -198,7 +198,7 @@ def test_machines_without_the_kernels_refuse_it(
 ) -> None:
     path, _ = _make(tmp_path, INPUTS["dynamic"])
     assert not can_pack(torch.bfloat16, torch.device("cuda"))
-    monkeypatch.setattr("worker_service.models.linear.library", lambda: None)
+    monkeypatch.setattr("worker_service.models.linear.packing.library", lambda: None)
     with pytest.raises(UnsupportedModel, match=r"\(W8A8\) need the compiled CPU kernels.*cpu"):
         load(path)
 

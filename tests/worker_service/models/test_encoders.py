@@ -27,8 +27,8 @@ from tools.launch import free_port
 from worker_service.address import TcpAddress
 from worker_service.distributed.communicator import Communicator, Rendezvous
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.models.encoder import EncoderModel, bucket_of
-from worker_service.models.encoder_families import ENCODERS
+from worker_service.models.encoders.encoder import EncoderModel, bucket_of
+from worker_service.models.encoders.families import ENCODERS
 from worker_service.models.registry import native_settings
 from worker_service.plan import PoolingHead, PoolingType
 

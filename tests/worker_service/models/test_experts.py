@@ -28,7 +28,7 @@ from tests.support.quantized_files import (
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
 from worker_service.loader import LoadedModel
-from worker_service.models.experts import (
+from worker_service.models.feed_forward.experts import (
     Experts,
     ExpertsSpec,
     ExpertStorage,

@@ -11,7 +11,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.models.decoder_families import DECODERS
 from worker_service.models.decoder_families.common import NotNative
-from worker_service.models.mamba import Mamba2Spec, ParallelMixerSpec
+from worker_service.models.mixers.mamba import Mamba2Spec, ParallelMixerSpec
 
 
 def _config(family: str) -> dict[str, Any]:

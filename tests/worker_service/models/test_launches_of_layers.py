@@ -23,9 +23,9 @@ from tests.support.paged_driver import PagedDriver
 from worker_service.adapters.store import AdapterStore
 from worker_service.loader.files.config import read_config
 from worker_service.models.adapters import AdapterSlots
-from worker_service.models.experts import ExpertWeights
+from worker_service.models.feed_forward.experts import ExpertWeights
 from worker_service.models.interface import ModelContext
-from worker_service.models.latent_attention import Expansion
+from worker_service.models.mixers.latent_attention import Expansion
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import build_native_model
 

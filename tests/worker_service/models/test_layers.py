@@ -10,10 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference.backend import LayerKernels
 from worker_service.models.interface import ModelContext
-from worker_service.models.linear import (
-    VocabEmbedding,
-    VocabHead,
-)
+from worker_service.models.linear.vocabulary import VocabEmbedding, VocabHead
 from worker_service.models.transformers_backend.model import InvariantOps
 
 CPU = torch.device("cpu")

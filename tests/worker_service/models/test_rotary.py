@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from worker_service.models.layers import RotarySettings, RotaryTable
+from worker_service.models.layers.rotary import RotarySettings, RotaryTable
 
 HEAD_DIM = 24
 LENGTH = 64

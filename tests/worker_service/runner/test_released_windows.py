@@ -16,7 +16,7 @@ from tests.support.transformers_oracle import oracle
 from worker_service.config import CacheConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_draft_model, load_eagle_head, load_model
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.drafting.draft_model import DraftModel
 from worker_service.runner.drafting.drafter import Drafter

@@ -10,7 +10,7 @@ from worker_service.loader.loaded_model import LoadedModel
 from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint
 from worker_service.loader.weights.fill import EagerPacking, fill_dummy_weights, load_weights
-from worker_service.models.draft_head import DraftHead, HeadSettings
+from worker_service.models.decoder.draft_head import DraftHead, HeadSettings
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.native import NativeModel
 

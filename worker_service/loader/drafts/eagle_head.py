@@ -24,11 +24,11 @@ from worker_service.loader.kernels import choose_kernels
 from worker_service.loader.loaded_model import LoadedModel
 from worker_service.loader.quantized.schemes import read_schemes
 from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint
-from worker_service.models.decoder import DraftHeadSpec
+from worker_service.models.decoder.draft_head import DraftHead, EagleHead, HeadSettings
+from worker_service.models.decoder.specs import DraftHeadSpec
 from worker_service.models.decoder_families.common import NotNative
 from worker_service.models.decoder_families.llama import llama_settings
-from worker_service.models.draft_head import DraftHead, EagleHead, HeadSettings
-from worker_service.models.layers import ACTIVATIONS
+from worker_service.models.layers.activations import ACTIVATIONS
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import NATIVE_MODELS
 

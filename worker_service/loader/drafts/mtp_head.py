@@ -14,9 +14,9 @@ from worker_service.loader.weights.checkpoint import (
     are_equal,
     open_checkpoint,
 )
-from worker_service.models.decoder import DecoderSettings, DraftHeadSpec
+from worker_service.models.decoder.draft_head import DraftHead, HeadSettings
+from worker_service.models.decoder.specs import DecoderSettings, DraftHeadSpec
 from worker_service.models.decoder_families.common import STACKED_EXPERTS
-from worker_service.models.draft_head import DraftHead, HeadSettings
 from worker_service.models.native import ModelSettings, NativeModel
 from worker_service.models.registry import native_settings
 

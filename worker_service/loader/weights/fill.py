@@ -25,7 +25,7 @@ from worker_service.loader.tensors import (
 )
 from worker_service.loader.weights.checkpoint import Checkpoint, listed, log_unused
 from worker_service.models.interface import WeightTarget
-from worker_service.models.linear import Packable, round_weight
+from worker_service.models.linear.packing import Packable, round_weight
 from worker_service.models.native import LoadableModule
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from worker_service.load_progress import LoadProgress
 from worker_service.loader.quantized.formats import ROUNDED, Scheme, StoredRounded
 from worker_service.loader.tensors import describe
 from worker_service.loader.weights.checkpoint import Checkpoint
-from worker_service.models.linear import round_weight
+from worker_service.models.linear.packing import round_weight
 
 logger = logging.getLogger(__name__)
 

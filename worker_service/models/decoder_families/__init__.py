@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from worker_service.models.decoder import DecoderSettings
+from worker_service.models.decoder.specs import DecoderSettings
 from worker_service.models.decoder_families.alibi import bloom_settings, mpt_settings
 from worker_service.models.decoder_families.common import Config
 from worker_service.models.decoder_families.delta_nets import (

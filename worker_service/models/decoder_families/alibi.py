@@ -2,13 +2,7 @@
 
 import math
 
-from worker_service.models.decoder import (
-    DecoderSettings,
-    LayerSpec,
-    MLPSpec,
-    NormSpec,
-    QKVStorage,
-)
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
@@ -17,6 +11,9 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     with_keys,
 )
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.attention import QKVStorage
 
 _BLOOM = by_lines("""
 attention_norm     input_layernorm

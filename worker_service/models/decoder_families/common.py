@@ -7,14 +7,11 @@ from typing import Any, cast
 
 from pagewire_kernels.reference import Routing
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import (
-    AttentionSpec,
-    DecoderSettings,
-    LayerSpec,
-    MLPSpec,
-    NormSpec,
-)
-from worker_service.models.layers import PROPORTIONAL, SCALING_TYPES, RotarySettings
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.layers.rotary import PROPORTIONAL, SCALING_TYPES, RotarySettings
+from worker_service.models.mixers.attention import AttentionSpec
 
 Config = Mapping[str, Any]
 """The content of `config.json`."""

@@ -2,7 +2,7 @@
 four of which have a gated delta net in its place. A module of its own drafts tokens."""
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import DecoderSettings, FeedForwardSpec, LayerSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -19,8 +19,9 @@ from worker_service.models.decoder_families.common import (
 )
 from worker_service.models.decoder_families.draft_heads import qwen_head
 from worker_service.models.decoder_families.mixtures import QWEN_SHARED_NAMES
-from worker_service.models.delta_net import DeltaStorage, GatedDeltaNetSpec
-from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.delta_net import DeltaStorage, GatedDeltaNetSpec
 
 _LINEAR = "linear_attention"
 """In `layer_types`."""

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from worker_service.models.decoder import DecoderSettings, DraftHeadSpec, LayerSpec
+from worker_service.models.decoder.specs import DecoderSettings, DraftHeadSpec, LayerSpec
 
 
 def with_layer_behind(settings: DecoderSettings) -> DecoderSettings:

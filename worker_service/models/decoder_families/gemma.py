@@ -1,14 +1,7 @@
 """Gemma 1, 2 and 3: norms with an offset of 1, scaled embeddings, a gated MLP with GELU; from
 Gemma 2 on norms before and after each part, and windows in most layers."""
 
-from worker_service.models.decoder import (
-    AttentionSpec,
-    DecoderSettings,
-    LayerSpec,
-    MLPSpec,
-    NormPlace,
-    NormSpec,
-)
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, NormPlace
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -23,6 +16,9 @@ from worker_service.models.decoder_families.common import (
     rotaries_by_type,
     rotary_of,
 )
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.attention import AttentionSpec
 
 NAMES_AROUND = {
     **NAMES,

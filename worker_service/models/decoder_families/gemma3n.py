@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.altup import AltUpSpec
-from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormPlace, NormSpec
+from worker_service.models.decoder.altup import AltUpSpec
+from worker_service.models.decoder.per_layer import PerLayerSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, NormPlace
 from worker_service.models.decoder_families.common import (
     SLIDING,
     Config,
@@ -23,7 +24,8 @@ from worker_service.models.decoder_families.common import (
 )
 from worker_service.models.decoder_families.gemma import GELU, NAMES_AROUND, THETAS
 from worker_service.models.decoder_families.gemma4 import PER_LAYER, SHARES, shared_sources
-from worker_service.models.per_layer import PerLayerSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
 
 _NAMES = NAMES_AROUND | PER_LAYER | by_lines("altup altup laurel")
 

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import (
-    AttentionSpec,
+from worker_service.models.decoder.per_layer import PerLayerSpec
+from worker_service.models.decoder.specs import (
     DecoderSettings,
     FeedForwardSpec,
     LayerSpec,
-    MLPSpec,
     NormPlace,
-    NormSpec,
 )
 from worker_service.models.decoder_families.common import (
     FULL,
@@ -30,9 +28,11 @@ from worker_service.models.decoder_families.common import (
     routing,
 )
 from worker_service.models.decoder_families.gemma import NAMES_AROUND
-from worker_service.models.dense_and_experts import DenseAndExpertsSpec
-from worker_service.models.experts import ExpertsSpec, ExpertStorage
-from worker_service.models.per_layer import PerLayerSpec
+from worker_service.models.feed_forward.dense_and_experts import DenseAndExpertsSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.attention import AttentionSpec
 
 _NAMES = {**NAMES_AROUND, "scalar": "layer_scalar"}
 _BESIDE_EXPERTS = by_lines("""

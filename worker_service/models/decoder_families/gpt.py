@@ -2,15 +2,7 @@
 positions, layer norms, a plain MLP."""
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import (
-    AttentionSpec,
-    DecoderSettings,
-    LayerSpec,
-    MLPSpec,
-    NormPlace,
-    NormSpec,
-    QKVStorage,
-)
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, NormPlace
 from worker_service.models.decoder_families.common import (
     Config,
     attention_of,
@@ -18,6 +10,9 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     with_keys,
 )
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.attention import AttentionSpec, QKVStorage
 
 _OPT_POSITION_OFFSET = 2
 """The first rows of OPT's position table are unused."""

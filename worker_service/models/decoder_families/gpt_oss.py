@@ -2,7 +2,7 @@
 gate, which are stored in MXFP4."""
 
 from pagewire_kernels.reference import Gate
-from worker_service.models.decoder import DecoderSettings, LayerSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -14,7 +14,8 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     routing,
 )
-from worker_service.models.experts import ExpertsSpec, ExpertStorage
+from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage
+from worker_service.models.layers.norms import NormSpec
 
 _BIASES = "mlp.experts.gate_up_proj_bias mlp.experts.down_proj_bias"
 

@@ -3,7 +3,7 @@ beside one that all rows have."""
 
 from typing import Any
 
-from worker_service.models.decoder import DecoderSettings, FeedForwardSpec, LayerSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
 from worker_service.models.decoder_families.common import (
     NAMES,
     Config,
@@ -17,8 +17,9 @@ from worker_service.models.decoder_families.common import (
     routing,
 )
 from worker_service.models.decoder_families.mixtures import QWEN_NAMES
-from worker_service.models.experts import ExpertsSpec, SharedSpec
-from worker_service.models.layers import RotarySettings
+from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.layers.rotary import RotarySettings
 
 _NORMS = by_lines("""
 attention.query_norm  self_attn.query_layernorm

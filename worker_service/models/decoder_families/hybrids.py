@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -28,8 +28,10 @@ from worker_service.models.decoder_families.mamba import (
     mamba2_of,
 )
 from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES
-from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
-from worker_service.models.mamba import Mamba2Spec, ParallelMixerSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.mamba import Mamba2Spec, ParallelMixerSpec
 
 _MAMBA = "linear_attention"
 """In `layer_types`."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import DecoderSettings, FeedForwardSpec, LayerSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     Config,
@@ -17,10 +17,11 @@ from worker_service.models.decoder_families.common import (
     with_keys,
 )
 from worker_service.models.decoder_families.latent import SPLIT_NAMES
-from worker_service.models.delta_net import KimiDeltaSpec
-from worker_service.models.experts import ExpertsSpec, SharedSpec
-from worker_service.models.latent_attention import LatentAttentionSpec
-from worker_service.models.layers import NO_ROTATION, RotarySettings
+from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.layers.rotary import NO_ROTATION, RotarySettings
+from worker_service.models.mixers.delta_net import KimiDeltaSpec
+from worker_service.models.mixers.latent_attention import LatentAttentionSpec
 
 _LINEAR = "linear_attention"
 """In `layer_types`."""

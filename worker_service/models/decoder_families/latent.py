@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import DecoderSettings, FeedForwardSpec, LayerSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
 from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
@@ -20,9 +20,10 @@ from worker_service.models.decoder_families.common import (
 )
 from worker_service.models.decoder_families.draft_heads import with_layer_behind
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
-from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
-from worker_service.models.latent_attention import LatentAttentionSpec
-from worker_service.models.layers import RotarySettings
+from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.layers.rotary import RotarySettings
+from worker_service.models.mixers.latent_attention import LatentAttentionSpec
 
 _NAMES = by_lines("""
 attention_norm          input_layernorm

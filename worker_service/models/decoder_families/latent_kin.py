@@ -5,7 +5,7 @@ scores."""
 from collections import ChainMap
 from typing import Any, cast
 
-from worker_service.models.decoder import DecoderSettings
+from worker_service.models.decoder.specs import DecoderSettings
 from worker_service.models.decoder_families.common import Config, by_lines, gated_mlp, with_keys
 from worker_service.models.decoder_families.latent import (
     EXPERT_NAMES,
@@ -13,8 +13,8 @@ from worker_service.models.decoder_families.latent import (
     first_dense,
     latent_decoder,
 )
-from worker_service.models.experts import ExpertStorage
-from worker_service.models.layers import QUERY_SCALING
+from worker_service.models.feed_forward.experts import ExpertStorage
+from worker_service.models.layers.rotary import QUERY_SCALING
 
 _STACK_NAMES = by_lines("""
 feed_forward.router   mlp.gate

@@ -4,14 +4,7 @@ attention; and its mixtures of experts, which are chosen as in DeepSeek-V3, with
 from collections.abc import Sequence
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.convolution import ShortConvolutionSpec
-from worker_service.models.decoder import (
-    DecoderSettings,
-    FeedForwardSpec,
-    LayerSpec,
-    MLPSpec,
-    NormSpec,
-)
+from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     Config,
@@ -23,7 +16,10 @@ from worker_service.models.decoder_families.common import (
     routing,
     with_keys,
 )
-from worker_service.models.experts import ExpertsSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.convolution import ShortConvolutionSpec
 
 _CONVOLUTION = "conv"
 """In `layer_types`."""

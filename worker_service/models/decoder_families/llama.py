@@ -3,7 +3,7 @@ MLP, RoPE, grouped queries; and EXAONE 3, InternLM3 and IQuest-Coder, which diff
 
 from collections.abc import Iterator, Mapping
 
-from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -18,6 +18,8 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     with_keys,
 )
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
 
 _EXAONE = by_lines("""
 attention_norm     ln_1

@@ -4,7 +4,7 @@ by the sigmoid of their logits."""
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import DecoderSettings, LayerSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -17,8 +17,14 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     routing,
 )
-from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
-from worker_service.models.layers import NO_ROTATION, QUERY_OFFSET, QUERY_SCALING, RotarySettings
+from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.layers.rotary import (
+    NO_ROTATION,
+    QUERY_OFFSET,
+    QUERY_SCALING,
+    RotarySettings,
+)
 
 CHUNKED = "chunked_attention"
 

@@ -4,14 +4,11 @@ streams, tensors that hold several weights."""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from worker_service.models.decoder import (
+from worker_service.models.decoder.specs import (
     DecoderSettings,
     FeedForwardSpec,
     LayerSpec,
-    MLPSpec,
     NormPlace,
-    NormSpec,
-    QKVStorage,
 )
 from worker_service.models.decoder_families.common import (
     FULL,
@@ -28,7 +25,10 @@ from worker_service.models.decoder_families.common import (
     rotaries_by_type,
     rotary_of,
 )
-from worker_service.models.layers import NO_ROTATION, QUERY_SCALING, RotarySettings
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.layers.rotary import NO_ROTATION, QUERY_SCALING, RotarySettings
+from worker_service.models.mixers.attention import QKVStorage
 
 _INPUT_NORMS = ("attention_norm", "feed_forward_norm")
 _OUTPUT_NORMS = {

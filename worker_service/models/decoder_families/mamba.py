@@ -5,7 +5,7 @@ from math import ceil
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import DecoderSettings, LayerSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     Config,
     by_lines,
@@ -13,7 +13,8 @@ from worker_service.models.decoder_families.common import (
     require,
     with_keys,
 )
-from worker_service.models.mamba import Mamba1Spec, Mamba2Spec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.mamba import Mamba1Spec, Mamba2Spec
 
 MAMBA1_NAMES = by_lines("""
 attention.inputs          mamba.in_proj

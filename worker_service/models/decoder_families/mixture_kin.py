@@ -1,7 +1,7 @@
 """Mixtures of experts that differ from Mixtral and Qwen-MoE in one or two parts: OLMoE,
 Granite-MoE, MiniMax-M2, ERNIE 4.5 and Phi-MoE."""
 
-from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     NAMES,
     Config,
@@ -17,7 +17,9 @@ from worker_service.models.decoder_families.common import (
 from worker_service.models.decoder_families.llama_kin import granite_settings
 from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES, QWEN_NAMES
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
-from worker_service.models.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
 
 _MINIMAX_NAMES = MIXTRAL_NAMES | {
     "feed_forward.correction": "block_sparse_moe.e_score_correction_bias"

@@ -1,7 +1,7 @@
 """Mixtral (Jiang et al. 2024), Qwen2-MoE and Qwen3-MoE: Llama's layers, with experts in place of
 the MLP."""
 
-from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -15,7 +15,9 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     routing,
 )
-from worker_service.models.experts import ExpertsSpec, SharedSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
 
 _ATTENTION_NAMES = {path: name for path, name in NAMES.items() if "feed_forward." not in path}
 

@@ -3,13 +3,7 @@ StableLM, StarCoder 2, Nemotron, GPT-NeoX, GPT-J and Falcon."""
 
 from typing import Any
 
-from worker_service.models.decoder import (
-    DecoderSettings,
-    LayerSpec,
-    MLPSpec,
-    NormSpec,
-    QKVStorage,
-)
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.alibi import slopes_of
 from worker_service.models.decoder_families.common import (
     NAMES,
@@ -26,6 +20,9 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     with_keys,
 )
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.attention import QKVStorage
 
 _SHARED = {path: name for path, name in NAMES.items() if path != "feed_forward_norm"}
 """Of layers whose parts share one norm."""

@@ -4,13 +4,7 @@ the norms, embeddings and gated MLP of Gemma."""
 import torch
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder import (
-    DecoderSettings,
-    LayerSpec,
-    MixerSpec,
-    MLPSpec,
-    NormSpec,
-)
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, MixerSpec
 from worker_service.models.decoder_families.common import (
     Config,
     attention_of,
@@ -20,7 +14,9 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     with_keys,
 )
-from worker_service.models.recurrent_unit import RecurrentUnitSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
+from worker_service.models.mixers.recurrent_unit import RecurrentUnitSpec
 
 _ATTENTION, _RECURRENT = "attention", "recurrent"
 """In `block_types`."""

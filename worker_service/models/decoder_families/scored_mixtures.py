@@ -1,7 +1,7 @@
 """GLM-4.5 (`Glm4Moe`) and dots1: Llama's layers, of which all but the first have shared experts,
 and others that are chosen among groups by the sigmoid of their scores, as in DeepSeek-V3."""
 
-from worker_service.models.decoder import DecoderSettings, LayerSpec, MLPSpec, NormSpec
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -17,7 +17,9 @@ from worker_service.models.decoder_families.common import (
 )
 from worker_service.models.decoder_families.draft_heads import with_layer_behind
 from worker_service.models.decoder_families.mixtures import QWEN_NAMES
-from worker_service.models.experts import ExpertsSpec, SharedSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
+from worker_service.models.layers.norms import NormSpec
 
 SHARED_NAMES = by_lines("""
 feed_forward.shared.up    mlp.shared_experts.gate_proj mlp.shared_experts.up_proj

@@ -22,9 +22,9 @@ from transformers.utils import logging as transformers_logging
 
 from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
-from worker_service.models.encoder_families import FAMILIES
+from worker_service.models.encoders.families import FAMILIES
 from worker_service.models.interface import ModelContext
-from worker_service.models.layers import RotarySettings
+from worker_service.models.layers.rotary import RotarySettings
 from worker_service.models.registry import limit_model_len
 from worker_service.models.transformers_backend.model import (
     NAME,

@@ -19,7 +19,8 @@ from pagewire_kernels.select import Kernels
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
-from worker_service.models.linear import AdaptableLayer, PackedWeight, can_pack, pack
+from worker_service.models.linear.additions import AdaptableLayer
+from worker_service.models.linear.packing import PackedWeight, can_pack, pack
 from worker_service.models.native import ActivatesAdapters
 from worker_service.models.pooling import facts_of
 from worker_service.models.transformers_backend.packed import PackedLinear, Tables

@@ -32,10 +32,8 @@ from pagewire_kernels.cpu.linear import NativeWeight
 from pagewire_kernels.quantized_weight import QuantizedWeight, stack
 from worker_service.errors import BadCheckpoint
 from worker_service.models.interface import ModelContext
-from worker_service.models.linear import (
-    HEAD_ROUNDING,
-    Additions,
-    LinearPart,
+from worker_service.models.linear.additions import Additions, LinearPart
+from worker_service.models.linear.packing import (
     PackedTable,
     PackedWeight,
     can_pack,
@@ -46,6 +44,7 @@ from worker_service.models.linear import (
     refuse_quantized_rows,
     round_weight,
 )
+from worker_service.models.linear.vocabulary import HEAD_ROUNDING
 from worker_service.models.transformers_backend.plain_linear import whole_part
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pagewire_kernels.cpu.adapters import ActiveRows
 from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext
-from worker_service.models.linear import Additions, LinearPart, make_slots
+from worker_service.models.linear.additions import Additions, LinearPart, make_slots
 
 _NUMBERS_AT_ONCE = 1 << 24
 """Numbers of a weight that are squared at once."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import LayerMemory, SamplingRows, StepInputs
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.runner.device.rows import DeviceRows
 from worker_service.runner.device.sampler import DeviceSampler
 

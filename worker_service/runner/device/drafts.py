@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pagewire_kernels.batch import FIRST_DRAFT, LayerMemory, StepBatch, StepInputs
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.pinned_memory import Column
 from worker_service.runner.batch.inputs import HostInputs, lay_out
 from worker_service.runner.batch.step_rows import StepRows

@@ -10,7 +10,7 @@ import torch
 from worker_service.distributed.communicator import Communicator
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.device.cuda_graphs import GraphRecorder, StepGraphs
 from worker_service.runner.device.draft_passes import DraftGraphs, DraftPass

@@ -1,4 +1,4 @@
-"""Drafts from a head (`models/draft_head.py`), based on hidden states of the target's steps.
+"""Drafts from a head (`decoder/draft_head.py`), based on hidden states of the target's steps.
 
 The head's KV for row t, whose inputs are the hidden state of token t and token t + 1, is in the
 slot of position t, in the blocks of the target's group that keeps all tokens: the target's block
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pagewire_kernels.batch import LayerMemory
 from worker_service.array_types import Int64Array
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.runner.batch.inputs import build_batch, lay_out
 from worker_service.runner.batch.sampling import sampling_batch
 from worker_service.runner.batch.step_rows import StepRows

@@ -21,7 +21,7 @@ from worker_service.cache_groups import CacheGroup
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.runner.batch.inputs import lay_out
 from worker_service.runner.device.cuda_graphs import (
     MAX_MIXED_CONTEXT,

@@ -20,7 +20,7 @@ from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import SyntheticBatches, profile_blocks
 from worker_service.loader import load_eagle_head, load_model, load_mtp_head
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.runner.device.drafts import DeviceHeadDrafter
 

@@ -34,7 +34,7 @@ from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_eagle_head
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.device.drafts import DeviceHeadDrafter, StepDrafts
 from worker_service.runner.device.rows import DeviceRows

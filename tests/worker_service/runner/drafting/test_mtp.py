@@ -42,7 +42,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_mtp_head
-from worker_service.models.draft_head import DraftHead
+from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.drafting.drafter import Drafter
 

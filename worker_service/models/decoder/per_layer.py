@@ -10,8 +10,11 @@ from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.backend import LayerKernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.layers import ACTIVATIONS, RMSNorm, RotaryTable, norm_targets
-from worker_service.models.linear import Linear, VocabEmbedding
+from worker_service.models.layers.activations import ACTIVATIONS
+from worker_service.models.layers.norms import RMSNorm, norm_targets
+from worker_service.models.layers.rotary import RotaryTable
+from worker_service.models.linear.linear import Linear
+from worker_service.models.linear.vocabulary import VocabEmbedding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from worker_service.distributed.layout import Layout, Shard
-from worker_service.models.convolution import (
+from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.kv_cache_spec import LayerState
+from worker_service.models.layers.activations import ACTIVATIONS
+from worker_service.models.linear.heads import HeadsProduct
+from worker_service.models.linear.linear import Linear, RowParallelLinear
+from worker_service.models.mixers.convolution import (
     CausalConvolution,
     convolution_state,
     units_of_channels,
 )
-from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.kv_cache_spec import LayerState
-from worker_service.models.layers import ACTIVATIONS
-from worker_service.models.linear import HeadsProduct, Linear, RowParallelLinear
-from worker_service.models.mamba import Decay
+from worker_service.models.mixers.mamba import Decay
 from worker_service.models.native import LayerInputs, MixerPlace
 
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout
-from worker_service.models.decoder import MLPSpec, NormSpec
-from worker_service.models.experts import ExpertsSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec
+from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.layers import RMSNorm
+from worker_service.models.layers.norms import NormSpec, RMSNorm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

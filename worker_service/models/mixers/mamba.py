@@ -12,16 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from worker_service.distributed.layout import Layout, Shard, consecutive
-from worker_service.models.convolution import (
+from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.kv_cache_spec import LayerKV, LayerState, StateArray
+from worker_service.models.layers.norms import NormSpec, RMSNorm
+from worker_service.models.layers.rotary import RotarySettings
+from worker_service.models.layers.vector import Vector
+from worker_service.models.linear.linear import Linear, RowParallelLinear
+from worker_service.models.mixers.attention import AttentionSpec
+from worker_service.models.mixers.convolution import (
     CausalConvolution,
     convolution_state,
     units_of_channels,
 )
-from worker_service.models.decoder import AttentionSpec, NormSpec
-from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.kv_cache_spec import LayerKV, LayerState, StateArray
-from worker_service.models.layers import RMSNorm, RotarySettings, Vector
-from worker_service.models.linear import Linear, RowParallelLinear
 from worker_service.models.native import LayerInputs, MixerPlace
 
 

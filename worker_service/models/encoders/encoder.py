@@ -1,7 +1,7 @@
 """Text encoders: every token attends to all tokens of its text, without a cache.
 
 A family of encoders is data, an `EncoderSettings`: which parts a layer has, where its norms are,
-how it sees positions, and what its tensors are called. `encoder_families.py` has the families.
+how it sees positions, and what its tensors are called. `families.py` has the families.
 """
 
 import math
@@ -20,14 +20,10 @@ from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
-from worker_service.models.layers import (
-    ACTIVATIONS,
-    LayerNorm,
-    RotarySettings,
-    RotaryTable,
-    norm_targets,
-)
-from worker_service.models.linear import (
+from worker_service.models.layers.activations import ACTIVATIONS
+from worker_service.models.layers.norms import LayerNorm, norm_targets
+from worker_service.models.layers.rotary import RotarySettings, RotaryTable
+from worker_service.models.linear.linear import (
     ActivatedLinear,
     GatedLinear,
     Linear,

@@ -1,249 +1,17 @@
-"""Layers of native models. Rows are tokens, flattened over all sequences."""
+"""Rotary position embeddings, and their scaling to longer contexts."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, LayerCaches
-from pagewire_kernels.interface import AttentionBackend
-from pagewire_kernels.reference.backend import LayerKernels
-from worker_service.distributed.communicator import Communicator
-from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
-from worker_service.models.interface import ModelContext, WeightTarget
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * (offset + weight) over the last axis (Zhang and Sennrich 2019).
-
-    With an offset, the sum is kept in float32: rounded to bfloat16, it would lose most of a weight.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        context: ModelContext,
-        kernels: LayerKernels,
-        offset: float = 0.0,
-        affine: bool = True,
-        shard: Shard | None = None,
-    ) -> None:
-        """affine: whether the checkpoint has a weight; otherwise that is 1. shard: the columns of
-        this rank, as many as `size`; None: all. See `norm_shards`."""
-        super().__init__()
-        self.shard = shard
-        self.weight = context.empty(size)
-        if not affine:
-            self.weight.fill_(1)
-        if offset:
-            self.weight = self.weight.float()
-        self.eps = eps
-        self._offset = offset
-        self._kernels = kernels
-
-    def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
-        """Add x, if given, to the residual stream in place. Returns the norm of the sum."""
-        if x is None:
-            return self._kernels.rms_norm(residual, self.weight, self.eps)
-        return self._kernels.rms_norm(x, self.weight, self.eps, residual)
-
-    def add_offset(self) -> None:
-        """Add the offset to the weight, which is loaded."""
-        self.weight += self._offset
-        self._offset = 0.0
-
-
-def norm_shards(
-    parts: Sequence[Tensor], norms: Sequence[RMSNorm], communicator: Communicator
-) -> list[Tensor]:
-    """The RMS norms of rows of which each rank has some columns, the same number on all: the sums
-    of squares are added over the ranks, in their order on CPUs. Columns that several ranks have
-    count as often, in both the sum and the number. parts: of each norm, [num_rows, its size]."""
-    wide = [part.float() for part in parts]
-    squares = torch.cat([part.square().sum(1, keepdim=True) for part in wide], dim=1)
-    sums, num_ranks = communicator.sum(squares), communicator.layout.tensor_parallel_size
-    normed = []
-    for i, (part, norm) in enumerate(zip(wide, norms, strict=True)):
-        mean = sums[:, i, None] / (num_ranks * part.shape[1])
-        factor = 1.0 / (mean + norm.eps).sqrt()
-        normed.append((part * factor * norm.weight.float()).to(parts[i].dtype))
-    return normed
-
-
-class LayerNorm(nn.Module):
-    """(x - mean) / deviation * (offset + weight) + bias over the last axis; see `RMSNorm`."""
-
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        context: ModelContext,
-        kernels: LayerKernels,
-        affine: bool = True,
-        has_bias: bool = True,
-        offset: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.weight = context.empty(size) if affine else None
-        if self.weight is not None and offset:
-            self.weight = self.weight.float()
-        self._offset = offset
-        self.bias = context.empty(size) if affine and has_bias else None
-        self._eps = eps
-        # The Triton kernel has both weight and bias, or neither.
-        no_bias = context.empty(size).zero_() if affine and context.device.type == "cuda" else None
-        self._no_bias = no_bias if self.bias is None else None
-        self._kernels = kernels
-
-    def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
-        """Add x, if given, to the residual stream in place. Returns the norm of the sum."""
-        bias = self._no_bias if self.bias is None else self.bias
-        if x is None:
-            return self._kernels.layer_norm(residual, self.weight, bias, self._eps)
-        return self._kernels.layer_norm(x, self.weight, bias, self._eps, residual)
-
-    def add_offset(self) -> None:
-        """Add the offset to the weight, which is loaded."""
-        if self.weight is not None:
-            self.weight += self._offset
-        self._offset = 0.0
-
-
-def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]:
-    """Destinations of the checkpoint's tensors of the norm called `name`."""
-    if norm.weight is not None:
-        shard = norm.shard if isinstance(norm, RMSNorm) else None
-        yield WeightTarget(f"{name}.weight", norm.weight, shard=shard)
-    if isinstance(norm, LayerNorm) and norm.bias is not None:
-        yield WeightTarget(f"{name}.bias", norm.bias)
-
-
-class Vector:
-    """Float32 numbers of a layer that belong to no linear layer and no norm."""
-
-    def __init__(
-        self, shard: Shard, context: ModelContext, *, axes_before: int = 0, axes_after: int = 0
-    ) -> None:
-        """shard: this rank's numbers; axes_before, axes_after: axes of size 1 that their tensor has
-        in the checkpoint."""
-        self.numbers = torch.empty(shard.size, dtype=torch.float32, device=context.device)
-        self._shard, self._axis = shard, axes_before
-        self._shape = (*[1] * axes_before, shard.size, *[1] * axes_after)
-
-    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Destination of the tensor with this name."""
-        (name,) = names
-        yield WeightTarget(name, self.numbers.view(self._shape), self._axis, self._shard)
-
-
-class Xielu(nn.Module):
-    """The activation xIELU, whose parameters are those of a layer. Implements `linear.Packable`."""
-
-    weight: Tensor | None
-    """float32 [4], as the checkpoint stores them; None once they are packed."""
-
-    def __init__(self, context: ModelContext, kernels: LayerKernels) -> None:
-        super().__init__()
-        self.weight = torch.empty(4, dtype=torch.float32, device=context.device)
-        self._numbers = torch.empty_like(self.weight)
-        self._kernels = kernels
-
-    def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Destinations of the tensors of the module with this name."""
-        assert self.weight is not None
-        (name,) = names
-        positive, negative, beta, epsilon = self.weight.unsqueeze(1)
-        yield WeightTarget(f"{name}.alpha_p", positive)
-        yield WeightTarget(f"{name}.alpha_n", negative)
-        yield WeightTarget(f"{name}.beta", beta[0])
-        yield WeightTarget(f"{name}.eps", epsilon[0])
-
-    def pack(self) -> None:
-        """Compute the parameters of `reference.xielu`, unless they are computed already."""
-        if self.weight is not None:
-            positive, negative = nn.functional.softplus(self.weight[:2])
-            _, _, beta, epsilon = self.weight
-            self._numbers.copy_(torch.stack([positive, beta + negative, beta, epsilon]))
-            self.weight = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, size], which is overwritten and returned."""
-        return self._kernels.xielu(x, self._numbers)
-
-
-class PagedAttention:
-    """Attention of one layer: writes new keys and values to its part of the cache, and attends over
-    it."""
-
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-    ) -> None:
-        """sinks: [num_heads], scores that take part in the softmax without a value."""
-        self._backend = backend
-        self._scale = scale
-        self._sliding_window = sliding_window
-        self._soft_cap = soft_cap
-        self._sinks = sinks
-        self._alibi_slopes = alibi_slopes
-        self.key_scale = self.value_scale = 1.0
-        """Keys and values are divided by these scales when they are written to an fp8 cache."""
-
-    def write(
-        self, key: Tensor, value: Tensor, caches: LayerCaches, metadata: AttentionMetadata
-    ) -> None:
-        """Write new keys and values to the cache: [num_tokens, num_kv_heads, head_dim] each."""
-        self._backend.write_kv(
-            key,
-            value,
-            *caches,
-            metadata.slot_mapping,
-            key_scale=self.key_scale,
-            value_scale=self.value_scale,
-        )
-
-    def attend(self, query: Tensor, caches: LayerCaches, metadata: AttentionMetadata) -> Tensor:
-        """Attend over the cache. query: [num_tokens, num_heads, head_dim]. Returns
-        [num_tokens, num_heads * head_dim]."""
-        output = self._backend.paged_attention(
-            query,
-            *caches,
-            metadata,
-            scale=self._scale,
-            sliding_window=self._sliding_window,
-            soft_cap=self._soft_cap,
-            sinks=self._sinks,
-            alibi_slopes=self._alibi_slopes,
-            key_scale=self.key_scale,
-            value_scale=self.value_scale,
-        )
-        return output.flatten(1)
-
-
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-"""Names of activations in `pagewire_kernels.reference`, by their names in `config.json`."""
-
+from worker_service.models.interface import ModelContext
 
 _ANGLES_AT_ONCE = 1 << 15
 """Numbers of a rotary table that are computed at once: few enough that torch converts them on one
@@ -254,7 +22,6 @@ PROPORTIONAL = "proportional"
 size of a head."""
 
 SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", PROPORTIONAL)
-
 _REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -537,3 +304,23 @@ def _attention_factor(settings: RotarySettings, num_positions: int) -> float:
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
         return scale(float(parameters["mscale"])) / scale(float(parameters["mscale_all_dim"]))
     return scale(1.0)
+
+
+class RotaryTables:
+    """The tables of cosines and sines of a model, one for layers of equal settings."""
+
+    def __init__(self, num_positions: int, context: ModelContext) -> None:
+        self._num_positions, self._context = num_positions, context
+        self._found: list[tuple[RotarySettings, RotaryTable]] = []
+
+    def table(self, settings: RotarySettings | None) -> RotaryTable | None:
+        """The table of these settings; None without any."""
+        if settings is None:
+            return None
+        for known, table in self._found:
+            if known == settings:
+                return table
+        dtype, device = self._context.dtype, self._context.device
+        table = RotaryTable(settings, self._num_positions, dtype, device)
+        self._found.append((settings, table))
+        return table

@@ -17,7 +17,7 @@ from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerState, StateArray
-from worker_service.models.linear import Linear, RowParallelLinear
+from worker_service.models.linear.linear import Linear, RowParallelLinear
 from worker_service.models.native import LayerInputs, MixerPlace
 
 _UNIT_CHANNELS = 16

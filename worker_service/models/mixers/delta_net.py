@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from worker_service.distributed.layout import Layout, Shard, consecutive
-from worker_service.models.convolution import CausalConvolution, convolution_state
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import LayerState, StateArray
-from worker_service.models.layers import RMSNorm, Vector
-from worker_service.models.linear import Linear, RowParallelLinear
+from worker_service.models.layers.norms import RMSNorm
+from worker_service.models.layers.vector import Vector
+from worker_service.models.linear.linear import Linear, RowParallelLinear
+from worker_service.models.mixers.convolution import CausalConvolution, convolution_state
 from worker_service.models.native import LayerInputs, MixerPlace
 
 

@@ -27,15 +27,11 @@ from pagewire_kernels.select import Kernels
 from pagewire_kernels.slot_deltas import AddOfExperts, SlotDeltas
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.layers import ACTIVATIONS, Vector
-from worker_service.models.linear import (
-    Additions,
-    GatedLinear,
-    Linear,
-    LinearPart,
-    make_slots,
-    pack_experts,
-)
+from worker_service.models.layers.activations import ACTIVATIONS
+from worker_service.models.layers.vector import Vector
+from worker_service.models.linear.additions import Additions, LinearPart, make_slots
+from worker_service.models.linear.linear import GatedLinear, Linear
+from worker_service.models.linear.packing import pack_experts
 
 if TYPE_CHECKING:
     from pagewire_kernels.triton import TritonExperts

@@ -17,13 +17,12 @@ from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.distributed.layout import Layout, Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import LayerKV
-from worker_service.models.layers import (
-    PagedAttention,
-    RMSNorm,
-    RotarySettings,
-    halves_order,
-)
-from worker_service.models.linear import HeadsProduct, Linear, LinearPart, RowParallelLinear
+from worker_service.models.layers.norms import RMSNorm
+from worker_service.models.layers.paged_attention import PagedAttention
+from worker_service.models.layers.rotary import RotarySettings, halves_order
+from worker_service.models.linear.additions import LinearPart
+from worker_service.models.linear.heads import HeadsProduct
+from worker_service.models.linear.linear import Linear, RowParallelLinear
 from worker_service.models.native import LayerInputs, MixerPlace
 
 _MAX_SCALED = 32

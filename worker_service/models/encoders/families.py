@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.encoder import NUM_BUCKETS, EncoderSettings, HeadLayer
-from worker_service.models.layers import ACTIVATIONS, SCALING_TYPES, RotarySettings
+from worker_service.models.encoders.encoder import NUM_BUCKETS, EncoderSettings, HeadLayer
+from worker_service.models.layers.activations import ACTIVATIONS
+from worker_service.models.layers.rotary import SCALING_TYPES, RotarySettings
 from worker_service.models.pooling import labels_of
 from worker_service.plan import PoolingType
 

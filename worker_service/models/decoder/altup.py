@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from pagewire_kernels.reference.backend import LayerKernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.layers import RMSNorm, norm_targets
-from worker_service.models.linear import Linear
+from worker_service.models.layers.norms import RMSNorm, norm_targets
+from worker_service.models.linear.linear import Linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

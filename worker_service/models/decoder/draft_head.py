@@ -1,5 +1,5 @@
 """Draft heads: one layer that predicts tokens from hidden states of its target, the model for which
-it was trained. `decoder.DraftHeadSpec` describes a head as data.
+it was trained. `specs.DraftHeadSpec` describes a head as data.
 
 Row t of a sequence has two inputs: the embedding of token t + 1, and a hidden state for token t.
 For tokens that the target has computed, this state is the target's: a linear function of the inputs
@@ -22,17 +22,14 @@ from torch import Tensor
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
-from worker_service.models.decoder import (
-    KV_SCALE_NAMES,
-    DecoderLayer,
-    DecoderSettings,
-    DraftHeadSpec,
-    PagedMixer,
-    RotaryTables,
-)
+from worker_service.models.decoder.layer import DecoderLayer
+from worker_service.models.decoder.model import KV_SCALE_NAMES
+from worker_service.models.decoder.specs import DecoderSettings, DraftHeadSpec, PagedMixer
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
-from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
+from worker_service.models.layers.rotary import RotaryTables
+from worker_service.models.linear.linear import Linear
+from worker_service.models.linear.vocabulary import VocabEmbedding, VocabHead
 from worker_service.models.native import LayerInputs, LoadableModule, NativeModel, part_targets
 
 
