@@ -19,7 +19,7 @@ have work.
 `step_stream.py`      the hot path: plans are sent ahead of the results that come in
 `step_watchdog.py`    when a step is overdue, and when a worker group has hung too often
 `errors.py`           why a session ends
-`adapters.py`         which adapters the workers of a model have, and under which names
+`adapters/`           which adapters the workers of a model have, and under which names
 `model_assets.py`     the models' files, fetched from a worker once
 `status.py`           the deployment's state as GetStatus returns it
 `status_watchers.py`  WatchStatus: snapshots shared by all watchers, at a bounded cost

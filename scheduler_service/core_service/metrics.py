@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric as Family
 from pagewire.v1 import status_pb2
 from scheduler_service.core.kv_cache.usage import CacheGroupUsage
 from scheduler_service.core.scheduler_stats import WorkerGroupSnapshot
-from scheduler_service.core_service.adapters import AdapterDirectory
+from scheduler_service.core_service.adapters.directory import AdapterDirectory
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams

@@ -11,7 +11,7 @@ from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core_service import tracing
-from scheduler_service.core_service.adapters import AdapterDirectory
+from scheduler_service.core_service.adapters.directory import AdapterDirectory
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver

@@ -8,7 +8,7 @@ import grpc
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
 from scheduler_service.core_service import frontend_streams, worker_registry
-from scheduler_service.core_service.adapters import AdapterDirectory, served_name
+from scheduler_service.core_service.adapters.directory import AdapterDirectory, served_name
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.model_assets import AssetCache, chunks_of
 from scheduler_service.core_service.status import StatusBoard, to_detail

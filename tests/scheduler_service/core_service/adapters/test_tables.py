@@ -3,7 +3,7 @@
 import pytest
 
 from pagewire.v1.adapter_pb2 import Adapter, AdapterSet
-from scheduler_service.core_service.adapters import (
+from scheduler_service.core_service.adapters.tables import (
     check_name,
     contents,
     find,

@@ -12,7 +12,8 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.adapter_pb2 import AdapterInfo, AdapterSet
 from scheduler_service.core import SchedulerConfig, SchedulerCore
-from scheduler_service.core_service.adapters import AdapterDirectory, contents
+from scheduler_service.core_service.adapters.directory import AdapterDirectory
+from scheduler_service.core_service.adapters.tables import contents
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.errors import Unavailable
 from tests.support.clocks import Clock

@@ -1,0 +1,109 @@
+"""Tables of adapters: values, of which a change makes a new one with a greater version."""
+
+import logging
+from collections.abc import Iterable
+
+from pagewire.v1.adapter_pb2 import Adapter, AdapterSet
+from scheduler_service.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+_NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:/-")
+MAX_NAME_LENGTH = 128
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidArgument unless this can be an adapter's name."""
+    if not 1 <= len(name) <= MAX_NAME_LENGTH or not _NAME_CHARACTERS.issuperset(name):
+        raise InvalidArgument(
+            "name", f"expected 1 to {MAX_NAME_LENGTH} characters of [A-Za-z0-9._:/-], got {name!r}"
+        )
+
+
+def find(table: AdapterSet, name: str) -> Adapter | None:
+    """The adapter that a name means."""
+    return next((adapter for adapter in table.adapters if adapter.name == name), None)
+
+
+def contents(table: AdapterSet) -> dict[bytes, Adapter]:
+    """Adapters by digest, those that a name means rather than retained ones."""
+    return {adapter.digest: adapter for adapter in (*table.retained, *table.adapters)}
+
+
+def _changed(
+    table: AdapterSet,
+    *,
+    adapters: Iterable[Adapter] | None = None,
+    retained: Iterable[Adapter] | None = None,
+    unloaded: Iterable[str] | None = None,
+) -> AdapterSet:
+    """The next version of a table; None: as before. No content is both named and retained."""
+    named = sorted(table.adapters if adapters is None else adapters, key=lambda a: a.name)
+    digests = {adapter.digest for adapter in named}
+    kept = table.retained if retained is None else retained
+    return AdapterSet(
+        version=table.version + 1,
+        adapters=named,
+        retained=[adapter for adapter in kept if adapter.digest not in digests],
+        unloaded=sorted(set(table.unloaded if unloaded is None else unloaded)),
+    )
+
+
+def with_adapter(table: AdapterSet, adapter: Adapter) -> AdapterSet:
+    """A table in which the adapter's name means it; what the name meant is retained."""
+    others = [other for other in table.adapters if other.name != adapter.name]
+    previous = [other for other in table.adapters if other.name == adapter.name]
+    return _changed(
+        table,
+        adapters=[*others, adapter],
+        retained=[*(a for a in table.retained if a.digest != adapter.digest), *previous],
+        unloaded=set(table.unloaded) - {adapter.name},
+    )
+
+
+def without_name(table: AdapterSet, name: str) -> AdapterSet:
+    """A table in which a name means nothing; what it meant is retained."""
+    return _changed(
+        table,
+        adapters=[adapter for adapter in table.adapters if adapter.name != name],
+        retained=[*table.retained, *(a for a in table.adapters if a.name == name)],
+        unloaded=[*table.unloaded, name],
+    )
+
+
+def without_contents(table: AdapterSet, digests: set[bytes]) -> AdapterSet:
+    """A table without these contents, under whatever name."""
+    return _changed(
+        table,
+        adapters=[adapter for adapter in table.adapters if adapter.digest not in digests],
+        retained=[adapter for adapter in table.retained if adapter.digest not in digests],
+    )
+
+
+def merged(table: AdapterSet, others: Iterable[AdapterSet]) -> AdapterSet:
+    """The valid one of a core's table and those of workers, and what they were started with.
+
+    What a table of a lower version has beyond it is retained, because requests may use it. Workers
+    that have never had a table add the adapters that they were started with, unless their names are
+    taken or were unloaded.
+    """
+    others = list(others)
+    newest = max([table, *others], key=lambda candidate: candidate.version)
+    result, present = newest, contents(newest)
+    replaced = [
+        adapter
+        for other in (table, *others)
+        if 0 < other.version < newest.version
+        for digest, adapter in contents(other).items()
+        if digest not in present
+    ]
+    if replaced:
+        result = _changed(result, retained=[*result.retained, *replaced])
+    for adapter in (a for other in others if other.version == 0 for a in other.adapters):
+        taken = find(result, adapter.name)
+        if taken is None and adapter.name not in result.unloaded:
+            result = with_adapter(result, adapter)
+        elif taken is None or taken.digest != adapter.digest:
+            reason = "unloaded by an operator" if taken is None else "the name is taken"
+            logger.warning("adapter of a worker ignored name=%s reason=%s", adapter.name, reason)
+    return result
