@@ -40,8 +40,8 @@ class ChaosConfig:
     speculative: str = option(
         "no",
         "--speculative",
-        "What drafts tokens: ngram, draft (the model itself), eagle (a random head), or no. The "
-        "undisturbed run has none.",
+        "What drafts tokens: ngram, draft (the model itself), eagle (a random head), mtp (one in "
+        "the checkpoint of --family), or no. The undisturbed run has none.",
     )
     num_workers: int = option(3, "--workers")
     num_ranks: int = option(

@@ -18,6 +18,7 @@ from tests.chaos.workload import EMBEDDER, adapter_names
 from tests.support.checkpoints import make_checkpoint
 from tests.support.eagle_heads import head_for
 from tests.support.lora import make_adapter
+from tests.support.mtp_heads import make_mtp
 from tools.launch import ROOT
 
 EMBEDDED_MODEL = ROOT / "worker_service/embedded_model"
@@ -55,11 +56,11 @@ def model_flags(config: ChaosConfig) -> list[str]:
     flags = ["--dtype", config.dtype, "--tensor-parallel-size", str(config.num_ranks)]
     flags += ["--device", config.device]
     if config.family:
-        flags += ["--model", str(_checkpoint(config.family)), "--served-model-name", "embedded"]
+        flags += ["--model", _model(config), "--served-model-name", "embedded"]
     if config.num_adapters:
         # One slot less than there are adapters, so that requests wait for slots too.
         flags += ["--enable-lora", "--max-loras", str(max(1, config.num_adapters - 1))]
-    model = str(_checkpoint(config.family) if config.family else EMBEDDED_MODEL)
+    model = _model(config)
     for number, name in enumerate(adapter_names(config.num_adapters)):
         flags += ["--lora-modules", f"{name}={_adapter(model, number)}"]
     return [*flags, "--batch-invariant"] if config.batch_invariant else flags
@@ -72,13 +73,23 @@ def _adapter(model: str, number: int) -> Path:
     return path
 
 
+def _model(config: ChaosConfig) -> str:
+    if not config.family:
+        return str(EMBEDDED_MODEL)
+    return str(_checkpoint(config.family, has_head=config.speculative == "mtp"))
+
+
 @cache
-def _checkpoint(family: str) -> Path:
+def _checkpoint(family: str, *, has_head: bool) -> Path:
     """A tiny random model with the embedded model's tokenizer, length and tokens that end."""
     settings = json.loads((EMBEDDED_MODEL / "config.json").read_text())
     names = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id")
     path = Path(tempfile.mkdtemp(prefix="chaos-model-"))
-    make_checkpoint(family, path, **{name: settings[name] for name in names})
+    own = {name: settings[name] for name in names}
+    if has_head:
+        path = make_mtp(family, path, **own).path
+    else:
+        make_checkpoint(family, path, **own)
     for source in EMBEDDED_MODEL.iterdir():
         if source.name.startswith(("tokenizer", "chat_template", "generation")):
             shutil.copy(source, path)

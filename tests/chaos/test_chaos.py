@@ -80,9 +80,16 @@ def test_long_runs_on_bad_links_find_nothing_either(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("speculative", ["ngram", "draft", "eagle"])
-def test_long_runs_with_drafts_equal_one_without(speculative: str, tmp_path: Path) -> None:
-    config = ChaosConfig(speculative=speculative, num_kills=100, num_streams=200, num_asks=60)
+@pytest.mark.parametrize(
+    ("speculative", "family"),
+    [("ngram", ""), ("draft", ""), ("eagle", ""), ("mtp", "glm4_moe"), ("mtp", "qwen3_next")],
+)
+def test_long_runs_with_drafts_equal_one_without(
+    speculative: str, family: str, tmp_path: Path
+) -> None:
+    config = ChaosConfig(
+        speculative=speculative, family=family, num_kills=100, num_streams=200, num_asks=60
+    )
     assert run_to_end(config, tmp_path).faults == []
 
 

@@ -27,6 +27,7 @@ from tests.support.in_process import (
     KnowingDrafter,
     SpeculatingWorker,
 )
+from tests.support.mtp_heads import mtp_checkpoint
 from tests.support.quantized_checkpoints import FORMATS
 from tests.support.quantized_files import make_quantized, make_w8a8
 from tests.support.random_configurations import (
@@ -39,7 +40,7 @@ from tests.support.rank_threads import ParallelWorker, RankThreads
 from tests.support.runners import recorded
 from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import LoadedModel, load_eagle_head, load_model
+from worker_service.loader import LoadedModel, load_eagle_head, load_model, load_mtp_head
 from worker_service.loader.loaded_model import release_windows
 from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.interface import Model
@@ -60,6 +61,8 @@ STATEFUL = ("lfm2", "qwen3_next", "qwen3_5", "mamba2", "falcon_h1")
 
 AHEAD, MORE_AHEAD = range(0, NUM_QUICK, 2), range(1, 24, 2)
 SPECULATING = QUICK
+WITH_HEAD = ("glm4_moe-mtp", "deepseek_v3-mtp", "qwen3_next-mtp")
+"""Models with a draft head in their checkpoint, which drafts for them."""
 DRAFTERS = ("knowing", "draft", "suffix", "knowing", "ngram", "eagle", "knowing")
 """In turn; their number and that of the models have no common divisor."""
 
@@ -112,7 +115,7 @@ def loaded(name: str) -> LoadedModel:
 @cache
 def with_drafts(name: str, kind: str) -> tuple[Model, Model | DraftHead]:
     """A model, and itself as its draft model, so that most drafts are right, or a random head, of
-    which most are wrong. Models with chunks or states draft for none."""
+    which most are wrong. Models with chunks or states are draft models of none."""
     target = load(name)
     model = target.model
     drafting = "llama" if name == "llama4" or model.kv_cache_spec.has_states else name
@@ -122,6 +125,8 @@ def with_drafts(name: str, kind: str) -> tuple[Model, Model | DraftHead]:
         stored = "int8" if model.kv_cache_spec.dtype == torch.int8 else "auto"
         path = head_for(model.hidden_size, model.vocab_size)
         draft = load_eagle_head(str(path), target, CacheConfig(kv_cache_dtype=stored))
+    if kind == "mtp":
+        draft = load_mtp_head(target)
     assert draft is not None
     model.kv_cache_spec = model.kv_cache_spec.with_drafts(draft.kv_cache_spec)
     return release_windows(target, CacheConfig()).model, draft
@@ -129,7 +134,7 @@ def with_drafts(name: str, kind: str) -> tuple[Model, Model | DraftHead]:
 
 def load(name: str) -> LoadedModel:
     name, _, rounded = name.partition("-")
-    path = EMBEDDED if name == "embedded" else checkpoint(name)
+    path = EMBEDDED if name == "embedded" else _folder(name, has_head=rounded == "mtp")
     quantization = rounded if rounded in QUANTIZATIONS else None
     cache = CacheConfig(kv_cache_dtype="int8" if rounded == "kv" else "auto")
     with TemporaryDirectory() as folder:
@@ -143,6 +148,10 @@ def load(name: str) -> LoadedModel:
             model=str(path), device="cpu", dtype="float32", quantization=quantization
         )
         return load_model(config, cache)
+
+
+def _folder(family: str, *, has_head: bool) -> Path:
+    return mtp_checkpoint(family).path if has_head else checkpoint(family)
 
 
 @cache
@@ -270,7 +279,7 @@ def test_a_worker_that_launches_ahead_gives_the_same_tokens(number: int) -> None
 def speculation(number: int, *, ahead: bool = False, family: str | None = None) -> Counter[str]:
     """Run a configuration with drafts of which most are right; how much it was disturbed. ahead:
     whether workers launch steps ahead; family: as for `configuration`."""
-    drafter = DRAFTERS[number % len(DRAFTERS)]
+    drafter = "mtp" if family in WITH_HEAD else DRAFTERS[number % len(DRAFTERS)]
     drawn, expected = configuration(number, True, family), undisturbed(number, True, family)
     worker_type = drafting_worker(drafter, drawn, expected)
     if ahead:
@@ -282,7 +291,8 @@ def speculation(number: int, *, ahead: bool = False, family: str | None = None) 
 def drafting_worker(
     drafter: str, drawn: Configuration, expected: list[Received]
 ) -> Callable[..., InProcessWorker]:
-    """Workers with one of `DRAFTERS`; `expected`: what they will output, for those that know it."""
+    """Workers with one of `DRAFTERS`, or `mtp`; `expected`: what they will output, for those that
+    know it."""
     outputs = [
         [*received.request.prompt_token_ids, *choice.token_ids]
         for received in expected
@@ -293,7 +303,7 @@ def drafting_worker(
         "ngram": worker_with_ngrams,
         "suffix": worker_with_history,
         "draft": partial(worker_with_draft_model, drawn.model),
-        "eagle": partial(worker_with_head, drawn.model),
+        **{kind: partial(worker_with_head, drawn.model, kind) for kind in ("eagle", "mtp")},
     }
     return partial(makers[drafter], num_drafts=Random(drawn.number).choice((1, 2, 4, 7)))
 
@@ -320,7 +330,7 @@ def _make_draft_model(draft: Model, cache: CacheEngine) -> DraftModel:
     return DraftModel(draft, cache.draft_caches)
 
 
-def _make_eagle_drafter(head: DraftHead, cache: CacheEngine) -> HeadDrafter:
+def _make_head_drafter(head: DraftHead, cache: CacheEngine) -> HeadDrafter:
     return HeadDrafter(head, cache.draft_caches)
 
 
@@ -333,13 +343,13 @@ def _enlarged(options: dict[str, Any], model: Model, drafting: KVCacheSpec) -> d
     return options | {name: -(-options.get(name, 0) * counts[1] // counts[0]) for name in sizes}
 
 
-def worker_with_head(name: str, model: Model, **options: Any) -> InProcessWorker:
+def worker_with_head(name: str, drafter: str, model: Model, **options: Any) -> InProcessWorker:
     """A model that runs through transformers has n-grams."""
     if not isinstance(model, NativeModel):
         return worker_with_ngrams(model, **options)
-    target, head = with_drafts(name, "eagle")
+    target, head = with_drafts(name, drafter)
     assert isinstance(head, DraftHead)
-    make = partial(_make_eagle_drafter, head)
+    make = partial(_make_head_drafter, head)
     return SpeculatingWorker(
         target, make_drafter=make, **_enlarged(options, model, target.kv_cache_spec)
     )
@@ -371,6 +381,13 @@ def test_drafts_on_states_were_kept_and_refused_among_all_else() -> None:
     assert total["rows with drafts"] > total["kept drafts"] / 2 > 50
     assert total["kept log probabilities"] > 50
     assert [kind for kind in KINDS if total[kind] == 0] == []
+
+
+@pytest.mark.parametrize("name", WITH_HEAD)
+def test_drafts_of_a_head_in_the_checkpoint_change_no_token(name: str) -> None:
+    numbers = range(WITH_HEAD.index(name), NUM_QUICK, 6)
+    total = sum((speculation(number, family=name) for number in numbers), Counter[str]())
+    assert total["rows with drafts"] > 20
 
 
 def test_drafts_were_kept_and_refused_among_all_else() -> None:
@@ -430,6 +447,13 @@ def test_states_of_more_are_those_of_an_undisturbed_run_with_and_without_drafts(
     for number in set(range(24)).difference(numbers_of(family)):
         assert compare_runs(number, family=family)["steps"] > 0
         assert speculation(number, family=family)["steps"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WITH_HEAD)
+def test_drafts_of_a_head_change_no_token_of_more(name: str) -> None:
+    total = sum((speculation(number, family=name) for number in range(48)), Counter[str]())
+    assert total["rows with drafts"] > total["kept drafts"] > 0
 
 
 @pytest.mark.long
