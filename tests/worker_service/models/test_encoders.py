@@ -27,8 +27,9 @@ from tools.launch import free_port
 from worker_service.address import TcpAddress
 from worker_service.distributed.communicator import Communicator, Rendezvous
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.models.encoders.encoder import EncoderModel, bucket_of
+from worker_service.models.encoders.encoder import EncoderModel, EncoderSettings, bucket_of
 from worker_service.models.encoders.families import ENCODERS
+from worker_service.models.layers.rotary import RotaryTable
 from worker_service.models.registry import native_settings
 from worker_service.plan import PoolingHead, PoolingType
 
@@ -265,6 +266,55 @@ def test_nomic_bert_without_gates_computes_what_gates_of_one_do(tmp_path: Path) 
     torch.testing.assert_close(unit(found), unit(expected), rtol=0, atol=TOLERANCE)
 
 
+_ORIGINAL_GTE: dict[str, Any] = {
+    "rope_parameters": None,
+    "rope_theta": 20000,
+    "position_embedding_type": "rope",
+    "layer_norm_type": "layer_norm",
+    "logn_attention_scale": False,
+    "pack_qkv": True,
+    "model_type": "new",
+    "unpad_inputs": False,
+    "use_memory_efficient_attention": False,
+    "rope_scaling": {"type": "ntk", "factor": 8.0},
+}
+
+
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_gte_is_served_by_its_authors_names_and_with_their_rotary_scaling(
+    kind: str, tmp_path: Path
+) -> None:
+    path, [text] = make_encoder("gte", tmp_path, kind), texts([150])
+    head_dim, theta, factor = 16, 20000, 8.0
+    # As NTKScalingRotaryEmbedding of new-impl: frequency i is 1 / (theta * factor) ** (2 * i /
+    # head_dim), divided by factor ** (2 / head_dim).
+    scaled = {"rope_type": "linear", "factor": factor ** (2 / head_dim)}
+    edit_config(path, rope_parameters={**scaled, "rope_theta": theta * factor})
+    expected = expected_output(path, text)
+    edit_config(path, architectures=[f"New{kind}"], **_ORIGINAL_GTE)
+    if kind != "Model":
+        edit_tensors(path, _as_the_authors_save)
+    model = load_encoder(path)
+    (hidden,) = encode(model, [text])
+    if kind == "Model":
+        torch.testing.assert_close(unit(hidden), unit(expected), rtol=0, atol=TOLERANCE)
+    else:
+        torch.testing.assert_close(classify(model, hidden), expected, rtol=1e-4, atol=1e-4)
+    assert model.max_model_len == 200
+    settings = native_settings(json.loads((path / "config.json").read_text()))
+    assert isinstance(settings, EncoderSettings)
+    assert settings.rotary is not None
+    table = RotaryTable(settings.rotary, 200, torch.float64, torch.device("cpu"))
+    frequencies = (theta * factor) ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    angles = torch.arange(200)[:, None] * frequencies / factor ** (2 / head_dim)
+    torch.testing.assert_close(table.cos, angles.cos(), rtol=0, atol=TOLERANCE)
+
+
+def _as_the_authors_save(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("gte.")]:
+        tensors[name.replace("gte.", "new.", 1)] = tensors.pop(name)
+
+
 @pytest.mark.parametrize(
     ("family", "edit", "message"),
     [
@@ -288,8 +338,8 @@ def test_nomic_bert_without_gates_computes_what_gates_of_one_do(tmp_path: Path) 
         ("gte", {"logn_attention_scale": True}, "logn_attention_scale: expected False, got True"),
         (
             "gte",
-            {"rope_parameters": None, "rope_scaling": {"type": "ntk", "factor": 2.0}},
-            "rope_parameters.rope_type: expected default or .*, got ntk",
+            _ORIGINAL_GTE | {"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.6}},
+            "rope_scaling.mixed_b: expected none, got 0.6",
         ),
         ("modernbert", {"classifier_pooling": "max"}, "classifier_pooling: expected cls or mean"),
         (

@@ -160,10 +160,14 @@ def gte_settings(config: Config) -> EncoderSettings:
         _require(key, config.get(key), allowed)
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = config.get("rope_theta") or 160_000.0
+    is_ntk = parameters.get("type") == "ntk"
+    if is_ntk:
+        parameters = _ntk(config, parameters, theta)
     rotary = _rotary(config, {"rope_theta": theta, **parameters})
+    length = config["max_position_embeddings"]  # that of NTK scaling is the extended one
     return _settings(
         {**config, "position_embedding_type": None},
-        max_model_len=rotary.max_model_len(),
+        max_model_len=length if is_ntk else rotary.max_model_len(),
         rotary=rotary,
         num_token_types=int(config.get("type_vocab_size", 1)),
         biases=("norm", "qkv", "output", "down"),
@@ -172,6 +176,18 @@ def gte_settings(config: Config) -> EncoderSettings:
         gate_follows=True,
         classifier=_classifier(config, "pooler.dense"),
     )
+
+
+def _ntk(config: Config, parameters: Config, theta: float) -> Config:
+    """The rotary parameters for the fixed NTK scaling of GTE's authors, of any length of text:
+    a greater theta, and all frequencies divided by the same number."""
+    _require("rope_scaling.mixed_b", parameters.get("mixed_b"), ())
+    head_dim, factor = config["hidden_size"] // config["num_attention_heads"], parameters["factor"]
+    return {
+        "rope_type": "linear",
+        "rope_theta": theta * factor,
+        "factor": factor ** (2 / head_dim),
+    }
 
 
 def mpnet_settings(config: Config) -> EncoderSettings:
@@ -290,6 +306,7 @@ FAMILIES: Mapping[str, Callable[[Config], EncoderSettings]] = {
     "Data2VecText": roberta_settings,
     "Electra": electra_settings,
     "Gte": gte_settings,
+    "New": gte_settings,
     "MPNet": mpnet_settings,
     "DistilBert": distilbert_settings,
     "ModernBert": modernbert_settings,
