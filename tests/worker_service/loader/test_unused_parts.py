@@ -346,6 +346,8 @@ VISION = {
         ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeVisionConfig"),
         ("Qwen2_5_VL", "Qwen2_5_VLTextConfig", "Qwen2_5_VLVisionConfig"),
         ("Qwen3VL", "Qwen3VLTextConfig", "Qwen3VLVisionConfig"),
+        ("Glm4v", "Glm4vTextConfig", "Glm4vVisionConfig"),
+        ("Glm4vMoe", "Glm4vMoeTextConfig", "Glm4vMoeVisionConfig"),
         ("SmolVLM", "LlamaConfig", "SmolVLMVisionConfig"),
         ("Lfm2Vl", "Lfm2Config", "Siglip2VisionConfig"),
     ],
@@ -358,9 +360,14 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     more = {"mm_tokens_per_image": 4} if whole == "Gemma3" else {}
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
     of_text = TEXT | kinds if whole.startswith("Qwen3_5") else TEXT
-    if "_VL" in whole or whole == "Qwen3VL":
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    if whole.startswith("Glm4v"):
+        rope |= {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    if whole.startswith(("Qwen2_5_VL", "Qwen3VL", "Glm4v")):
         of_text = TEXT | {"rope_parameters": rope}
+    if whole == "Glm4vMoe":
+        experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+        of_text |= {**experts, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
     if whole == "Gemma4":
         of_text = TEXT | {"vocab_size_per_layer_input": TEXT["vocab_size"]}
     config = getattr(transformers, f"{whole}Config")(

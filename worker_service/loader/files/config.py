@@ -61,6 +61,8 @@ _TEXT_MODELS = {
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4v_text": "Glm4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
