@@ -61,6 +61,11 @@ class HostInputs:
     num_decodes: int
     """The first sequences, up to one that has more than one row."""
 
+    max_mixed_context: int
+    """Most positions of a sequence after these; one that computes its last token, with or without
+    drafts, counts with all positions that it has blocks for. The hosts of several ranks learn at
+    different times how many drafts were accepted, but agree on this."""
+
     saves: tuple[tuple[Int32Array, ...], ...] = ()
     """By cache group: rows and tables of `StateSaves`, if states are saved."""
 
@@ -91,6 +96,12 @@ def lay_out(
         # Row r of the batch belongs to sequence s and stands at firsts[s] + r - query_start[s].
         positions = np.repeat(firsts - query_start[:-1], query_lens) + np.arange(query_start[-1])
         token_row_ids = np.repeat(row_ids, query_lens)
+    num_decodes, max_mixed_context = len(row_ids), 0
+    if max_query_len > 1:
+        num_decodes = int(np.argmax(query_lens > 1))
+        is_last = table.num_tokens[row_ids] == firsts + 1
+        limits = np.where(is_last, table.capacity[row_ids], context_lens)
+        max_mixed_context = int(limits[num_decodes:].max())
     types = None if table.tables else _token_types(row_ids, query_lens, positions, table)
     has_virtual_tokens = bool(table.adapters) and bool(
         (positions < table.num_virtual_tokens[token_row_ids]).any()
@@ -105,7 +116,8 @@ def lay_out(
         context_lens=context_lens,
         max_query_len=max_query_len,
         max_context_len=int((context_lens + table.num_pending_drafts[row_ids]).max()),
-        num_decodes=int(np.argmax(query_lens > 1)) if max_query_len > 1 else len(row_ids),
+        num_decodes=num_decodes,
+        max_mixed_context=max_mixed_context,
         saves=()
         if saved_states is None
         else tuple(

@@ -59,8 +59,9 @@ _ADAPTER_SLOTS = "adapter_slots"
 
 _DECODE_COLUMNS = ("token_ids", "positions", "context_lens")
 
-_MAX_CHANGES_BYTES = 2**18
-"""Bytes of `static_inputs` after the inputs; a step with more row changes runs eagerly."""
+_CHANGES_BYTES = 2**18
+"""Bytes of `static_inputs` after the inputs; a step with more row changes copies its inputs once
+more, on the device."""
 
 MAX_MIXED_CONTEXT = 8192
 """Tokens of a prompt's context up to which a mixed batch is replayed. Its graph does not split the
@@ -177,7 +178,7 @@ class StepGraphs:
         if mixed:
             lengths = self._mixed_lengths(self._mixed_sizes[-1]).values()
             self._num_words += sum(map(_aligned, lengths))
-        num_bytes = 4 * self._num_words + ALIGNMENT + _MAX_CHANGES_BYTES
+        num_bytes = 4 * self._num_words + ALIGNMENT + _CHANGES_BYTES
         self.static_inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         """What graphs read, int32: the columns of decodes, [num_columns, size], then row changes;
         or these, then from a place that is the same for all sizes what only mixed batches have,
@@ -232,13 +233,10 @@ class StepGraphs:
     def run(self, step: StepColumns, staging: Staging) -> DevicePass | None:
         """Send the inputs of a step, and compute it up to the last hidden states by the graph of a
         padded size; None if none was recorded that can."""
-        inputs, reports, changes = step.inputs, step.reports, step.changes
+        inputs, reports, num_tokens = step.inputs, step.reports, None
         num_sampling = len(step.states)
         size = next((size for size in self._sizes if size >= num_sampling), None)
-        drafting = [] if step.drafting is None else step.drafting.columns
-        num_tokens, further = None, [*reports.columns, *drafting, *changes]
-        num_bytes = sum(column.nbytes + ALIGNMENT for column in further)
-        if size is None or num_bytes > _MAX_CHANGES_BYTES:
+        if size is None:
             return None
         all_sample = np.array_equal(step.sampling.row_ids, inputs.row_ids)
         if inputs.max_query_len > 1 or not all_sample:
@@ -247,7 +245,11 @@ class StepGraphs:
                 return None
         words = self._host_words(step, size, num_tokens)
         sampling_rows = self._rows(size, num_sampling)
-        _, *sent = staging.send([words, *further], self.static_inputs)
+        drafting = [] if step.drafting is None else step.drafting.columns
+        further = [*reports.columns, *drafting, *step.changes]
+        sent_words, *sent = staging.send([words, *further], self.static_inputs)
+        if sent_words.data_ptr() != self.static_inputs.data_ptr():  # they did not fit
+            self._words[: len(words)].copy_(sent_words)
         num_reported, adds = len(reports.columns), step.adapter_slots is not None
         num_before = num_reported + len(drafting)
         self._device_rows.apply(sent[num_before:])
@@ -267,10 +269,9 @@ class StepGraphs:
         """The smallest recorded number of tokens that holds a mixed batch; None if none does, or
         if it is better computed eagerly."""
         num_seqs, num_tokens = len(inputs.row_ids), len(inputs.token_ids)
-        prompts = inputs.context_lens[inputs.num_decodes :]
         if max(num_seqs, num_sampling) > self._sizes[-1]:
             return None
-        if prompts.max(initial=0) > MAX_MIXED_CONTEXT:
+        if inputs.max_mixed_context > MAX_MIXED_CONTEXT:
             return None
         return next((size for size in self._mixed_sizes if size >= num_tokens), None)
 

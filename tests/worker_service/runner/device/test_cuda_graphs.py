@@ -79,6 +79,10 @@ def test_long_and_large_batches_are_computed_eagerly() -> None:
     assert size_for([1, 3], [100, MAX_MIXED_CONTEXT + 1]) is None
     assert size_for([1, 3], [MAX_MIXED_CONTEXT + 1, 3]) == 4, "a decode's is split by length"
     assert size_for([1] * 9, [1] * 9) is None
+    table.num_tokens[1], table.capacity[1] = 4000, MAX_MIXED_CONTEXT + 16
+    assert size_for([1, 3], [100, 4002]) is None, "of a row with drafts, ranks agree on its blocks"
+    assert size_for([1, 3], [100, 4000]) == 4
+    assert size_for([3, 1], [4002, 4000]) is None
 
 
 class Refusing:

@@ -17,9 +17,9 @@ from pagewire_kernels.interface import Computed
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.step_plan import StepResult
 from tests.support.beams import BeamCase
-from tests.support.checkpoints import checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.in_process import InProcessEngine
-from tests.support.rank_threads import AheadExecutor, ParallelEngine, RankThreads
+from tests.support.rank_threads import AheadExecutor, Executor, ParallelEngine, RankThreads
 from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, sampler_params
 from tests.worker_service.runner.device.test_launching_ahead import PARAMS, TOO_MANY
 from tests.worker_service.runner.device.test_step_costs import Queue
@@ -271,6 +271,33 @@ def _counted(queue: Queue, replay: Replay) -> Replay:
             replay()
 
     return run
+
+
+def test_a_step_with_any_number_of_changes_is_replayed() -> None:
+    """What ranks send differs in size, but they launch the same graphs."""
+    biases = [{"token_id": token, "bias": float(token == 9)} for token in range(VOCAB_SIZE)]
+    many = sampler_params(temperature=1.0, seed=3, logit_bias=biases)
+    found = []
+    for executor in (Executor, AheadExecutor):
+        ranks = RankThreads(checkpoint("llama"), runner=SMALL, executor=executor)
+        ranks.join(64)
+        queue, plans = Queue(), Plans(ranks)
+        if executor is AheadExecutor:
+            graphs = ranks.ranks[0].executor.state.graphs  # type: ignore[attr-defined]
+            for replays in (graphs._forwards, graphs._samplings, graphs._mixed):
+                replays.update({size: _counted(queue, graph) for size, graph in replays.items()})
+        try:
+            for seq_id in range(1, 46):  # 28 bytes of each bias
+                plans.builder.add(seq_id, [1, 2, seq_id], sampling=many)
+            plans.launch([Row(seq_id, 3) for seq_id in range(1, 5)])
+            for _ in range(3):
+                plans.launch([Row(seq_id) for seq_id in range(1, 5)])
+            results = plans.collect()
+        finally:
+            ranks.close()
+        found.append([result.token_ids for result in results])
+    assert queue.launches.count("replay") == 8
+    assert found[0] == found[1]
 
 
 def test_graphs_are_of_one_epoch(two: RankThreads) -> None:
