@@ -368,8 +368,8 @@ class RunnerConfig:
     """Draft tokens and verify several in one step, without changing the output: ngram takes drafts
     from what followed the same tokens earlier in the prompt or output, suffix also from recent
     outputs of the same tenant, draft from a second, smaller model, eagle from a head that was
-    trained for the model (EAGLE-3), mtp from the one in the model's own checkpoint. On CPUs, and on
-    one GPU."""
+    trained for the model (EAGLE-3), mtp from the one in the model's own checkpoint. Not
+    with stages of a pipeline on GPUs."""
 
     speculative_model: str | None = None
     """The model of `--speculative draft`, or the head of `--speculative eagle`: checkpoint
@@ -409,7 +409,12 @@ class RunnerConfig:
     @property
     def drafts_by_layers(self) -> bool:
         """Whether drafts come from layers, with keys and values of their own."""
-        return self.speculative in ("draft", "eagle", "mtp")
+        return self.speculative == "draft" or self.has_draft_head
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether drafts come from a head, which reads the model's hidden states."""
+        return self.speculative in ("eagle", "mtp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

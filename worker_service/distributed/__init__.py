@@ -5,7 +5,7 @@
                       model's layers use
 
 The core sends every plan to every rank, and each rank keeps the same state of the sequences, so
-ranks exchange only hidden states, partial sums, logits and sampled tokens
+ranks exchange only hidden states, partial sums, logits, sampled tokens and drafts
 (`runner/batch/micro_batches.py`, `runner/state/sequence_state.py`).
 
 Promises. One rank samples, so tokens cannot differ between ranks. On CPUs a row's numbers do not

@@ -11,8 +11,8 @@ belong to no global state. Rank 0 hosts a small store at a fixed address for as 
 for every epoch the ranks meet there under the epoch's number, so that a group can start again with
 a replaced rank while the others keep their weights. `stage` joins the ranks that share layers; a
 `stage-link` joins two ranks of consecutive stages; `everyone` joins all ranks, always over gloo,
-and carries tokens that are sampled on the host. Those sampled on a GPU are broadcast within its
-stage, by NCCL.
+and carries drafts, and tokens that are sampled on the host. Tokens sampled on a GPU are broadcast
+within its stage, by NCCL.
 
 NCCL's collectives are queued on the current stream, where they can be captured in CUDA graphs. Such
 graphs refer to the communicator of their epoch, so they are captured again for the next one, and

@@ -60,8 +60,9 @@ class ModelRunner:
     ) -> None:
         """grammars: for sequences with a constraint; None refuses those. communicator: of the ranks
         that share the model, which have joined for an epoch: then the runner is for that epoch.
-        device: launches steps ahead; None computes each step when it is launched. speculation: of a
-        runner that computes each step at once; None adds no drafts. pooling: None generates
+        device: launches steps ahead; None computes each step when it is launched. speculation: None
+        adds no drafts; the steps that the host computes for a device have none if a head or another
+        rank makes them. pooling: None generates
         tokens. adapters: those that sequences may have; None: none."""
         self._model = model
         self._cache = cache
@@ -72,7 +73,7 @@ class ModelRunner:
         self._pooling = None if pooling is None else pooling.facts
         self._adapters = adapters
         on_host = speculation
-        if speculation is not None and speculation.drafter and speculation.drafter.is_on_device:
+        if device is not None and speculation is not None and not speculation.is_on_host_alone:
             on_host = None
         self._host = HostSteps(model, cache, self._ranks, on_host, pooling)
         self._device = device

@@ -34,6 +34,7 @@ from worker_service.models.adapters import AdapterSlots, require_adaptable
 from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.models.interface import Model
 from worker_service.runner.batch.pooling import Pooling
+from worker_service.runner.batch.step_messages import StepMessages
 from worker_service.runner.device.cuda_graphs import (
     CudaGraphRecorder,
     GraphRecorder,
@@ -49,6 +50,7 @@ from worker_service.runner.drafting.draft_model import DraftModel
 from worker_service.runner.drafting.draft_states import DraftStates, num_draft_blocks
 from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.drafting.head_drafter import HeadDrafter
+from worker_service.runner.drafting.rank_drafts import RankDrafts
 from worker_service.runner.drafting.speculation import DraftLengths, Speculation
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 from worker_service.runner.model_adapters import ModelAdapters
@@ -219,9 +221,13 @@ class TorchExecutor:
         """Raises InvalidOption where drafts could change tokens, or are not supported."""
         if loaded.pooler is not None:
             raise InvalidOption("speculative: expected none with the runner pooling")
-        is_on_gpu, num_ranks = self._device.type != "cpu", loaded.communicator.layout.world_size
-        if is_on_gpu and num_ranks > 1:
-            raise InvalidOption(f"speculative: expected one GPU for the model, got {num_ranks}")
+        is_on_gpu, layout = self._device.type != "cpu", loaded.communicator.layout
+        if is_on_gpu and layout.pipeline_parallel_size > 1:
+            raise InvalidOption(
+                "speculative: expected none on GPUs with pipeline_parallel_size"
+                f" {layout.pipeline_parallel_size}, got {self._runner.speculative}; share layers"
+                " by tensor_parallel_size, or leave the flag out"
+            )
         if loaded.model.kv_cache_spec.has_states:
             self._check_drafts_with_states(loaded)
         if not loaded.batch_invariant and is_on_gpu:
@@ -310,7 +316,10 @@ class TorchExecutor:
         speculation = None
         if max_drafts := self._runner.max_drafts:
             drafter, lengths = self._make_drafter(self._cache), self._draft_lengths
-            is_on_host = not self._has_device_steps
+            is_on_host, layout = not self._has_device_steps, self.loaded.communicator.layout
+            ranks = None
+            if not is_on_host and layout.world_size > 1:
+                ranks = RankDrafts(StepMessages(self.loaded.communicator))
             groups = self.loaded.model.kv_cache_spec.groups(self.loaded.block_size)
             speculation = Speculation(
                 drafter,
@@ -318,6 +327,7 @@ class TorchExecutor:
                 max_drafts,
                 edits_see_drafts=is_on_host,
                 states=DraftStates(self._cache, groups) if of_drafts else None,
+                ranks=ranks,
             )
         return ModelRunner(
             self.loaded.model,
@@ -343,7 +353,8 @@ class TorchExecutor:
         shape = self._state_shape
         size, tokens = (max(sizes, default=0) for sizes in (shape.sizes, shape.mixed))
         graphs = f"max_graph_batch_size={size} max_graph_tokens={tokens}"
-        return f"max_num_seqs={shape.num_seqs} {graphs}"
+        drafts = f"speculative={self._runner.speculative} max_drafts={self._runner.max_drafts}"
+        return f"max_num_seqs={shape.num_seqs} {graphs} {drafts}"
 
     def _make_drafter(self, cache: CacheEngine) -> Drafter | None:
         """On the rank that samples; the others receive its drafts."""
@@ -422,7 +433,8 @@ class TorchExecutor:
     @property
     def _state_shape(self) -> StateShape:
         """What the state of sequences on the device has room for."""
-        max_drafts = self._runner.max_drafts if isinstance(self._draft, DraftHead) else 0
+        # All ranks have drafts of a head, even if they receive them.
+        max_drafts = self._runner.max_drafts if self._runner.has_draft_head else 0
         if not self._uses_cuda_graphs:
             return StateShape(num_seqs=self._max_num_seqs, max_drafts=max_drafts)
         num_places = self._max_num_seqs * (1 + self._runner.max_drafts)

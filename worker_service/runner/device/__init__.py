@@ -7,7 +7,7 @@
 | `cuda_graphs.py` | steps captured once and replayed, by padded batch size |
 | `state.py` | rows, sampler and graphs, which outlive an epoch |
 | `eager.py` | the forward pass, operation by operation |
-| `drafts.py` | drafts from a head, on the device |
+| `drafts.py` | drafts from a head, on the device of the rank that samples |
 | `draft_passes.py` | passes of the head, and their graphs |
 | `columns.py` | what a step sends to the device |
 | `reports.py` | what rows report besides tokens: log probabilities, candidates |

@@ -245,16 +245,14 @@ class StepGraphs:
                 return None
         words = self._host_words(step, size, num_tokens)
         sampling_rows = self._rows(size, num_sampling)
-        drafting = [] if step.drafting is None else step.drafting.columns
-        further = [*reports.columns, *drafting, *step.changes]
+        further = [*reports.columns, *step.of_drafts, *step.changes]
         sent_words, *sent = staging.send([words, *further], self.static_inputs)
         if sent_words.data_ptr() != self.static_inputs.data_ptr():  # they did not fit
             self._words[: len(words)].copy_(sent_words)
         num_reported, adds = len(reports.columns), step.adapter_slots is not None
-        num_before = num_reported + len(drafting)
+        num_before = num_reported + len(step.of_drafts)
         self._device_rows.apply(sent[num_before:])
-        if step.drafting is not None:
-            step.drafting.begin(sent[num_reported:num_before])
+        step.begin_drafts(sent[num_reported:num_before], self._sampler)
         (self._forwards[size, adds] if num_tokens is None else self._mixed[num_tokens, adds])()
         return DevicePass(
             rows=sampling_rows,

@@ -37,8 +37,7 @@ def compute_eagerly(
         *([] if columns.adapter_slots is None else [columns.adapter_slots]),
     ]
     int32 = [column.astype(np.int32) for column in host]
-    drafting = [] if columns.drafting is None else columns.drafting.columns
-    sent = iter(staging.send([*int32, *reported, *drafting, *columns.changes]))
+    sent = iter(staging.send([*int32, *reported, *columns.of_drafts, *columns.changes]))
     token_ids, positions, token_rows, seq_rows = (next(sent) for _ in range(4))
     context_lens, query_start, states = (next(sent) for _ in range(3))
     row_ids, outputs, mask_rows = (next(sent) for _ in columns.sampling)
@@ -52,10 +51,9 @@ def compute_eagerly(
         adapters = next(sent)
         of_states = adapters.index_select(0, states)
     reports = [next(sent) for _ in reported]
-    of_drafts = [next(sent) for _ in drafting]
+    of_drafts = [next(sent) for _ in columns.of_drafts]
     state.rows.apply([*sent])
-    if columns.drafting is not None:
-        columns.drafting.begin(of_drafts)
+    columns.begin_drafts(of_drafts, state.sampler)
     if inputs.token_types is not None:
         batch = whole_texts(inputs, token_ids.device)
     else:

@@ -318,9 +318,8 @@ def sample(
             offering = logits.index_select(0, with_candidates), rows.select(with_candidates)
             candidates = sampler.candidates(*offering, int(reports.num_candidates.max()))
         if reports.verified is not None:
-            verified, counted = queued.reported[4:7], next(iter(queued.reported[7:]), None)
+            counted = next(iter(queued.reported[7:]), None)
             sampler.sample_apart(logits, rows, counted, outcome)
-            accepted = [sampler.accept(outcome, rows, verified)]
         else:
             sampler.sample(logits, rows, outcome)
         if raw is not None:
@@ -330,6 +329,8 @@ def sample(
         numbers[num_rows:] = sampler.failures(reporting)
     if len(numbers):
         sampler.share(rows, numbers)
+    if reports.verified is not None:
+        accepted = [sampler.accept(outcome, rows, queued.reported[4:7])]
     of_prompts = (tensor for pieces in prompts for piece in pieces for tensor in piece)
     vectors = (part.values for part in pooled)
     fetched = iter(

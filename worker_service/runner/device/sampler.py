@@ -138,6 +138,11 @@ class DeviceSampler:
         """The bitmask of batches without constraints, which no row reads."""
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the model."""
+        return self._communicator is not None
+
+    @property
     def samples(self) -> bool:
         """Whether this rank samples."""
         return self._communicator is None or self._communicator.layout.samples
@@ -233,7 +238,8 @@ class DeviceSampler:
 
     def accept(self, outcome: Tensor, rows: SamplingRows, verified: Sequence[Tensor]) -> Tensor:
         """Accept the drafts that were right, and store the last token of each sequence and its
-        progress in `DeviceRows`. Returns the number of accepted drafts of each, int32 [n].
+        progress in `DeviceRows`; all ranks do so, with the same numbers. Returns the number of
+        accepted drafts of each, int32 [n].
 
         outcome: of `sample_apart`; verified: `VerifiedDrafts` on the device.
         """
@@ -244,7 +250,8 @@ class DeviceSampler:
     def share(self, rows: SamplingRows, outcome: Tensor) -> None:
         """Give the other ranks the outcome of a step, or receive it.
 
-        outcome: int64, of `rows` and then of rows that only report on their prompts.
+        outcome: int64, of `rows` and then of rows that only report on their prompts. After
+        `sample_apart`, `accept` stores the last token of each sequence.
         """
         if self._communicator is None:
             return
@@ -254,6 +261,15 @@ class DeviceSampler:
             before = self._tables.latest.index_select(0, row_ids)
             latest = torch.where(sampled == NOT_SAMPLED, before, sampled)
             self._tables.latest.index_copy_(0, row_ids, latest)
+
+    def share_drafts(self, row_ids: Tensor) -> None:
+        """Give the other ranks the drafts that a head has made for these rows, or receive them.
+        row_ids: int64 [n], distinct."""
+        assert self._communicator is not None, "one rank shares nothing"
+        drafts = self._tables.drafts.index_select(0, row_ids)
+        self._communicator.share_in_stage(drafts)
+        if not self.samples:
+            self._tables.drafts.index_copy_(0, row_ids, drafts)
 
     def failures(self, row_ids: Tensor) -> Tensor:
         """int64 [n]: NON_FINITE for rows that have failed, otherwise NOT_SAMPLED."""

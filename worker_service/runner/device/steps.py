@@ -13,11 +13,12 @@ constraints are sent in a separate copy, since they are computed while the forwa
 Ranks that share the layers of a model launch the same steps, in the same form, because each of
 their collectives takes part of a batch's shape. One of them samples; the others receive the tokens
 on their devices, in the graph if the step is replayed, and their hosts learn them later as that of
-a single GPU does.
+a single GPU does. The host of the rank that samples chooses the drafts of a step, and sends them to
+the other hosts when it launches the step (`drafting/rank_drafts.py`).
 
 A head drafts on the device (`drafts.py`), and drafts are verified there, too: it stores the last
 token of each sequence, and how many drafts were accepted, from which the positions of the next step
-follow (`SamplingTables.num_ahead`).
+follow (`SamplingTables.num_ahead`). Each rank accepts the same drafts from the same tokens.
 
 A launch waits until the host knows tokens only in these cases:
 
@@ -28,6 +29,7 @@ A launch waits until the host knows tokens only in these cases:
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
 | sequences that are due for drafts, but of a head | the tokens of these sequences |
+| drafts that another rank chooses | its message |
 | more sequences, edits or penalties than `rows.py` has room for | every step launched
   before; the step itself is computed on the host, which waits for the device |
 """
@@ -96,8 +98,8 @@ class DeviceSteps:
     ) -> None:
         """make_event: records an event on the current stream; check: raises GroupBroken if the
         ranks that share the model were interrupted, None for one rank; pooling: None generates
-        tokens; adapters: those that sequences may have, None: none; speculation: of one rank, None
-        adds no drafts."""
+        tokens; adapters: those that sequences may have, None: none; speculation: None adds no
+        drafts."""
         self._model = model
         self._adapters = adapters
         self._caches = cache.caches
@@ -144,7 +146,7 @@ class DeviceSteps:
             return None
         speculation, are_decodes = self._speculation, rows.are_decodes
         if speculation is not None and plan.lookahead.any():
-            rows = speculation.add(rows, plan.lookahead, sequences, is_shared=False)
+            rows = speculation.add(rows, plan, sequences)
             states = rows.last_states()
         # Drafts of earlier steps may have been accepted since.
         rows = replace(rows, firsts=table.num_computed_tokens[rows.row_ids])
@@ -161,7 +163,8 @@ class DeviceSteps:
         inputs = lay_out(row_ids_computed, firsts, num_tokens, table, rows.saved_states)
         slots = _adapter_slots(inputs, self._adapters) if inputs.adapters else None
         drafting = None if self._head is None else self._head.plan(rows, table)
-        columns = StepColumns(inputs, sampling, states, reports, changes, drafting, slots)
+        shared = self._shared_drafts(rows)
+        columns = StepColumns(inputs, sampling, states, reports, changes, drafting, shared, slots)
         # Graphs keep no hidden states, embed tokens, and save no states.
         can_replay = self._pooling is None and not inputs.has_virtual_tokens
         can_replay = can_replay and not any(inputs.saves)
@@ -216,6 +219,13 @@ class DeviceSteps:
         pending.add(step, row_ids, positions, resolved)
         self._buffers.add(step)
         return step
+
+    def _shared_drafts(self, rows: StepRows) -> Int64Array | None:
+        """`StepColumns.shared_drafts`."""
+        is_shared = self._state.sampler.is_shared and self._state.shape.max_drafts > 0
+        if rows.drafts is None or not is_shared:
+            return None
+        return rows.row_ids[rows.drafts.counts > 0]
 
     def _resolved(
         self,

@@ -8,5 +8,6 @@
 | `head_drafter.py` | drafts of a head that reads the model's hidden states (EAGLE-3), on a CPU;
   on a GPU `device/drafts.py` makes them |
 | `draft_states.py` | states after drafts, from which a sequence continues if some are rejected |
+| `rank_drafts.py` | drafts of a step that several ranks launch ahead, which one of them chooses |
 | `speculation.py` | how many drafts a row computes, and which of them are accepted |
 """

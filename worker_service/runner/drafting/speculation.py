@@ -41,9 +41,11 @@ import numpy as np
 from torch import Tensor
 
 from worker_service.array_types import Int32Array, Int64Array
+from worker_service.plan import StepPlan
 from worker_service.runner.batch.step_rows import Drafts, StepRows
 from worker_service.runner.drafting.draft_states import DraftStates
 from worker_service.runner.drafting.drafter import Draft, Drafter
+from worker_service.runner.drafting.rank_drafts import ChosenDrafts, RankDrafts
 from worker_service.runner.state.sequence_state import SequenceState
 from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
@@ -86,6 +88,7 @@ _EQUAL_STEPS, _MAX_EQUAL_STEPS = 2, 256
 """While all steps have the same number of tokens, some steps compute no drafts, to measure their
 cost: first after two steps, then after twice as many each time, up to the second number."""
 
+_NO_ROWS = np.empty(0, np.int64)
 
 _KINDS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]
 """By suffix length, up to the last of `_LENGTHS`: the index of its probability."""
@@ -283,8 +286,10 @@ class DraftLengths:
 class Speculation:
     """The drafts of a runner's rows: those that a step computes, and those that are accepted.
 
-    If several ranks share the model, the one that samples chooses a sequence's next drafts as soon
-    as it has sampled, and broadcasts them; all ranks compute them.
+    If several ranks share the model, the one that samples chooses, and all ranks compute the
+    drafts. Hosts that sample choose a sequence's next drafts as soon as they have sampled, and
+    broadcast them with the tokens. Where steps are launched ahead, drafts are chosen and broadcast
+    when a step is launched.
     """
 
     def __init__(
@@ -295,15 +300,18 @@ class Speculation:
         *,
         edits_see_drafts: bool = True,
         states: DraftStates | None = None,
+        ranks: RankDrafts | None = None,
     ) -> None:
         """drafter: None on a rank that does not sample. lengths: of an earlier runner, whose times
         of steps are still valid. max_drafts: of a row, the same on all ranks that share a model.
         edits_see_drafts: False where edits that depend on the last tokens are made before the step:
-        sequences that have some get no drafts. states: of a model with states."""
+        sequences that have some get no drafts. states: of a model with states. ranks: that launch
+        steps ahead together; None for a single rank, and for hosts that sample."""
         self.max_drafts = max_drafts
         self._edits_see_drafts = edits_see_drafts
         self._drafter = drafter
         self._states = states
+        self._ranks = ranks
         self._lengths = lengths or DraftLengths()
         self._lengths.forget_all()
 
@@ -311,6 +319,12 @@ class Speculation:
     def drafter(self) -> Drafter | None:
         """None on a rank that does not sample."""
         return self._drafter
+
+    @property
+    def is_on_host_alone(self) -> bool:
+        """Whether this host chooses and makes all drafts, without its device and other ranks."""
+        on_device = self._drafter is not None and self._drafter.is_on_device
+        return self._ranks is None and not on_device
 
     @property
     def has_states(self) -> bool:
@@ -345,28 +359,34 @@ class Speculation:
         if self._drafter is not None:
             self._lengths.record_step(int(rows.num_tokens.sum()), time_us)
 
-    def add(
-        self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState, is_shared: bool
-    ) -> StepRows:
-        """Return the rows with their drafts, which are written to the table after the sequences'
-        last tokens.
-
-        lookahead: [num_rows], maximum number of drafts of each row. is_shared: whether several
-        ranks share the model, and the previous step has chosen.
-        """
-        table = sequences.table
-        if is_shared:
-            row_ids = rows.row_ids.tolist()
-            drafts = {
-                row: table.next_drafts.pop(row_ids[row])[: lookahead[row]]
-                for row in np.flatnonzero(rows.computes & rows.sample).tolist()
-                if row_ids[row] in table.next_drafts
-            }
-            sizes = self._limited([len(tokens) for tokens in drafts.values()])
-            limited = zip(drafts.items(), sizes, strict=True)
-            drafts = {row: tokens[:size] for (row, tokens), size in limited}
+    def add(self, rows: StepRows, plan: StepPlan, sequences: SequenceState) -> StepRows:
+        """Return the rows of a plan with drafts that are chosen now, by this rank or by the one
+        that samples. They are written to the table after the sequences' last tokens. Raises
+        GroupBroken."""
+        if self._ranks is not None and self._drafter is None:
+            chosen = self._ranks.receive(plan)
+            sequences.pending.resolve(rows.row_ids[chosen.resolved])
         else:
-            drafts = self._choose(rows, lookahead, sequences)
+            chosen = self._choose(rows, plan.lookahead, sequences)
+            if self._ranks is not None:
+                self._ranks.send(plan, chosen)
+        return self._with_drafts(rows, chosen.tokens, sequences.table)
+
+    def add_next(self, rows: StepRows, plan: StepPlan, table: SequenceTable) -> StepRows:
+        """As `add`, with the drafts that were broadcast with the tokens before."""
+        row_ids, lookahead = rows.row_ids.tolist(), plan.lookahead
+        drafts = {
+            row: table.next_drafts.pop(row_ids[row])[: lookahead[row]]
+            for row in np.flatnonzero(rows.computes & rows.sample).tolist()
+            if row_ids[row] in table.next_drafts
+        }
+        sizes = self._limited([len(tokens) for tokens in drafts.values()])
+        limited = zip(drafts.items(), sizes, strict=True)
+        return self._with_drafts(rows, {row: drafts[:n] for (row, drafts), n in limited}, table)
+
+    def _with_drafts(
+        self, rows: StepRows, drafts: dict[int, Int32Array], table: SequenceTable
+    ) -> StepRows:
         if not drafts:
             return rows
         counts = np.zeros(len(rows.row_ids), np.int32)
@@ -390,35 +410,22 @@ class Speculation:
 
     def _choose(
         self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState
-    ) -> dict[int, Int32Array]:
-        """Return by row the drafts that `lookahead` allows, the drafter proposes and the lengths
-        choose. Waits for the pending tokens of the sequences that are due, unless drafts are made
-        on the device; then those with a constraint, whose masks depend on drafts, have none."""
+    ) -> ChosenDrafts:
+        """Return the drafts that `lookahead` allows, the drafter proposes and the lengths choose.
+        Waits for the pending tokens of the sequences that are due, unless drafts are made on the
+        device; then those with a constraint, whose masks depend on drafts, have none."""
         if self._drafter is None:
-            return {}
-        table, lengths = sequences.table, self._lengths
-        excluded: set[int] = set()
-        if self._drafter.is_on_device and sequences.masks is not None:
-            excluded = {row for row, _ in sequences.masks.constrained(rows.row_ids)}
-        columns = (lookahead, rows.computes, rows.row_ids, table.num_tokens[rows.row_ids])
-        due = [
-            row
-            for row, (max_drafts, computes, row_id, num_tokens) in enumerate(
-                zip(*(column.tolist() for column in columns), strict=True)
-            )
-            if max_drafts > 0
-            and computes
-            and row not in excluded
-            and self._may_draft(row_id, table)
-            and lengths.is_due(row_id, num_tokens)
-        ]
+            return ChosenDrafts(_NO_ROWS, {})
+        table, lengths, due = sequences.table, self._lengths, self._due(rows, lookahead, sequences)
+        resolved = _NO_ROWS
         if due and not self._drafter.is_on_device:
+            resolved = np.array(due, np.int64)
             sequences.pending.resolve(rows.row_ids[due])
             self._drafter.learn(rows.row_ids[due], table)
         if table.failures:  # of a token that was pending
             due = [row for row in due if int(rows.row_ids[row]) not in table.failures]
         if not due:
-            return {}
+            return ChosenDrafts(resolved, {})
         row_ids, limits = rows.row_ids[due], lookahead[due].tolist()
         if self._drafter.is_expensive:
             sizes = [(num_drafts, 0) for num_drafts in limits]
@@ -433,7 +440,27 @@ class Speculation:
         if self._drafter.is_expensive:
             found = self._propose(row_ids, chosen, sequences)
         triples = zip(due, found, chosen, strict=True)
-        return {row: draft.tokens[:count] for row, draft, count in triples if count}
+        drafts = {row: draft.tokens[:count] for row, draft, count in triples if count}
+        return ChosenDrafts(resolved, drafts)
+
+    def _due(self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState) -> list[int]:
+        """The rows for which the drafter is to look for drafts."""
+        table, excluded = sequences.table, set[int]()
+        assert self._drafter is not None
+        if self._drafter.is_on_device and sequences.masks is not None:
+            excluded = {row for row, _ in sequences.masks.constrained(rows.row_ids)}
+        columns = (lookahead, rows.computes, rows.row_ids, table.num_tokens[rows.row_ids])
+        return [
+            row
+            for row, (max_drafts, computes, row_id, num_tokens) in enumerate(
+                zip(*(column.tolist() for column in columns), strict=True)
+            )
+            if max_drafts > 0
+            and computes
+            and row not in excluded
+            and self._may_draft(row_id, table)
+            and self._lengths.is_due(row_id, num_tokens)
+        ]
 
     def _limited(self, counts: list[int]) -> list[int]:
         """The numbers of drafts of some rows, without those that have no room for a state."""
@@ -477,7 +504,7 @@ class Speculation:
         lookahead[~rows.sample | is_over] = 0
         sampling = np.unique(rows.sampling)
         next_rows = replace(rows, num_tokens=np.ones_like(rows.num_tokens), sampling=sampling)
-        drafts = self._choose(next_rows, lookahead, sequences)
+        drafts = self._choose(next_rows, lookahead, sequences).tokens
         table.next_drafts |= {int(row_ids[row]): tokens for row, tokens in drafts.items()}
         return drafts
 

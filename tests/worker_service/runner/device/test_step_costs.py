@@ -396,7 +396,7 @@ def test_a_step_with_drafts_costs_one_replay_and_sampling_apart(name: str) -> No
     with queue:
         pipeline.launch([Row(1), Row(2)], lookahead=bytes([3, 0]))
     reports = ["gather_logprobs"] if name == "log probabilities" else []
-    verifying = ["replay", *SAMPLING, "accept", *reports]
+    verifying = ["replay", *SAMPLING, *reports, "accept"]
     assert [name for name in queue.launches if name in KNOWN] == verifying
     # Each place that is sampled at has a copy of its sequence's state.
     copies = ["index_select"] * 5

@@ -8,7 +8,12 @@ from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.eagle_heads import make_head
 from tests.support.in_process import Output
-from tests.support.rank_threads import NO_SPECULATION, ParallelEngine, ParallelWorker
+from tests.support.rank_threads import (
+    NO_SPECULATION,
+    Executor,
+    ParallelEngine,
+    ParallelWorker,
+)
 from tests.support.transformers_oracle import oracle
 from worker_service.cache_groups import CacheLifetime
 from worker_service.config import RunnerConfig
@@ -43,12 +48,14 @@ def outputs(
     tensor_parallel_size: int,
     pipeline_parallel_size: int,
     runner: RunnerConfig,
-    family: str = "llama",
+    model: Path | None = None,
     num_gpu_blocks: int = 44,
+    executor: type[Executor] = Executor,
 ) -> tuple[list[list[Output]], int]:
-    """Of all requests, with so little memory that some are preempted; and the drafts kept."""
+    """Of all requests, with so little memory that some are preempted; and the drafts kept. model:
+    None for a Llama."""
     engine = ParallelEngine(
-        checkpoint(family),
+        model or checkpoint("llama"),
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         num_gpu_blocks=num_gpu_blocks,
@@ -60,6 +67,7 @@ def outputs(
             preemption_mode=PreemptionMode.AUTO,
         ),
         runner=runner,
+        executor=executor,
     )
     try:
         found = [engine.generate(PROMPTS, NUM_TOKENS, **sampling) for sampling in SAMPLING]
@@ -96,9 +104,10 @@ def test_ranks_keep_drafts_and_every_bit(
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
 def test_ranks_with_states_keep_drafts_and_every_bit(family: str, tmp_path: Path) -> None:
     """Where most drafts are wrong: the other rank restores states as well."""
-    plain, _ = outputs(2, 1, NO_SPECULATION, family, num_gpu_blocks=240)
+    model = checkpoint(family)
+    plain, _ = outputs(2, 1, NO_SPECULATION, model, num_gpu_blocks=240)
     drafting, num_kept = outputs(
-        2, 1, _runner("suffix", family, tmp_path), family, num_gpu_blocks=240
+        2, 1, _runner("suffix", family, tmp_path), model, num_gpu_blocks=240
     )
     assert drafting == plain
     assert num_kept > 5
