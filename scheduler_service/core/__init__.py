@@ -21,6 +21,7 @@ groups that `pop_woken` returns, because requests are routed by whichever group 
 The modules, from the outside in:
 
     core.py            SchedulerCore: the public interface; requests and worker groups
+    endings.py         how requests end
     inspection.py      the state in detail, for status pages
     admission/         which requests are accepted, and whether they can meet their deadlines
     routing/           which worker group serves a waiting request

@@ -1,8 +1,7 @@
 """The scheduler core: every request from its submission to its end."""
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from math import inf
 
 from scheduler_service.attempts import taken_over
@@ -13,7 +12,8 @@ from scheduler_service.core.admission.deadlines import (
     late_error,
 )
 from scheduler_service.core.admission.request_registry import RequestRegistry
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.endings import ABORTED, Endings
 from scheduler_service.core.inspection import Inspection, InspectionDetail, Inspector
 from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.request import EngineOutputs, Request
@@ -24,7 +24,7 @@ from scheduler_service.core.routing.transfers import Transfers
 from scheduler_service.core.scheduler_stats import CoreSnapshot
 from scheduler_service.core.scheduling import results
 from scheduler_service.core.scheduling.scheduler import Scheduler
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.core.throughput import StepWork
@@ -36,8 +36,6 @@ from scheduler_service.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
-ABORTED = SequenceStatus.FINISHED_ABORTED
 
 
 class SchedulerCore:
@@ -51,14 +49,16 @@ class SchedulerCore:
         self._tenants = Tenants(
             config.default_tenant, config.tenants, isolate=config.isolate_tenants
         )
-        self._registry = RequestRegistry(POLICIES[config.policy].rank, self._tenants)
+        self.requests = RequestRegistry(POLICIES[config.policy].rank, self._tenants)
+        """The live requests, for questions."""
         self._fleet = Fleet(config, self._tenants)
-        self._admission = AdmissionControl(config, self._registry, self._fleet)
+        self._admission = AdmissionControl(config, self.requests, self._fleet)
         self._deadlines = DeadlineTimers()
         self._transfers = Transfers(config)
         self._inspector = Inspector(self._fleet.schedulers, self._fleet.adapters)
-        self._num_finished = 0
-        self._traced: list[SequenceGroup] = []
+        self._endings = Endings(
+            config, self.requests, self._fleet, self._deadlines, self._inspector
+        )
 
     # Worker groups.
 
@@ -78,10 +78,9 @@ class SchedulerCore:
         A request that was computed alone at `max_worker_losses` such losses fails; the end of a
         draining group is no loss. An unknown id has no effect.
         """
-        scheduler = self._fleet.remove(worker_group_id, to_us(now))
+        scheduler = self._remove(worker_group_id, now)
         if scheduler is None:
             return
-        self._leave_transfers(scheduler, to_us(now))
         seq_groups, computing = scheduler.lose(to_us(now))
         # A group without requests was most likely drained: no request is affected.
         level = logging.WARNING if seq_groups else logging.INFO
@@ -102,10 +101,9 @@ class SchedulerCore:
         What it was doing to its requests may be half done, so that none of them could be continued
         with certainty: they fail with SCHEDULER_FAULT. An unknown id has no effect.
         """
-        scheduler = self._fleet.remove(worker_group_id, to_us(now))
+        scheduler = self._remove(worker_group_id, now)
         if scheduler is None:
             return
-        self._leave_transfers(scheduler, to_us(now))
         model = self._fleet.model_of(scheduler)
         error = GenerationFailed(
             f"the scheduler failed with {reason} while it worked on this request; it may be tried "
@@ -116,10 +114,10 @@ class SchedulerCore:
         intact = {*model.waiting, *model.recovery.unschedulable}.union(
             *(other.seq_groups for other in model.schedulers)
         )
-        for seq_group in self._registry.seq_groups():
+        for seq_group in self.requests.seq_groups():
             if seq_group.request.model == model.name and seq_group not in intact:
                 seq_group.error = error
-                self._close(seq_group, now)
+                self._endings.close(seq_group, now)
         model.sort_queue()
 
     def drain_worker_group(self, worker_group_id: str, now: float) -> None:
@@ -155,21 +153,6 @@ class SchedulerCore:
         by_digest = {bytes.fromhex(digest): name for digest, name in adapters.items()}
         self._fleet.adapters[model] = by_digest
 
-    def num_requests_with(self, model: str, adapter: bytes) -> int:
-        """Live requests for a model with an adapter."""
-        return sum(
-            seq_group.adapter == adapter and seq_group.request.model == model
-            for seq_group in self._registry.seq_groups()
-        )
-
-    def requests_by_adapter(self) -> Counter[tuple[str, bytes, bool]]:
-        """Live requests with an adapter by model, adapter, and whether a sequence runs."""
-        return Counter(
-            (seq_group.request.model, seq_group.adapter, bool(seq_group.num_running))
-            for seq_group in self._registry.seq_groups()
-            if seq_group.adapter is not None
-        )
-
     # Requests.
 
     def submit(self, request: Request, now: float) -> None:
@@ -183,8 +166,8 @@ class SchedulerCore:
         seq_group, previous = self._admission.admit(request, now)
         if previous is not None:
             error = taken_over(request.request_id, request.attempt)
-            self._end(previous, ABORTED, error, now)
-        self._registry.add(seq_group)
+            self._endings.end(previous, ABORTED, error, now)
+        self.requests.add(seq_group)
         seq_group.frontend.outbox.accepted.append(request.handle)
         is_continued = seq_group.request.is_continued  # also of a later attempt without tokens
         event = RequestEvent.RESUMED if is_continued else RequestEvent.QUEUED
@@ -192,7 +175,7 @@ class SchedulerCore:
         for seq in seq_group.waiting():
             results.finish_resumed(seq)
         if seq_group.num_unfinished == 0:
-            self._close(seq_group, now)
+            self._endings.close(seq_group, now)
         else:
             model = self._fleet.model(request.model)
             model.enqueue(seq_group)
@@ -202,33 +185,33 @@ class SchedulerCore:
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
         """End a request that its client cancelled; nothing more is reported of it. An unknown
         handle has no effect."""
-        seq = self._registry.find_sequence(frontend_id, handle)
+        seq = self.requests.find_sequence(frontend_id, handle)
         if seq is not None:
-            self._end(seq.seq_group, ABORTED, None, now)
+            self._endings.end(seq.seq_group, ABORTED, None, now)
 
     def abort(self, tenant: str, request_id: str, now: float) -> None:
         """End a tenant's request and report that to its frontend. Raises UnknownRequest."""
-        seq_group = self._registry.find(tenant, request_id)
+        seq_group = self.requests.find(tenant, request_id)
         if seq_group is None:
             raise UnknownRequest(
                 f"no live request {request_id}", details={"request_id": request_id}
             )
-        self._end(seq_group, ABORTED, RequestAborted("the request was aborted"), now)
+        self._endings.end(seq_group, ABORTED, RequestAborted("the request was aborted"), now)
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
         """End a choice at a stop string; only its first `num_tokens` output tokens count. No effect
         on a choice that has ended meanwhile, or whose request reports only at its end."""
-        seq = self._registry.find_sequence(frontend_id, handle)
+        seq = self.requests.find_sequence(frontend_id, handle)
         if seq is None or seq.status.is_finished or not seq.seq_group.strategy.streams:
             return
         seq.truncate(num_tokens)
-        self._end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now)
+        self._endings.end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now)
 
     def remove_frontend(self, frontend_id: str, now: float) -> None:
         """Remove a lost frontend and end its requests."""
-        for seq_group in self._registry.seq_groups_of(frontend_id):
-            self._end(seq_group, ABORTED, None, now)
-        self._registry.remove_frontend(frontend_id)
+        for seq_group in self.requests.seq_groups_of(frontend_id):
+            self._endings.end(seq_group, ABORTED, None, now)
+        self.requests.remove_frontend(frontend_id)
 
     def expire(self, now: float) -> None:
         """End requests past their deadlines, waiting ones that can no longer meet theirs, and
@@ -237,9 +220,9 @@ class SchedulerCore:
             deadline = seq_group.request.deadline
             assert deadline is not None
             if now >= deadline:
-                self._end(seq_group, ABORTED, deadline_exceeded(), now)
+                self._endings.end(seq_group, ABORTED, deadline_exceeded(), now)
             elif not seq_group.num_running and (error := self._late_error(seq_group, now)):
-                self._end(seq_group, ABORTED, error, now)
+                self._endings.end(seq_group, ABORTED, error, now)
             else:
                 self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
         if self._fleet.next_given_up_us < inf:
@@ -272,11 +255,11 @@ class SchedulerCore:
                 lambda seq_group: self._late_error(seq_group, now), to_us(now)
             )
             for seq_group, error in late:
-                self._end(seq_group, ABORTED, error, now)
+                self._endings.end(seq_group, ABORTED, error, now)
             self._transfers.consider(model, placed, to_us(now))
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             may_retry = moves.settle_exceeding(model, scheduler, to_us(now))
-            may_retry |= self._close_ended(changed, now)
+            may_retry |= self._endings.close_ended(changed, now)
             self._fail_unroutable(model, now)
         self._transfers.settle(scheduler, is_idle=plan is None and scheduler.is_idle)
         return plan
@@ -302,7 +285,7 @@ class SchedulerCore:
         model = self._fleet.model_of(scheduler)
         for seq in scheduler.update(result, to_us(now)):
             self._transfers.withdraw(model, scheduler, seq)
-        self._close_ended([scheduler], now)
+        self._endings.close_ended([scheduler], now)
         model.woken |= self._transfers.receive(
             scheduler, result.step_id, result.fetches, to_us(now)
         )
@@ -328,32 +311,27 @@ class SchedulerCore:
 
     def pop_outboxes(self) -> dict[str, EngineOutputs]:
         """Outputs by frontend since the last call; frontends without any are absent."""
-        return self._registry.pop_outboxes()
+        return self.requests.pop_outboxes()
 
     def pop_traced(self) -> list[SequenceGroup]:
         """Requests that have ended since the last call, of those whose trace is recorded; without
         their sequences."""
-        traced, self._traced = self._traced, []
-        return traced
-
-    def num_requests(self) -> int:
-        """Live requests."""
-        return len(self._registry)
+        return self._endings.pop_traced()
 
     def snapshot(self) -> CoreSnapshot:
         """Counts of the present state. Linear in the live requests."""
-        seq_groups = self._registry.seq_groups()
+        seq_groups = self.requests.seq_groups()
         models = self._fleet.model_snapshots(seq_groups)
         listed = [models[name] for name in self._fleet.totals]
-        return self._inspector.snapshot(models.values(), listed, seq_groups, self._num_finished)
+        return self._inspector.snapshot(models.values(), listed, seq_groups)
 
     def inspect(self, detail: InspectionDetail) -> Inspection:
         """Details of requests and memory; takes time linear in the requested details."""
-        return self._inspector.inspect(self._registry.seq_groups(), detail)
+        return self._inspector.inspect(self.requests.seq_groups(), detail)
 
     def check(self) -> None:
         """Assert the invariants that hold between calls. Linear in all live state."""
-        seq_groups = self._registry.seq_groups()
+        seq_groups = self.requests.seq_groups()
         for seq_group in seq_groups:
             seq_group.check()
         self._fleet.check(seq_groups)
@@ -363,9 +341,12 @@ class SchedulerCore:
 
     # Inside.
 
-    def _leave_transfers(self, scheduler: Scheduler, now_us: int) -> None:
-        """End the transfers of a worker group that is gone."""
-        self._fleet.model_of(scheduler).woken |= self._transfers.remove(scheduler, now_us)
+    def _remove(self, worker_group_id: str, now: float) -> Scheduler | None:
+        """Remove a worker group and end its transfers; None if the id is unknown."""
+        scheduler = self._fleet.remove(worker_group_id, to_us(now))
+        if scheduler is not None:
+            self._fleet.model_of(scheduler).woken |= self._transfers.remove(scheduler, to_us(now))
+        return scheduler
 
     def _check_tenants(self, seq_groups: list[SequenceGroup]) -> None:
         self._tenants.check()
@@ -382,7 +363,7 @@ class SchedulerCore:
     def _late_error(self, seq_group: SequenceGroup, now: float) -> PagewireError | None:
         """The reason why a group outside all batches cannot meet its deadline; None if it can."""
         model = self._fleet.models[seq_group.request.model]
-        return late_error(seq_group, model, self._registry.seq_groups, now)
+        return late_error(seq_group, model, self.requests.seq_groups, now)
 
     def _refuse_unservable(self, model: ServedModel, now: float) -> None:
         """End requests that have not started and fit no worker group, present or expected back."""
@@ -392,7 +373,7 @@ class SchedulerCore:
                 continue
             error = refusal_of(seq_group, model.capacities(), self._config)
             if error is not None:
-                self._end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
+                self._endings.end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
 
     def _fail_unroutable(self, model: ServedModel, now: float) -> None:
         """End requests that no worker group, present or expected back, is large enough for."""
@@ -411,79 +392,15 @@ class SchedulerCore:
                     "max_outgrown_wait_s": self._config.max_outgrown_wait_s,
                 },
             )
-            self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
+            self._endings.end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
 
     def _blame(self, computing: Collection[SequenceGroup], now: float) -> None:
         """Count a worker's death against the requests that it was computing."""
         is_alone = len(computing) == 1
-        for seq_group in self._registry.seq_groups():
+        for seq_group in self.requests.seq_groups():
             if seq_group in computing:
                 error = poison.count_loss(seq_group, self._config, is_alone=is_alone)
                 if error is not None:
-                    self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
+                    self._endings.end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
             elif not is_alone:
                 seq_group.losses.num_lone = 0
-
-    def _end(
-        self,
-        seq_group: SequenceGroup,
-        status: SequenceStatus,
-        error: PagewireError | None,
-        now: float,
-    ) -> None:
-        """End all that is left of a live group."""
-        seq_group.error = error
-        for seq in list(seq_group.unfinished()):
-            self._end_sequence(seq, status, now)
-
-    def _end_sequence(self, seq: Sequence, status: SequenceStatus, now: float) -> None:
-        """End a sequence of a live group, and the group with the last of them."""
-        seq_group = seq.seq_group
-        scheduler = self._fleet.scheduler_of(seq_group)
-        if scheduler is not None:
-            scheduler.end_sequence(seq, status, to_us(now))
-            self._close_ended([scheduler], now)
-        else:
-            seq_group.end(seq, status)
-            if seq_group.num_unfinished == 0:
-                self._fleet.models[seq_group.request.model].discard(seq_group)
-                self._close(seq_group, now)
-        self._fleet.wake(seq_group.request.model)  # others may use what it held
-
-    def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
-        """Close the groups that have ended in schedulers; return whether there were any."""
-        ended = [
-            seq_group for scheduler in schedulers for seq_group in scheduler.departures.pop_ended()
-        ]
-        for seq_group in ended:
-            self._close(seq_group, now)
-        return bool(ended)
-
-    def _close(self, seq_group: SequenceGroup, now: float) -> None:
-        """Report how a group ended, and forget it."""
-        results.finish_request(seq_group, seq_group.clock.finish(to_us(now)))
-        seq_group.record_event(RequestEvent.ENDED, to_us(now))
-        if seq_group.request.traceparent:
-            self._traced.append(seq_group)
-        self._inspector.record_end(seq_group, to_us(now))
-        self._settle_accounts(seq_group)
-        self._deadlines.forget(seq_group)
-        self._registry.remove(seq_group, to_us(now))  # last: this clears its sequences
-        self._num_finished += 1
-
-    def _settle_accounts(self, seq_group: SequenceGroup) -> None:
-        """Update the statistics and limits of an ended group's model."""
-        model = self._fleet.models.get(seq_group.request.model)
-        if model is not None:
-            if seq_group.has_begun and seq_group.request.work.kind is WorkKind.GENERATION:
-                for seq in seq_group.choices():
-                    model.router.record_answer(len(seq.output_token_ids))
-            seq_group.placement.release(seq_group.tenant)
-            model.wake_drained()
-            if seq_group.tenant.config.max_kv_blocks is not None:
-                self._fleet.wake_tenant_limited()
-            self._fleet.drop_if_unused(model)
-        totals = self._fleet.totals.get(seq_group.request.model)
-        if totals is not None and seq_group.has_begun and self._config.enable_prefix_caching:
-            totals.num_prefix_queries += seq_group.num_prompt_tokens
-            totals.num_prefix_hits += seq_group.num_cached_tokens

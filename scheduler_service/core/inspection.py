@@ -226,6 +226,7 @@ class Inspector:
         """adapters: names by digest, of each model."""
         self._schedulers, self._adapters = schedulers, adapters
         self._ended: deque[RequestSnapshot] = deque(maxlen=MAX_ENDED)
+        self._num_ended = 0
 
     def record_end(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Remember a request whose sequences have all ended."""
@@ -235,13 +236,13 @@ class Inspector:
         snapshot.ended_us = now_us
         snapshot.error_reason = getattr(seq_group.error, "reason", "")
         self._ended.append(snapshot)
+        self._num_ended += 1
 
     def snapshot(
         self,
         models: Collection[ModelSnapshot],
         listed: list[ModelSnapshot],
         seq_groups: Iterable[SequenceGroup],
-        num_finished: int,
     ) -> CoreSnapshot:
         """Counts of the present state; `seq_groups` are all live groups."""
         totals = [model.totals for model in models]
@@ -249,7 +250,7 @@ class Inspector:
             num_waiting=sum(model.num_waiting for model in models),
             num_running=sum(model.num_running for model in models),
             num_swapped=sum(model.num_swapped for model in models),
-            num_finished=num_finished,
+            num_finished=self._num_ended,
             num_generated_tokens=sum(total.num_generated_tokens for total in totals),
             num_prefill_tokens=sum(total.num_prefill_tokens for total in totals),
             num_preemptions=sum(total.num_preemptions for total in totals),

@@ -105,7 +105,7 @@ class CoreDriver:
 
     async def wait_idle(self) -> None:
         """Wait until no request is left."""
-        while self.core.num_requests() > 0:
+        while len(self.core.requests) > 0:
             self._followed_up.clear()
             await self._followed_up.wait()
 

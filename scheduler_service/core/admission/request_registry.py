@@ -1,5 +1,6 @@
 """The registry of live requests, by id and by handle."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from scheduler_service.core.placement import WorkerLosses
@@ -36,6 +37,21 @@ class RequestRegistry:
     def seq_groups(self) -> list[SequenceGroup]:
         """All live groups."""
         return list(self._seq_groups.values())
+
+    def num_with(self, model: str, adapter: bytes) -> int:
+        """Live requests for a model with an adapter."""
+        return sum(
+            seq_group.adapter == adapter and seq_group.request.model == model
+            for seq_group in self._seq_groups.values()
+        )
+
+    def by_adapter(self) -> Counter[tuple[str, bytes, bool]]:
+        """Live requests with an adapter by model, adapter, and whether a sequence runs."""
+        return Counter(
+            (seq_group.request.model, seq_group.adapter, bool(seq_group.num_running))
+            for seq_group in self._seq_groups.values()
+            if seq_group.adapter is not None
+        )
 
     def seq_groups_of(self, frontend_id: str) -> list[SequenceGroup]:
         """A frontend's live groups."""

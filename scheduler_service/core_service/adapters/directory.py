@@ -67,7 +67,7 @@ class AdapterDirectory:
 
     def usage(self) -> Iterator[tuple[str, Adapter, str, int]]:
         """(model, adapter, `running` or `waiting`, live requests) of all contents."""
-        numbers = self.driver.core.requests_by_adapter()
+        numbers = self.driver.core.requests.by_adapter()
         for model in self._models.values():
             for digest, adapter in contents(model.table).items():
                 for state, runs in (("running", True), ("waiting", False)):

@@ -128,7 +128,7 @@ class ModelAdapters:
                 raise UnknownAdapter(f"no adapter {name!r} is loaded", details={"name": name})
             async with self._undone_on_failure() as workers:
                 await self._change(workers, without_name(self.table, name))
-        num_requests = self.driver.core.num_requests_with(self.name, adapter.digest)
+        num_requests = self.driver.core.requests.num_with(self.name, adapter.digest)
         logger.info(
             "adapter unloaded name=%s model=%s num_requests=%d", name, self.name, num_requests
         )
@@ -141,7 +141,7 @@ class ModelAdapters:
         async with self._lock:
             now, unused = self.driver.clock(), set()
             for digest, since in self._retained_at.items():
-                if self.driver.core.num_requests_with(self.name, digest):
+                if self.driver.core.requests.num_with(self.name, digest):
                     self._retained_at[digest] = now  # a retry of such a request may follow
                 elif now - since >= retain_s:
                     unused.add(digest)

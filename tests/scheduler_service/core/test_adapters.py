@@ -38,7 +38,7 @@ def running(driver: CoreDriver, group: str = "g0") -> set[bytes | None]:
 
 def has_begun(driver: CoreDriver, record: RequestRecord) -> bool:
     """Whether a request has been in a batch."""
-    seq_group = driver.core._registry.find("", record.request.request_id)
+    seq_group = driver.core.requests.find("", record.request.request_id)
     return seq_group is None or seq_group.has_begun
 
 
@@ -137,9 +137,9 @@ def test_adapters_that_workers_lack_and_too_many_of_a_tenant_are_refused() -> No
     with pytest.raises(TenantLimit, match="max_loras=1"):
         submit(driver, "b", tenant="t")
     submit(driver, "b")
-    assert driver.core.num_requests_with(MODEL, DIGESTS["a"]) == 2
+    assert driver.core.requests.num_with(MODEL, DIGESTS["a"]) == 2
     found = {(MODEL, DIGESTS["a"], False): 2, (MODEL, DIGESTS["b"], False): 1}
-    assert driver.core.requests_by_adapter() == found
+    assert driver.core.requests.by_adapter() == found
     driver.run_until_idle()
-    assert not driver.core.requests_by_adapter()
+    assert not driver.core.requests.by_adapter()
     driver.check_empty()

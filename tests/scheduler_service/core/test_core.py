@@ -30,7 +30,7 @@ def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> 
 def test_prompt_logprobs_that_overlap_are_cut_to_what_is_new() -> None:
     core = SchedulerCore(SMALL_CONFIG)
     core.submit(make_request(), 0.0)
-    group = core._registry.seq_groups()[0]
+    group = core.requests.seq_groups()[0]
 
     def update(start: int, count: int) -> RowPromptLogprobs:
         positions = range(start, start + count)
@@ -128,7 +128,7 @@ def test_timings_name_where_the_time_went_and_add_up() -> None:
 
 def test_sequence_numbers_wrap_around_and_skip_live_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = make_driver()
-    registry: RequestRegistry = driver.core._registry
+    registry: RequestRegistry = driver.core.requests
     driver.submit(prompt=[1], max_tokens=9)  # sequence 1 lives
     monkeypatch.setattr(registry, "_last_seq_id", 2**31 - 2)
     driver.submit(prompt=[1], max_tokens=9, n=2)

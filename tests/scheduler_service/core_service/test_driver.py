@@ -74,7 +74,7 @@ async def test_a_deadline_that_a_group_comes_upon_wakes_the_groups_of_the_reques
     deployment.pop_woken()
     deployment.now = 2.0
     assert deployment.next_plan("one") is None
-    assert driver.core.num_requests() == 0
+    assert len(driver.core.requests) == 0
     assert deployment.pop_woken() == {"another"}
     driver.close()
 
@@ -167,5 +167,5 @@ async def test_a_result_that_does_not_match_is_no_fault_and_ends_no_request() ->
     with pytest.raises(ResultMismatch), driver.contained("g"):
         driver.core.update("g", StepResult(step_id=7, token_ids=[]), 0.0)
     assert not mailbox.errors
-    assert driver.core.num_requests() == 1
+    assert len(driver.core.requests) == 1
     driver.close()

@@ -20,7 +20,7 @@ class EstimatingCore(SchedulerCore):
 
     def submit(self, request: Request, now: float) -> None:
         super().submit(request, now)
-        group = self._registry.find(request.tenant, request.request_id)
+        group = self.requests.find(request.tenant, request.request_id)
         assert group is not None
         model = self._fleet.models["m"]
         estimate = _min_wait_us(group, model) / 1e6, _work_us(group, model) / 1e6

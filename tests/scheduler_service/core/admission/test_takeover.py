@@ -125,6 +125,6 @@ def test_a_later_try_is_not_charged_for_its_prompt_again() -> None:
     driver.schedule("g0")
     driver.try_again(record, "f1", most_received=0)
     driver.schedule("g0")
-    (later,) = driver.core._registry.seq_groups()
+    (later,) = driver.core.requests.seq_groups()
     assert later.placement.is_placed
     assert driver.core._fleet.models["m"].policy.key(later)[0] == 9

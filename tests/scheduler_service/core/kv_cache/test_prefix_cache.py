@@ -105,7 +105,7 @@ def test_prompt_log_probabilities_leave_no_gap_where_others_computed_more() -> N
         prompt=PROMPT[:12], max_tokens=1, sampling=Sampling(seed=1, prompt_logprobs=True)
     )
     # As if 3 tokens had been reported before a preemption: the logits of the third are next.
-    [group] = driver.core._registry.seq_groups()
+    [group] = driver.core.requests.seq_groups()
     group.prompt_logprobs_start = wants.num_prompt_logprobs = 4
     [new] = plan_of(driver).new_sequences
     assert new.num_computed_tokens == 0

@@ -229,7 +229,7 @@ def test_deaths_alone_are_forgotten_unless_another_request_died_alone(
     driver.schedule("g0")
     waiting = driver.submit(prompt=[2] * 4, max_tokens=9)
     group = next(
-        group for group in driver.core._registry.seq_groups() if group.request is waiting.request
+        group for group in driver.core.requests.seq_groups() if group.request is waiting.request
     )
     group.losses.num_lone = 1
     driver.lose_worker_group("g0")

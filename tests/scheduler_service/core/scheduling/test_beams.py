@@ -117,7 +117,7 @@ def test_a_search_has_come_as_far_as_the_beams_that_it_has() -> None:
             step_id=number, token_ids=[-1] * len(rows), candidates=rows, busy_us=1000
         )
         driver.core.update("g0", result, driver.now)
-    [group] = driver.core._registry.seq_groups()
+    [group] = driver.core.requests.seq_groups()
     group.losses.num_repeated = 2
     for seq in group.unfinished():
         seq.suspect(len(PROMPT) + 2)
