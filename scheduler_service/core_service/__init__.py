@@ -12,13 +12,7 @@ have work.
 `servicer.py`         the RPCs, a line or two each
 `driver.py`           calls the core with the current time, sets its timer, delivers outputs
 `frontend_streams.py` one stream per frontend; the outputs of a step are one message
-`worker_registry.py`  one stream per worker: registration, heartbeats, lease, directives
-`worker_group.py`     the ranks of a worker group, and its session while it is complete
-`worker_session.py`   connects to a group's workers, sizes their caches, runs steps, reconnects
-`kept_blocks.py`      what an earlier core has left in the caches of a group's workers
-`step_stream.py`      the hot path: plans are sent ahead of the results that come in
-`step_watchdog.py`    when a step is overdue, and when a worker group has hung too often
-`errors.py`           why a session ends
+`workers/`            registration of workers, and sessions in which their groups run steps
 `adapters/`           which adapters the workers of a model have, and under which names
 `model_assets.py`     the models' files, fetched from a worker once
 `status.py`           the deployment's state as GetStatus returns it

@@ -6,7 +6,7 @@ from secrets import randbits
 from scheduler_service.command_line import service_command
 from scheduler_service.core.config import MoveKV, SchedulerConfig
 from scheduler_service.core_service.config import NO_TENANTS, CoreServiceConfig, read_tenants
-from scheduler_service.core_service.step_watchdog import StepTimeout
+from scheduler_service.core_service.workers.step_watchdog import StepTimeout
 from service_common.cluster import ClusterConfig
 from service_common.config_flags import CLUSTER, COUNT, ConfigFlags, Flags, flag
 from service_common.garbage import imports_exempted

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from scheduler_service.core.config import SchedulerConfig, TenantConfig
-from scheduler_service.core_service.step_watchdog import StepTimeout
+from scheduler_service.core_service.workers.step_watchdog import StepTimeout
 from service_common.addresses import check_addresses
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 

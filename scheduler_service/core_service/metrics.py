@@ -17,8 +17,8 @@ from scheduler_service.core_service.adapters.directory import AdapterDirectory
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams
-from scheduler_service.core_service.worker_group import WorkerGroup
-from scheduler_service.core_service.worker_registry import WorkerRegistry
+from scheduler_service.core_service.workers.worker_group import WorkerGroup
+from scheduler_service.core_service.workers.worker_registry import WorkerRegistry
 from service_common.prometheus import BoundedLabel, LabelValues, families, read_metrics
 
 METRICS = read_metrics(Path(__file__).with_suffix(".toml"))

@@ -12,8 +12,8 @@ import grpc
 
 from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from scheduler_service.core_service.worker_registry import WorkerRegistry
-from scheduler_service.core_service.worker_session import Dial
+from scheduler_service.core_service.workers.worker_registry import WorkerRegistry
+from scheduler_service.core_service.workers.worker_session import Dial
 from scheduler_service.errors import Unavailable, UnknownModel
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from scheduler_service.core_service.metrics import CoreMetrics
 from scheduler_service.core_service.model_assets import AssetCache
 from scheduler_service.core_service.servicer import SchedulerServicer
 from scheduler_service.core_service.status import StatusBoard
-from scheduler_service.core_service.worker_registry import WorkerRegistry
+from scheduler_service.core_service.workers.worker_registry import WorkerRegistry
 from scheduler_service.errors import Unavailable
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first, until_failure

@@ -7,12 +7,13 @@ import grpc
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceServicer
-from scheduler_service.core_service import frontend_streams, worker_registry
+from scheduler_service.core_service import frontend_streams
 from scheduler_service.core_service.adapters.directory import AdapterDirectory, served_name
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.model_assets import AssetCache, chunks_of
 from scheduler_service.core_service.status import StatusBoard, to_detail
 from scheduler_service.core_service.status_watchers import StatusWatchers
+from scheduler_service.core_service.workers.worker_registry import WorkerRegistry
 from scheduler_service.errors import InvalidArgument, UnknownModel
 from scheduler_service.status_codes import rpc
 
@@ -34,7 +35,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self,
         driver: CoreDriver,
         frontends: frontend_streams.FrontendStreams,
-        workers: worker_registry.WorkerRegistry,
+        workers: WorkerRegistry,
         assets: AssetCache,
         status: StatusBoard,
         adapters: AdapterDirectory,

@@ -16,9 +16,9 @@ from scheduler_service.core.request_timing import to_us
 from scheduler_service.core.scheduler_stats import FIRST_BOUND_US, GROWTH, WorkerGroupSnapshot
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams
-from scheduler_service.core_service.worker_group import WorkerGroup
-from scheduler_service.core_service.worker_registry import WorkerRegistry
-from scheduler_service.core_service.worker_session import role_of
+from scheduler_service.core_service.workers.worker_group import WorkerGroup
+from scheduler_service.core_service.workers.worker_registry import WorkerRegistry
+from scheduler_service.core_service.workers.worker_session import role_of
 from scheduler_service.errors import InvalidArgument
 from service_common.version import VERSION
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pagewire.v1 import plan_pb2, worker_service_pb2
 from scheduler_service.core import StepPlan
 from scheduler_service.core.config import KeptBlocks
-from scheduler_service.core_service.kept_blocks import RankReport, common_blocks, entries_of
+from scheduler_service.core_service.workers.kept_blocks import RankReport, common_blocks, entries_of
 from scheduler_service.wire import decode_kept_sequence, encode_plan
 from worker_service.engine.cached_blocks import CachedBlocks
 from worker_service.service.wire import decode_plan, encode_cached_blocks

@@ -29,7 +29,7 @@ from scheduler_service.core.config import (
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Generation, Request
 from scheduler_service.core.step_plan import FetchResult, StepResult
-from scheduler_service.core_service.kept_blocks import RankReport, common_blocks, entries_of
+from scheduler_service.core_service.workers.kept_blocks import RankReport, common_blocks, entries_of
 from tests.support.runners import (
     AllDrafts,
     MakeDrafter,

@@ -15,7 +15,7 @@ from scheduler_service.core_service.adapters.distribution import AdapterDistribu
 from scheduler_service.core_service.adapters.model_adapters import ModelAdapters
 from scheduler_service.core_service.adapters.tables import check_name, contents, find
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.worker_session import Dial
+from scheduler_service.core_service.workers.worker_session import Dial
 from scheduler_service.errors import (
     DuplicateAdapter,
     InvalidArgument,

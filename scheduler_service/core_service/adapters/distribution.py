@@ -13,8 +13,8 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.adapter_pb2 import Adapter, AdapterInfo, AdapterSet
 from scheduler_service.core_service.adapters.tables import contents, without_contents
-from scheduler_service.core_service.errors import SessionFailed
-from scheduler_service.core_service.worker_session import Dial
+from scheduler_service.core_service.workers.errors import SessionFailed
+from scheduler_service.core_service.workers.worker_session import Dial
 from scheduler_service.errors import AdapterRefused, PagewireError, Unavailable, UnknownAdapter
 
 logger = logging.getLogger(__name__)

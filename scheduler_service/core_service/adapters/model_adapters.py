@@ -18,7 +18,7 @@ from scheduler_service.core_service.adapters.tables import (
     without_name,
 )
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.errors import SessionFailed
+from scheduler_service.core_service.workers.errors import SessionFailed
 from scheduler_service.errors import DuplicateAdapter, PagewireError, Unavailable, UnknownAdapter
 
 logger = logging.getLogger(__name__)

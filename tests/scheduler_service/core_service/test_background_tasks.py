@@ -7,7 +7,7 @@ import pytest
 
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import serve
-from scheduler_service.core_service.worker_registry import WorkerRegistry
+from scheduler_service.core_service.workers.worker_registry import WorkerRegistry
 from tests.support.fake_worker import FakeWorker
 
 

@@ -11,7 +11,7 @@ from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.model_assets import AssetCache
-from scheduler_service.core_service.worker_group import Worker, WorkerGroup
+from scheduler_service.core_service.workers.worker_group import Worker, WorkerGroup
 from scheduler_service.errors import Unavailable
 from service_common.cluster import NO_CLUSTER, Cluster
 

@@ -11,8 +11,8 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core import SchedulerConfig, SchedulerCore
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.step_watchdog import StepTimeout
-from scheduler_service.core_service.worker_registry import WorkerRegistry
+from scheduler_service.core_service.workers.step_watchdog import StepTimeout
+from scheduler_service.core_service.workers.worker_registry import WorkerRegistry
 from service_common.cluster import NO_CLUSTER, Cluster
 from tests.support.waiting import until
 

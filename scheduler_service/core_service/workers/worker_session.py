@@ -37,16 +37,16 @@ from scheduler_service.core.config import (
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.errors import (
+from scheduler_service.core_service.workers.errors import (
     CannotServe,
     GroupHung,
     SessionFailed,
     StepOverdue,
     WorkerTakenOver,
 )
-from scheduler_service.core_service.kept_blocks import read_kept_blocks
-from scheduler_service.core_service.step_stream import StepStream
-from scheduler_service.core_service.step_watchdog import HangCounter, StepTimeout, StepTimes
+from scheduler_service.core_service.workers.kept_blocks import read_kept_blocks
+from scheduler_service.core_service.workers.step_stream import StepStream
+from scheduler_service.core_service.workers.step_watchdog import HangCounter, StepTimeout, StepTimes
 from scheduler_service.errors import PagewireError
 from scheduler_service.tasks import run_all
 from scheduler_service.wire import decode_cache_group, decode_pooling_info

@@ -4,7 +4,7 @@ import pytest
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.throughput import StepWork
-from scheduler_service.core_service.step_watchdog import (
+from scheduler_service.core_service.workers.step_watchdog import (
     NUM_FIRST_STEPS,
     StepTimeout,
     StepTimes,

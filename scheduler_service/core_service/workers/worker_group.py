@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
-from scheduler_service.core_service.errors import CannotServe, GroupHung, WorkerTakenOver
-from scheduler_service.core_service.worker_session import WorkerSession
+from scheduler_service.core_service.workers.errors import CannotServe, GroupHung, WorkerTakenOver
+from scheduler_service.core_service.workers.worker_session import WorkerSession
 from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service.core.throughput import MovingAverage, StepWork
-from scheduler_service.core_service.errors import GroupHung, SessionFailed, StepOverdue
+from scheduler_service.core_service.workers.errors import GroupHung, SessionFailed, StepOverdue
 
 NUM_FIRST_STEPS = 2
 """Steps of a size that may take as long as a first one. Sizes are classified by powers of two."""

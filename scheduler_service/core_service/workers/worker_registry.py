@@ -20,9 +20,14 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.step_watchdog import StepTimeout
-from scheduler_service.core_service.worker_group import Worker, WorkerGroup
-from scheduler_service.core_service.worker_session import MAX_EPOCH, Dial, Joined, WorkerSession
+from scheduler_service.core_service.workers.step_watchdog import StepTimeout
+from scheduler_service.core_service.workers.worker_group import Worker, WorkerGroup
+from scheduler_service.core_service.workers.worker_session import (
+    MAX_EPOCH,
+    Dial,
+    Joined,
+    WorkerSession,
+)
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
 from scheduler_service.status_codes import rpc
 from scheduler_service.tasks import run_until_first, shielded

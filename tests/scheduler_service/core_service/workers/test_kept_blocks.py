@@ -3,7 +3,11 @@
 from dataclasses import replace
 
 from scheduler_service.core.config import KeptSequence
-from scheduler_service.core_service.kept_blocks import RankReport, common_blocks, common_sequence
+from scheduler_service.core_service.workers.kept_blocks import (
+    RankReport,
+    common_blocks,
+    common_sequence,
+)
 
 AHEAD = KeptSequence(
     token_ids=[3, 1, 4, 1, 5],

@@ -12,7 +12,11 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import CoreService, make_core_service
-from scheduler_service.core_service.step_watchdog import MAX_HANGS, NUM_SOUND_STEPS, StepTimeout
+from scheduler_service.core_service.workers.step_watchdog import (
+    MAX_HANGS,
+    NUM_SOUND_STEPS,
+    StepTimeout,
+)
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
 from tests.support.fake_worker import FakeWorker, counted

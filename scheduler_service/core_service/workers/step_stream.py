@@ -14,8 +14,8 @@ from scheduler_service import wire
 from scheduler_service.core.step_plan import FetchResult
 from scheduler_service.core_service.counters import StepCounters
 from scheduler_service.core_service.driver import CoreDriver
-from scheduler_service.core_service.errors import SessionFailed, StepOverdue
-from scheduler_service.core_service.step_watchdog import StepTimes, StepWatch
+from scheduler_service.core_service.workers.errors import SessionFailed, StepOverdue
+from scheduler_service.core_service.workers.step_watchdog import StepTimes, StepWatch
 from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import pytest
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core_service.service import CoreService
-from scheduler_service.core_service.worker_group import Worker
+from scheduler_service.core_service.workers.worker_group import Worker
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
 from tests.support.fake_worker import FakeWorker, counted
