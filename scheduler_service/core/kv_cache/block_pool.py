@@ -124,9 +124,8 @@ class CachedBlocks:
         return bool(self._index[group])
 
     def tails(self, group: int, parent: BlockKey) -> list[int]:
-        """Lengths of the tails after a unit at which a state may be found, the longest first."""
-        lengths = self._tails.get((group, parent))
-        return sorted(lengths, reverse=True) if lengths else []
+        """Lengths of the tails after a unit at which a state may be found."""
+        return list(self._tails.get((group, parent), ()))
 
     def entry(self, block: int) -> tuple[int, ...]:
         """All blocks of a block's entry."""

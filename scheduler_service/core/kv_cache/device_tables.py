@@ -80,7 +80,7 @@ class DeviceTables:
         )
         return sum(self.pool.num_references(block) == n for block, n in counts.items())
 
-    def num_short(self, num_new: int, num_promised: int = 0) -> int:
+    def num_short(self, num_new: int, num_promised: int) -> int:
         """Number of blocks that must be freed before these can be provided in addition to those
         promised to others; 0 or less if none. Blocks up to the watermark are kept for running
         sequences, if there are any."""

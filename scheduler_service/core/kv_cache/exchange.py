@@ -80,17 +80,12 @@ class CacheExchange:
             blocks = tuple(of_group.blocks)
             parts = [blocks] if group.is_state and blocks else [(block,) for block in blocks]
             for part in parts:
-                contents = self._contents_of(part[0])
-                if contents is None or not (contents.is_full or self._is_unused(part)):
+                pool, indices = self._pool(part[0]), list(map(_index, part))
+                contents = pool.cached.contents_of(indices[0])
+                if contents is None or (not contents.is_full and any(map(pool.is_used, indices))):
                     return found if len(self._groups) == 1 else []
                 found.append(CachedEntry(part, contents))
         return found
-
-    def _contents_of(self, block: int) -> Contents | None:
-        return self._pool(block).cached.contents_of(_index(block))
-
-    def _is_unused(self, blocks: Iterable[int]) -> bool:
-        return not any(self._pool(block).is_used(_index(block)) for block in blocks)
 
     def _pool(self, block: int) -> BlockPool:
         return self._host if block < 0 else self._device

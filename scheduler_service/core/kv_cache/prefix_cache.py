@@ -161,8 +161,8 @@ class PrefixCache:
         pools: Sequence[CachedBlocks],
         *,
         unit: int,
-        enabled: bool = True,
-        seed: int = 0,
+        enabled: bool,
+        seed: int,
     ) -> None:
         """`pools`: the device's blocks, then the host's if it has any; `unit`: tokens of a unit of
         keys; `enabled`: if False, nothing is found, and every sequence is computed in full; `seed`:

@@ -51,19 +51,13 @@ class ReleasedBlocks:
         for index, block in enumerate(blocks, held.tables[number].first):
             cached = self._device.cached.contents_of(block)
             contents = self._prefixes.retained(seq, number, index, cached)
-            num_freed += self._let_go(held, block, (index + 1) * tokens, contents)
+            if contents is not None:
+                kept = self._device.cached.hold(block, contents)
+                held.retained.append(Retained((index + 1) * tokens, block, contents, kept))
+                if cached is not contents:
+                    held.unconfirmed.append(held.retained[-1])
+            num_freed += self._device.release([block], is_expendable=contents is None)
         return num_freed
-
-    def _let_go(self, held: SequenceTables, block: int, end: int, contents: Contents | None) -> int:
-        """Release a block of a sequence that continues."""
-        if contents is not None:
-            is_cached = self._device.cached.contents_of(block) is contents
-            cached = self._device.cached.hold(block, contents)
-            retained = Retained(end, block, contents, cached)
-            held.retained.append(retained)
-            if not is_cached:
-                held.unconfirmed.append(retained)
-        return self._device.release([block], is_expendable=contents is None)
 
     def confirm(self, held: SequenceTables, num_tokens: int) -> None:
         """Let released blocks of a sequence's first tokens be found, which were in flight."""

@@ -104,9 +104,7 @@ class SavedStates:
         for seq, held, start, end in chunks:
             for position in self._prefixes.boundaries_within(seq, start, end):
                 key = self._prefixes.key(seq, position)
-                if all(
-                    self._device.cached.find(key, number) is not None for number in self._groups
-                ):
+                if None not in [self._device.cached.find(key, number) for number in self._groups]:
                     continue
                 for number in self._groups:
                     for block in self._place(held, number, position):
@@ -116,9 +114,8 @@ class SavedStates:
                 sources = held.tables[number].blocks
                 if sources[0] not in copied:
                     targets = self._place(held, number, position, is_rolling=True)
-                    copy += [
-                        block for pair in zip(sources, targets, strict=False) for block in pair
-                    ]
+                    pairs = zip(sources, targets, strict=False)
+                    copy += (block for pair in pairs for block in pair)
             self.confirm(seq, held)
         return copy, saved
 

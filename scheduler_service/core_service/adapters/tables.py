@@ -33,18 +33,18 @@ def contents(table: AdapterSet) -> dict[bytes, Adapter]:
 def _changed(
     table: AdapterSet,
     *,
-    adapters: Iterable[Adapter] | None = None,
-    retained: Iterable[Adapter] | None = None,
+    adapters: Iterable[Adapter],
+    retained: Iterable[Adapter],
     unloaded: Iterable[str] | None = None,
 ) -> AdapterSet:
-    """The next version of a table; None: as before. No content is both named and retained."""
-    named = sorted(table.adapters if adapters is None else adapters, key=lambda a: a.name)
+    """The next version of a table. No content is both named and retained. `unloaded`: None: as
+    before."""
+    named = sorted(adapters, key=lambda adapter: adapter.name)
     digests = {adapter.digest for adapter in named}
-    kept = table.retained if retained is None else retained
     return AdapterSet(
         version=table.version + 1,
         adapters=named,
-        retained=[adapter for adapter in kept if adapter.digest not in digests],
+        retained=[adapter for adapter in retained if adapter.digest not in digests],
         unloaded=sorted(set(table.unloaded if unloaded is None else unloaded)),
     )
 
@@ -98,7 +98,8 @@ def merged(table: AdapterSet, others: Iterable[AdapterSet]) -> AdapterSet:
         if digest not in present
     ]
     if replaced:
-        result = _changed(result, retained=[*result.retained, *replaced])
+        retained = [*result.retained, *replaced]
+        result = _changed(result, adapters=result.adapters, retained=retained)
     for adapter in (a for other in others if other.version == 0 for a in other.adapters):
         taken = find(result, adapter.name)
         if taken is None and adapter.name not in result.unloaded:
