@@ -48,7 +48,7 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
 from worker_service.runner.batch.inputs import HostInputs, lay_out
-from worker_service.runner.batch.pooling import Pooling
+from worker_service.runner.batch.pooling import PooledRows, Pooling
 from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.batch.step_rows import StepRows, resolve_rows
 from worker_service.runner.device.buffers import StepBuffers
@@ -71,7 +71,7 @@ from worker_service.runner.state.sequence_state import (
     Resolved,
     SequenceState,
 )
-from worker_service.runner.state.sequence_table import PlanRows
+from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 
 
 class PlacesAdapters(Protocol):
@@ -135,58 +135,21 @@ class DeviceSteps:
     ) -> Step | None:
         """Launch a step; None if the host has to compute it. Waits for the device only if edits,
         bitmasks or drafts need pending tokens. Raises InvalidPlan."""
-        table, pending, state = sequences.table, sequences.pending, self._state
-        rows = resolve_rows(plan, plan_rows.batch, table)
-        computes, states = rows.computes, rows.last_states()
-        if table.sampling.edits:
-            edited = _resolve_edits(rows.row_ids[rows.sampling], sequences)
-            state.rows.record_edits(edited)
-        state.rows.record(plan, plan_rows)
-        if not computes.any() or not state.rows.hold(rows.row_ids, table.sampling):
+        table, pending = sequences.table, sequences.pending
+        rows = self._hold(plan, plan_rows, sequences)
+        if rows is None:
             return None
-        speculation, are_decodes = self._speculation, rows.are_decodes
-        if speculation is not None and plan.lookahead.any():
-            rows = speculation.add(rows, plan, sequences)
-            states = rows.last_states()
-        # Drafts of earlier steps may have been accepted since.
-        rows = replace(rows, firsts=table.num_computed_tokens[rows.row_ids])
-        changes = state.rows.changes(table)
-        row_ids = rows.row_ids[rows.sampling]
-        found = sequences.masks.constrained(row_ids) if sequences.masks else []
-        constrained = np.array([row for row, _ in found], np.int64)
-        sampling = SamplingColumns.of(rows, constrained, table)
-        reports = StepReports.of(rows, table)
-        buffers = self._buffers.pop(pending)
-        begin = self._make_event()
-        num_tokens, firsts = rows.num_tokens[computes], rows.firsts[computes]
-        row_ids_computed = rows.row_ids[computes]
-        inputs = lay_out(row_ids_computed, firsts, num_tokens, table, rows.saved_states)
-        slots = _adapter_slots(inputs, self._adapters) if inputs.adapters else None
-        drafting = None if self._head is None else self._head.plan(rows, table)
-        shared = self._shared_drafts(rows)
-        columns = StepColumns(inputs, sampling, states, reports, changes, drafting, shared, slots)
-        # Graphs keep no hidden states, embed tokens, and save no states.
-        can_replay = self._pooling is None and not inputs.has_virtual_tokens
-        can_replay = can_replay and not any(inputs.saves)
-        graphs = state.graphs if can_replay else None
-        queued = graphs.run(columns, buffers.staging) if graphs else None
-        if queued is None:
-            queued = compute_eagerly(columns, self._model, self._caches, state, buffers.staging)
+        rows = self._with_drafts(rows, plan, sequences)
+        buffers, begin = self._buffers.pop(pending), self._make_event()
+        columns = self._lay_out(rows, sequences)
+        queued = self._compute(columns, buffers)
         computed = self._make_event()
-        if len(constrained):
-            queued = _constrain(queued, rows, constrained, sequences, state, buffers)
-        pooled = []
-        if self._pooling is not None and queued.hidden is not None and state.sampler.samples:
-            pooled = self._pooling.pool(rows, queued.hidden, table)
-        if queued.sample is None or queued.outcome is None or not reports.is_empty:
-            sampled = sample(queued, reports, state.sampler, self._model, buffers, pooled)
-        else:
-            if len(row_ids):
-                queued.sample()
-            sampled = Sampled(queued.outcome, buffers.fetch([queued.outcome])[0])
+        if (columns.sampling.mask_rows >= 0).any():
+            queued = self._constrain(queued, rows, columns, sequences, buffers)
+        sampled = self._sample(queued, rows, columns, table, buffers)
         step = InFlightStep(
             plan=plan,
-            rows=np.concatenate([rows.sampling, reports.reporting]),
+            rows=np.concatenate([rows.sampling, columns.reports.reporting]),
             errors=rows.errors,
             numbers=sampled.numbers,
             offsets=None if rows.drafts is None else rows.drafts.offsets,
@@ -197,28 +160,61 @@ class DeviceSteps:
             end=self._make_event(),
             start=start,
             last_finish=self._last_finish,
-            samples=state.sampler.samples,
+            samples=self._state.sampler.samples,
             check=self._check,
         )
+        self._buffers.add(step)
         table.advance(
             rows.row_ids, rows.num_computed, rows.row_ids[rows.parents], rows.row_ids[rows.forks]
         )
-        if self._head is not None and drafting is not None:
-            drafting.observe(queued.captured, sampled.outcome, sampled.num_accepted)
-            drafting.advance(rows, table)
-        resolved = None
-        if speculation is not None:
-            resolved = self._resolved(step, rows, sequences, speculation, are_decodes)
-        if rows.drafts is not None:
-            table.num_pending_drafts[rows.row_ids] += rows.drafts.counts
-            row_ids = row_ids[rows.drafts.offsets == 0]
-        positions = table.expect_tokens(row_ids)
-        if num_reporting := len(reports.reporting):
-            row_ids = np.concatenate([row_ids, reports.reporting_ids])
-            positions = np.append(positions, np.full(num_reporting, NO_PLACEHOLDER))
-        pending.add(step, row_ids, positions, resolved)
-        self._buffers.add(step)
+        if columns.drafting is not None:
+            columns.drafting.observe(queued.captured, sampled.outcome, sampled.num_accepted)
+            columns.drafting.advance(rows, table)
+        self._expect_tokens(step, rows, columns.reports, sequences)
         return step
+
+    def _hold(
+        self, plan: StepPlan, plan_rows: PlanRows, sequences: SequenceState
+    ) -> StepRows | None:
+        """The rows of a plan, whose changes are recorded for the device; None if the device has no
+        room for them, or nothing to compute."""
+        table, device_rows = sequences.table, self._state.rows
+        rows = resolve_rows(plan, plan_rows.batch, table)
+        if table.sampling.edits:
+            device_rows.record_edits(_resolve_edits(rows.row_ids[rows.sampling], sequences))
+        device_rows.record(plan, plan_rows)
+        fits = rows.computes.any() and device_rows.hold(rows.row_ids, table.sampling)
+        return rows if fits else None
+
+    def _with_drafts(self, rows: StepRows, plan: StepPlan, sequences: SequenceState) -> StepRows:
+        if self._speculation is not None and plan.lookahead.any():
+            rows = self._speculation.add(rows, plan, sequences)
+        # Drafts of earlier steps may have been accepted since.
+        return replace(rows, firsts=sequences.table.num_computed_tokens[rows.row_ids])
+
+    def _lay_out(self, rows: StepRows, sequences: SequenceState) -> StepColumns:
+        """What the step sends to the device."""
+        table, computes = sequences.table, rows.computes
+        changes = self._state.rows.changes(table)
+        found = sequences.masks.constrained(rows.row_ids[rows.sampling]) if sequences.masks else []
+        constrained = np.array([row for row, _ in found], np.int64)
+        inputs = lay_out(
+            rows.row_ids[computes],
+            rows.firsts[computes],
+            rows.num_tokens[computes],
+            table,
+            rows.saved_states,
+        )
+        return StepColumns(
+            inputs=inputs,
+            sampling=SamplingColumns.of(rows, constrained, table),
+            states=rows.last_states(),
+            reports=StepReports.of(rows, table),
+            changes=changes,
+            drafting=None if self._head is None else self._head.plan(rows, table),
+            shared_drafts=self._shared_drafts(rows),
+            adapter_slots=_adapter_slots(inputs, self._adapters) if inputs.adapters else None,
+        )
 
     def _shared_drafts(self, rows: StepRows) -> Int64Array | None:
         """`StepColumns.shared_drafts`."""
@@ -227,19 +223,91 @@ class DeviceSteps:
             return None
         return rows.row_ids[rows.drafts.counts > 0]
 
+    def _compute(self, columns: StepColumns, buffers: StepBuffers) -> DevicePass:
+        """Send the columns, and queue the forward pass."""
+        inputs, state = columns.inputs, self._state
+        # Graphs keep no hidden states, embed tokens, and save no states.
+        can_replay = self._pooling is None and not inputs.has_virtual_tokens
+        if state.graphs is not None and can_replay and not any(inputs.saves):
+            queued = state.graphs.run(columns, buffers.staging)
+            if queued is not None:
+                return queued
+        return compute_eagerly(columns, self._model, self._caches, state, buffers.staging)
+
+    def _constrain(
+        self,
+        queued: DevicePass,
+        rows: StepRows,
+        columns: StepColumns,
+        sequences: SequenceState,
+        buffers: StepBuffers,
+    ) -> DevicePass:
+        """Send the bitmask of the constrained rows, if this rank samples. All ranks wait for the
+        rows' pending tokens, while the device computes the forward pass launched last."""
+        row_ids, state = rows.row_ids[rows.sampling], self._state
+        constrained = np.flatnonzero(columns.sampling.mask_rows >= 0)
+        sequences.pending.resolve(row_ids[constrained])
+        if not state.sampler.samples:
+            return queued
+        bitmask = np.zeros((len(constrained), mask_width(sequences.table.vocab_size)), np.int32)
+        offsets = None if rows.drafts is None else rows.drafts.offsets
+        if sequences.masks and (found := sequences.constrained_rows(row_ids, offsets)):
+            masked = sequences.masks.compute(found)
+            places = np.searchsorted(constrained, masked.rows)
+            bitmask[places, :-1] = masked.bitmask
+            bitmask[places, -1] = masked.failed
+        target = state.graphs.bitmask if state.graphs and queued.sample else None
+        sent = buffers.send_bitmask(bitmask, target)
+        return queued._replace(rows=queued.rows._replace(bitmask=sent))
+
+    def _sample(
+        self,
+        queued: DevicePass,
+        rows: StepRows,
+        columns: StepColumns,
+        table: SequenceTable,
+        buffers: StepBuffers,
+    ) -> Sampled:
+        """Queue sampling, by the graph of the pass if its rows report nothing."""
+        sampler, reports = self._state.sampler, columns.reports
+        if queued.sample is None or queued.outcome is None or not reports.is_empty:
+            pooled: Sequence[PooledRows] = ()
+            if self._pooling is not None and queued.hidden is not None and sampler.samples:
+                pooled = self._pooling.pool(rows, queued.hidden, table)
+            return sample(queued, reports, sampler, self._model, buffers, pooled)
+        if len(columns.states):
+            queued.sample()
+        return Sampled(queued.outcome, buffers.fetch([queued.outcome])[0])
+
+    def _expect_tokens(
+        self, step: InFlightStep, rows: StepRows, reports: StepReports, sequences: SequenceState
+    ) -> None:
+        """Add the step's tokens and failures as pending."""
+        table, row_ids = sequences.table, rows.row_ids[rows.sampling]
+        if rows.drafts is not None:
+            table.num_pending_drafts[rows.row_ids] += rows.drafts.counts
+            row_ids = row_ids[rows.drafts.offsets == 0]
+        positions = table.expect_tokens(row_ids)
+        if num_reporting := len(reports.reporting):
+            row_ids = np.concatenate([row_ids, reports.reporting_ids])
+            positions = np.append(positions, np.full(num_reporting, NO_PLACEHOLDER))
+        resolved = None
+        if self._speculation is not None:
+            resolved = self._resolved(step, rows, sequences, self._speculation)
+        sequences.pending.add(step, row_ids, positions, resolved)
+
     def _resolved(
         self,
         step: InFlightStep,
         rows: StepRows,
         sequences: SequenceState,
         speculation: Speculation,
-        are_decodes: bool,
     ) -> Resolved:
-        """What follows once a step's tokens are in the table. are_decodes: whether its rows were
-        decodes before they had drafts."""
+        """What follows once a step's tokens are in the table."""
+        were_decodes = bool((rows.sample & (rows.num_computed == 1)).all())
 
         def resolved(row_ids: Int64Array, num_accepted: Int64Array) -> None:
-            if are_decodes:
+            if were_decodes:
                 speculation.record_step(rows, step.end.us_since(step.begin))
             if rows.drafts is None:
                 return
@@ -274,29 +342,3 @@ def _resolve_edits(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:
     reading = np.array([row for row, edit in found if edit and edit.reads_last_tokens], np.int64)
     sequences.pending.resolve(reading)
     return reading
-
-
-def _constrain(
-    queued: DevicePass,
-    rows: StepRows,
-    constrained: Int64Array,
-    sequences: SequenceState,
-    state: DeviceState,
-    buffers: StepBuffers,
-) -> DevicePass:
-    """Send the bitmask of these constrained rows, if this rank samples. All ranks wait for the
-    rows' pending tokens, while the device computes the forward pass launched last."""
-    row_ids = rows.row_ids[rows.sampling]
-    sequences.pending.resolve(row_ids[constrained])
-    if not state.sampler.samples:
-        return queued
-    bitmask = np.zeros((len(constrained), mask_width(sequences.table.vocab_size)), np.int32)
-    offsets = None if rows.drafts is None else rows.drafts.offsets
-    if sequences.masks and (found := sequences.constrained_rows(row_ids, offsets)):
-        masked = sequences.masks.compute(found)
-        places = np.searchsorted(constrained, masked.rows)
-        bitmask[places, :-1] = masked.bitmask
-        bitmask[places, -1] = masked.failed
-    target = state.graphs.bitmask if state.graphs and queued.sample else None
-    sent = buffers.send_bitmask(bitmask, target)
-    return queued._replace(rows=queued.rows._replace(bitmask=sent))
