@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import errors
 from pagewire_client.chat import encodable
+from pagewire_client.sampling_params import message_of
 
 if TYPE_CHECKING:  # imported where a vector is returned: generation works without numpy
     import numpy as np
@@ -95,7 +96,7 @@ def options_proto(options: Mapping[str, Any]) -> pb.PoolingOptions:
         raise ValueError(f"truncation_side must be 'left' or 'right', not {side!r}")
     if side is not None:
         values["truncation_side"] = f"TRUNCATION_SIDE_{side.upper()}"
-    return pb.PoolingOptions(**values)
+    return message_of(pb.PoolingOptions, values)
 
 
 def embed_proto(options: dict[str, Any], *, of_tokens: bool) -> pb.EmbedOptions:
@@ -107,7 +108,7 @@ def embed_proto(options: dict[str, Any], *, of_tokens: bool) -> pb.EmbedOptions:
         if kind not in ("last", "mean", "cls", "all"):
             raise ValueError(f"pooling_type must be 'last', 'mean' or 'cls', not {kind!r}")
         values["type"] = f"POOLING_TYPE_{kind.upper()}"
-    return pb.EmbedOptions(**values)
+    return message_of(pb.EmbedOptions, values)
 
 
 def text_input(text: Any) -> pb.PoolingInput:

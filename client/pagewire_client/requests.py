@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.batch import OnProgress
 from pagewire_client.chat import ChatOptions, ChatPrompt, Messages, chat_proto, encodable
-from pagewire_client.sampling_params import SamplingOptions, SamplingParams
+from pagewire_client.sampling_params import SamplingOptions, SamplingParams, message_of
 
 
 class TextPrompt(TypedDict):
@@ -171,15 +171,16 @@ def generate_request(
     `is_whole`: the answer is not read before its end.
     """
     params = _given_params(sampling_params, options, GenerateOptions)
-    request = pb.GenerateRequest(
-        request_id=options.get("request_id") or uuid.uuid4().hex,
-        model=options.get("model"),
-        lora=options.get("lora"),
-        priority=options.get("priority") or None,
-        num_speculative_tokens=options.get("num_speculative_tokens"),
-        cache_salt=options.get("cache_salt"),
-        max_hold_ms=MAX_HOLD_MS if is_whole else None,
-    )
+    values = {
+        "request_id": options.get("request_id") or uuid.uuid4().hex,
+        "model": options.get("model"),
+        "lora": options.get("lora"),
+        "priority": options.get("priority") or None,
+        "num_speculative_tokens": options.get("num_speculative_tokens"),
+        "cache_salt": options.get("cache_salt"),
+        "max_hold_ms": MAX_HOLD_MS if is_whole else None,
+    }
+    request = message_of(pb.GenerateRequest, values)
     fill_prompt(request, prompt)
     request.sampling_params.CopyFrom(params.to_proto(is_chat=request.HasField("chat")))
     return request

@@ -2,13 +2,16 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from pagewire.v1 import sampling_pb2
+
+M = TypeVar("M", bound=Message)
 
 _STRUCTURED_OUTPUT = ("json_schema", "regex", "grammar", "choice")
 _EARLY_STOPPING = {
@@ -23,6 +26,7 @@ _RANGES = {
     if field.type in _MAXIMA and not field.is_repeated
 }
 """The numbers that the fields of counts can hold."""
+_RANGES["beam_width"] = _RANGES["n"]
 _MODULES = re.compile(r"collections\.abc\.|typing\.")
 
 
@@ -165,6 +169,18 @@ def _set(proto: sampling_pb2.SamplingParams, name: str, value: Any) -> None:
             proto.beam_search.early_stopping = _EARLY_STOPPING[value]
         case _:
             setattr(proto, name, value)
+
+
+def message_of(kind: Callable[..., M], values: Mapping[str, Any]) -> M:
+    """A message with these fields; those that are None stay absent. Raises ValueError that names
+    the field which cannot hold its value."""
+    message = kind()
+    for name, value in values.items():
+        try:
+            message.MergeFrom(kind(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} cannot be {value!r}: {error}") from None
+    return message
 
 
 def _texts(values: Any) -> Any:

@@ -160,3 +160,13 @@ async def test_nothing_is_requested_again_where_only_the_end_is_lost(kind: Any) 
     assert service.num_calls == 1
     await called(client, "close")
     await server.stop(0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("truncate_prompt_tokens", 2**40), ("dimensions", -1)])
+def test_an_option_that_no_message_can_hold_is_named(name: str, value: int) -> None:
+    options: Any = {name: value}
+    with (
+        Client("127.0.0.1:1") as client,
+        pytest.raises(ValueError, match=f"{name} cannot be {value}: "),
+    ):
+        client.embed(["one"], **options)

@@ -1,5 +1,6 @@
 """Whatever way a prompt is given, the request carries it; what is none is refused."""
 
+import re
 from typing import Any
 
 import pytest
@@ -154,6 +155,24 @@ def test_a_chat_leaves_the_generation_prompt_to_the_server_unless_it_is_given() 
 def test_a_wrong_part_of_a_chat_is_named(chat: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         generate_request(chat)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_speculative_tokens", -1),
+        ("num_speculative_tokens", "two"),
+        ("priority", 2**31),
+        ("lora", 5),
+        ("cache_salt", ["a"]),
+    ],
+)
+def test_an_option_that_no_message_can_hold_is_named(name: str, value: Any) -> None:
+    options: Any = {name: value}
+    with pytest.raises(ValueError, match=re.escape(f"{name} cannot be {value!r}: ")):
+        generate_request("Hi", **options)
+    with pytest.raises(ValueError, match=re.escape(f"prompts[0]: {name} cannot be {value!r}: ")):
+        generate_requests(["Hi"], **options)
 
 
 def test_every_request_has_an_id_of_its_own() -> None:

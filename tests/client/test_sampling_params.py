@@ -74,6 +74,10 @@ def test_minus_one_means_all_as_users_of_vllm_expect(field: Any) -> None:
     proto = SamplingParams(**{field: -1}).to_proto()
     assert proto.HasField(field)
     assert getattr(proto, field) == 0
+
+
+@pytest.mark.parametrize("field", ["top_k", "truncate_prompt_tokens", "max_tokens", "beam_width"])
+def test_a_count_that_no_message_can_hold_is_refused_by_name(field: Any) -> None:
     with pytest.raises(
         ValueError, match=f"{field} must be an integer from 0 to 4294967295, not -5"
     ):
