@@ -17,6 +17,10 @@ from worker_service.cpu_cores import ALL_CORES, CpuShare
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, ModelNotFound
 
+MAX_THREADS = 4096
+"""More cores than machines have. The compute libraries end the process by a signal where the system
+refuses them threads."""
+
 
 def _expect(condition: bool, flag: str, expected: str, got: object) -> None:
     if not condition:
@@ -266,6 +270,8 @@ class ModelConfig:
         for name in ("max_model_len", "threads"):
             got = getattr(self, name)
             _expect(got is None or got >= 1, name, "at least 1", got)
+        most = f"at most {MAX_THREADS}"
+        _expect((self.threads or 0) <= MAX_THREADS, "threads", most, self.threads)
         if self.cpus is not None:
             count = len(self.cpus)
             expected = f"at most the {count} of cpu_affinity"

@@ -61,7 +61,8 @@ def scheduler(flags: Flags) -> CoreServiceConfig:
     if flags["move_kv"] == MoveKV.ALWAYS and not flags["enable_prefix_caching"]:
         raise ValueError("move_kv: expected auto or never without prefix caching, got always")
     timeout = STEP_TIMEOUT.fields_of(flags)
-    timeout["first_floor_s"] = max(timeout["first_floor_s"], timeout["floor_s"])
+    if timeout["first_floor_s"] == StepTimeout().first_floor_s:  # the default
+        timeout["first_floor_s"] = max(timeout["first_floor_s"], timeout["floor_s"])
     service = SERVICE.fields_of(flags) | {"metrics": metrics_address(flags["metrics_port"])}
     return CoreServiceConfig(
         **service,

@@ -60,9 +60,11 @@ class CoreServiceConfig:
         if self.record_plans and self.record is None:
             raise ValueError("record_plans: expected a file to record to, by --record")
         if not 100 <= self.lease_ms <= 600_000:
-            raise ValueError("lease_ms: expected 100 to 600000")
+            raise ValueError(f"lease_ms: expected 100 to 600000, got {self.lease_ms}")
         if not 0 <= self.grace_period_s < float("inf"):
-            raise ValueError("grace_period: expected a number of seconds, at least 0")
+            raise ValueError(
+                f"grace_period: expected 0 seconds or more, got {self.grace_period_s:g}"
+            )
 
 
 _KEYS = [config_field.name for config_field in fields(TenantConfig)]

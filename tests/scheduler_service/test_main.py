@@ -39,3 +39,23 @@ def test_services_start_without_what_only_other_commands_need(command: str) -> N
         check=True,
     )
     assert "numpy" not in run.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            "--first-step-timeout 0",
+            "first_step_timeout: expected at least step_timeout (10), got 0",
+        ),
+        ("--first-step-timeout -1", "first_step_timeout: expected at least step_timeout (10), got"),
+        # The default of the one follows the other.
+        ("--step-timeout 400 --lease-ms 1", "lease_ms: expected 100 to 600000, got 1"),
+        ("--step-timeout nan", "step_timeout: expected at least 0 seconds, got nan"),
+        ("--grace-period -1", "grace_period: expected 0 seconds or more, got -1"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_flag_with_the_range(flags: str, error: str) -> None:
+    result = CliRunner().invoke(make_app(["scheduler"]), ["scheduler", *flags.split()])
+    assert result.exit_code == 2
+    assert f"error: {error}" in result.stderr

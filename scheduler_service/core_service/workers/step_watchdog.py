@@ -41,11 +41,12 @@ class StepTimeout:
     def __post_init__(self) -> None:
         """Raise ValueError, naming the flag, if a number is out of range."""
         if not 0 <= self.floor_s < float("inf"):
-            raise ValueError("step_timeout: expected a number of seconds, at least 0")
+            raise ValueError(f"step_timeout: expected at least 0 seconds, got {self.floor_s:g}")
         if self.floor_s and not self.floor_s <= self.first_floor_s < float("inf"):
-            raise ValueError("first_step_timeout: expected at least step_timeout")
+            expected = f"expected at least step_timeout ({self.floor_s:g})"
+            raise ValueError(f"first_step_timeout: {expected}, got {self.first_floor_s:g}")
         if not 1 <= self.factor < float("inf"):
-            raise ValueError("step_timeout_factor: expected at least 1")
+            raise ValueError(f"step_timeout_factor: expected at least 1, got {self.factor:g}")
 
 
 class _Average:

@@ -177,6 +177,7 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
         (["--dtype", "float8"], 2, "dtype: expected one of"),
         (["--dtype", "float8", "--tensor-parallel-size", "2"], 2, "dtype: expected one of"),
         (["--threads", "0"], 2, "threads: expected at least 1, got 0"),
+        (["--threads", "100000"], 2, "threads: expected at most 4096, got 100000"),
         (
             ["--simulate-cache-groups", "fixed:x"],
             2,
