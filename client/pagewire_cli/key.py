@@ -32,6 +32,12 @@ def _named(tenant: str) -> str:
     return tenant
 
 
+def _in_future(expires: datetime | None) -> datetime | None:
+    if expires is not None and expires.replace(tzinfo=UTC) <= datetime.now(UTC):
+        raise typer.BadParameter(f"expected a time in the future, got {expires.isoformat()}")
+    return expires
+
+
 @key.command()
 def new(
     tenant: Annotated[
@@ -48,6 +54,7 @@ def new(
     expires: Annotated[
         datetime | None,
         typer.Option(
+            callback=_in_future,
             formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"],
             help="Time at which the key expires, UTC.",
             show_default="never",

@@ -305,7 +305,7 @@ def test_the_last_key_can_be_revoked_which_is_told(
 
 def test_what_the_command_draws_is_read_as_it_was_asked_for(tmp_path: Path) -> None:
     model = 'a "llama"\n\\'
-    flags = ["--tenant", "team.a", "--model", model, "--expires", "2030-01-01", "--operator"]
+    flags = ["--tenant", "team.a", "--model", model, "--expires", "2099-01-01", "--operator"]
     flags += ["--lora-module", "sql", "--lora-module", "support"]
     path = tmp_path / "keys.toml"
     path.write_text(CliRunner().invoke(app, ["key", "new", *flags]).stdout)
@@ -316,7 +316,7 @@ def test_what_the_command_draws_is_read_as_it_was_asked_for(tmp_path: Path) -> N
         lora_modules=frozenset({"sql", "support"}),
         is_operator=True,
     )
-    assert key.expires == 1893456000.0  # 2030-01-01T00:00:00Z
+    assert key.expires == 4070908800.0  # 2099-01-01T00:00:00Z
 
 
 @pytest.mark.parametrize("tenant", ["a b", "", "é", "x" * 65])
@@ -324,3 +324,11 @@ def test_no_key_is_drawn_for_a_tenant_that_frontends_would_refuse(tenant: str) -
     refused = CliRunner().invoke(app, ["key", "new", "--tenant", tenant])
     assert refused.exit_code == 2
     assert refused.stdout == ""
+
+
+def test_no_key_is_drawn_that_has_expired_already() -> None:
+    flags = ["--tenant", "one", "--expires", "2020-01-01"]
+    refused = CliRunner().invoke(app, ["key", "new", *flags])
+    assert refused.exit_code == 2
+    assert refused.stdout == ""
+    assert "expected a time in the future" in refused.stderr

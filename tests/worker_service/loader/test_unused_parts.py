@@ -391,6 +391,15 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     assert "tensors not used num=" in _warnings(caplog)
 
 
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_revision_has_no_effect_on_a_local_model_which_is_told(
+    revision: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(checkpoint("llama"), revision=revision)
+    told = "revision is not used of a local model: main"
+    assert (told in _warnings(caplog)) == (revision is not None)
+
+
 def test_a_flat_configuration_and_names_without_a_text_part_are_read(tmp_path: Path) -> None:
     """As Qwen2-VL was published."""
     import transformers

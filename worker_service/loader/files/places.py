@@ -33,9 +33,10 @@ def resolve_model(
     revision: of a model of the hub; weights: whether weight files are downloaded, too; progress:
     of the download. Raises ModelNotFound, which names the places that were searched.
     """
-    if model == EMBEDDED:
-        return _EMBEDDED_DIR
-    if (found := local_model(model)) is not None:
+    found = _EMBEDDED_DIR if model == EMBEDDED else local_model(model)
+    if found is not None:
+        if revision is not None:
+            logger.warning("revision is not used of a local model: %s model=%s", revision, model)
         return found
     _require_hub_id(model)
     return _download(model, revision, weights, progress or LoadProgress())
