@@ -1,11 +1,15 @@
-"""Vectors of texts on a CPU: all-MiniLM-L6-v2 through Pagewire's services and by other libraries.
+"""Vectors of texts: all-MiniLM-L6-v2 through Pagewire's services and by other libraries.
 
     python -m benchmarks.embeddings MINILM --peers-python PEERS/bin/python --onnx O2/model.onnx
 
 256 texts of 10 to 256 tokens in one call, and one query of 10 tokens at a time. The engines take
 turns, and the libraries, which run in their own processes, are stopped while others run. All
-vectors are compared with those of sentence-transformers first. The floor is the time of the model's
-matrix products at the machine's best rate.
+vectors are compared with those of the reference first. The floor is the time of the model's matrix
+products at the machine's best rate.
+
+    python -m benchmarks.embeddings random --device cuda --dtype float32 --reference transformers
+
+The same on a GPU; the weights of the model may be random.
 """
 
 import argparse
@@ -31,6 +35,7 @@ from benchmarks.measuring.json_lines import LineProcess
 from benchmarks.measuring.machine import ForeignLoad
 from benchmarks.measuring.processes import exit_on_sigterm, processor_seconds, send_signal
 from benchmarks.measuring.tables import publish, script_parser
+from benchmarks.models.encoder import write_encoder
 from pagewire_client import Client
 from tests.support.cluster import Cluster
 from tools.launch import ROOT, free_port
@@ -39,6 +44,7 @@ from worker_service.config import QUANTIZATIONS
 NUM_TEXTS, MIN_TOKENS, MAX_TOKENS = 256, 10, 256
 NUM_QUERIES, NUM_SHORT = 40, 4096
 """Queries in a turn, and short texts of which the frontend's time is measured."""
+RANDOM = "random"
 TOLERANCE = 2e-5
 """Of Pagewire's vectors in float32."""
 
@@ -108,7 +114,7 @@ def serve(args: argparse.Namespace, dtype: str, stack: ExitStack) -> tuple[Clust
     cluster = Cluster(
         Path(stack.enter_context(tempfile.TemporaryDirectory())),
         model=str(args.model),
-        worker_flags=["--threads", str(args.threads), *flags],
+        worker_flags=["--device", args.device, "--threads", str(args.threads), *flags],
         frontend_flags=["--http", "127.0.0.1:0"],
     )
     stack.enter_context(cluster).start()
@@ -119,8 +125,9 @@ def serve(args: argparse.Namespace, dtype: str, stack: ExitStack) -> tuple[Clust
 
 def libraries(args: argparse.Namespace, stack: ExitStack) -> list[Engine]:
     """The others whose files were given; the first one is the reference."""
+    dtypes = args.dtype if args.reference == "transformers" else ["float32"]
     rows: list[tuple[str, str, dict[str, str | None]]] = [
-        ("sentence_transformers", "float32", {}),
+        *((args.reference, dtype, {}) for dtype in dtypes if dtype not in QUANTIZATIONS),
         ("onnxruntime", "float32", {"onnx": args.onnx}),
         ("onnxruntime", "w8a8", {"onnx": args.onnx_int8}),
         ("fastembed", "float32", {"onnx": args.onnx}),
@@ -129,10 +136,16 @@ def libraries(args: argparse.Namespace, stack: ExitStack) -> list[Engine]:
     engines = []
     for name, dtype, files in rows:
         if all(files.values()):
-            settings = {"library": name, "model": str(args.model), "threads": args.threads, **files}
-            child = stack.enter_context(
-                Library(args.peers_python, settings | {"port": free_port()})
-            )
+            settings = {
+                "library": name,
+                "model": str(args.model),
+                "threads": args.threads,
+                "device": args.device,
+                "dtype": dtype,
+                "port": free_port(),
+                **files,
+            }
+            child = stack.enter_context(Library(args.peers_python, settings))
             engines.append(Engine(child.name, dtype, child.run))
     return engines
 
@@ -166,18 +179,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     exit_on_sigterm()
     load = ForeignLoad()
-    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    lengths = [random.Random(i).randint(MIN_TOKENS, MAX_TOKENS) for i in range(NUM_TEXTS)]
-    texts = draw_texts(tokenizer, lengths)
-    short = draw_texts(tokenizer, [MIN_TOKENS] * NUM_SHORT)
+    lengths = [random.Random(i).randint(MIN_TOKENS, MAX_TOKENS) for i in range(args.texts)]
     with ExitStack() as stack:
+        if str(args.model) == RANDOM:
+            args.model = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            write_encoder(args.model)
+        args.model = args.model.resolve()
+        num_operations = flops(args.model, lengths)
+        tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+        texts = draw_texts(tokenizer, lengths)
+        short = draw_texts(tokenizer, [MIN_TOKENS] * args.short)
         clusters, ours = zip(*(serve(args, dtype, stack) for dtype in args.dtype), strict=True)
         others = libraries(args, stack)
         engines = [*(engine for both in ours for engine in both), *others]
         reference = others[0].run(texts, 1)[0]
         for engine in engines:
             engine.check(texts, reference)
-        ceilings = stack.enter_context(CeilingsProcess("float32", "cpu", args.threads))
+        ceilings = stack.enter_context(CeilingsProcess("float32", args.device, args.threads))
         measured = ceilings.measure()
         for turn in range(args.turns):
             first = turn % len(engines)
@@ -186,10 +204,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measured = measured.mean(ceilings.measure())
         cpu_ms = median(frontend_ms(clusters[0], ours[0][0], short) for _ in range(3))
     fastest = {grpc.dtype: median(grpc.seconds) for grpc, _ in ours}
-    share = flops(args.model, lengths) / measured.flops_per_s / median(ours[0][0].seconds)
+    share = num_operations / measured.flops_per_s / median(ours[0][0].seconds)
     rows = [engine.row(fastest.get(engine.dtype, float("nan")), sum(lengths)) for engine in engines]
     facts = (
-        f"{NUM_TEXTS} texts of {MIN_TOKENS} to {MAX_TOKENS} tokens. In {args.dtype[0]}, Pagewire"
+        f"{args.texts} texts of {MIN_TOKENS} to {MAX_TOKENS} tokens. In {args.dtype[0]}, Pagewire"
         f" needs the time of the floor times {1 / share:.2f}. Processor time of the frontend per"
         f" text of {MIN_TOKENS} tokens: {cpu_ms:.3f} ms."
     )
@@ -211,9 +229,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = script_parser(__doc__)
     parser.add_argument(
-        "model", type=lambda path: Path(path).resolve(), help="the folder of all-MiniLM-L6-v2"
+        "model", type=Path, help=f"the folder of all-MiniLM-L6-v2, or {RANDOM} for its shape"
     )
     parser.add_argument("--peers-python", default=sys.executable, help="that has the libraries")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--reference",
+        default="sentence_transformers",
+        choices=["sentence_transformers", "transformers"],
+        help="the library that others' vectors are compared with",
+    )
     parser.add_argument("--onnx", help="model.onnx, beside the tokenizer's files")
     parser.add_argument("--onnx-int8", help="the same, quantized")
     parser.add_argument("--llama-server", help="llama.cpp's server")
@@ -223,6 +248,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--texts", type=int, default=NUM_TEXTS, help="in a call")
+    parser.add_argument("--short", type=int, default=NUM_SHORT, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

@@ -15,6 +15,7 @@
 | 9 | LoRA adapters: none, one, and several in a batch, beside vLLM with the same ones |
 | 10 | layers with a state: Qwen3.5 0.8B and LFM2 350M, beside vLLM |
 | 11 | speculation with n-grams, a draft model and a random head, against the same without |
+| 12 | experts, beside vLLM; vectors of texts, beside `transformers` |
 
 A stage consists of parts, each a process with a time limit of its own. Its output and its results
 are in the output folder when it ends, and `summary.json` says how each part ended. With

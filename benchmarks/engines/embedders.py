@@ -22,6 +22,8 @@ from benchmarks.measuring.json_lines import answer_lines
 BATCH_SIZE, MAX_TOKENS = 16, 256
 """Of 4 to 256 texts in a batch, this many are the fastest for texts of 10 to 256 tokens."""
 
+GPU_BATCH_SIZE = 64
+
 Embed = Callable[[list[str]], Any]
 """Normalized vectors of texts, [num_texts, size]."""
 
@@ -39,11 +41,8 @@ def sentence_transformers(settings: dict[str, Any]) -> Embed:
 def onnxruntime(settings: dict[str, Any]) -> Embed:
     """A session of `onnxruntime`, for texts sorted by length as well."""
     import onnxruntime as ort
-    from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(f"{settings['model']}/tokenizer.json")
-    tokenizer.enable_truncation(MAX_TOKENS)
-    tokenizer.enable_padding()
+    tokenizer = _padding_tokenizer(settings["model"])
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings["threads"]
     session = ort.InferenceSession(settings["onnx"], options, providers=["CPUExecutionProvider"])
@@ -55,9 +54,45 @@ def onnxruntime(settings: dict[str, Any]) -> Embed:
         inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
         return (session.run(None, inputs)[0] * mask[:, :, None]).sum(1)
 
+    return _in_batches(sums_of, BATCH_SIZE)
+
+
+def transformers(settings: dict[str, Any]) -> Embed:
+    """A model of `transformers`, for texts sorted by length as well."""
+    import torch
+    from transformers import AutoModel
+
+    torch.set_num_threads(settings["threads"])
+    tokenizer, device = _padding_tokenizer(settings["model"]), settings["device"]
+    dtype = getattr(torch, settings["dtype"])
+    model = AutoModel.from_pretrained(settings["model"], dtype=dtype).eval().to(device)
+
+    def sums_of(texts: list[str]) -> Any:
+        encodings = tokenizer.encode_batch(texts)
+        ids = torch.tensor([encoding.ids for encoding in encodings], device=device)
+        mask = torch.tensor([encoding.attention_mask for encoding in encodings], device=device)
+        with torch.inference_mode():
+            hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        return (hidden * mask[:, :, None]).sum(1).cpu().numpy()
+
+    return _in_batches(sums_of, BATCH_SIZE if device == "cpu" else GPU_BATCH_SIZE)
+
+
+def _padding_tokenizer(model: str) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
+    tokenizer.enable_truncation(MAX_TOKENS)
+    tokenizer.enable_padding()
+    return tokenizer
+
+
+def _in_batches(sums_of: Embed, size: int) -> Embed:
+    """Embed texts of similar lengths together. sums_of: the sums of all tokens' vectors."""
+
     def embed(texts: list[str]) -> Any:
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        batches = [order[at : at + BATCH_SIZE] for at in range(0, len(order), BATCH_SIZE)]
+        batches = [order[at : at + size] for at in range(0, len(order), size)]
         sums = np.concatenate([sums_of([texts[i] for i in batch]) for batch in batches])
         # The direction of a sum is that of the mean.
         return (sums / np.linalg.norm(sums, axis=1, keepdims=True))[np.argsort(order)]

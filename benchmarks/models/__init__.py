@@ -8,4 +8,5 @@
 | `gguf_file` | the same weights for llama.cpp, and adapters |
 | `synthetic_tokenizer` | a tokenizer of any number of tokens |
 | `draft_heads` | heads that draft |
+| `encoder` | an encoder of all-MiniLM-L6-v2's shape |
 """

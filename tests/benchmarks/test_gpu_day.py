@@ -23,6 +23,7 @@ RESULTS = {
     9: ["adapters_tiny_float32.json"],
     10: ["qwen3_5.json"],
     11: [f"speculation_embedded_float32_{drafter}.json" for drafter in ("ngram", "draft", "eagle")],
+    12: ["experts.json", "embeddings.json"],
 }
 
 
