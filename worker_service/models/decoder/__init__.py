@@ -3,6 +3,8 @@
 per_layer.py   embeddings that each layer has of its own (Gemma 3n and 4)
 altup.py       several residual streams (Gemma 3n)
 specs.py       what a family is: `DecoderSettings`, of a `LayerSpec` for each layer
+names.py       names of tensors in checkpoints
+inputs.py      what is made of the rows of the embedding before the first layer
 layer.py       a layer
 model.py       the model: embeddings, layers and head
 draft_head.py  draft heads (EAGLE-3, multi-token prediction)

@@ -23,7 +23,7 @@ from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.decoder.layer import DecoderLayer
-from worker_service.models.decoder.model import KV_SCALE_NAMES
+from worker_service.models.decoder.names import KV_SCALE_NAMES
 from worker_service.models.decoder.specs import DecoderSettings, DraftHeadSpec, PagedMixer
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec

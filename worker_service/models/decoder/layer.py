@@ -40,19 +40,18 @@ class DecoderLayer(NativeLayer):
         attention_inputs: width of the inputs of attention, None for the size; is_transposed: see
         `DecoderSettings`."""
         super().__init__()
+        place, mixer, feed_forward = spec.norm_place, spec.attention, spec.feed_forward
 
-        place, (mixer, feed_forward) = spec.norm_place, (spec.attention, spec.feed_forward)
-        has_norms = {
-            "attention_norm": place is not NormPlace.AFTER and mixer is not None,
-            "feed_forward_norm": place is not NormPlace.AFTER
-            and feed_forward is not None
-            and spec.norms_feed_forward
-            and not (spec.is_parallel and "feed_forward_norm" not in spec.names),
-            "attention_output_norm": place in (NormPlace.AROUND, NormPlace.AFTER),
-            "feed_forward_output_norm": place in (NormPlace.AROUND, NormPlace.AFTER),
-        }
-        for name, has_norm in has_norms.items():
-            setattr(self, name, spec.norm.build(size, context, kernels) if has_norm else None)
+        def norm(is_there: bool) -> RMSNorm | LayerNorm | None:
+            return spec.norm.build(size, context, kernels) if is_there else None
+
+        is_shared = spec.is_parallel and "feed_forward_norm" not in spec.names
+        has_norm = feed_forward is not None and spec.norms_feed_forward and not is_shared
+        self.attention_norm = norm(place is not NormPlace.AFTER and mixer is not None)
+        self.feed_forward_norm = norm(place is not NormPlace.AFTER and has_norm)
+        has_output_norms = place in (NormPlace.AROUND, NormPlace.AFTER)
+        self.attention_output_norm = norm(has_output_norms)
+        self.feed_forward_output_norm = norm(has_output_norms)
         self.attention: Mixer | None = None
         if mixer is not None:
             inputs = attention_inputs or size
@@ -70,11 +69,6 @@ class DecoderLayer(NativeLayer):
         self._spec, self._kernels = spec, kernels.layers
         self._is_transposed = is_transposed
         self.num_kept = 0 if mixer is None else len(mixer.kept(context, 1))
-
-    attention_norm: RMSNorm | LayerNorm | None
-    feed_forward_norm: RMSNorm | LayerNorm | None
-    attention_output_norm: RMSNorm | LayerNorm | None
-    feed_forward_output_norm: RMSNorm | LayerNorm | None
 
     def forward(
         self, residual: Tensor, x: Tensor | None, inputs: LayerInputs

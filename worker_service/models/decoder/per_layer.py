@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.backend import LayerKernels
+from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers.activations import ACTIVATIONS
@@ -120,6 +122,61 @@ class PerLayerEmbeddings(nn.Module):
         yield self.table.table_target("model.embed_tokens_per_layer.weight")
         yield from self.projection.targets("model.per_layer_model_projection")
         yield from norm_targets("model.per_layer_projection_norm", self.norm)
+
+
+class LayerEmbeddings(nn.Module):
+    """The embeddings of a stage's layers in the present step. The first stage computes those of all
+    layers; each one sends those of later layers on, beside the residual stream."""
+
+    def __init__(
+        self,
+        spec: PerLayerSpec,
+        num_layers: int,
+        layers: range,
+        hidden_size: int,
+        rotary: RotaryTable,
+        context: ModelContext,
+        kernels: Kernels,
+    ) -> None:
+        """layers: those of this stage; others: as of `PerLayerEmbeddings`."""
+        super().__init__()
+        layout = context.communicator.layout
+        self._size, self._width = spec.size, len(layers) * spec.size
+        self._is_last = layout.is_last_stage
+        self.all: PerLayerEmbeddings | None = None
+        if layout.is_first_stage:
+            self.all = PerLayerEmbeddings(
+                spec, num_layers, hidden_size, rotary, context, kernels.layers
+            )
+        self.received_width = (num_layers - layers.start) * spec.size
+        """Columns of those of this stage's layers and later ones."""
+        self._present: Tensor | None = None
+        """[num_tokens, received_width]."""
+
+    def begin(self, residual: Tensor, batch: StepBatch) -> Tensor:
+        """Compute them from the input of the first layer, or take them from what was received.
+        Returns the residual stream."""
+        if self.all is not None:
+            self._present = self.all(batch.token_ids, residual, batch.positions)
+            return residual
+        residual, self._present = residual.tensor_split([-self.received_width], dim=1)
+        return residual
+
+    def of_layer(self, index: int) -> Tensor:
+        """[num_tokens, size]. index: of the layer in this stage."""
+        assert self._present is not None, "begin() comes first"
+        return self._present[:, index * self._size : (index + 1) * self._size]
+
+    def end(self, x: Tensor) -> Tensor:
+        """What a stage with this output sends."""
+        assert self._present is not None, "begin() comes first"
+        present, self._present = self._present, None
+        return x if self._is_last else torch.cat([x, present[:, self._width :]], dim=1)
+
+    def weight_targets(self) -> Iterator[WeightTarget]:
+        """Destinations of the checkpoint's tensors."""
+        if self.all is not None:
+            yield from self.all.weight_targets()
 
 
 class PerLayerGate(nn.Module):

@@ -125,79 +125,47 @@ class Attention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, place: MixerPlace) -> None:
         super().__init__()
-        context, kernels, rotary = place.context, place.kernels, place.rotary
+        context, rotary = place.context, place.rotary
         s, layout = spec, context.communicator.layout
         heads = layout.even_shard(s.num_heads, "attention heads")
         kv_heads = layout.kv_head_shard(s.num_kv_heads)
-        attended, kv_rows = heads.times(s.head_dim), kv_heads.times(s.head_dim)
-        outputs: list[Shard] = [attended, kv_rows, kv_rows]
-        sources: list[int] | None = None
-        orders: list[Tensor | None] = [_halves(s, heads), _halves(s, kv_heads), None]
-        if s.source is not None:
-            outputs, orders = outputs[:1], orders[:1]
-        if s.storage is QKVStorage.CONSECUTIVE:
-            outputs, sources = consecutive(outputs), [0] * 3
-        elif s.storage is QKVStorage.BY_GROUP:
-            outputs, orders = [kv_heads.times((s.group + 2) * s.head_dim)], [_by_kind(s, kv_heads)]
+        self._writes = s.source is None
+        num_written = kv_heads.size if self._writes else 0
         num_gates = heads.size if s.gates_output else 0
-        if s.gates_output:
-            assert s.storage is QKVStorage.SEPARATE
-            assert not s.has_pairs
-            outputs[0], orders[0] = attended.times(2), _gates_order(heads.size, s.head_dim)
-        self.qkv = Linear(
-            Shard.full(place.inputs),
-            outputs,
-            bias=s.qkv_bias,
-            context=context,
-            sources=sources,
-            orders=orders,
-        )
+        self._num_heads, self._head_dim = [heads.size, num_gates, *[num_written] * 2], s.head_dim
+        self.qkv = _projection(s, heads, kv_heads, place)
+        attended = heads.times(s.head_dim)
         self.output = RowParallelLinear(attended, place.size, bias=s.output_bias, context=context)
-        self.query_norm: RMSNorm | None = None
-        self.key_norm: RMSNorm | None = None
+        self.query_norm = self.key_norm = self._value_norm = None
         if s.head_norm is not None:
-            norm = s.head_norm
-            assert norm.is_rms, "the kernels have no other norm of heads"
-            one_head = Shard.full(s.head_dim)
-            self.query_norm, self.key_norm = (
-                RMSNorm(
-                    shard.size,
-                    norm.eps,
-                    context,
-                    kernels.layers,
-                    norm.offset,
-                    affine=norm.affine,
-                    shard=shard,
-                )
-                for shard in ((attended, kv_rows) if s.norm_spans_heads else (one_head, one_head))
-            )
-        self.sinks = Vector(heads, context) if s.has_sinks else None
+            assert s.head_norm.is_rms, "the kernels have no other norm of heads"
+            self.query_norm = _head_norm(s, heads, place)
+            if self._writes:
+                self.key_norm = _head_norm(s, kv_heads, place)
         self._norm_spans_heads, self._communicator = s.norm_spans_heads, context.communicator
+        if s.norms_values and self._writes:
+            assert s.head_norm is not None, "it has the size of theirs"
+            assert rotary is not None, "its kernel rotates, too"
+            self._identity, eps = rotary.identity, s.head_norm.eps
+            kernels = place.kernels.layers
+            self._value_norm = RMSNorm(s.head_dim, eps, context, kernels, affine=False)
+        self._unrotated: tuple[Tensor, Tensor] | None = None
+        if s.norm_follows_rotary and s.head_norm is not None and rotary is not None:
+            self._unrotated = rotary.identity
+        self._rotary, self._kernels = rotary, place.kernels.layers
+        self.sinks = Vector(heads, context) if s.has_sinks else None
         self.paged = PagedAttention(
-            kernels.attention_of(s.window),
+            place.kernels.attention_of(s.window),
             scale=s.scale,
             sliding_window=s.window,
             soft_cap=s.soft_cap,
             sinks=None if self.sinks is None else self.sinks.numbers,
             alibi_slopes=_slopes(s, heads, context),
         )
-        self._head_dim = s.head_dim
-        num_written = 0 if s.source is not None else kv_heads.size
-        self._num_heads = [heads.size, num_gates, num_written, num_written]
-        self._writes = s.source is None
-        self._value_norm: RMSNorm | None = None
-        if s.norms_values and self._writes:
-            assert s.head_norm is not None, "it has the size of theirs"
-            assert rotary is not None, "its kernel rotates, too"
-            self._identity = rotary.identity
-            eps = s.head_norm.eps
-            self._value_norm = RMSNorm(s.head_dim, eps, context, kernels.layers, affine=False)
-        if not self._writes:
-            self.key_norm = None
-        self._rotary, self._kernels = rotary, kernels.layers
-        self._unrotated: tuple[Tensor, Tensor] | None = None
-        if s.norm_follows_rotary and s.head_norm is not None and rotary is not None:
-            self._unrotated = rotary.identity
+
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+    _value_norm: RMSNorm | None
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
@@ -281,6 +249,48 @@ class Attention(nn.Module):
             query_norm=None if norm is None else norm.weight,
             eps=1e-6 if norm is None else norm.eps,
         )
+
+
+def _projection(spec: AttentionSpec, heads: Shard, kv_heads: Shard, place: MixerPlace) -> Linear:
+    """The product of queries, with their gates, keys and values."""
+    s, sources = spec, None
+    queries, kv_rows = heads.times(s.head_dim), kv_heads.times(s.head_dim)
+    outputs: list[Shard] = [queries, kv_rows, kv_rows]
+    orders: list[Tensor | None] = [_halves(s, heads), _halves(s, kv_heads), None]
+    if s.source is not None:
+        outputs, orders = outputs[:1], orders[:1]
+    if s.storage is QKVStorage.CONSECUTIVE:
+        outputs, sources = consecutive(outputs), [0] * 3
+    elif s.storage is QKVStorage.BY_GROUP:
+        outputs, orders = [kv_heads.times((s.group + 2) * s.head_dim)], [_by_kind(s, kv_heads)]
+    if s.gates_output:
+        assert s.storage is QKVStorage.SEPARATE
+        assert not s.has_pairs
+        outputs[0], orders[0] = queries.times(2), _gates_order(heads.size, s.head_dim)
+    return Linear(
+        Shard.full(place.inputs),
+        outputs,
+        bias=s.qkv_bias,
+        context=place.context,
+        sources=sources,
+        orders=orders,
+    )
+
+
+def _head_norm(spec: AttentionSpec, heads: Shard, place: MixerPlace) -> RMSNorm:
+    """The norm of each of these heads, or of all of them together."""
+    norm = spec.head_norm
+    assert norm is not None, "the caller has checked it"
+    shard = heads.times(spec.head_dim) if spec.norm_spans_heads else Shard.full(spec.head_dim)
+    return RMSNorm(
+        shard.size,
+        norm.eps,
+        place.context,
+        place.kernels.layers,
+        norm.offset,
+        affine=norm.affine,
+        shard=shard,
+    )
 
 
 def _slopes(spec: AttentionSpec, heads: Shard, context: ModelContext) -> Tensor | None:
