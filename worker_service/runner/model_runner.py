@@ -125,7 +125,7 @@ class ModelRunner:
             self._sequences.pending.resolve_all()  # the plan may copy states, or forget them
         started_us = monotonic_us()
         self._cache.execute(plan)
-        if (states := self._sequences.table.states) is not None:
+        if (states := self._sequences.table.blocks.states) is not None:
             states.move(plan)
         cache_us, cache_done_us = self._cache.timer(), monotonic_us()
         rows = self._sequences.apply(plan)

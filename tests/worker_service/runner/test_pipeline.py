@@ -14,6 +14,7 @@ from torch import Tensor
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.interface import Computed
 from tests.support.checkpoints import checkpoint
+from tests.support.plans import step_plan
 from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.array_types import Int64Array
@@ -37,7 +38,7 @@ def empty_table(num_parts: int) -> SequenceTable:
 
 
 def divided(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64Array, StepPlan]]:
-    return micro_batches(plan, table.row_ids(plan.seq_ids, "seq_ids"), table)
+    return micro_batches(plan, table.rows.of(plan.seq_ids, "seq_ids"), table)
 
 
 def plan_of(num_parts: int, rows: list[Row]) -> tuple[SequenceTable, StepPlan]:
@@ -49,7 +50,7 @@ def plan_of(num_parts: int, rows: list[Row]) -> tuple[SequenceTable, StepPlan]:
     plan = wire.decode_plan(builder.plan(rows), received_us=0)
     table = empty_table(num_parts)
     for new in plan.new_sequences:
-        table.add(new, "new_sequences[0]")
+        table.apply(step_plan(new_sequences=(new,)))
     return table, plan
 
 
@@ -94,7 +95,7 @@ def test_decodes_stay_in_their_parts_whatever_is_beside_them(num_parts: int) -> 
     builder.add(99, [7] * 200)
     both = wire.decode_plan(builder.plan([Row(99, 200)]), received_us=0)
     for new in both.new_sequences:
-        table.add(new, "new_sequences[0]")
+        table.apply(step_plan(new_sequences=(new,)))
     mixed = replace(
         alone,
         seq_ids=np.append(alone.seq_ids, both.seq_ids),
@@ -111,10 +112,11 @@ def test_a_fork_samples_where_the_last_piece_of_its_parent_does() -> None:
     table, _ = plan_of(2, [])
     builder = PlanBuilder()
     builder.add(1, [7] * 100)
-    table.add(wire.decode_plan(builder.plan([]), received_us=0).new_sequences[0], "")
+    parent = wire.decode_plan(builder.plan([]), received_us=0).new_sequences
+    table.apply(step_plan(new_sequences=parent))
     builder.fork(2, 1, sampling=sampler_params(), choice_index=1)
     plan = wire.decode_plan(builder.plan([Row(1, 100), Row(2, 0)]), received_us=0)
-    table.add(plan.new_sequences[0], "")
+    table.apply(step_plan(new_sequences=plan.new_sequences))
     first, last = (part for _, part in divided(plan, table))
     assert (first.seq_ids.tolist(), first.samples.tolist()) == ([1], [False])
     assert (last.seq_ids.tolist(), last.samples.tolist()) == ([1, 2], [True, True])
@@ -145,15 +147,15 @@ def test_a_new_sequence_joins_the_smallest_part(num_parts: int) -> None:
         builder = PlanBuilder()
         builder.add(seq_id, [7])
         (new,) = wire.decode_plan(builder.plan([]), received_us=0).new_sequences
-        table.add(new, "new_sequences[0]")
+        table.apply(step_plan(new_sequences=(new,)))
         (part,) = np.flatnonzero(part_sizes(table, [*known, seq_id]) - sizes)
         assert sizes[part] == sizes.min()
         known.append(seq_id)
 
 
 def part_sizes(table: SequenceTable, seq_ids: list[int]) -> npt.NDArray[np.int64]:
-    row_ids = table.row_ids(np.array(seq_ids, np.int32), "seq_ids")
-    return np.bincount(table.parts(row_ids), minlength=table.num_parts)
+    row_ids = table.rows.of(np.array(seq_ids, np.int32), "seq_ids")
+    return np.bincount(table.rows.parts(row_ids), minlength=table.rows.num_parts)
 
 
 class Observed:

@@ -42,7 +42,7 @@ def micro_batches(
     sequence has two rows.
     """
     shares, ends = _divide(plan, row_ids, table)
-    for part in range(table.num_parts):
+    for part in range(table.rows.num_parts):
         ends_here = ends == part
         rows = np.flatnonzero((shares[part] > 0) | ends_here)
         if len(rows):
@@ -64,16 +64,16 @@ def _divide(
     """[num_parts, num_rows]: each row's tokens in each part; [num_rows]: the part it ends in."""
     if len(np.unique(row_ids)) != len(row_ids):
         raise InvalidPlan("seq_ids", "a sequence has two rows")
-    ends = table.parts(row_ids)
-    shares = np.zeros((table.num_parts, len(row_ids)), np.int32)
+    ends = table.rows.parts(row_ids)
+    shares = np.zeros((table.rows.num_parts, len(row_ids)), np.int32)
     is_long = plan.num_tokens > MIN_TOKENS
     short = np.flatnonzero(~is_long)
     shares[ends[short], short] = plan.num_tokens[short]
-    room = -(-int(plan.num_tokens.sum()) // table.num_parts) - shares.sum(axis=1)
+    room = -(-int(plan.num_tokens.sum()) // table.rows.num_parts) - shares.sum(axis=1)
     samples = plan.samples
     # Rows that sample come first: only they prefer certain parts.
     for row in sorted(np.flatnonzero(is_long).tolist(), key=lambda row: not samples[row]):
-        order = _order(int(ends[row]), table.num_parts, samples=bool(samples[row]))
+        order = _order(int(ends[row]), table.rows.num_parts, samples=bool(samples[row]))
         shares[:, row] = _pieces(int(plan.num_tokens[row]), room, order)
         room -= shares[:, row]
         ends[row] = np.flatnonzero(shares[:, row])[-1]

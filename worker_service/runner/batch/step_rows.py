@@ -105,7 +105,7 @@ def resolve_rows(plan: StepPlan, row_ids: Int64Array, table: SequenceTable) -> S
         computes &= is_alive
     saved_states = None
     if len(saved := plan.saved_states):
-        saved_ids = table.row_ids(saved[:, 0], "saved_states").astype(np.int32)
+        saved_ids = table.rows.of(saved[:, 0], "saved_states").astype(np.int32)
         saved_states = np.column_stack([saved_ids, saved[:, 1:]])
     planned = plan.samples
     samples = planned & computes
@@ -140,7 +140,7 @@ def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
     if len(rows) == 0 or plan.num_tokens[rows[0]] == 0:
         problem = f"row {row} is a fork of {parent}, which computes nothing in a row before it"
         raise InvalidPlan("num_tokens", problem)
-    row_id, parent_row_id = table.row_id(seq_id), table.row_id(parent)
+    row_id, parent_row_id = table.rows[seq_id], table.rows[parent]
     end = table.num_computed_tokens[parent_row_id] + plan.num_tokens[rows[0]]
     if table.num_tokens[row_id] != end or table.num_tokens[parent_row_id] != end:
         problem = f"row {row} is a fork of {parent}, which does not compute up to its last token"

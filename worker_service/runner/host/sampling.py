@@ -114,4 +114,4 @@ def _fail(
     """Fail some rows; their sequences compute nothing more until they are forgotten."""
     for row in failed:
         outcome.errors[row] = reason
-        table.fail(int(rows.row_ids[row]), reason)
+        table.failures[int(rows.row_ids[row])] = reason

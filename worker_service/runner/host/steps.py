@@ -42,7 +42,7 @@ class HostSteps:
         """Compute and sample a plan's rows, in micro-batches if stages share the model. row_ids:
         [num_rows], rows of the table. Raises InvalidPlan and GroupBroken."""
         table = sequences.table
-        if table.num_parts == 1:
+        if table.rows.num_parts == 1:
             return self._compute(plan, row_ids, sequences)
         outcome = StepOutcome.of_failed(len(row_ids), {})
         for rows, part in micro_batches(plan, row_ids, table):

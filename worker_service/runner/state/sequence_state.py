@@ -168,7 +168,7 @@ class PendingTokens:
             if row.has_placeholder:
                 self._table.remove_unknown(row.row_id)
             if row.number in FAILURES:
-                self._table.fail(row.row_id, FAILURES[row.number])
+                self._table.failures[row.row_id] = FAILURES[row.number]
 
     def _resolve_next(self) -> None:
         outcome, row_ids, positions, resolved = self._steps.popleft()
@@ -238,7 +238,7 @@ class SequenceState:
 
     def _resolve(self, seq_ids: list[int]) -> None:
         """Wait until no token of these sequences is pending, if they are known."""
-        row_ids = [self.table.row_id(seq_id) for seq_id in seq_ids if seq_id in self.table]
+        row_ids = [self.table.rows[seq_id] for seq_id in seq_ids if seq_id in self.table.rows]
         self.pending.resolve(np.array(row_ids, np.int64))
 
     def constrained_rows(
@@ -260,8 +260,8 @@ class SequenceState:
             raise InvalidPlan(field, "expected none: not supported here")
         params, table = new.sampling, self.table
         assert params.constraint is not None
-        parent = None if new.parent_seq_id is None else table.row_id(new.parent_seq_id)
+        parent = None if new.parent_seq_id is None else table.rows[new.parent_seq_id]
         try:
-            self.masks.add(table.row_id(new.seq_id), params.constraint, params.min_tokens, parent)
+            self.masks.add(table.rows[new.seq_id], params.constraint, params.min_tokens, parent)
         except ValueError as error:
             raise InvalidPlan(field, str(error)) from error

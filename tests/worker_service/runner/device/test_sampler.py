@@ -75,7 +75,7 @@ class Sequences:
 
     @property
     def batch(self) -> SamplingBatch:
-        row_ids = np.array([self.table.row_id(1 + i) for i in range(len(PARAMS))])
+        row_ids = np.array([self.table.rows[1 + i] for i in range(len(PARAMS))])
         return sampling_batch(row_ids, self.table, self.masked)
 
     @property
@@ -152,9 +152,7 @@ def test_failures_keep_their_first_reason_until_the_row_is_used_again() -> None:
     sequences = Sequences()
     sequences.add(50, SamplerParams(temperature=0.0, bad_words=tuple((t,) for t in range(300))))
     sequences.flush()
-    row_ids = np.array(
-        [sequences.table.row_id(1), sequences.table.row_id(50), sequences.table.row_id(2)]
-    )
+    row_ids = np.array([sequences.table.rows[1], sequences.table.rows[50], sequences.table.rows[2]])
     batch = sampling_batch(row_ids, sequences.table)
     logits = sequences.logits[:3].to(DEVICE)
     logits[0, 3] = torch.nan
@@ -177,7 +175,7 @@ def test_candidates_are_those_of_the_host() -> None:
     params = SamplerParams(num_candidates=6, repetition_penalty=1.5, bad_words=((7,), (9,)))
     sequences.add(40, params)
     sequences.flush()
-    batch = sampling_batch(np.array([sequences.table.row_id(40)]), sequences.table)
+    batch = sampling_batch(np.array([sequences.table.rows[40]]), sequences.table)
     logits = sequences.logits[:1].clone()
     logits[0, [1, 7, 30, 200, 299]] = 9.0  # the first is penalised, the second excluded
     expected = sample(logits.clone(), batch, sequences.table.sampling).candidates[0]
@@ -203,7 +201,7 @@ def test_the_device_has_the_tables_block_tables() -> None:
     sequences.apply(forget_seq_ids=np.array([1, 4], np.int32))
     sequences.add(60, SamplerParams(temperature=0.0))
     sequences.flush()
-    used = sorted(table.used_rows())
+    used = sorted(row_id for _, row_id in table.rows.items())
     for tables, on_device in zip(table.tables, sequences.on_device.block_tables, strict=True):
         np.testing.assert_array_equal(on_device[used].cpu().numpy(), tables.blocks[used])
     assert 100 in table.tables[1].blocks[used]

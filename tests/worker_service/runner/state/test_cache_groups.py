@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.support.plans import block_table, new_sequence
+from tests.support.plans import block_table, new_sequence, step_plan
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.errors import InvalidPlan
 from worker_service.plan import RowErrorReason
@@ -37,28 +37,40 @@ def add(
         num_computed_tokens=num_computed,
         tables=tuple(block_table(blocks, group, first) for group, first, blocks in tables),
     )
-    table.add(new, "new")
-    return table.row_id(seq_id)
+    table.apply(step_plan(new_sequences=(new,)))
+    return table.rows[seq_id]
 
 
 def update(table: SequenceTable, *updates: Sequence[int]) -> None:
     """updates: (sequence, group, index, block)."""
-    table.update_blocks(np.array(updates, np.int32).reshape(-1, 4))
+    table.apply(step_plan(block_updates=np.array(updates, np.int32).reshape(-1, 4)))
 
 
 @pytest.mark.parametrize(
     ("tables", "field", "problem"),
     [
-        ([(2, 0, [1])], r"new\.tables\[0\]\.group", "from 0 to 1, got 2"),
-        ([(0, 0, [1]), (0, 0, [2])], r"new\.tables\[1\]\.group", "group 0 has two tables"),
-        ([(1, 0, [NUM_BLOCKS])], r"new\.tables\[0\]\.block_ids", "blocks from 0 to 39"),
+        ([(2, 0, [1])], r"tables\[0\]\.group", "from 0 to 1, got 2"),
+        (
+            [(0, 0, [1]), (0, 0, [2])],
+            r"tables\[1\]\.group",
+            "group 0 has two tables",
+        ),
+        (
+            [(1, 0, [NUM_BLOCKS])],
+            r"tables\[0\]\.block_ids",
+            "blocks from 0 to 39",
+        ),
         (
             [(1, 0, range(9))],
-            r"new\.tables\[0\]\.block_ids",
+            r"tables\[0\]\.block_ids",
             "at most 8 blocks, got 9 from index 0",
         ),
-        ([(1, 1, [1])], r"new\.tables\[0\]\.first_index", "at most 0, got 1"),
-        ([(0, 0, [1]), (1, 0, [1])], r"new\.tables\[1\]\.block_ids", "in a table of group 0"),
+        ([(1, 1, [1])], r"tables\[0\]\.first_index", "at most 0, got 1"),
+        (
+            [(0, 0, [1]), (1, 0, [1])],
+            r"tables\[1\]\.block_ids",
+            "in a table of group 0",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_by_its_field(
@@ -123,7 +135,7 @@ def test_blocks_that_a_failed_sequence_would_read_may_join_another_group() -> No
         update(table, (1, 0, 6, 11))
     table = empty_table(GROWING, WINDOW)
     row_id = add(table, 1, [(0, 0, range(6)), (1, 0, [10, 11, 12])], num_computed=23)
-    table.fail(row_id, RowErrorReason.NON_FINITE_LOGITS)
+    table.failures[row_id] = RowErrorReason.NON_FINITE_LOGITS
     update(table, (1, 0, 6, 11))
 
 
@@ -144,7 +156,7 @@ def test_a_table_begins_with_what_the_next_token_reads(
     blocks = list(range(first, 8))
     add(empty_table(group), 1, [(0, first, blocks)], num_tokens=40, num_computed=num_computed)
     for more in (1, 2):
-        with pytest.raises(InvalidPlan, match=rf"new\.tables\[0\]\.first_index.*at most {first}"):
+        with pytest.raises(InvalidPlan, match=rf"tables\[0\]\.first_index.*at most {first}"):
             add(
                 empty_table(group),
                 1,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.plans import new_sequence
+from tests.support.plans import new_sequence, step_plan
 from worker_service.array_types import Int32Array
 from worker_service.cache_groups import CacheGroup
 from worker_service.runner.state.sequence_table import SequenceTable
@@ -24,7 +24,8 @@ def _table(max_model_len: int) -> SequenceTable:
 
 
 def _add(table: SequenceTable, seq_id: int, prompt: Int32Array) -> None:
-    table.add(new_sequence([seq_id], seq_id=seq_id, token_ids=prompt), "new_seqs")
+    new = new_sequence([seq_id], seq_id=seq_id, token_ids=prompt)
+    table.apply(step_plan(new_sequences=(new,)))
 
 
 def test_tokens_stay_when_it_grows() -> None:
@@ -35,7 +36,7 @@ def test_tokens_stay_when_it_grows() -> None:
     for seq_id, prompt in prompts.items():
         _add(table, seq_id, prompt)
     for seq_id, prompt in prompts.items():
-        row_id = table.row_id(seq_id)
+        row_id = table.rows[seq_id]
         assert table.token_ids[row_id, : table.num_tokens[row_id]].tolist() == prompt.tolist()
 
 
