@@ -130,6 +130,11 @@ def make_tracing(
     """None if neither a flag nor the environment names an endpoint. Raises CannotTrace."""
     if endpoint is None and not any(os.environ.get(name) for name in ENDPOINT_VARIABLES):
         return None
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        # Without a scheme the exporter uses TLS, which a collector at this port seldom does.
+        raise CannotTrace(
+            f"otlp_endpoint: expected http://HOST:PORT or https://HOST:PORT, got {endpoint!r}"
+        )
     return Tracing(service, version, endpoint, instance)
 
 
