@@ -9,5 +9,6 @@
 | `device/` | steps that are launched on a GPU without waiting for it |
 
 `model_runner.py` is one step, from its plan to its result; `torch_executor.py` loads the model,
-allocates the KV cache and makes the runner of an epoch. `model_adapters.py` loads adapters.
+allocates the KV cache and makes the runner of an epoch. `model_adapters.py` loads adapters, and
+`model_options.py` refuses options that do not suit the model.
 """

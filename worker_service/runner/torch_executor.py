@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from worker_service.config import AdapterConfig, CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
@@ -54,30 +54,13 @@ from worker_service.runner.drafting.rank_drafts import RankDrafts
 from worker_service.runner.drafting.speculation import DraftLengths, Speculation
 from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 from worker_service.runner.model_adapters import ModelAdapters
+from worker_service.runner.model_options import check_compile, check_speculation, compile_layers
 from worker_service.runner.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
 
 logger = logging.getLogger(__name__)
-
-
-def compile_layers(
-    model: Model, device: torch.device, backend: str | Callable[..., Any] = "inductor"
-) -> None:
-    """Make each layer compile at its first call, for any number of rows.
-
-    Layers are compiled one by one, not as a model: they are identical, so they share the compiled
-    code. Raises InvalidOption for a model that is not in our own code, and on a CPU, whose kernels
-    need addresses, which the compiler does not have.
-    """
-    if device.type == "cpu":
-        raise InvalidOption("compile: expected a GPU, got a CPU")
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise InvalidOption(f"compile: {model.architecture} has no layers of ours to compile")
-    for layer in layers:
-        layer.compile(dynamic=True, backend=backend)
 
 
 class Profiler:
@@ -152,17 +135,11 @@ class TorchExecutor:
         if self._loaded.pooler is None:
             self._grammars = _grammars_of(self._loaded)
         if self._runner.compile:
-            if self._loaded.config.batch_invariant:
-                raise InvalidOption("batch_invariant: cannot be combined with --compile")
-            if self._loaded.model.kv_cache_spec.has_states:
-                raise InvalidOption(
-                    f"compile: expected none for {self._loaded.model.architecture}, some layers of"
-                    " which keep a state"
-                )
+            check_compile(self._loaded)
             compile_layers(self._loaded.model, self._device)
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._runner.speculative is not None:
-            self._check_speculation(self._loaded)
+            check_speculation(self._loaded, self._runner)
         self._draft, model = self._load_draft(self._loaded), self._loaded.model
         if self._draft is not None:
             model.kv_cache_spec = model.kv_cache_spec.with_drafts(self._draft.kv_cache_spec)
@@ -216,43 +193,6 @@ class TorchExecutor:
             pooling=None if pooler is None else pooler.pooling,
             whole_prompt=not model.kv_cache_spec.layers,
         )
-
-    def _check_speculation(self, loaded: LoadedModel) -> None:
-        """Raises InvalidOption where drafts could change tokens, or are not supported."""
-        if loaded.pooler is not None:
-            raise InvalidOption("speculative: expected none with the runner pooling")
-        is_on_gpu, layout = self._device.type != "cpu", loaded.communicator.layout
-        if is_on_gpu and layout.pipeline_parallel_size > 1:
-            raise InvalidOption(
-                "speculative: expected none on GPUs with pipeline_parallel_size"
-                f" {layout.pipeline_parallel_size}, got {self._runner.speculative}; share layers"
-                " by tensor_parallel_size, or leave the flag out"
-            )
-        if loaded.model.kv_cache_spec.has_states:
-            self._check_drafts_with_states(loaded)
-        if not loaded.batch_invariant and is_on_gpu:
-            logger.warning(
-                "drafts may change tokens, as other requests in the batch do; batch_invariant"
-                " prevents both"
-            )
-        elif not loaded.batch_invariant:
-            raise InvalidOption(
-                f"speculative: {loaded.model.architecture} computes a row differently in another"
-                " batch, so drafts would change tokens; leave the flag out"
-            )
-
-    def _check_drafts_with_states(self, loaded: LoadedModel) -> None:
-        layout, name = loaded.communicator.layout, self._runner.speculative
-        model = f"{loaded.model.architecture}, some layers of which keep a state"
-        if self._device.type != "cpu":
-            raise InvalidOption(f"speculative: expected none on a GPU for {model}, got {name}")
-        if layout.pipeline_parallel_size > 1:
-            raise InvalidOption(f"speculative: expected none with stages for {model}, got {name}")
-        if layout.world_size > 1 and self._runner.drafts_by_layers:
-            raise InvalidOption(
-                f"speculative: expected ngram or suffix on {layout.world_size} ranks for {model},"
-                f" got {name}"
-            )
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit in memory together with the largest batch."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from tests.support.counting_model import CountingModel
 from worker_service.errors import InvalidOption
-from worker_service.runner.torch_executor import compile_layers
+from worker_service.runner.model_options import compile_layers
 
 
 class Layer(nn.Module):

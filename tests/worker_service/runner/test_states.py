@@ -37,6 +37,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, OutOfMemory
 from worker_service.loader import load_draft_model
 from worker_service.runner.drafting.draft_states import num_draft_blocks
+from worker_service.runner.model_options import check_drafts_with_states
 
 FAMILIES = (
     *("lfm2", "lfm2_moe", "mamba", "granite_hybrid", "falcon_h1", "nemotron_h_moe", "jamba"),
@@ -388,14 +389,14 @@ def test_drafts_with_states_are_refused_where_they_are_not_supported(
 ) -> None:
     draft = str(checkpoint("llama"))
     executor = loaded_executor(checkpoint("lfm2"), speculative="draft", speculative_model=draft)
-    executor._loaded = loaded = replace(
+    loaded = replace(
         executor.loaded,
         config=replace(executor.loaded.config, device=device),
         communicator=Communicator(layout),
     )
     match = f"speculative: expected {expected} for Lfm2ForCausalLM, .* got draft"
     with pytest.raises(InvalidOption, match=match):
-        executor._check_drafts_with_states(loaded)
+        check_drafts_with_states(loaded, executor._runner)
 
 
 def test_layers_with_states_are_not_compiled() -> None:

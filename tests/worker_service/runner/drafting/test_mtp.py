@@ -45,6 +45,7 @@ from worker_service.loader import load_mtp_head
 from worker_service.models.decoder.draft_head import DraftHead
 from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.drafting.drafter import Drafter
+from worker_service.runner.model_options import check_drafts_with_states
 
 MTP = RunnerConfig(speculative="mtp", num_speculative_tokens=NUM_DRAFTS)
 ON_DEVICE = [family for family in FAMILIES if not family.startswith("qwen3")]
@@ -306,10 +307,9 @@ def test_a_head_beside_states_is_refused_where_it_is_not_supported(
         config=replace(executor.loaded.config, device=device),
         communicator=Communicator(layout),
     )
-    executor._loaded = loaded
     match = f"speculative: expected {expected} for Qwen3_5ForCausalLM, .* got mtp"
     with pytest.raises(InvalidOption, match=match):
-        executor._check_drafts_with_states(loaded)
+        check_drafts_with_states(loaded, executor._runner)
 
 
 @pytest.mark.parametrize(
