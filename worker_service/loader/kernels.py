@@ -13,10 +13,7 @@ import torch
 
 from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.select import Kernels, select_kernels
-from worker_service.config import (
-    CacheConfig,
-    ModelConfig,
-)
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.communicator import require_symmetric_memory
 from worker_service.errors import InvalidOption
 from worker_service.models.encoders.families import ENCODERS

@@ -42,11 +42,7 @@ from worker_service.loader.files.places import resolve_config, resolve_model
 from worker_service.loader.kernels import CACHE_DTYPES, choose_kernels, require_cache_dtype
 from worker_service.loader.loaded_model import LoadedModel
 from worker_service.loader.pooling.pooler import PoolerBuilder, pools
-from worker_service.loader.quantized.schemes import (
-    Schemes,
-    quantization_method,
-    read_schemes,
-)
+from worker_service.loader.quantized.schemes import Schemes, quantization_method, read_schemes
 from worker_service.loader.texts import start_reading_texts
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint, warn_of_unused
@@ -171,7 +167,6 @@ def load_model(
     pooler = None
     if not context.generates:
         pooler = PoolerBuilder(config, hf_config, model_dir, checkpoint, context).build(model)
-    facts = None if pooler is None else pooler.pooling
     warn_of_rounding(config.dtype, dtype, device, model.num_parameters)
     if device.type == "cpu":
         num_parameters = model.num_parameters // config.layout.world_size
@@ -179,16 +174,14 @@ def load_model(
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
     assets, get_tokenizer = texts()
-    published = progress.files
+    if (published := progress.files) is not None:
+        of_model = published.fingerprint
+    else:
+        facts = None if pooler is None else pooler.pooling
+        of_model = _fingerprint(config, model_dir, assets, facts)
     loaded = LoadedModel(
         model=model,
-        config=replace(
-            config,
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
-            max_model_len=model.max_model_len,
-            attention_backend="+".join(backend.name for backend in kernels.backends),
-        ),
+        config=_resolved(config, context, model, kernels),
         block_size=block_size,
         model_dir=model_dir,
         hf_config=hf_config,
@@ -196,9 +189,7 @@ def load_model(
         bos_token_id=bos_token_id,
         assets=assets,
         tokenizer=get_tokenizer,
-        fingerprint=published.fingerprint
-        if published is not None
-        else _fingerprint(config, model_dir, assets, facts),
+        fingerprint=of_model,
         pooler=pooler,
         weights=checkpoint.stored_as,
         communicator=context.communicator,
@@ -207,6 +198,19 @@ def load_model(
     )
     _log(loaded, time.monotonic() - started)
     return loaded
+
+
+def _resolved(
+    config: ModelConfig, context: ModelContext, model: Model, kernels: Kernels
+) -> ModelConfig:
+    """The options with what was chosen where they leave it open."""
+    return replace(
+        config,
+        device=str(context.device),
+        dtype=str(context.dtype).removeprefix("torch."),
+        max_model_len=model.max_model_len,
+        attention_backend="+".join(backend.name for backend in kernels.backends),
+    )
 
 
 def _fingerprint(

@@ -9,10 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from pagewire_kernels.select import Kernels
-from worker_service.config import (
-    CacheConfig,
-    ModelConfig,
-)
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.loader.kernels import FP8

@@ -19,12 +19,7 @@ from math import ceil, floor, prod
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import (
-    AttentionMetadata,
-    LayerMemory,
-    StateUnits,
-    StepBatch,
-)
+from pagewire_kernels.batch import AttentionMetadata, LayerMemory, StateUnits, StepBatch
 from pagewire_kernels.interface import stored_head_size
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 

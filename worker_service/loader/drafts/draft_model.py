@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from worker_service.config import (
-    CacheConfig,
-)
+from worker_service.config import CacheConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.loader.load import load_model

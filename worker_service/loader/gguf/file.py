@@ -12,20 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import (
-    QuantizedWeight,
-    assemble,
-    slices_of_rows,
-)
+from pagewire_kernels.quantized_weight import QuantizedWeight, assemble, slices_of_rows
 from worker_service.errors import BadCheckpoint
 from worker_service.gguf.header import merge_metadata, read_header, split_files
 from worker_service.loader.gguf.blocks import BLOCK_TYPES, quantized_weight
-from worker_service.loader.tensors import (
-    FLOATS,
-    CheckpointTensor,
-    Index,
-    OpenFiles,
-)
+from worker_service.loader.tensors import FLOATS, CheckpointTensor, Index, OpenFiles
 
 KNOWN_TYPES = (*FLOATS, *BLOCK_TYPES)
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}

@@ -22,13 +22,7 @@ from pagewire_kernels.quantized_weight import (
     QuantizedWeight,
 )
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.loader.tensors import (
-    FLOATS,
-    CheckpointTensor,
-    Index,
-    Shape,
-    StoredTensor,
-)
+from worker_service.loader.tensors import FLOATS, CheckpointTensor, Index, Shape, StoredTensor
 
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
 _ZEROS = {"qzeros", "weight_zero_point"}

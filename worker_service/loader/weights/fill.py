@@ -18,11 +18,7 @@ from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.gguf.header import is_gguf
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.tensors import (
-    MAX_MAPPED_BYTES,
-    CheckpointTensor,
-    StoredTensor,
-)
+from worker_service.loader.tensors import MAX_MAPPED_BYTES, CheckpointTensor, StoredTensor
 from worker_service.loader.weights.checkpoint import Checkpoint, listed, log_unused
 from worker_service.models.interface import WeightTarget
 from worker_service.models.linear.packing import Packable, round_weight

@@ -8,9 +8,7 @@ Quantization tools measure the range of keys and values per layer and store one 
 import logging
 
 from worker_service.errors import BadCheckpoint
-from worker_service.loader.tensors import (
-    CheckpointTensor,
-)
+from worker_service.loader.tensors import CheckpointTensor
 from worker_service.loader.weights.checkpoint import Checkpoint, listed
 from worker_service.models.native import NativeModel
 

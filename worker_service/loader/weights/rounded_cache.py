@@ -22,11 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import (
-    Int8Activations,
-    QuantizedWeight,
-    choose_group_size,
-)
+from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight, choose_group_size
 from worker_service.errors import InvalidOption
 from worker_service.load_progress import LoadProgress
 from worker_service.loader.quantized.formats import ROUNDED, Scheme, StoredRounded

@@ -6,20 +6,12 @@ from torch import Tensor, nn
 
 from pagewire_kernels.select import Kernels
 from worker_service.models.decoder.altup import AltUp
-from worker_service.models.decoder.per_layer import (
-    LayerScalar,
-    PerLayerGate,
-)
+from worker_service.models.decoder.per_layer import LayerScalar, PerLayerGate
 from worker_service.models.decoder.specs import LayerSpec, Mixer, NormPlace
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers.norms import LayerNorm, RMSNorm
 from worker_service.models.layers.rotary import RotaryTable
-from worker_service.models.native import (
-    LayerInputs,
-    MixerPlace,
-    NativeLayer,
-    part_targets,
-)
+from worker_service.models.native import LayerInputs, MixerPlace, NativeLayer, part_targets
 
 
 class DecoderLayer(NativeLayer):

@@ -22,11 +22,7 @@ from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers.paged_attention import PagedAttention
 from worker_service.models.layers.rotary import RotaryTables
 from worker_service.models.linear.linear import Linear
-from worker_service.models.native import (
-    LayerInputs,
-    ModelSettings,
-    NativeModel,
-)
+from worker_service.models.native import LayerInputs, ModelSettings, NativeModel
 
 
 class DecoderModel(NativeModel):

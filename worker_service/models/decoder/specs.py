@@ -13,20 +13,14 @@ from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 from worker_service.models.decoder.altup import AltUpSpec
-from worker_service.models.decoder.per_layer import (
-    PerLayerSpec,
-)
+from worker_service.models.decoder.per_layer import PerLayerSpec
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import LayerKV, LayerState
 from worker_service.models.layers.norms import NormSpec
 from worker_service.models.layers.paged_attention import PagedAttention
 from worker_service.models.layers.rotary import RotarySettings
 from worker_service.models.mixers.attention import AttentionSpec
-from worker_service.models.native import (
-    LayerInputs,
-    MixerPlace,
-    ModelSettings,
-)
+from worker_service.models.native import LayerInputs, MixerPlace, ModelSettings
 
 
 class NormPlace(Enum):

@@ -17,11 +17,7 @@ from worker_service.models.decoder_families.gemma import (
 )
 from worker_service.models.decoder_families.gemma3n import gemma3n_settings
 from worker_service.models.decoder_families.gemma4 import gemma4_settings
-from worker_service.models.decoder_families.gpt import (
-    gpt2_settings,
-    gpt_neo_settings,
-    opt_settings,
-)
+from worker_service.models.decoder_families.gpt import gpt2_settings, gpt_neo_settings, opt_settings
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
 from worker_service.models.decoder_families.hunyuan import (
     hunyuan_dense_settings,
@@ -82,10 +78,7 @@ from worker_service.models.decoder_families.parallel import (
     starcoder2_settings,
 )
 from worker_service.models.decoder_families.recurrent_gemma import recurrent_gemma_settings
-from worker_service.models.decoder_families.scored_mixtures import (
-    dots1_settings,
-    glm4_moe_settings,
-)
+from worker_service.models.decoder_families.scored_mixtures import dots1_settings, glm4_moe_settings
 
 DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "LlamaForCausalLM": llama_settings,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -12,9 +12,6 @@ from pagewire_kernels.cpu.adapters import ActiveRows, NativeDeltas
 from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext
-
-if TYPE_CHECKING:  # Triton is imported only if it is used
-    pass
 from worker_service.models.linear.packing import is_on_cpu
 
 NUMBERS_AT_ONCE = 1 << 22

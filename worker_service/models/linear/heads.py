@@ -1,7 +1,6 @@
 """The products of heads, each with a weight of its own."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,11 +9,8 @@ from pagewire_kernels.cpu.adapters import ActiveRows, NativeDeltas
 from pagewire_kernels.cpu.heads import NativeHeads
 from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.models.interface import ModelContext
-
-if TYPE_CHECKING:  # Triton is imported only if it is used
-    pass
 from worker_service.models.linear.additions import Additions, LinearPart, make_slots
-from worker_service.models.linear.packing import huge_memory, is_on_cpu, library_of
+from worker_service.models.linear.packing import cpu_library, huge_memory
 
 
 class HeadsProduct:
@@ -28,9 +24,9 @@ class HeadsProduct:
     ) -> None:
         """weights: [num_heads, out_features, in_features]; named_parts: see `parts`."""
         self._named_parts, self._context = named_parts, context
-        native_library = library_of(context.dtype)
+        native_library = cpu_library(context)
         self._packed: NativeHeads | None = None
-        if native_library is not None and is_on_cpu(context):
+        if native_library is not None:
             self._packed = NativeHeads(weights, native_library, huge_memory())
         else:
             self._weights = weights.to(context.device).contiguous()

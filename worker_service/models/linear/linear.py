@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,6 @@ from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
-
-if TYPE_CHECKING:  # Triton is imported only if it is used
-    pass
 from worker_service.models.linear.additions import (
     NUMBERS_AT_ONCE,
     Additions,

@@ -158,8 +158,8 @@ def pack_gated(
 ) -> NativeGatedWeight | None:
     """Pack the stacked weights of gate and up projection, if this machine has a fused kernel with
     the activation; None otherwise. The memory of the originals is freed while packing."""
-    native_library = library_of(context.dtype)
-    if native_library is None or not is_on_cpu(context):
+    native_library = cpu_library(context)
+    if native_library is None:
         return None
     return NativeGatedWeight(
         weight, activation, native_library, huge_memory(), context.dtype, consume=True
@@ -181,10 +181,8 @@ def pack_experts(
         return TritonExperts(
             dense_gate_up, dense_down, gate, batch_invariant=context.batch_invariant
         )
-    native_library = library_of(context.dtype)
-    if native_library is None or not is_on_cpu(context):
-        return None
-    if not (can_pack_experts(gate_up) and can_pack_experts(down)):
+    native_library = cpu_library(context)
+    if native_library is None or not (can_pack_experts(gate_up) and can_pack_experts(down)):
         return None
     return NativeExperts(
         gate_up, down, gate, native_library, huge_memory(), context.dtype, consume=True
@@ -211,6 +209,11 @@ def is_on_cpu(context: ModelContext) -> bool:
 
 def library_of(dtype: torch.dtype) -> Library | None:
     return library() if dtype in DTYPES else None
+
+
+def cpu_library(context: ModelContext) -> Library | None:
+    """The C++ kernels, if there are any for the products of a model; None elsewhere."""
+    return library_of(context.dtype) if is_on_cpu(context) else None
 
 
 def cpu_arithmetic(dtype: torch.dtype) -> str:

@@ -1,7 +1,6 @@
 """Embeddings and LM heads, whose rows are tokens."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,6 @@ from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.slot_deltas import SlotDeltas
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
-
-if TYPE_CHECKING:  # Triton is imported only if it is used
-    pass
 from worker_service.models.linear.additions import (
     NUMBERS_AT_ONCE,
     Additions,
@@ -26,8 +22,7 @@ from worker_service.models.linear.packing import (
     PackedTable,
     PackedWeight,
     can_pack_codes,
-    is_on_cpu,
-    library_of,
+    cpu_library,
     obstacle,
     pack_codes,
 )
@@ -84,8 +79,8 @@ class VocabEmbedding(nn.Module):
         self, rows: ActiveRows, max_slots: int, max_rank: int
     ) -> NativeDeltas | SlotDeltas | None:
         """As `Linear.make_deltas`."""
-        native_library, dtype = library_of(self._context.dtype), self._context.dtype
-        if native_library is None or not is_on_cpu(self._context):
+        native_library, dtype = cpu_library(self._context), self._context.dtype
+        if native_library is None:
             outputs, a_shape = [slice(0, self._size)], (max(1, self.shard.size),)
             return make_slots(self._context, outputs, a_shape, max_slots, max_rank)
         sizes = self._size, self.shard.size

@@ -14,10 +14,7 @@ from worker_service.models.layers.paged_attention import PagedAttention
 from worker_service.models.layers.rotary import RotarySettings, halves_order
 from worker_service.models.layers.vector import Vector
 from worker_service.models.linear.linear import Linear, RowParallelLinear
-from worker_service.models.native import (
-    LayerInputs,
-    MixerPlace,
-)
+from worker_service.models.native import LayerInputs, MixerPlace
 
 
 class QKVStorage(Enum):
