@@ -46,7 +46,7 @@ from worker_service.loader.quantized.schemes import Schemes, quantization_method
 from worker_service.loader.texts import start_reading_texts
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint, warn_of_unused
-from worker_service.models.interface import Model, ModelContext
+from worker_service.models.interface import Model, ModelContext, Pools
 from worker_service.models.linear.packing import can_pack
 from worker_service.models.registry import limit_model_len, native_settings, with_generator
 from worker_service.pooling_facts import PoolingFacts
@@ -162,15 +162,7 @@ def load_model(
     reading = partial(iter_assets, model_dir, tokenizer)
     texts = start_reading_texts(model_dir, reading, on_files, generates=context.generates)
     builder = ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
-    with freed_memory_returns():
-        model = builder.build()
-    pooler = None
-    if not context.generates:
-        pooler = PoolerBuilder(config, hf_config, model_dir, checkpoint, context).build(model)
-    warn_of_rounding(config.dtype, dtype, device, model.num_parameters)
-    if device.type == "cpu":
-        num_parameters = model.num_parameters // config.layout.world_size
-        set_threads(config.threads, num_parameters, config.cpu_share)
+    model, pooler = _build(builder)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
     assets, get_tokenizer = texts()
@@ -198,6 +190,21 @@ def load_model(
     )
     _log(loaded, time.monotonic() - started)
     return loaded
+
+
+def _build(builder: ModelBuilder) -> tuple[Model, Pools | None]:
+    """The model with its weights, and what follows its pooling, if it pools."""
+    config, context = builder.config, builder.context
+    with freed_memory_returns():
+        model = builder.build()
+    warn_of_rounding(config.dtype, context.dtype, context.device, model.num_parameters)
+    if context.device.type == "cpu":
+        num_parameters = model.num_parameters // config.layout.world_size
+        set_threads(config.threads, num_parameters, config.cpu_share)
+    if context.generates:
+        return model, None
+    of_pooler = config, builder.hf_config, builder.model_dir, builder.checkpoint, context
+    return model, PoolerBuilder(*of_pooler).build(model)
 
 
 def _resolved(
