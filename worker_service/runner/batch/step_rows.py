@@ -86,6 +86,12 @@ class StepRows:
         num_drafts = 0 if self.drafts is None else self.drafts.counts
         return np.where(self.computes, self.num_tokens - num_drafts, 0)
 
+    @property
+    def expecting(self) -> Int64Array:
+        """[n]: the sequences that sample, one after the other, whether or not they have drafts."""
+        row_ids = self.row_ids[self.sampling]
+        return row_ids if self.drafts is None else row_ids[self.drafts.offsets == 0]
+
 
 def resolve_rows(plan: StepPlan, row_ids: Int64Array, table: SequenceTable) -> StepRows:
     """The plan's rows. row_ids: rows of the table. Raises InvalidPlan if they contradict it."""

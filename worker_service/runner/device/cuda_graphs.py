@@ -232,11 +232,11 @@ class StepGraphs:
 
     def run(self, step: StepColumns, staging: Staging) -> DevicePass | None:
         """Send the inputs of a step, and compute it up to the last hidden states by the graph of a
-        padded size; None if none was recorded that can."""
+        padded size; None if none was recorded that can: graphs embed tokens, and save no states."""
         inputs, reports, num_tokens = step.inputs, step.reports, None
         num_sampling = len(step.states)
         size = next((size for size in self._sizes if size >= num_sampling), None)
-        if size is None:
+        if size is None or inputs.has_virtual_tokens or any(inputs.saves):
             return None
         all_sample = np.array_equal(step.sampling.row_ids, inputs.row_ids)
         if inputs.max_query_len > 1 or not all_sample:

@@ -36,23 +36,20 @@ A launch waits until the host knows tokens only in these cases:
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from pagewire_kernels.batch import mask_width
-from pagewire_kernels.slot_deltas import NO_SLOT
 from worker_service.array_types import Int64Array
 from worker_service.engine.executor import Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
-from worker_service.runner.batch.inputs import HostInputs, lay_out
 from worker_service.runner.batch.pooling import PooledRows, Pooling
 from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.batch.step_rows import StepRows, resolve_rows
 from worker_service.runner.device.buffers import StepBuffers
-from worker_service.runner.device.columns import SamplingColumns, StepColumns
+from worker_service.runner.device.columns import PlacesAdapters, StepColumns
 from worker_service.runner.device.drafts import DeviceHeadDrafter
 from worker_service.runner.device.eager import compute_eagerly
 from worker_service.runner.device.in_flight_step import (
@@ -72,14 +69,6 @@ from worker_service.runner.state.sequence_state import (
     SequenceState,
 )
 from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
-
-
-class PlacesAdapters(Protocol):
-    """The adapters that the layers of a model hold; see `models/adapters.py`."""
-
-    def place(self, digests: Sequence[bytes]) -> list[int]:
-        """Put the adapters of a step into slots, and return these. Raises InvalidPlan."""
-        ...
 
 
 class DeviceSteps:
@@ -109,6 +98,7 @@ class DeviceSteps:
         self._check = check
         self._pooling = pooling
         self._speculation = speculation
+        self._shares_drafts = state.sampler.is_shared and state.shape.max_drafts > 0
         self._head: DeviceHeadDrafter | None = None
         if speculation is not None and isinstance(speculation.drafter, DeviceHeadDrafter):
             self._head = speculation.drafter
@@ -135,14 +125,28 @@ class DeviceSteps:
     ) -> Step | None:
         """Launch a step; None if the host has to compute it. Waits for the device only if edits,
         bitmasks or drafts need pending tokens. Raises InvalidPlan."""
-        table, pending = sequences.table, sequences.pending
+        table, state = sequences.table, self._state
         rows = self._hold(plan, plan_rows, sequences)
         if rows is None:
             return None
-        rows = self._with_drafts(rows, plan, sequences)
-        buffers, begin = self._buffers.pop(pending), self._make_event()
-        columns = self._lay_out(rows, sequences)
-        queued = self._compute(columns, buffers)
+        if self._speculation is not None and plan.lookahead.any():
+            rows = self._speculation.add(rows, plan, sequences)
+        # Drafts of earlier steps may have been accepted since.
+        rows = replace(rows, firsts=table.num_computed_tokens[rows.row_ids])
+        columns = StepColumns.of(
+            rows,
+            sequences,
+            state.rows,
+            self._head,
+            self._adapters,
+            shares_drafts=self._shares_drafts,
+        )
+        buffers, begin = self._buffers.pop(sequences.pending), self._make_event()
+        queued = None
+        if state.graphs is not None and self._pooling is None:  # graphs keep no hidden states
+            queued = state.graphs.run(columns, buffers.staging)
+        if queued is None:
+            queued = compute_eagerly(columns, self._model, self._caches, state, buffers.staging)
         computed = self._make_event()
         if (columns.sampling.mask_rows >= 0).any():
             queued = self._constrain(queued, rows, columns, sequences, buffers)
@@ -160,17 +164,18 @@ class DeviceSteps:
             end=self._make_event(),
             start=start,
             last_finish=self._last_finish,
-            samples=self._state.sampler.samples,
+            samples=state.sampler.samples,
             check=self._check,
         )
-        self._buffers.add(step)
         table.advance(
             rows.row_ids, rows.num_computed, rows.row_ids[rows.parents], rows.row_ids[rows.forks]
         )
         if columns.drafting is not None:
             columns.drafting.observe(queued.captured, sampled.outcome, sampled.num_accepted)
             columns.drafting.advance(rows, table)
-        self._expect_tokens(step, rows, columns.reports, sequences)
+        positions = table.expect_tokens(rows.expecting)
+        self._add_pending(step, rows, positions, columns.reports, sequences)
+        self._buffers.add(step)
         return step
 
     def _hold(
@@ -185,54 +190,6 @@ class DeviceSteps:
         device_rows.record(plan, plan_rows)
         fits = rows.computes.any() and device_rows.hold(rows.row_ids, table.sampling)
         return rows if fits else None
-
-    def _with_drafts(self, rows: StepRows, plan: StepPlan, sequences: SequenceState) -> StepRows:
-        if self._speculation is not None and plan.lookahead.any():
-            rows = self._speculation.add(rows, plan, sequences)
-        # Drafts of earlier steps may have been accepted since.
-        return replace(rows, firsts=sequences.table.num_computed_tokens[rows.row_ids])
-
-    def _lay_out(self, rows: StepRows, sequences: SequenceState) -> StepColumns:
-        """What the step sends to the device."""
-        table, computes = sequences.table, rows.computes
-        changes = self._state.rows.changes(table)
-        found = sequences.masks.constrained(rows.row_ids[rows.sampling]) if sequences.masks else []
-        constrained = np.array([row for row, _ in found], np.int64)
-        inputs = lay_out(
-            rows.row_ids[computes],
-            rows.firsts[computes],
-            rows.num_tokens[computes],
-            table,
-            rows.saved_states,
-        )
-        return StepColumns(
-            inputs=inputs,
-            sampling=SamplingColumns.of(rows, constrained, table),
-            states=rows.last_states(),
-            reports=StepReports.of(rows, table),
-            changes=changes,
-            drafting=None if self._head is None else self._head.plan(rows, table),
-            shared_drafts=self._shared_drafts(rows),
-            adapter_slots=_adapter_slots(inputs, self._adapters) if inputs.adapters else None,
-        )
-
-    def _shared_drafts(self, rows: StepRows) -> Int64Array | None:
-        """`StepColumns.shared_drafts`."""
-        is_shared = self._state.sampler.is_shared and self._state.shape.max_drafts > 0
-        if rows.drafts is None or not is_shared:
-            return None
-        return rows.row_ids[rows.drafts.counts > 0]
-
-    def _compute(self, columns: StepColumns, buffers: StepBuffers) -> DevicePass:
-        """Send the columns, and queue the forward pass."""
-        inputs, state = columns.inputs, self._state
-        # Graphs keep no hidden states, embed tokens, and save no states.
-        can_replay = self._pooling is None and not inputs.has_virtual_tokens
-        if state.graphs is not None and can_replay and not any(inputs.saves):
-            queued = state.graphs.run(columns, buffers.staging)
-            if queued is not None:
-                return queued
-        return compute_eagerly(columns, self._model, self._caches, state, buffers.staging)
 
     def _constrain(
         self,
@@ -279,19 +236,21 @@ class DeviceSteps:
             queued.sample()
         return Sampled(queued.outcome, buffers.fetch([queued.outcome])[0])
 
-    def _expect_tokens(
-        self, step: InFlightStep, rows: StepRows, reports: StepReports, sequences: SequenceState
+    def _add_pending(
+        self,
+        step: InFlightStep,
+        rows: StepRows,
+        positions: Int64Array,
+        reports: StepReports,
+        sequences: SequenceState,
     ) -> None:
-        """Add the step's tokens and failures as pending."""
-        table, row_ids = sequences.table, rows.row_ids[rows.sampling]
+        """Add the step's tokens, of which the table expects one at each position, and failures."""
+        row_ids, resolved = rows.expecting, None
         if rows.drafts is not None:
-            table.num_pending_drafts[rows.row_ids] += rows.drafts.counts
-            row_ids = row_ids[rows.drafts.offsets == 0]
-        positions = table.expect_tokens(row_ids)
+            sequences.table.num_pending_drafts[rows.row_ids] += rows.drafts.counts
         if num_reporting := len(reports.reporting):
             row_ids = np.concatenate([row_ids, reports.reporting_ids])
             positions = np.append(positions, np.full(num_reporting, NO_PLACEHOLDER))
-        resolved = None
         if self._speculation is not None:
             resolved = self._resolved(step, rows, sequences, self._speculation)
         sequences.pending.add(step, row_ids, positions, resolved)
@@ -323,16 +282,6 @@ class DeviceSteps:
                 self._head.record_accepted(columns[0], columns[2], sequences.table)
 
         return resolved
-
-
-def _adapter_slots(inputs: HostInputs, adapters: PlacesAdapters | None) -> Int64Array:
-    """Put the adapters of a step into slots; see `StepColumns.adapter_slots`."""
-    assert adapters is not None, "sequences have none"
-    slots = np.full(len(inputs.token_ids), NO_SLOT)
-    placed = adapters.place([digest for digest, _ in inputs.adapters])
-    for slot, (_, rows) in zip(placed, inputs.adapters, strict=True):
-        slots[slice(None) if rows is None else rows] = slot
-    return slots
 
 
 def _resolve_edits(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:

@@ -216,7 +216,10 @@ class SequenceTable:
         self._put_blocks(plan, added, updated)
         for row_id, new in zip(added.tolist(), plan.new_sequences, strict=True):
             if new.pooling is None:
-                self._put_sampling(row_id, new)
+                start, end = self.num_virtual_tokens[row_id], self.num_prompt_tokens[row_id]
+                tokens = self.token_ids[row_id, : self.num_tokens[row_id]]
+                prompt, output = tokens[start:end], tokens[end:]
+                self.sampling.put(row_id, new.sampling, new.choice_index, prompt, output)
         if len(plan.appended_tokens):
             appended = self.append_chosen(plan.appended_tokens)
         if len(plan.saved_states):
@@ -280,12 +283,6 @@ class SequenceTable:
                 info = self._adapters.get(digest).info
                 self.num_virtual_tokens[row_id] = info.num_virtual_tokens
         return row_id
-
-    def _put_sampling(self, row_id: int, new: NewSequence) -> None:
-        prompt_start, prompt_end = self.num_virtual_tokens[row_id], self.num_prompt_tokens[row_id]
-        tokens = self.token_ids[row_id, : self.num_tokens[row_id]]
-        prompt, output = tokens[prompt_start:prompt_end], tokens[prompt_end:]
-        self.sampling.put(row_id, new.sampling, new.choice_index, prompt, output)
 
     def _put_blocks(self, plan: StepPlan, added: Int64Array, updated: Int64Array) -> None:
         """Set the block tables of new sequences, then set or append entries. added, updated: the
