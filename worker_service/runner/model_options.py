@@ -48,9 +48,13 @@ def check_speculation(loaded: LoadedModel, runner: RunnerConfig) -> None:
     """Raise InvalidOption where drafts could change tokens, or are not supported."""
     if loaded.pooler is not None:
         raise InvalidOption("speculative: expected none with the runner pooling")
-    is_on_gpu, num_ranks = _is_on_gpu(loaded), loaded.communicator.layout.world_size
-    if is_on_gpu and num_ranks > 1:
-        raise InvalidOption(f"speculative: expected one GPU for the model, got {num_ranks}")
+    is_on_gpu, num_stages = _is_on_gpu(loaded), loaded.communicator.layout.pipeline_parallel_size
+    if is_on_gpu and num_stages > 1:
+        raise InvalidOption(
+            "speculative: expected none on GPUs with pipeline_parallel_size"
+            f" {num_stages}, got {runner.speculative}; share layers by tensor_parallel_size, or"
+            " leave the flag out"
+        )
     if loaded.model.kv_cache_spec.has_states:
         check_drafts_with_states(loaded, runner)
     if not loaded.batch_invariant and is_on_gpu:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from scheduler_service.core.step_plan import StepResult
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
@@ -32,9 +31,13 @@ from tests.worker_service.runner.device.test_ranks_ahead import (
 from tests.worker_service.runner.device.test_step_costs import Queue
 from tests.worker_service.runner.drafting.test_mtp import edited, make_right
 from tests.worker_service.runner.drafting.test_rank_drafts import outputs
-from worker_service.config import RunnerConfig
+from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
+from worker_service.distributed.communicator import Communicator
+from worker_service.distributed.layout import Layout
 from worker_service.errors import GroupBroken, InvalidOption
+from worker_service.loader import load_model
 from worker_service.runner.device.in_flight_step import DeviceEvent
+from worker_service.runner.model_options import check_speculation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -242,23 +245,16 @@ def test_ranks_with_other_drafts_do_not_meet(tmp_path: Path) -> None:
     ranks.close()
 
 
-class OnGpus(AheadExecutor):
-    """Checks options as if its device were a GPU."""
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device("meta")
-
-
 @pytest.mark.parametrize("speculative", ["ngram", "mtp"])
-def test_stages_of_a_pipeline_on_gpus_are_refused_by_name(speculative: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        InvalidOption, match=f"GPUs with pipeline_parallel_size 2, got {speculative}"
-    ):
-        RankThreads(
-            checkpoint("llama"),
-            tensor_parallel_size=2,
-            pipeline_parallel_size=2,
-            runner=speculating(speculative, tmp_path),
-            executor=OnGpus,
-        )
+def test_stages_of_a_pipeline_on_gpus_are_refused_by_name(speculative: str) -> None:
+    loaded = load_model(ModelConfig(model=str(checkpoint("llama")), device="cpu"), CacheConfig())
+    runner, on_gpus = RunnerConfig(speculative=speculative), replace(loaded.config, device="cuda")
+
+    def check(**ranks: int) -> None:
+        communicator = Communicator(Layout(**ranks))
+        check_speculation(replace(loaded, config=on_gpus, communicator=communicator), runner)
+
+    check(tensor_parallel_size=2)
+    match = f"GPUs with pipeline_parallel_size 2, got {speculative}; share layers by"
+    with pytest.raises(InvalidOption, match=match):
+        check(tensor_parallel_size=2, pipeline_parallel_size=2)
