@@ -130,6 +130,8 @@ class Engine:
         self._check_loaded()
         batch = (max_num_seqs, max_num_batched_tokens)
         if batch not in self._profiles:
+            if self._stream is not None:  # of a core that has died, perhaps
+                self._stream.keep_no_sequences()
             try:
                 self._profiles[batch] = await self._thread.run(
                     lambda: self._measure_blocks(max_num_seqs, max_num_batched_tokens)

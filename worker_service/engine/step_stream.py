@@ -128,6 +128,10 @@ class StepStream:
         changed, self._leases_changed = self._leases_changed, asyncio.Event()
         changed.set()
 
+    def keep_no_sequences(self) -> None:
+        """Keep none for the next core, because the caches may be used for something else."""
+        self._is_intact = False
+
     def end_idle_spans(self) -> None:
         """End the spans of requests that have had no step for a while."""
         if self._traces is not None:

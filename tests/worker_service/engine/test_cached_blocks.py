@@ -144,12 +144,23 @@ async def test_caches_of_another_size_have_no_records(worker: RunningWorker) -> 
     assert await (await Core(worker, 2).begin(32)).records() == (0, [])
 
 
-async def test_another_measurement_of_memory_ends_the_records(worker: RunningWorker) -> None:
+@pytest.mark.parametrize("dies_first", [True, False])
+async def test_another_measurement_of_memory_ends_the_records(
+    worker: RunningWorker, dies_first: bool
+) -> None:
+    """Whether or not the worker knows of the core's death before it measures."""
     first = await Core(worker, 1).begin()
-    await first.step({"key_seed": SEED, "cached_blocks": cached(5)})
+    first.plans.add(1, [3, 1, 4])
+    steps = Steps(worker.stub)
+    await steps.send(first.plans.plan([Row(1, 3)], key_seed=SEED, cached_blocks=cached(5)))
+    await steps.result()
+    if dies_first:
+        steps.cancel()
+        await worker.worker.wait_idle()
     await worker.stub.ProfileBlocks(
         pb.ProfileBlocksRequest(max_num_seqs=3, max_num_batched_tokens=7)
     )
+    steps.cancel()
     assert await (await Core(worker, 2).begin()).records() == (0, [])
 
 
