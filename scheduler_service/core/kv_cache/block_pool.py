@@ -71,7 +71,8 @@ class CachedBlocks:
         """By group: the block that a key leads to."""
         self.num_entries: Counter[int] = Counter()
         """By group: entries with contents, those that are not confirmed included."""
-        self._contents: list[Contents | None] = [None] * num_blocks
+        self.contents: list[Contents | None] = [None] * num_blocks
+        """By block; None if they have no key."""
         self._entries: dict[int, tuple[int, ...]] = {}
         """By block: all blocks of its entry, the first one leads to them; absent if it is the only
         one."""
@@ -86,12 +87,12 @@ class CachedBlocks:
         if nobody asks."""
 
     def __contains__(self, block: int) -> bool:
-        return self._contents[block] is not None
+        return self.contents[block] is not None
 
     @property
     def num_blocks(self) -> int:
         """Blocks with contents, in use or free."""
-        return sum(contents is not None for contents in self._contents)
+        return sum(contents is not None for contents in self.contents)
 
     @property
     def num_free(self) -> int:
@@ -106,10 +107,6 @@ class CachedBlocks:
     def free_blocks(self) -> Iterable[int]:
         """Blocks that are not in use, the first to be evicted first."""
         return chain(self._expendable, self._saved, self._free)
-
-    def contents_of(self, block: int) -> Contents | None:
-        """The contents of a block; None if they have no key."""
-        return self._contents[block]
 
     def find(self, key: BlockKey, group: int = 0) -> int | None:
         """A block of the group that this key leads to; None if there is none."""
@@ -133,7 +130,7 @@ class CachedBlocks:
 
     def is_confirmed(self, block: int) -> bool:
         """Whether a block with contents is found by the key at their end."""
-        contents = self._contents[block]
+        contents = self.contents[block]
         assert contents is not None
         return self._index[contents.group].get(contents.key) == self.entry(block)[0]
 
@@ -152,33 +149,33 @@ class CachedBlocks:
                 self._tails[contents.group, contents.tail.parent][contents.tail.num_tokens] += 1
 
     def _set(self, block: int, contents: Contents, entry: Sequence[int]) -> None:
-        if self._contents[block] is not None:
+        if self.contents[block] is not None:
             entry = entry or self.entry(block)
             self.discard(block)
         self.num_entries[contents.group] += 1
-        self._contents[block] = contents
+        self.contents[block] = contents
         if len(entry) > 1:
             for member in entry:
-                self._contents[member] = contents
+                self.contents[member] = contents
             self._entries |= dict.fromkeys(entry, tuple(entry))
 
     def hold(self, block: int, contents: Contents, entry: Sequence[int] = ()) -> Contents:
         """Give a block in use contents that are still being computed, unless it has some; returns
         those. It stays cached when it is freed, but is not found before they are confirmed."""
-        held = self._contents[block]
+        held = self.contents[block]
         if held is None:
             self._set(block, contents, entry)
         return held or contents
 
     def confirm(self, block: int, held: Contents, contents: Contents) -> None:
         """Let a block be found by its contents if it is still the one with what was `held`."""
-        if self._contents[block] is held:
+        if self.contents[block] is held:
             self.add(block, contents)
 
     def discard(self, block: int) -> tuple[int, ...]:
         """Remove the contents of an entry in use, if it has any; returns its blocks."""
         entry = self.entry(block)
-        contents = self._contents[block]
+        contents = self.contents[block]
         if contents is None:
             return entry
         self.num_entries[contents.group] -= 1
@@ -194,16 +191,13 @@ class CachedBlocks:
             if index.get(key) == block:
                 del index[key]
         for member in entry:
-            self._contents[member] = None
+            self.contents[member] = None
             self._entries.pop(member, None)
         return entry
 
-    def free(self, block: int, *, is_expendable: bool = False) -> bool:
-        """Record that a block is no longer in use; False if it has no contents."""
-        if self._contents[block] is None:
-            return False
+    def free(self, block: int, *, is_expendable: bool = False) -> None:
+        """Record that a block with contents is no longer in use."""
         (self._expendable if is_expendable else self._free)[block] = None
-        return True
 
     def use(self, block: int) -> None:
         """Record that a free block was found and is in use again."""
@@ -231,7 +225,7 @@ class CachedBlocks:
             for block in entry:
                 del self._free[block]
                 self._saved[block] = None
-            contents = self._contents[entry[0]]
+            contents = self.contents[entry[0]]
             if contents is not None and self.is_confirmed(entry[0]):
                 entries.append((entry, contents))
         return entries
@@ -243,7 +237,7 @@ class CachedBlocks:
         queue = self._expendable or self._saved or self._free
         entry = self.entry(next(iter(queue)))
         is_kept = queue is not self._expendable and self.is_confirmed(entry[0])
-        contents = self._contents[entry[0]] if is_kept else None
+        contents = self.contents[entry[0]] if is_kept else None
         for block in entry:
             del queue[block]
         self.discard(entry[0])
@@ -255,9 +249,9 @@ class CachedBlocks:
         changed, self.changed = self.changed or {}, {}
         entries: list[tuple[tuple[int, ...], Contents | None]] = []
         for block in changed:
-            is_found = self._contents[block] is not None and self.is_confirmed(block)
+            is_found = self.contents[block] is not None and self.is_confirmed(block)
             if is_found and (entry := self.entry(block))[0] == block:
-                entries.append((entry, self._contents[block]))
+                entries.append((entry, self.contents[block]))
             else:
                 entries.append(((block,), None))
         return entries
@@ -266,7 +260,7 @@ class CachedBlocks:
         """All blocks with any of these units."""
         return [
             block
-            for block, held in enumerate(self._contents)
+            for block, held in enumerate(self.contents)
             if held is not None and held.has_any(units)
         ]
 
@@ -274,15 +268,15 @@ class CachedBlocks:
         """Assert the invariant; `ref_counts`: of the blocks in use."""
         for group, index in self._index.items():
             for key, block in index.items():
-                contents = self._contents[block]
+                contents = self.contents[block]
                 assert contents is not None
                 assert contents.group == group
                 assert self.entry(block)[0] == block
                 assert key in (contents.units[0], contents.key)
         free = set(self.free_blocks())
-        kept = {block for block, contents in enumerate(self._contents) if contents is not None}
+        kept = {block for block, contents in enumerate(self.contents) if contents is not None}
         heads = {self.entry(block)[0] for block in kept}
-        groups = (held.group for head in heads if (held := self._contents[head]) is not None)
+        groups = (held.group for head in heads if (held := self.contents[head]) is not None)
         assert +self.num_entries == Counter(groups)
         assert free == kept - ref_counts.keys()
         assert len(free) == self.num_free, "a block is in two queues"
@@ -379,14 +373,16 @@ class BlockPool:
 
         Blocks are freed tail first, so that a shared prefix is reused last.
         """
-        num_freed, ref_counts = 0, self._ref_counts
+        num_freed, ref_counts, contents = 0, self._ref_counts, self.cached.contents
         for block in reversed(blocks):
             ref_counts[block] = count = ref_counts[block] - 1
             assert count >= 0, f"block {block} freed twice"
             if count == 0:
                 num_freed += 1
-                if not self.cached.free(block, is_expendable=is_expendable):
+                if contents[block] is None:
                     self._free.append(block)
+                else:
+                    self.cached.free(block, is_expendable=is_expendable)
         return num_freed
 
     def adopt(self, entries: Iterable[tuple[Sequence[int], Contents]]) -> list[int]:
@@ -417,14 +413,14 @@ class BlockPool:
     def evict(self, block: int, *, is_kept: bool) -> None:
         """Free the entry of a block that is not in use, as if its memory were needed; `is_kept`:
         whether it is worth a copy."""
-        contents = self.cached.contents_of(block)
+        contents = self.cached.contents[block]
         if is_kept and self._on_evict and contents is not None and self.cached.is_confirmed(block):
             self._on_evict(self.cached.entry(block), contents)
         self.forget(block)
 
     def forget_contents(self, block: int, contents: Contents) -> None:
         """Remove the contents of a block if it still has these, not equal ones."""
-        if self.cached.contents_of(block) is contents:
+        if self.cached.contents[block] is contents:
             self.forget(block)
 
     def _evict(self) -> int:

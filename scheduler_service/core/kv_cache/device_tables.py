@@ -128,17 +128,15 @@ class DeviceTables:
         tables = self.held[seq.seq_id].tables
         for number, tokens in self.block_tokens.items():
             table, index = tables[number], (length - 1) // tokens
-            offset, shared = index - table.first, None
-            if offset == len(table.blocks):
+            blocks, offset = table.blocks, index - table.first
+            if offset == len(blocks):
                 block = self.pool.allocate_one()
-                table.blocks.append(block)
-            elif self.pool.is_shared(table.blocks[offset]):
-                block = self.pool.allocate_one()
-                shared, table.blocks[offset] = table.blocks[offset], block
+                blocks.append(block)
+                updates.append((number, index, block, None))
+            elif self.pool.is_shared(shared := blocks[offset]):
+                blocks[offset] = block = self.pool.allocate_one()
                 self.pool.release([shared])
-            else:
-                continue
-            updates.append((number, index, block, shared))
+                updates.append((number, index, block, shared))
         return updates + self.states.unshare(tables) if self.has_states else updates
 
     def can_reserve_all(self, sequences: Iterable[CacheableSequence]) -> bool:

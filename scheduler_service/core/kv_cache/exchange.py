@@ -81,7 +81,7 @@ class CacheExchange:
             parts = [blocks] if group.is_state and blocks else [(block,) for block in blocks]
             for part in parts:
                 pool, indices = self._pool(part[0]), list(map(_index, part))
-                contents = pool.cached.contents_of(indices[0])
+                contents = pool.cached.contents[indices[0]]
                 if contents is None or (not contents.is_full and any(map(pool.is_used, indices))):
                     return found if len(self._groups) == 1 else []
                 found.append(CachedEntry(part, contents))

@@ -53,7 +53,7 @@ def _is_more(blocks: tuple[int, ...], contents: Contents, device: BlockPool) -> 
     """Whether blocks exist and may have these contents, of which fewer are recorded."""
     if not 0 <= min(blocks) <= max(blocks) < device.num_blocks or len(set(blocks)) < len(blocks):
         return False
-    recorded = [device.cached.contents_of(block) for block in blocks if block in device.cached]
+    recorded = [device.cached.contents[block] for block in blocks if block in device.cached]
     if not recorded:
         return True
     before = recorded[0]

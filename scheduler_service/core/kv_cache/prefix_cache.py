@@ -13,7 +13,7 @@ will write to it; so nothing that can be found is ever overwritten. Where a wind
 the hit is cut.
 """
 
-from bisect import insort
+from bisect import bisect, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -121,7 +121,7 @@ def _longest(cached: CachedBlocks, group: int, units: Sequence[BlockKey]) -> tup
     best, length = 0, 0
     for end in (1, *range(len(units) - 1, 1, -1)):
         block = cached.find(units[end - 1], group) if end > length and units else None
-        if block is not None and (number := _num_equal(cached.contents_of(block), units)) > length:
+        if block is not None and (number := _num_equal(cached.contents[block], units)) > length:
             best, length = block, number
     return best, length
 
@@ -458,21 +458,26 @@ class PrefixCache:
         return self._boundaries.get(seq, [])
 
     def retained(
-        self, seq: CacheableSequence, number: int, index: int, cached: Contents | None
+        self,
+        seq: CacheableSequence,
+        number: int,
+        index: int,
+        boundaries: Sequence[int],
+        cached: Contents | None,
     ) -> Contents | None:
         """What to keep cached of a block that a sequence releases while it continues, if nothing
-        more than what is; None unless it is needed at a boundary."""
+        more than what is; None unless it is needed at a boundary, of which there are some."""
         group = self._groups[number]
         start = index * group.block_tokens
         end = start + group.block_tokens
-        extra = self._boundaries.get(seq)
-        if extra is None or start >= extra[-1]:
+        if start >= boundaries[-1]:
             return None  # decoded tokens, as a rule
+        following = boundaries[bisect(boundaries, start)]
         multiple = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
-        if multiple >= seq.num_prompt_tokens or group.first_needed(multiple) >= end:
-            boundaries = (b for b in extra if b > start)
-            if not any(group.first_needed(boundary) < end for boundary in boundaries):
-                return None
+        if multiple < seq.num_prompt_tokens:
+            following = min(following, multiple)
+        if group.first_needed(following) >= end:
+            return None
         if cached is not None and cached.is_full:
             return cached
         if not self.is_enabled or end > seq.num_known:

@@ -19,15 +19,15 @@ class ReleasedBlocks:
         self._groups = groups = tables.groups
         self._device = tables.pool
         self._prefixes = prefixes
-        self._spans = [(number, group) for number, group in enumerate(groups) if group.span]
+        self._spans = [(n, g, g.block_tokens) for n, g in enumerate(groups) if g.span]
         self._is_simple = len(groups) == 1 and not groups[0].is_state
 
     def slide(self, seq: CacheableSequence, position: int) -> None:
         """Release the blocks that no row at `position` or after it reads. Those that are needed at
         a boundary stay cached as long as the sequence's other blocks."""
         held, num_freed = self._tables.held[seq.seq_id], 0
-        for number, group in self._spans:
-            table, tokens = held.tables[number], group.block_tokens
+        for number, group, tokens in self._spans:
+            table = held.tables[number]
             num_blocks = group.first_needed(position) // tokens - table.first
             if num_blocks <= 0:
                 continue
@@ -48,13 +48,14 @@ class ReleasedBlocks:
         """Release the first blocks of a table, of which some may be needed at a boundary; returns
         the number of blocks freed."""
         num_freed, tokens = 0, self._groups[number].block_tokens
+        cached, boundaries = self._device.cached, held.boundaries
         for index, block in enumerate(blocks, held.tables[number].first):
-            cached = self._device.cached.contents_of(block)
-            contents = self._prefixes.retained(seq, number, index, cached)
+            found = cached.contents[block]
+            contents = self._prefixes.retained(seq, number, index, boundaries, found)
             if contents is not None:
-                kept = self._device.cached.hold(block, contents)
+                kept = found or cached.hold(block, contents)
                 held.retained.append(Retained((index + 1) * tokens, block, contents, kept))
-                if cached is not contents:
+                if found is not contents:
                     held.unconfirmed.append(held.retained[-1])
             num_freed += self._device.release([block], is_expendable=contents is None)
         return num_freed
@@ -92,7 +93,7 @@ class ReleasedBlocks:
             for index, block in enumerate(table.blocks, table.first + 1):
                 placed.append((index * tokens, block, None))
         for _, block, contents in sorted(placed, key=lambda entry: entry[:2], reverse=True):
-            found = self._device.cached.contents_of(block)
+            found = self._device.cached.contents[block]
             if contents is None:
                 self._device.release([block])
             elif found is not None and found.units[0] == contents.units[0]:

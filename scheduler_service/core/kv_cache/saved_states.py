@@ -161,7 +161,7 @@ class SavedStates:
         """Let a state be found, unless an equal one is: then this one is forgotten."""
         cached = self._device.cached
         cached.confirm(block, held, contents)
-        if cached.contents_of(block) is held and not cached.is_confirmed(block):
+        if cached.contents[block] is held and not cached.is_confirmed(block):
             self._device.forget(block)
 
     def _contents(self, seq: CacheableSequence, group: int, position: int) -> Contents:
@@ -185,7 +185,7 @@ class SavedStates:
         heappush(self._order[state.group], (self._worth(state), next(self._numbers), state))
 
     def _is_kept(self, state: SavedState) -> bool:
-        return state.block >= 0 and self._device.cached.contents_of(state.block) is state.contents
+        return state.block >= 0 and self._device.cached.contents[state.block] is state.contents
 
     def _worth(self, state: SavedState) -> int:
         while (previous := state.previous) is not None and not self._is_kept(previous):
@@ -224,7 +224,7 @@ class SavedStates:
         if size <= len(self._order[number]) <= 4 * size + 16:
             return
         for block in cached.found(number):
-            saved, contents = self._saved.get(block), cached.contents_of(block)
+            saved, contents = self._saved.get(block), cached.contents[block]
             if contents is not None and (saved is None or saved.contents is not contents):
                 saved = SavedState(number, BOUNDARY_TOKENS, block, is_rolling=False)
                 saved.contents = contents

@@ -86,9 +86,9 @@ class SwapSpace:
 
     def _contents_of(self, sequences: Iterable[CacheableSequence]) -> dict[int, Contents | None]:
         """The contents of these sequences' distinct blocks."""
-        contents_of = self._device.pool.cached.contents_of
+        contents = self._device.pool.cached.contents
         tables = (self._device.held[seq.seq_id] for seq in sequences)
-        return {block: contents_of(block) for held in tables for block in held.blocks()}
+        return {block: contents[block] for held in tables for block in held.blocks()}
 
     def _find(self, contents: Contents | None) -> int | None:
         """A copy of a device block that is in a table; unless it is full, its owner has added to

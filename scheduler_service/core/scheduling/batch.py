@@ -68,10 +68,11 @@ class Batch:
 
     def update_tables(self, seq_id: int, updates: Iterable[BlockUpdate]) -> None:
         """Change a running sequence's block tables, copying the shared blocks that it replaces."""
+        changes = self._block_updates
         for group, index, block, copied_from in updates:
             if copied_from is not None:
                 self.copy += (copied_from, block)
-            self._block_updates += (seq_id, group, index, block)
+            changes += (seq_id, group, index, block)
 
     def copy_shared(self, updates: Iterable[BlockUpdate]) -> None:
         """Copy the shared blocks that changes of block tables replace."""
