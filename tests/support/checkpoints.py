@@ -62,6 +62,19 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 
+_GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+}
+_GRANITE_SWA: dict[str, Any] = {
+    **_GRANITE,
+    "num_hidden_layers": 3,
+    "sliding_window": 9,
+    "layer_rope_theta": [10000.0, 0, 500.0],
+}
+
 _LFM2: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["conv", "full_attention", "conv"],
@@ -384,6 +397,66 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Dots1ForCausalLM",
         {**_SCORED_MOE, "sliding_window": 9, "max_window_layers": 1},
     ),
+    "solar_open": (
+        "SolarOpenConfig",
+        "SolarOpenForCausalLM",
+        {**_SCORED_MOE, "head_dim": 24, "attention_bias": True},
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        "ExaoneMoeForCausalLM",
+        {
+            **_SCORED_MOE,
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        "HYV3ForCausalLM",
+        {**_MOE, "head_dim": 24, "router_scaling_factor": 1.5},
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        "AfmoeForCausalLM",
+        {
+            **_MOE,
+            "head_dim": 24,
+            "num_dense_layers": 1,
+            "num_shared_experts": 1,
+            "route_scale": 1.5,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mup_enabled": True,
+        },
+    ),
+    "mellum": (
+        "MellumConfig",
+        "MellumForCausalLM",
+        {
+            **_MOE,
+            "head_dim": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        "Cohere2MoeForCausalLM",
+        {
+            **_MOE,
+            "num_hidden_layers": 3,
+            "logit_scale": 0.25,
+            "num_shared_experts": 2,
+            "sliding_window": 9,
+            "sliding_window_pattern": 2,
+            "first_k_dense_replace": 1,
+            "expert_selection_fn": "sigmoid",
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",
@@ -463,16 +536,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 10}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
-    "granite": (
-        "GraniteConfig",
-        "GraniteForCausalLM",
-        {
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.5,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
-        },
-    ),
+    "granite": ("GraniteConfig", "GraniteForCausalLM", _GRANITE),
     "phi3_long": (
         "Phi3Config",
         "Phi3ForCausalLM",
@@ -495,6 +559,30 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 24}),
+    "glm": ("GlmConfig", "GlmForCausalLM", {"head_dim": 24}),
+    "helium": ("HeliumConfig", "HeliumForCausalLM", {"head_dim": 16}),
+    "ministral": (
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {
+            "head_dim": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "cwm": (
+        "CwmConfig",
+        "CwmForCausalLM",
+        {"head_dim": 24, "sliding_window": 9},
+    ),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM", {}),
+    "jais2": ("Jais2Config", "Jais2ForCausalLM", {}),
+    "granite_swa": ("GraniteSWAConfig", "GraniteSWAForCausalLM", _GRANITE_SWA),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        "HyperCLOVAXForCausalLM",
+        {**_GRANITE, "attention_multiplier": None},
+    ),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {"head_dim": 24}),
     "arcee": ("ArceeConfig", "ArceeForCausalLM", {}),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
@@ -558,14 +646,22 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granitemoe": (
         "GraniteMoeConfig",
         "GraniteMoeForCausalLM",
+        {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
         {
+            **_GRANITE,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.5,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 2.0,
+            "shared_intermediate_size": 56,
         },
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWAConfig",
+        "GraniteMoeSWAForCausalLM",
+        {**_GRANITE_SWA, "num_local_experts": 4, "shared_intermediate_size": 56},
     ),
     "minimax_m2": (
         "MiniMaxM2Config",

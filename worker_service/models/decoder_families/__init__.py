@@ -19,6 +19,14 @@ from worker_service.models.decoder_families.gemma3n import gemma3n_settings
 from worker_service.models.decoder_families.gemma4 import gemma4_settings
 from worker_service.models.decoder_families.gpt import gpt2_settings, gpt_neo_settings, opt_settings
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
+from worker_service.models.decoder_families.granite import (
+    granite_moe_settings,
+    granite_moe_shared_settings,
+    granite_moe_swa_settings,
+    granite_settings,
+    granite_swa_settings,
+    hyperclovax_settings,
+)
 from worker_service.models.decoder_families.hunyuan import (
     hunyuan_dense_settings,
     hunyuan_moe_settings,
@@ -40,10 +48,13 @@ from worker_service.models.decoder_families.latent import (
 from worker_service.models.decoder_families.latent_kin import minicpm3_settings, mistral4_settings
 from worker_service.models.decoder_families.lfm2 import lfm2_moe_settings, lfm2_settings
 from worker_service.models.decoder_families.llama import (
+    cwm_settings,
     exaone_settings,
+    helium_settings,
     internlm3_settings,
     iquest_coder_settings,
     llama_settings,
+    ministral_settings,
 )
 from worker_service.models.decoder_families.llama4 import llama4_settings
 from worker_service.models.decoder_families.llama_kin import (
@@ -52,9 +63,9 @@ from worker_service.models.decoder_families.llama_kin import (
     ernie4_5_settings,
     exaone4_settings,
     glm4_settings,
-    granite_settings,
     ministral3_settings,
     olmo2_settings,
+    olmo_settings,
     phi3_settings,
     seed_oss_settings,
     smollm3_settings,
@@ -62,22 +73,33 @@ from worker_service.models.decoder_families.llama_kin import (
 from worker_service.models.decoder_families.mamba import mamba2_settings, mamba_settings
 from worker_service.models.decoder_families.mixture_kin import (
     ernie4_5_moe_settings,
-    granite_moe_settings,
     minimax_m2_settings,
     olmoe_settings,
     phimoe_settings,
 )
-from worker_service.models.decoder_families.mixtures import mixtral_settings, qwen_moe_settings
+from worker_service.models.decoder_families.mixtures import (
+    mellum_settings,
+    mixtral_settings,
+    qwen_moe_settings,
+)
 from worker_service.models.decoder_families.parallel import (
+    cohere2_moe_settings,
     cohere_settings,
     falcon_settings,
     gpt_neox_settings,
     gptj_settings,
+    jais2_settings,
     nemotron_settings,
     stablelm_settings,
     starcoder2_settings,
 )
 from worker_service.models.decoder_families.recurrent_gemma import recurrent_gemma_settings
+from worker_service.models.decoder_families.scored_kin import (
+    afmoe_settings,
+    exaone_moe_settings,
+    hy_v3_settings,
+    solar_open_settings,
+)
 from worker_service.models.decoder_families.scored_mixtures import dots1_settings, glm4_moe_settings
 
 DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
@@ -85,6 +107,9 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "ExaoneForCausalLM": exaone_settings,
     "InternLM3ForCausalLM": internlm3_settings,
     "IQuestCoderForCausalLM": iquest_coder_settings,
+    "HeliumForCausalLM": helium_settings,
+    "CwmForCausalLM": cwm_settings,
+    "MinistralForCausalLM": ministral_settings,
     "MistralForCausalLM": llama_settings,
     "Qwen2ForCausalLM": llama_settings,
     "Qwen3ForCausalLM": llama_settings,
@@ -98,6 +123,11 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Qwen3MoeForCausalLM": qwen_moe_settings,
     "Glm4MoeForCausalLM": glm4_moe_settings,
     "Dots1ForCausalLM": dots1_settings,
+    "SolarOpenForCausalLM": solar_open_settings,
+    "ExaoneMoeForCausalLM": exaone_moe_settings,
+    "HYV3ForCausalLM": hy_v3_settings,
+    "AfmoeForCausalLM": afmoe_settings,
+    "MellumForCausalLM": mellum_settings,
     "DeepseekV2ForCausalLM": deepseek_v2_settings,
     "DeepseekV3ForCausalLM": deepseek_v3_settings,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite_settings,
@@ -106,6 +136,8 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Mistral4ForCausalLM": mistral4_settings,
     "OlmoeForCausalLM": olmoe_settings,
     "GraniteMoeForCausalLM": granite_moe_settings,
+    "GraniteMoeSharedForCausalLM": granite_moe_shared_settings,
+    "GraniteMoeSWAForCausalLM": granite_moe_swa_settings,
     "MiniMaxM2ForCausalLM": minimax_m2_settings,
     "Ernie4_5ForCausalLM": ernie4_5_settings,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_settings,
@@ -119,17 +151,23 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "BloomForCausalLM": bloom_settings,
     "CohereForCausalLM": cohere_settings,
     "Cohere2ForCausalLM": cohere_settings,
+    "Cohere2MoeForCausalLM": cohere2_moe_settings,
     "FalconForCausalLM": falcon_settings,
     "GPTJForCausalLM": gptj_settings,
     "GPTNeoXForCausalLM": gpt_neox_settings,
     "Ministral3ForCausalLM": ministral3_settings,
     "MptForCausalLM": mpt_settings,
+    "Jais2ForCausalLM": jais2_settings,
     "NemotronForCausalLM": nemotron_settings,
     "StableLmForCausalLM": stablelm_settings,
     "Starcoder2ForCausalLM": starcoder2_settings,
     "Exaone4ForCausalLM": exaone4_settings,
+    "GlmForCausalLM": glm4_settings,
     "Glm4ForCausalLM": glm4_settings,
     "GraniteForCausalLM": granite_settings,
+    "GraniteSWAForCausalLM": granite_swa_settings,
+    "HyperCLOVAXForCausalLM": hyperclovax_settings,
+    "OlmoForCausalLM": olmo_settings,
     "Olmo2ForCausalLM": olmo2_settings,
     "Olmo3ForCausalLM": olmo2_settings,
     "Phi3ForCausalLM": phi3_settings,

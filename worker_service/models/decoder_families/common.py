@@ -10,7 +10,12 @@ from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
-from worker_service.models.layers.rotary import PROPORTIONAL, SCALING_TYPES, RotarySettings
+from worker_service.models.layers.rotary import (
+    NO_ROTATION,
+    PROPORTIONAL,
+    SCALING_TYPES,
+    RotarySettings,
+)
 from worker_service.models.mixers.attention import AttentionSpec
 
 Config = Mapping[str, Any]
@@ -61,6 +66,11 @@ def with_keys(config: Config, names: Mapping[str, str], **defaults: Any) -> Conf
     found = {usual: config.get(name) for usual, name in names.items()}
     given = {usual: value for usual, value in found.items() if value is not None}
     return ChainMap(given, cast(Any, config), defaults)
+
+
+def with_values(config: Config, **values: Any) -> Config:
+    """The configuration with these values, whichever it has itself."""
+    return ChainMap(values, cast(Any, config))
 
 
 def head_dim_of(config: Config, default: int | None = None) -> int:
@@ -119,6 +129,17 @@ def rotaries_by_type(
     }
 
 
+def unrotated(rotary: RotarySettings) -> RotarySettings:
+    """An embedding of the same positions that rotates nothing, for layers without RoPE whose heads
+    have norms, which the kernel of RoPE computes."""
+    return RotarySettings(
+        rotary_dim=2,
+        theta=1.0,
+        scaling_type=NO_ROTATION,
+        max_position_embeddings=rotary.max_model_len(),
+    )
+
+
 def every(config: Config, period: int) -> list[str]:
     """Types of layers where the last of each period has full attention."""
     layers = range(1, config["num_hidden_layers"] + 1)
@@ -145,6 +166,20 @@ def layer_types(config: Config, default: Sequence[str]) -> list[str]:
             f" layers, got {', '.join(map(str, kinds))}"
         )
     return kinds
+
+
+def have_experts(config: Config, num_dense: int) -> list[bool]:
+    """Whether each layer has experts, not an MLP. num_dense: first layers that have an MLP by
+    default. Raises UnsupportedModel for other types in `mlp_layer_types`, or another number."""
+    num_layers = config["num_hidden_layers"]
+    default = ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
+    kinds = list(config.get("mlp_layer_types") or default)
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        raise UnsupportedModel(
+            f"config.json: mlp_layer_types: expected dense or sparse for each of {num_layers}"
+            f" layers, got {', '.join(map(str, kinds))}"
+        )
+    return [kind == "sparse" for kind in kinds]
 
 
 def attention_of(

@@ -14,6 +14,7 @@ from worker_service.models.decoder_families.common import (
     by_lines,
     decoder_of,
     gated_mlp,
+    have_experts,
     require,
     rotary_of,
     routing,
@@ -89,15 +90,8 @@ def glm4_moe_lite_settings(config: Config) -> DecoderSettings:
     require(config, "first_k_dense_replace", 1)
     _require_rotary_heads(config)
     experts = _scored_experts(config, num_experts=64, num_groups=1, num_chosen_groups=1, scale=1.8)
-    num_layers, kinds = config["num_hidden_layers"], config.get("mlp_layer_types")
-    kinds = list(kinds or ["dense"] + ["sparse"] * (num_layers - 1))
-    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
-        raise UnsupportedModel(
-            f"config.json: mlp_layer_types: expected dense or sparse for each of {num_layers}"
-            f" layers, got {', '.join(map(str, kinds))}"
-        )
     dense = gated_mlp(config, bias=False)
-    parts = [experts if kind == "sparse" else dense for kind in kinds]
+    parts = [experts if is_sparse else dense for is_sparse in have_experts(config, 1)]
     return with_layer_behind(latent_decoder(config, parts, query_latent_dim=768, eps=1e-5))
 
 

@@ -2,11 +2,14 @@
 queries that are scaled by their positions, and experts that are chosen by the softmax of their
 scores."""
 
-from collections import ChainMap
-from typing import Any, cast
-
 from worker_service.models.decoder.specs import DecoderSettings
-from worker_service.models.decoder_families.common import Config, by_lines, gated_mlp, with_keys
+from worker_service.models.decoder_families.common import (
+    Config,
+    by_lines,
+    gated_mlp,
+    with_keys,
+    with_values,
+)
 from worker_service.models.decoder_families.latent import (
     EXPERT_NAMES,
     experts_of,
@@ -40,10 +43,9 @@ def minicpm3_settings(config: Config) -> DecoderSettings:
     num_layers, size = config["num_hidden_layers"], config["hidden_size"]
     value_dim = config.get("v_head_dim") or size // config["num_attention_heads"]
     defaults = with_keys(config, {}, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32)
-    values = ChainMap({"v_head_dim": value_dim, "rope_interleave": False}, cast(Any, defaults))
     depth = config.get("scale_depth", 1.4)
     return latent_decoder(
-        values,
+        with_values(defaults, v_head_dim=value_dim, rope_interleave=False),
         [gated_mlp(config)] * num_layers,
         query_latent_dim=768,
         eps=1e-5,

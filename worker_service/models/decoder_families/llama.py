@@ -1,7 +1,9 @@
 """Llama (Touvron et al. 2023), Mistral, Qwen2 and Qwen3: RMS norms before attention and a gated
-MLP, RoPE, grouped queries; and EXAONE 3, InternLM3 and IQuest-Coder, which differ in names only."""
+MLP, RoPE, grouped queries; and EXAONE 3, InternLM3, IQuest-Coder, Helium, Ministral and the Code
+World Model, which differ in names, defaults and windows only."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
@@ -14,6 +16,7 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     gated_mlp,
     head_dim_of,
+    layer_types,
     require,
     rotary_of,
     with_keys,
@@ -29,6 +32,15 @@ feed_forward_norm  ln_2
 feed_forward.up    mlp.c_fc_0 mlp.c_fc_1
 feed_forward.down  mlp.c_proj
 """)
+
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""The defaults of `rope_parameters`."""
 
 
 def llama_settings(config: Config) -> DecoderSettings:
@@ -111,16 +123,48 @@ def iquest_coder_settings(config: Config) -> DecoderSettings:
     return _renamed(config, qkv_bias=bias, output_bias=bias)
 
 
+def helium_settings(config: Config) -> DecoderSettings:
+    """Helium: RoPE of neighbouring elements."""
+    bias = bool(config.get("attention_bias", False))
+    config = with_keys(config, {}, head_dim=128, num_key_value_heads=20, rms_norm_eps=1e-8)
+    return _renamed(config, theta=100_000.0, qkv_bias=bias, has_pairs=True)
+
+
+def ministral_settings(config: Config) -> DecoderSettings:
+    """Ministral: layers have a window, or those that are listed."""
+    window, num_layers = config.get("sliding_window", 4096), config["num_hidden_layers"]
+    kinds = layer_types(config, [FULL if window is None else SLIDING] * num_layers)
+    config = with_keys(config, {}, num_key_value_heads=8, rms_norm_eps=1e-6)
+    return _renamed(config, windows=[window if kind == SLIDING else None for kind in kinds])
+
+
+def cwm_settings(config: Config) -> DecoderSettings:
+    """Code World Model: windows in three of four layers, and RoPE scaled as in Llama 3."""
+    window, num_layers = config.get("sliding_window", 8192), config["num_hidden_layers"]
+    kinds = layer_types(config, [SLIDING if i % 4 else FULL for i in range(num_layers)])
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        config = with_keys(config, {}, rope_parameters=_CWM_ROPE)
+    config = with_keys(config, {}, head_dim=128, num_key_value_heads=8)
+    windows = [window or None if kind == SLIDING else None for kind in kinds]
+    return _renamed(config, theta=1e6, windows=windows)
+
+
 def _renamed(
-    config: Config, names: Mapping[str, str] = NAMES, *, theta: float = 10_000.0, **biases: bool
+    config: Config,
+    names: Mapping[str, str] = NAMES,
+    *,
+    theta: float = 10_000.0,
+    windows: Sequence[int | None] = (),
+    **others: Any,
 ) -> DecoderSettings:
-    """Llama with other names or defaults. biases: of attention."""
+    """Llama with other names or defaults. windows: of each layer; empty: none has one; others:
+    further fields of attention."""
     head_dim, norm = head_dim_of(config), NormSpec(eps=config.get("rms_norm_eps", 1e-5))
-    rotary = rotary_of(config, head_dim, theta=theta)
-    layer = LayerSpec(
-        attention=attention_of(config, head_dim, rotary, **biases),
-        feed_forward=gated_mlp(config),
-        norm=norm,
-        names=names,
-    )
-    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+    rotary, mlp = rotary_of(config, head_dim, theta=theta), gated_mlp(config)
+
+    def layer(window: int | None) -> LayerSpec:
+        attention = attention_of(config, head_dim, rotary, window=window, **others)
+        return LayerSpec(attention=attention, feed_forward=mlp, norm=norm, names=names)
+
+    layers = map(layer, windows or [None] * config["num_hidden_layers"])
+    return decoder_of(config, [*layers], norm)

@@ -1,15 +1,10 @@
 """Families that differ from Llama in one or two parts: norms elsewhere, layers without RoPE, scaled
 streams, tensors that hold several weights."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from worker_service.models.decoder.specs import (
-    DecoderSettings,
-    FeedForwardSpec,
-    LayerSpec,
-    NormPlace,
-)
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, NormPlace
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -24,11 +19,12 @@ from worker_service.models.decoder_families.common import (
     layer_types,
     rotaries_by_type,
     rotary_of,
+    unrotated,
 )
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
-from worker_service.models.layers.rotary import NO_ROTATION, QUERY_SCALING, RotarySettings
-from worker_service.models.mixers.attention import QKVStorage
+from worker_service.models.layers.rotary import QUERY_SCALING
+from worker_service.models.mixers.attention import AttentionSpec, QKVStorage
 
 _INPUT_NORMS = ("attention_norm", "feed_forward_norm")
 _OUTPUT_NORMS = {
@@ -37,10 +33,10 @@ _OUTPUT_NORMS = {
     "feed_forward_output_norm": "post_feedforward_layernorm",
 }
 _FUSED = {**NAMES, "attention.qkv": "self_attn.qkv_proj", "feed_forward.up": "mlp.gate_up_proj"}
+_GLM = {**NAMES, "feed_forward.up": "mlp.gate_up_proj"}
 _GLM4 = {
-    **NAMES,
+    **_GLM,
     "attention_output_norm": "post_self_attn_layernorm",
-    "feed_forward.up": "mlp.gate_up_proj",
     "feed_forward_output_norm": "post_mlp_layernorm",
 }
 _PLAIN = {**NAMES, "feed_forward.up": "mlp.up_proj"}
@@ -80,6 +76,20 @@ def _biases(config: Config, default: bool = False) -> dict[str, bool]:
     return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
+def olmo_settings(config: Config) -> DecoderSettings:
+    """OLMo: layer norms without weights."""
+    if config.get("clip_qkv") is not None:
+        raise NotNative("clip_qkv")
+    head_dim, norm = head_dim_of(config), NormSpec(eps=1e-5, is_rms=False, affine=False)
+    layer = LayerSpec(
+        attention=attention_of(config, head_dim, rotary_of(config, head_dim), **_biases(config)),
+        feed_forward=gated_mlp(config, bias=False),
+        norm=norm,
+        names=NAMES,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
 def olmo2_settings(config: Config) -> DecoderSettings:
     """OLMo 2 and 3: norms after each part, and of all heads together; windows in OLMo 3."""
     head_dim, norm, length = head_dim_of(config), _rms(config, 1e-5), None
@@ -114,65 +124,38 @@ def olmo2_settings(config: Config) -> DecoderSettings:
 
 
 def exaone4_settings(config: Config) -> DecoderSettings:
-    """EXAONE 4: norms after each part and of heads; no RoPE in layers with full attention, if
-    others have windows."""
-    head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
-    rotary, window = rotary_of(config, head_dim), config.get("sliding_window", 4096)
-    period = config.get("sliding_window_pattern", 4) if window else 1
-    unrotated = RotarySettings(
-        rotary_dim=2,
-        theta=1.0,
-        scaling_type=NO_ROTATION,
-        max_position_embeddings=rotary.max_model_len(),
-    )
+    """EXAONE 4: norms after each part."""
+    norm = _rms(config, 1e-5)
     layers = [
         LayerSpec(
-            attention=attention_of(
-                config,
-                head_dim,
-                rotary if kind == SLIDING or not window else unrotated,
-                window=window if kind == SLIDING else None,
-                head_norm=norm,
-            ),
+            attention=attention,
             feed_forward=gated_mlp(config, bias=False),
             norm=norm,
             norm_place=NormPlace.AFTER,
             names=_OUTPUT_NORMS,
         )
-        for kind in layer_types(config, every(config, period))
+        for attention in exaone4_attentions(config)
     ]
-    return decoder_of(config, layers, norm, max_model_len=rotary.max_model_len())
+    return decoder_of(config, layers, norm)
 
 
-def granite_settings(
-    config: Config, experts: FeedForwardSpec | None = None, names: Mapping[str, str] = NAMES
-) -> DecoderSettings:
-    """Granite: multipliers of embeddings, attention scores, the residual stream and logits.
-
-    experts: in place of the MLP.
-    """
-    head_dim, norm = head_dim_of(config), _rms(config)
-    layer = LayerSpec(
-        attention=attention_of(
+def exaone4_attentions(config: Config, **others: Any) -> list[AttentionSpec]:
+    """EXAONE 4's: norms of heads, and no RoPE in layers with full attention, if others have
+    windows. others: further fields."""
+    head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
+    rotary, window = rotary_of(config, head_dim), config.get("sliding_window", 4096)
+    period = config.get("sliding_window_pattern", 4) if window else 1
+    return [
+        attention_of(
             config,
             head_dim,
-            rotary_of(config, head_dim),
-            scale=config.get("attention_multiplier", 1.0),
-            **_biases(config),
-        ),
-        feed_forward=experts or gated_mlp(config),
-        norm=norm,
-        residual_multiplier=config.get("residual_multiplier", 1.0),
-        names=names,
-    )
-    return decoder_of(
-        config,
-        [layer] * config["num_hidden_layers"],
-        norm,
-        embedding_scale=config.get("embedding_multiplier", 1.0),
-        scales_virtual_tokens=True,
-        logits_scale=1.0 / config.get("logits_scaling", 1.0),
-    )
+            rotary if kind == SLIDING or not window else unrotated(rotary),
+            window=window if kind == SLIDING else None,
+            head_norm=norm,
+            **others,
+        )
+        for kind in layer_types(config, every(config, period))
+    ]
 
 
 def smollm3_settings(config: Config) -> DecoderSettings:
@@ -271,8 +254,10 @@ def ministral3_settings(config: Config) -> DecoderSettings:
 
 
 def glm4_settings(config: Config) -> DecoderSettings:
-    """GLM-4: norms around each part, and RoPE of neighbouring elements in half of each head."""
+    """GLM and GLM-4: RoPE of neighbouring elements in half of each head; in GLM-4 norms around each
+    part."""
     head_dim, norm = head_dim_of(config, 128), _rms(config, 1.5625e-7)
+    is_first = config["architectures"][0] == "GlmForCausalLM"
     layer = LayerSpec(
         attention=attention_of(
             config,
@@ -284,8 +269,8 @@ def glm4_settings(config: Config) -> DecoderSettings:
         ),
         feed_forward=gated_mlp(config, bias=False, is_fused=True),
         norm=norm,
-        norm_place=NormPlace.AROUND,
-        names=_GLM4,
+        norm_place=NormPlace.BEFORE if is_first else NormPlace.AROUND,
+        names=_GLM if is_first else _GLM4,
     )
     return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
 

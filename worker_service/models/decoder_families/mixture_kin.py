@@ -1,5 +1,5 @@
 """Mixtures of experts that differ from Mixtral and Qwen-MoE in one or two parts: OLMoE,
-Granite-MoE, MiniMax-M2, ERNIE 4.5 and Phi-MoE."""
+MiniMax-M2, ERNIE 4.5 and Phi-MoE."""
 
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
@@ -7,28 +7,21 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
-    by_lines,
     decoder_of,
     head_dim_of,
     require,
     rotary_of,
     routing,
 )
-from worker_service.models.decoder_families.llama_kin import granite_settings
 from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES, QWEN_NAMES
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
-from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
 
 _MINIMAX_NAMES = MIXTRAL_NAMES | {
     "feed_forward.correction": "block_sparse_moe.e_score_correction_bias"
 }
-
-_GRANITE_NAMES = MIXTRAL_NAMES | by_lines("""
-feed_forward.router   block_sparse_moe.router.layer
-feed_forward.experts  block_sparse_moe.input_linear.weight block_sparse_moe.output_linear.weight
-""")
 
 _ERNIE_NAMES = QWEN_NAMES | {"feed_forward.correction": "mlp.moe_statics.e_score_correction_bias"}
 
@@ -62,22 +55,6 @@ def olmoe_settings(config: Config) -> DecoderSettings:
         names=QWEN_NAMES,
     )
     return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
-
-
-def granite_moe_settings(config: Config) -> DecoderSettings:
-    """Granite-MoE: Granite, where tensors have the weights of all experts, except in GGUF files."""
-    is_separate = config.get("has_expert_modules", False)
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_local_experts", 8),
-            num_chosen=config.get("num_experts_per_tok", 2),
-            scoring="softmax_of_chosen",
-        ),
-        inner_size=config["intermediate_size"],
-        activation=config.get("hidden_act", "silu"),
-        storage=ExpertStorage.SEPARATE if is_separate else ExpertStorage.STACK,
-    )
-    return granite_settings(config, experts, MIXTRAL_NAMES if is_separate else _GRANITE_NAMES)
 
 
 def minimax_m2_settings(config: Config) -> DecoderSettings:

@@ -1,5 +1,5 @@
-"""Mixtral (Jiang et al. 2024), Qwen2-MoE and Qwen3-MoE: Llama's layers, with experts in place of
-the MLP."""
+"""Mixtral (Jiang et al. 2024), Qwen2-MoE, Qwen3-MoE and Mellum: Llama's layers, with experts in
+place of the MLP."""
 
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
@@ -10,8 +10,11 @@ from worker_service.models.decoder_families.common import (
     attention_of,
     by_lines,
     decoder_of,
+    gated_mlp,
+    have_experts,
     head_dim_of,
     layer_types,
+    rotaries_by_type,
     rotary_of,
     routing,
 )
@@ -117,6 +120,44 @@ def qwen_moe_settings(config: Config) -> DecoderSettings:
 
     kinds = _layer_types(config, is_qwen3)
     return decoder_of(config, [layer(i, kind) for i, kind in enumerate(kinds)], norm)
+
+
+def mellum_settings(config: Config) -> DecoderSettings:
+    """Mellum: Qwen3-MoE with windows in some layers, which have another base of RoPE."""
+    head_dim, norm = head_dim_of(config, 128), NormSpec(eps=config.get("rms_norm_eps", 1e-6))
+    rotaries = rotaries_by_type(config, head_dim, {FULL: 500_000.0, SLIDING: 10_000.0})
+    num_layers, bias = config["num_hidden_layers"], bool(config.get("attention_bias", False))
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("num_local_experts") or config.get("num_experts") or 64,
+            num_chosen=config.get("num_experts_per_tok", 8),
+            normalizes=bool(config.get("norm_topk_prob", True)),
+        ),
+        inner_size=config.get("moe_intermediate_size", 896),
+        activation=config.get("hidden_act", "silu"),
+    )
+    mlp = gated_mlp(config, bias=False)
+    layers = [
+        LayerSpec(
+            attention=attention_of(
+                config,
+                head_dim,
+                rotaries[kind],
+                num_kv_heads=config.get("num_key_value_heads", 4),
+                window=config.get("sliding_window", 1024) if kind == SLIDING else None,
+                head_norm=norm,
+                qkv_bias=bias,
+                output_bias=bias,
+            ),
+            feed_forward=experts if has_experts else mlp,
+            norm=norm,
+            names=QWEN_NAMES if has_experts else NAMES,
+        )
+        for kind, has_experts in zip(
+            layer_types(config, [FULL] * num_layers), have_experts(config, 0), strict=True
+        )
+    ]
+    return decoder_of(config, layers, norm, max_model_len=rotaries[FULL].max_model_len())
 
 
 def _layer_types(config: Config, is_qwen3: bool) -> list[str]:

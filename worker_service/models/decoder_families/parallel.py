@@ -1,9 +1,10 @@
 """Families with layer norms and RoPE, many of which compute attention and MLP in parallel: Cohere,
-StableLM, StarCoder 2, Nemotron, GPT-NeoX, GPT-J and Falcon."""
+StableLM, StarCoder 2, Nemotron, Jais 2, GPT-NeoX, GPT-J and Falcon."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
+from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
 from worker_service.models.decoder_families.alibi import slopes_of
 from worker_service.models.decoder_families.common import (
     NAMES,
@@ -15,11 +16,18 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     every,
     gated_mlp,
+    have_experts,
     head_dim_of,
     layer_types,
+    require,
     rotary_of,
+    routing,
     with_keys,
+    with_values,
 )
+from worker_service.models.decoder_families.mixtures import QWEN_NAMES
+from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
+from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
 from worker_service.models.mixers.attention import QKVStorage
@@ -64,35 +72,95 @@ def _plain_mlp(inner_size: int, activation: str, bias: bool) -> MLPSpec:
 
 
 def cohere_settings(config: Config) -> DecoderSettings:
-    """Cohere 1 and 2: one norm without a bias, RoPE of neighbouring elements, scaled logits; in
-    Cohere 2 no RoPE in layers with full attention, and windows in the others."""
+    """Cohere 1 and 2: scaled logits; in Cohere 2 no RoPE in layers with full attention, and windows
+    in the others."""
     if config.get("use_qk_norm"):
         raise NotNative("use_qk_norm")
-    is_first = config["architectures"][0] == "CohereForCausalLM"
-    head_dim, norm = head_dim_of(config), _norm(config, "layer_norm_eps", bias=False)
-    rotary = rotary_of(config, head_dim, theta=500_000.0 if is_first else 10_000.0)
-    window, kinds = None, [SLIDING] * config["num_hidden_layers"]
-    if not is_first:
-        window = config.get("sliding_window", 4096)
-        kinds = layer_types(config, every(config, config.get("sliding_window_pattern", 4)))
-    bias = bool(config.get("attention_bias", False))
+    num_layers, mlp = config["num_hidden_layers"], gated_mlp(config, bias=False)
+    norm = _norm(config, "layer_norm_eps", bias=False)
+    if config["architectures"][0] == "CohereForCausalLM":
+        rotated = [(None, True)] * num_layers
+        return _cohere_decoder(config, rotated, [mlp] * num_layers, norm, theta=500_000.0)
+    kinds = layer_types(config, every(config, config.get("sliding_window_pattern", 4)))
+    window = config.get("sliding_window", 4096)
+    windows = [(window, True) if kind == SLIDING else (None, False) for kind in kinds]
+    return _cohere_decoder(config, windows, [mlp] * num_layers, norm)
+
+
+def cohere2_moe_settings(config: Config) -> DecoderSettings:
+    """Cohere 2 with experts in all layers but the first ones, which may have RoPE without a
+    window."""
+    num_layers, eps = config["num_hidden_layers"], config.get("rms_norm_eps")
+    num_dense, first = config.get("first_k_dense_replace", 0), _PREFIX_PATTERN
+    prefix, period = config.get(first, 1), config.get("sliding_window_pattern", 4)
+    default = every(with_values(config, num_hidden_layers=num_dense), prefix)
+    default += every(with_values(config, num_hidden_layers=num_layers - num_dense), period)
+    window, size = config.get("sliding_window", 4096), config["intermediate_size"]
+    num_shared = config.get("num_shared_experts", 0)
+    averages = config.get("shared_expert_combination_strategy", "average") == "average"
+    scale = 0.5 if averages and num_shared else 1.0
+    scoring = config.get("expert_selection_fn", "softmax")
+    require(config, "expert_selection_fn", "softmax", "sigmoid")
+    require(config, "shared_expert_combination_strategy", "average", "sum")
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("num_experts", 8),
+            num_chosen=config.get("num_experts_per_tok", 2),
+            scoring="softmax_of_chosen" if scoring == "softmax" else scoring,
+            normalizes=scoring == "sigmoid" and bool(config.get("norm_topk_prob", True)),
+            scale=scale,
+        ),
+        inner_size=size,
+        activation=config.get("hidden_act", "silu"),
+        shared=SharedSpec(inner_size=size * num_shared, scale=scale) if num_shared else None,
+    )
+    dense = gated_mlp(config, bias=False, inner_size=config.get(_PREFIX_SIZE) or size)
+    kinds, parts = layer_types(config, default), have_experts(config, num_dense)
+    return _cohere_decoder(
+        with_keys(config, {}, head_dim=128),
+        [
+            (window, True) if kind == SLIDING else (None, prefix == 1 and not has_experts)
+            for kind, has_experts in zip(kinds, parts, strict=True)
+        ],
+        [experts if has_experts else dense for has_experts in parts],
+        _norm(config, "layer_norm_eps", bias=False) if eps is None else NormSpec(eps=eps),
+    )
+
+
+_PREFIX_PATTERN, _PREFIX_SIZE = (
+    "prefix_dense_sliding_window_pattern",
+    "prefix_dense_intermediate_size",
+)
+
+
+def _cohere_decoder(
+    config: Config,
+    windows: Sequence[tuple[int | None, bool]],
+    feed_forwards: Sequence[FeedForwardSpec],
+    norm: NormSpec,
+    theta: float = 10_000.0,
+) -> DecoderSettings:
+    """Layers with one norm, and RoPE of neighbouring elements. windows: of each layer, and whether
+    it has RoPE; feed_forwards: of each layer; theta: the default."""
+    head_dim, bias = head_dim_of(config), bool(config.get("attention_bias", False))
+    rotary = rotary_of(config, head_dim, theta=theta)
     layers = [
         LayerSpec(
             attention=attention_of(
                 config,
                 head_dim,
-                rotary if kind == SLIDING else None,
-                window=window if kind == SLIDING else None,
+                rotary if has_rope else None,
+                window=window,
                 qkv_bias=bias,
                 output_bias=bias,
                 has_pairs=True,
             ),
-            feed_forward=gated_mlp(config, bias=False),
+            feed_forward=feed_forward,
             norm=norm,
             is_parallel=True,
-            names=_SHARED,
+            names=_names_of(feed_forward),
         )
-        for kind in kinds
+        for (window, has_rope), feed_forward in zip(windows, feed_forwards, strict=True)
     ]
     return decoder_of(
         config,
@@ -102,6 +170,14 @@ def cohere_settings(config: Config) -> DecoderSettings:
         tie_word_embeddings=config.get("tie_word_embeddings", True),
         logits_scale=config.get("logit_scale", 0.0625),
     )
+
+
+def _names_of(feed_forward: FeedForwardSpec) -> dict[str, str]:
+    """Of a layer whose parts share one norm."""
+    if not isinstance(feed_forward, ExpertsSpec):
+        return _SHARED
+    names = QWEN_NAMES if feed_forward.shared is None else QWEN_NAMES | SHARED_NAMES
+    return {path: name for path, name in names.items() if path != "feed_forward_norm"}
 
 
 def stablelm_settings(config: Config) -> DecoderSettings:
@@ -150,20 +226,33 @@ def starcoder2_settings(config: Config) -> DecoderSettings:
 
 def nemotron_settings(config: Config) -> DecoderSettings:
     """Nemotron: norms with an offset of 1, a plain MLP with squared ReLU."""
-    head_dim, norm = head_dim_of(config), _norm(config, "norm_eps", offset=1.0)
-    bias = bool(config.get("attention_bias", False))
+    config = with_keys(config, {}, attention_bias=False, mlp_bias=False)
+    return _squared_relu_decoder(config, _norm(config, "norm_eps", offset=1.0), partial=0.5)
+
+
+def jais2_settings(config: Config) -> DecoderSettings:
+    """Jais 2: Nemotron's layers with biases, whose heads are rotated in full."""
+    config = with_keys(config, {}, attention_bias=True, mlp_bias=True)
+    return _squared_relu_decoder(config, _norm(config, "layer_norm_eps"), partial=None)
+
+
+def _squared_relu_decoder(
+    config: Config, norm: NormSpec, *, partial: float | None
+) -> DecoderSettings:
+    """partial: see `rotary_of`."""
+    head_dim, bias = head_dim_of(config), bool(config["attention_bias"])
     layer = LayerSpec(
         attention=attention_of(
             config,
             head_dim,
-            rotary_of(config, head_dim, partial=0.5),
+            rotary_of(config, head_dim, partial=partial),
             qkv_bias=bias,
             output_bias=bias,
         ),
         feed_forward=_plain_mlp(
             config["intermediate_size"],
             config.get("hidden_act", "relu2"),
-            bool(config.get("mlp_bias", False)),
+            bool(config["mlp_bias"]),
         ),
         norm=norm,
         names=_NEMOTRON,

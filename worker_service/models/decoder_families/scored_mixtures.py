@@ -26,7 +26,9 @@ feed_forward.shared.up    mlp.shared_experts.gate_proj mlp.shared_experts.up_pro
 feed_forward.shared.down  mlp.shared_experts.down_proj
 """)
 
-_NAMES = QWEN_NAMES | SHARED_NAMES | {"feed_forward.correction": "mlp.gate.e_score_correction_bias"}
+SCORED_NAMES = (
+    QWEN_NAMES | SHARED_NAMES | {"feed_forward.correction": "mlp.gate.e_score_correction_bias"}
+)
 
 
 def glm4_moe_settings(config: Config) -> DecoderSettings:
@@ -47,12 +49,12 @@ def glm4_moe_settings(config: Config) -> DecoderSettings:
     dense = MLPSpec(
         inner_size=config["intermediate_size"], activation=config.get("hidden_act", "silu")
     )
-    experts = _experts(config, num_chosen=8, normalizes=True)
+    experts = scored_experts(config, num_chosen=8, normalizes=True)
     num_dense = config.get("first_k_dense_replace", 1)
     layers = [
         LayerSpec(attention=attention, feed_forward=dense, norm=norm, names=NAMES)
         if i < num_dense
-        else LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=_NAMES)
+        else LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=SCORED_NAMES)
         for i in range(num_layers)
     ]
     settings = decoder_of(config, layers, norm, ignores_further_layers=True)
@@ -67,7 +69,7 @@ def dots1_settings(config: Config) -> DecoderSettings:
     dense = MLPSpec(
         inner_size=config["intermediate_size"], activation=config.get("hidden_act", "silu")
     )
-    experts = _experts(config, num_chosen=None, normalizes=False)
+    experts = scored_experts(config, num_chosen=None, normalizes=False)
     window = config.get("sliding_window", 4096)
     first_window = config.get("max_window_layers", 62) if window is not None else 1 << 30
     num_layers, num_dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 0)
@@ -85,14 +87,15 @@ def dots1_settings(config: Config) -> DecoderSettings:
         )
         if index < num_dense:
             return LayerSpec(attention=attention, feed_forward=dense, norm=norm, names=NAMES)
-        return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=_NAMES)
+        return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=SCORED_NAMES)
 
     kinds = layer_types(config, default)
     return decoder_of(config, [layer(i, kind) for i, kind in enumerate(kinds)], norm)
 
 
-def _experts(config: Config, *, num_chosen: int | None, normalizes: bool) -> ExpertsSpec:
-    """num_chosen, normalizes: defaults; None: there is none."""
+def scored_experts(config: Config, *, num_chosen: int | None, normalizes: bool) -> ExpertsSpec:
+    """Experts that are chosen by the sigmoid of their scores and a correction, beside shared ones.
+    num_chosen, normalizes: defaults; None: there is none."""
     inner_size = config.get("moe_intermediate_size", 1408)
     chosen = config["num_experts_per_tok"] if num_chosen is None else num_chosen
     num_shared = config.get("n_shared_experts", 1)

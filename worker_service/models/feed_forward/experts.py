@@ -48,6 +48,9 @@ class SharedSpec:
     is_fused: bool = False
     """Whether one tensor has the rows of the gate, then those of the layer that it multiplies."""
 
+    scale: float = 1.0
+    """The factor of their output."""
+
 
 class ExpertStorage(Enum):
     """Which tensors of a checkpoint hold the weights of experts, and how `LayerSpec.names` lists
@@ -253,6 +256,7 @@ class SharedExperts(nn.Module):
         layout, full = context.communicator.layout, Shard.full(size)
         inner = layout.even_shard(spec.inner_size, "columns of shared experts")
         self._activation, self._kernels = None if is_gated else activation, kernels
+        self._scale = spec.scale
         if is_gated:
             self.up: Linear = GatedLinear(
                 size,
@@ -278,7 +282,8 @@ class SharedExperts(nn.Module):
         y: Tensor = self.up(x)
         if self._activation is not None:
             y = self._kernels.activate(y, self._activation)
-        return self.down(y), gate
+        y = self.down(y)
+        return y if self._scale == 1.0 else self._kernels.scale(y, self._scale), gate
 
 
 def _loaded(linears: Sequence[Linear]) -> list[Tensor | QuantizedWeight]:

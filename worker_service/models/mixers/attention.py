@@ -80,6 +80,9 @@ class AttentionSpec:
     """Whether the output is multiplied by the sigmoid of a product of the row, whose weight follows
     that of the queries, head by head. The storage is then separate."""
 
+    gate_is_separate: bool = False
+    """Whether that weight is a tensor of its own, behind that of the queries, without a bias."""
+
     storage: QKVStorage = QKVStorage.SEPARATE
     has_pairs: bool = False
     """Whether the checkpoint's weights rotate neighbouring elements against each other, instead of
@@ -263,7 +266,11 @@ def _projection(spec: AttentionSpec, heads: Shard, kv_heads: Shard, place: Mixer
     if s.gates_output:
         assert s.storage is QKVStorage.SEPARATE
         assert not s.has_pairs
-        outputs[0], orders[0] = queries.times(2), _gates_order(heads.size, s.head_dim)
+        if s.gate_is_separate:
+            assert not s.qkv_bias
+            outputs, orders = [queries, *outputs], [None, *orders]
+        else:
+            outputs[0], orders[0] = queries.times(2), _gates_order(heads.size, s.head_dim)
     return Linear(
         Shard.full(place.inputs),
         outputs,
