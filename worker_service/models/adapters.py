@@ -6,6 +6,7 @@ alone, beside rows of the base, and beside those of other adapters; and a step w
 computes nothing more.
 """
 
+import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from pagewire_kernels.batch import AdapterRows, RowAdapters, StepBatch
 from pagewire_kernels.cpu.adapters import ActiveRows, DeltaPart, NativeDeltas, PackedDelta
+from pagewire_kernels.cpu.linear import PAGE_BYTES, HugeMemory
 from pagewire_kernels.slot_deltas import NO_SLOT, PackedSlot, SlotDeltas
 from worker_service.adapters.peft_format import STACKS, LoraModule, ModelAdapter
 from worker_service.adapters.store import AdapterStore
@@ -92,8 +94,13 @@ class LayerAdapters:
         """See `linear.Additions`."""
         return self._step.is_active
 
-    def pack(self, modules: Sequence[tuple[LinearPart, LoraModule]]) -> "LayerDelta":
-        """What an adapter adds to the layer. May be called on any thread."""
+    def pack(
+        self, modules: Sequence[tuple[LinearPart, LoraModule]], memory: HugeMemory
+    ) -> "LayerDelta":
+        """What an adapter adds to the layer. May be called on any thread.
+
+        memory: of the adapter, on a CPU.
+        """
         if self._deltas is None:
             return LayerDelta(modules, None)
         parts = []
@@ -101,6 +108,8 @@ class LayerAdapters:
             matrices, first = _matrices(part, module), part.outputs.start
             factors = self._factors(part, module, *matrices)
             parts.append(DeltaPart(*matrices, module.scale, first, part.expert or 0, factors))
+        if isinstance(self._deltas, NativeDeltas):
+            return LayerDelta(modules, self._deltas.pack(parts, memory.take))
         return LayerDelta(modules, self._deltas.pack(parts))
 
     @property
@@ -470,8 +479,10 @@ class AdapterSlots:
 
     def _prepared(self, adapter: ModelAdapter) -> Mapping[AdaptableLayer, LayerDelta]:
         if (found := self._packed.get(adapter)) is None:
-            by_layer = self._by_layer(adapter.modules)
-            found = {layer: self._layers[layer].pack(parts) for layer, parts in by_layer.items()}
+            memory, layers = _memory_of(adapter), self._by_layer(adapter.modules)
+            found = {
+                layer: self._layers[layer].pack(parts, memory) for layer, parts in layers.items()
+            }
             self._packed[adapter] = found
         return found
 
@@ -483,6 +494,20 @@ class AdapterSlots:
             for place in self._places_of(name):
                 found.setdefault(place.layer, []).append((place.part, modules[name]))
         return found
+
+
+def _memory_of(adapter: ModelAdapter) -> HugeMemory:
+    """Memory for the packed matrices of an adapter, which is freed with it.
+
+    The kernels read a little of every adapter in turns: with small pages, each such read would miss
+    the TLB. Chunks begin at multiples of a huge page, so adapters of one shape would compete for
+    the same sets of the caches; each begins elsewhere in its chunk.
+    """
+    memory = HugeMemory()
+    memory.take(
+        int.from_bytes(adapter.info.digest[:2]) % (PAGE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+    )
+    return memory
 
 
 _OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

@@ -1,7 +1,7 @@
 """What LoRA adapters add to products in C++; see src/adapters.h."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,9 @@ _STEP_BYTES = 4
 
 _RANK_UNIT = 4
 """Ranks are padded to a multiple of this."""
+
+Allocate = Callable[[int], Tensor]
+"""Returns zeros: uint8 [num_bytes], aligned to a cache line."""
 
 
 class ActiveRows:
@@ -136,8 +139,12 @@ class NativeDeltas:
         """By slot."""
         self._library = library
 
-    def pack(self, parts: Sequence[DeltaPart]) -> PackedDelta:
-        """Pack what an adapter adds to the layer; it may be put into slots any number of times."""
+    def pack(self, parts: Sequence[DeltaPart], allocate: Allocate | None = None) -> PackedDelta:
+        """Pack what an adapter adds to the layer; it may be put into slots any number of times.
+
+        allocate: memory for its matrices; None: as torch does.
+        """
+        allocate = allocate or _zeros
         firsts, ranks = [], [0] * self._num_experts
         for part in parts:
             firsts.append(ranks[part.expert])
@@ -146,7 +153,8 @@ class NativeDeltas:
         require(rank <= self._max_rank, f"at most {self._max_rank} ranks of an adapter")
         in_features = parts[0].a.shape[1]
         row_bytes = -(-in_features * number_bytes // _ROW_BYTES) * _ROW_BYTES
-        a = torch.zeros(self._num_experts, rank, row_bytes // number_bytes, dtype=self._dtype)
+        a = allocate(self._num_experts * rank * row_bytes).view(self._dtype)
+        a = a.view(self._num_experts, rank, row_bytes // number_bytes)
         sizes = [-(-size // _BLOCK_OUTPUTS) * _BLOCK_OUTPUTS for size in self._outputs]
         # The last panel may have a block beyond the outputs.
         b = torch.zeros(self._num_experts, sum(sizes) + _BLOCK_OUTPUTS, rank, dtype=self._dtype)
@@ -163,7 +171,7 @@ class NativeDeltas:
                 for start, some in self._in_blocks(part.first_output, part.factors, sizes):
                     factors[expert, start : start + len(some)] = some
         a = self._arranged(a, scales)
-        packed, spans = self._pack_b(b)
+        packed, spans = self._pack_b(b, allocate)
         slots = (AdapterSlot * self._num_experts)()
         span_bytes = ctypes.sizeof(spans) // self._num_experts
         for expert in range(self._num_experts):
@@ -201,7 +209,7 @@ class NativeDeltas:
             start, padded_start = start + size, padded_start + padded
         return found
 
-    def _pack_b(self, b: Tensor) -> tuple[Tensor, ctypes.Array[AdapterSpan]]:
+    def _pack_b(self, b: Tensor, allocate: Allocate) -> tuple[Tensor, ctypes.Array[AdapterSpan]]:
         """The blocks of B, without the columns before the first and after the last that is not
         zero for any expert, and the spans of all experts. b: [num_experts, padded outputs, rank].
         """
@@ -212,7 +220,8 @@ class NativeDeltas:
         steps = torch.arange(is_used.shape[1])
         first = torch.where(is_used, steps, len(steps)).amin(dim=1, keepdim=True)
         last = torch.where(is_used, steps, -1).amax(dim=1, keepdim=True)
-        packed = of_blocks[:, (steps >= first) & (steps <= last)].contiguous()
+        chosen = of_blocks[:, (steps >= first) & (steps <= last)]
+        packed = allocate(chosen.nbytes).view(chosen.dtype).view(chosen.shape).copy_(chosen)
         ranges, sizes = torch.cat([first, (last + 1 - first).clamp(min=0)], 1).unique_consecutive(
             return_counts=True, dim=0
         )
@@ -331,6 +340,10 @@ class ExpertDeltas(NativeDeltas):
         kernel = self._library.kernel(f"multiply_a_of_experts_{DTYPES[self._dtype]}")
         launch(kernel, task, num_threads)
         return inner
+
+
+def _zeros(num_bytes: int) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 def _padded(rank: int) -> int:

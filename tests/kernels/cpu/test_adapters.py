@@ -216,6 +216,21 @@ def test_a_slot_is_emptied_and_filled_again(library: Library) -> None:
     assert torch.equal(made.apply(x, [0] * 4), first)
 
 
+def test_matrices_are_packed_into_the_memory_that_is_given(library: Library) -> None:
+    made, pieces = make(library, torch.bfloat16, "dense", (40,), ""), []
+
+    def allocate(num_bytes: int) -> Tensor:
+        pieces.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return pieces[-1]
+
+    packed = made.deltas.pack(made.parts[0], allocate)
+    assert [piece.data_ptr() for piece in pieces] == [packed.a.data_ptr(), packed.b.data_ptr()]
+    x = _random(4, INPUTS, seed=3).bfloat16()
+    expected = made.apply(x, [0] * 4)
+    made.deltas.fill(1, packed)
+    assert torch.equal(made.apply(x, [1] * 4), expected)
+
+
 @DTYPES
 @pytest.mark.parametrize("size", [96, 37])
 @pytest.mark.parametrize("num_rows", [1, 150])
