@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterable
 
-_TEXT_MODEL = re.compile(r"(?:model\.)?(?:language_model|text_model)\.")
+_TEXT_MODEL = re.compile(
+    r"(?:model\.)?(?:language_model|text_model)\.|thinker\.(?=model\.|lm_head\.)"
+)
 """The beginning of names that says that something belongs to the text model of a multimodal one."""
 
 _OTHER = "visual."

@@ -795,6 +795,17 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "hidden_size_per_layer_input": 0,
         },
     ),
+    "gemma4_unified": (
+        "Gemma4UnifiedTextConfig",
+        "Gemma4UnifiedForCausalLM",
+        {
+            "head_dim": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 40,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gemma4_moe": (
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",

@@ -64,9 +64,9 @@ class ModelBuilder:
         hf_config = self.hf_config
         if self.context.generates:
             hf_config = _with_own_head(hf_config, self.checkpoint)
-        names = (name for name in self.checkpoint.tensors if not name.startswith("mtp."))
-        if any(name.endswith(STACK_NAME) for name in names):
-            hf_config = {**hf_config, STACKED_EXPERTS: True}
+        for name, tensor in self.checkpoint.tensors.items():
+            if name.endswith(STACK_NAME) and not name.startswith("mtp."):
+                hf_config = {**hf_config, STACKED_EXPERTS: tuple(tensor.shape)}
         model = build_native_model(hf_config, self.config.max_model_len, self.context, self.kernels)
         if model is None:
             return self._build_variant(variant_of(hf_config))

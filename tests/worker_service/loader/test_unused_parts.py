@@ -349,6 +349,11 @@ VISION = {
         ("Glm4v", "Glm4vTextConfig", "Glm4vVisionConfig"),
         ("Glm4vMoe", "Glm4vMoeTextConfig", "Glm4vMoeVisionConfig"),
         ("SmolVLM", "LlamaConfig", "SmolVLMVisionConfig"),
+        ("Qwen3VLMoe", "Qwen3VLMoeTextConfig", "Qwen3VLMoeVisionConfig"),
+        ("HyperCLOVAXVisionV2", "HyperCLOVAXConfig", "Qwen2_5_VLVisionConfig"),
+        ("GlmOcr", "GlmOcrTextConfig", "GlmOcrVisionConfig"),
+        ("PaddleOCRVL", "PaddleOCRTextConfig", "PaddleOCRVisionConfig"),
+        ("Gemma4Unified", "Gemma4UnifiedTextConfig", "Gemma4UnifiedVisionConfig"),
         ("Lfm2Vl", "Lfm2Config", "Siglip2VisionConfig"),
     ],
 )
@@ -361,13 +366,15 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     kinds = {"layer_types": ["linear_attention", "full_attention"]}
     of_text = TEXT | kinds if whole.startswith("Qwen3_5") else TEXT
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    if whole.startswith("Glm4v"):
+    if whole.startswith(("Glm4v", "GlmOcr")):
         rope |= {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
-    if whole.startswith(("Qwen2_5_VL", "Qwen3VL", "Glm4v")):
+    if whole.startswith(("Qwen2_5_VL", "Qwen3VL", "Glm4v", "GlmOcr", "PaddleOCRVL")):
         of_text = TEXT | {"rope_parameters": rope}
     if whole == "Glm4vMoe":
         experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
         of_text |= {**experts, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
+    if whole == "Qwen3VLMoe":
+        of_text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     if whole == "Gemma4":
         of_text = TEXT | {"vocab_size_per_layer_input": TEXT["vocab_size"]}
     config = getattr(transformers, f"{whole}Config")(
@@ -420,6 +427,55 @@ def test_a_flat_configuration_and_names_without_a_text_part_are_read(tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({**named, **flat}))
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(load(tmp_path)), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_tensors_of_all_experts_may_be_transposed(tmp_path: Path) -> None:
+    """As Qwen3-VL with experts was published."""
+    import transformers
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=transformers.Qwen3VLMoeTextConfig(**TEXT, **experts, rope_parameters=rope),
+        vision_config=transformers.Qwen3VLMoeVisionConfig(**VISION),
+    )
+    torch.manual_seed(0)
+    transformers.Qwen3VLMoeForConditionalGeneration(config).float().save_pretrained(tmp_path)
+    expected = logits(load(tmp_path))
+
+    def transpose(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+
+    edit_tensors(tmp_path, transpose)
+    assert logits(load(tmp_path)).equal(expected)
+
+
+def test_the_thinker_of_an_omni_model_is_served(tmp_path: Path) -> None:
+    import transformers
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "num_mel_bins": 8}
+    vision = {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16}
+    config = transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=TEXT | experts | {"rope_parameters": rope},
+        audio_config={**audio, "encoder_ffn_dim": 16, "output_dim": 64},
+        vision_config={**vision, "out_hidden_size": 64, "patch_size": 4},
+    )
+    torch.manual_seed(0)
+    thinker = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config).float().eval()
+    thinker.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = thinker(input_ids=torch.tensor([TOKENS])).logits[0]
+    stored = load_file(tmp_path / "model.safetensors")
+    tensors = {f"thinker.{name}": tensor for name, tensor in stored.items()}
+    tensors["talker.model.layers.0.mlp.gate.weight"] = torch.zeros(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    whole = {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]}
+    whole |= {"model_type": "qwen3_omni_moe", "thinker_config": config.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
     torch.testing.assert_close(logits(load(tmp_path)), expected, rtol=1e-3, atol=1e-4)
 
 

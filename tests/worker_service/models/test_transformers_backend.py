@@ -50,6 +50,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "ALiBi",
     ),
     "MiniMaxForCausalLM": ("MiniMaxConfig", SHAPE, "linear attention or a state"),
+    "DeepseekV32ForCausalLM": ("DeepseekV32Config", LATENT, "sparse attention, whose tokens an in"),
+    "MiniMaxM3VLForCausalLM": (
+        "MiniMaxM3VLTextConfig",
+        {**SHAPE, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+        "sparse attention, whose blocks an indexer",
+    ),
     "RwkvForCausalLM": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, ""),
     "Llama4ForCausalLM": (
         "Llama4TextConfig",

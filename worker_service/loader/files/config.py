@@ -54,6 +54,7 @@ _TEXT_MODELS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",  # positions of text are the same in all three axes
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -61,18 +62,30 @@ _TEXT_MODELS = {
     "granite": "GraniteForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "glm4v_text": "Glm4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm_ocr_text": "Glm4ForCausalLM",
+    "paddleocr_vl_text": "LlamaForCausalLM",
+    "hyperclovax": "HyperCLOVAXForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }
 """Text models of multimodal ones that can be served alone, by `model_type`."""
+
+_TEXT_SETTINGS = {
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "glm_ocr_text": {"attention_bias": False},
+}
+"""What text models compute that their generator leaves to a key, which they do not have."""
 
 WHOLE_MODEL = "whole_model"
 """The key of the multimodal model's class in the configuration of its text model."""
@@ -99,8 +112,11 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     # The whole model's keys, as far as it has them, apply to its text model.
     outer = {key: config.get(key, text.get(key)) for key in _OF_BOTH}
     is_tied = getattr(read, "tie_word_embeddings", None)  # which some keep in the text model
-    tied = {"tie_word_embeddings": inner.tie_word_embeddings if is_tied is None else is_tied}
-    return {**inner.to_dict(), **outer, **tied, "architectures": [name], WHOLE_MODEL: whole}
+    is_tied = getattr(inner, "tie_word_embeddings", False) if is_tied is None else is_tied
+    tied = {"tie_word_embeddings": is_tied}
+    fixed = _TEXT_SETTINGS.get(inner.model_type, {})
+    names = {"architectures": [name], WHOLE_MODEL: whole}
+    return {**inner.to_dict(), **outer, **tied, **fixed, **names}
 
 
 _MAX_TOKENS = 1 << 31

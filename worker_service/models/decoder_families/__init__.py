@@ -16,7 +16,7 @@ from worker_service.models.decoder_families.gemma import (
     gemma_settings,
 )
 from worker_service.models.decoder_families.gemma3n import gemma3n_settings
-from worker_service.models.decoder_families.gemma4 import gemma4_settings
+from worker_service.models.decoder_families.gemma4 import gemma4_settings, gemma4_unified_settings
 from worker_service.models.decoder_families.gpt import gpt2_settings, gpt_neo_settings, opt_settings
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
 from worker_service.models.decoder_families.granite import (
@@ -118,6 +118,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Gemma3ForCausalLM": gemma3_settings,
     "Gemma3nForCausalLM": gemma3n_settings,
     "Gemma4ForCausalLM": gemma4_settings,
+    "Gemma4UnifiedForCausalLM": gemma4_unified_settings,
     "MixtralForCausalLM": mixtral_settings,
     "Qwen2MoeForCausalLM": qwen_moe_settings,
     "Qwen3MoeForCausalLM": qwen_moe_settings,

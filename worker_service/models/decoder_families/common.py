@@ -22,7 +22,8 @@ Config = Mapping[str, Any]
 """The content of `config.json`."""
 
 STACKED_EXPERTS = "stacked_experts"
-"""A key that is true if the checkpoint has tensors of all experts, whichever its family stores."""
+"""The key of the shape of a tensor of all experts' gates and up projections, if the checkpoint has
+such, whichever its family stores."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Names of `layer_types`."""

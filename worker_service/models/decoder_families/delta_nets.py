@@ -18,7 +18,7 @@ from worker_service.models.decoder_families.common import (
     with_keys,
 )
 from worker_service.models.decoder_families.draft_heads import qwen_head
-from worker_service.models.decoder_families.mixtures import QWEN_SHARED_NAMES
+from worker_service.models.decoder_families.mixtures import QWEN_SHARED_NAMES, STACK_NAMES
 from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
 from worker_service.models.layers.norms import NormSpec
 from worker_service.models.mixers.delta_net import DeltaStorage, GatedDeltaNetSpec
@@ -128,7 +128,7 @@ def _decoder(
         if isinstance(part, ExpertsSpec):
             of_part = QWEN_SHARED_NAMES
             if part.storage is ExpertStorage.STACK:
-                of_part = of_part | _STACK
+                of_part = of_part | STACK_NAMES
         names = {path: name for path, name in of_part.items() if not path.startswith("attention.")}
         own = _ATTENTION_NAMES if kind == FULL else _DELTA_NAMES | _STORED[storage]
         return LayerSpec(
@@ -144,8 +144,6 @@ def _decoder(
 
 
 _ATTENTION_NAMES = {path: name for path, name in NAMES.items() if path.startswith("attention.")}
-
-_STACK = {"feed_forward.experts": "mlp.experts.gate_up_proj mlp.experts.down_proj"}
 
 
 def _kinds(config: Config) -> list[str]:

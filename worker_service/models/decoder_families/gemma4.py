@@ -26,6 +26,7 @@ from worker_service.models.decoder_families.common import (
     require,
     rotary_of,
     routing,
+    with_values,
 )
 from worker_service.models.decoder_families.gemma import NAMES_AROUND
 from worker_service.models.feed_forward.dense_and_experts import DenseAndExpertsSpec
@@ -99,6 +100,13 @@ def gemma4_settings(config: Config) -> DecoderSettings:
         embedding_scale=config["hidden_size"] ** 0.5,
         logits_soft_cap=config.get("final_logit_softcapping"),
         per_layer=per_layer,
+    )
+
+
+def gemma4_unified_settings(config: Config) -> DecoderSettings:
+    """Gemma 4 without embeddings of layers and experts."""
+    return gemma4_settings(
+        with_values(config, hidden_size_per_layer_input=0, enable_moe_block=False)
     )
 
 

@@ -5,7 +5,6 @@ scores."""
 from worker_service.models.decoder.specs import DecoderSettings
 from worker_service.models.decoder_families.common import (
     Config,
-    by_lines,
     gated_mlp,
     with_keys,
     with_values,
@@ -16,13 +15,11 @@ from worker_service.models.decoder_families.latent import (
     first_dense,
     latent_decoder,
 )
+from worker_service.models.decoder_families.mixtures import STACK_NAMES
 from worker_service.models.feed_forward.experts import ExpertStorage
 from worker_service.models.layers.rotary import QUERY_SCALING
 
-_STACK_NAMES = by_lines("""
-feed_forward.router   mlp.gate
-feed_forward.experts  mlp.experts.gate_up_proj mlp.experts.down_proj
-""")
+_STACK_NAMES = {"feed_forward.router": "mlp.gate"} | STACK_NAMES
 
 _MISTRAL4_ROPE = {
     "rope_type": "yarn",

@@ -6,6 +6,7 @@ from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
     SLIDING,
+    STACKED_EXPERTS,
     Config,
     attention_of,
     by_lines,
@@ -18,7 +19,7 @@ from worker_service.models.decoder_families.common import (
     rotary_of,
     routing,
 )
-from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
 
@@ -33,6 +34,8 @@ QWEN_NAMES = _ATTENTION_NAMES | by_lines("""
 feed_forward.router   mlp.gate
 feed_forward.experts  mlp.experts.*.gate_proj mlp.experts.*.up_proj mlp.experts.*.down_proj
 """)
+
+STACK_NAMES = {"feed_forward.experts": "mlp.experts.gate_up_proj mlp.experts.down_proj"}
 
 QWEN_SHARED_NAMES = QWEN_NAMES | by_lines("""
 feed_forward.shared.up    mlp.shared_expert.gate_proj mlp.shared_expert.up_proj
@@ -70,7 +73,7 @@ def mixtral_settings(config: Config) -> DecoderSettings:
 
 def qwen_moe_settings(config: Config) -> DecoderSettings:
     """Qwen2-MoE, which has a shared expert with a gate, and Qwen3-MoE, which has norms of heads.
-    Some layers may have an MLP."""
+    Some layers may have an MLP. Qwen3-VL has tensors of all experts."""
     is_qwen3 = config["architectures"][0] == "Qwen3MoeForCausalLM"
     head_dim = head_dim_of(config)
     rotary = rotary_of(config, head_dim)
@@ -83,6 +86,7 @@ def qwen_moe_settings(config: Config) -> DecoderSettings:
     num_experts = config.get("num_experts")
     if num_experts is None:
         num_experts = config.get("num_local_experts", 128 if is_qwen3 else 60)
+    storage = _storage(config) if is_qwen3 else ExpertStorage.SEPARATE
     step, mlp_layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     shared = None
     if not is_qwen3:
@@ -114,12 +118,24 @@ def qwen_moe_settings(config: Config) -> DecoderSettings:
             inner_size=config.get("moe_intermediate_size", 768 if is_qwen3 else 1408),
             activation=activation,
             shared=shared,
+            storage=storage,
         )
         names = QWEN_NAMES if is_qwen3 else QWEN_SHARED_NAMES
+        if storage is not ExpertStorage.SEPARATE:
+            names = names | STACK_NAMES
         return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=names)
 
     kinds = _layer_types(config, is_qwen3)
     return decoder_of(config, [layer(i, kind) for i, kind in enumerate(kinds)], norm)
+
+
+def _storage(config: Config) -> ExpertStorage:
+    """Qwen3-VL has tensors of all experts, as published or as `transformers` writes them."""
+    stack = config.get(STACKED_EXPERTS)
+    if stack is None:
+        return ExpertStorage.SEPARATE
+    is_transposed = stack[1] == config["hidden_size"]
+    return ExpertStorage.TRANSPOSED_HALVES if is_transposed else ExpertStorage.STACK
 
 
 def mellum_settings(config: Config) -> DecoderSettings:

@@ -45,6 +45,8 @@ _LAYER_TYPE_NAMES = {
     "mamba2": "state-space layers",
     "recurrent": "recurrent layers",
     "conv": "convolution layers",
+    "indexed_attention": "sparse attention, whose tokens an indexer chooses",
+    "minimax_m3_sparse": "sparse attention, whose blocks an indexer chooses",
 }
 
 
