@@ -322,6 +322,8 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"ffn_dim": 88, "init_std": 0.2, "do_layer_norm_before": False, "word_embed_proj_dim": 48},
     ),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {"n_inner": 88}),
+    "gpt_bigcode_heads": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {"multi_query": False}),
     "gpt_neo": (
         "GPTNeoConfig",
         "GPTNeoForCausalLM",
@@ -576,6 +578,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 24, "sliding_window": 9},
     ),
     "olmo": ("OlmoConfig", "OlmoForCausalLM", {}),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", {"initializer_range": 0.4}),
     "jais2": ("Jais2Config", "Jais2ForCausalLM", {}),
     "granite_swa": ("GraniteSWAConfig", "GraniteSWAForCausalLM", _GRANITE_SWA),
     "hyperclovax": (
@@ -592,6 +595,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"sliding_window": 13},
     ),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"partial_rotary_factor": 0.5}),
+    "phi_plain": ("PhiConfig", "PhiForCausalLM", {"partial_rotary_factor": 0.5}),
     "gpt_neox_sequential": (
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
@@ -824,7 +828,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_intermediate_size": 32,
         },
     ),
-    "phi": ("PhiConfig", "PhiForCausalLM", {"partial_rotary_factor": 0.5}),
+    "phi": (
+        "PhiConfig",
+        "PhiForCausalLM",
+        {"partial_rotary_factor": 0.5, "qk_layernorm": True},
+    ),
     "flex_olmo": ("FlexOlmoConfig", "FlexOlmoForCausalLM", {**_MOE, "intermediate_size": 96}),
     "vaultgemma": (
         "VaultGemmaConfig",

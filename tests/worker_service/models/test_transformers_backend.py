@@ -94,6 +94,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "PhiConfig",
         {
             **SHAPE,
+            "qk_layernorm": True,
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
         },
         "dynamic rotary scaling",
@@ -112,7 +113,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "does not use the positions that it is given",
     ),
     "AlbertModel": ("AlbertConfig", {}, "text encoder; supported families of these are Bert, "),
-    "PhiForSequenceClassification": ("PhiConfig", SHAPE, "labels are computed of encoders"),
+    "PersimmonForSequenceClassification": ("PersimmonConfig", SHAPE, "labels are computed of enco"),
     "NoSuchForCausalLM": ("GemmaConfig", SHAPE, "no causal language model of this name"),
 }
 

@@ -64,6 +64,7 @@ from worker_service.models.decoder_families.llama_kin import (
     exaone4_settings,
     glm4_settings,
     ministral3_settings,
+    nanochat_settings,
     olmo2_settings,
     olmo_settings,
     phi3_settings,
@@ -90,6 +91,7 @@ from worker_service.models.decoder_families.parallel import (
     gptj_settings,
     jais2_settings,
     nemotron_settings,
+    phi_settings,
     stablelm_settings,
     starcoder2_settings,
 )
@@ -159,7 +161,9 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Ministral3ForCausalLM": ministral3_settings,
     "MptForCausalLM": mpt_settings,
     "Jais2ForCausalLM": jais2_settings,
+    "NanoChatForCausalLM": nanochat_settings,
     "NemotronForCausalLM": nemotron_settings,
+    "PhiForCausalLM": phi_settings,
     "StableLmForCausalLM": stablelm_settings,
     "Starcoder2ForCausalLM": starcoder2_settings,
     "Exaone4ForCausalLM": exaone4_settings,
@@ -191,6 +195,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Qwen3_5MoeForCausalLM": qwen3_5_moe_settings,
     "OPTForCausalLM": opt_settings,
     "GPT2LMHeadModel": gpt2_settings,
+    "GPTBigCodeForCausalLM": gpt2_settings,
     "GPTNeoForCausalLM": gpt_neo_settings,
 }
 """By the class name: reads settings from a configuration, in which absent keys have the defaults of

@@ -1,5 +1,5 @@
-"""GPT-2 (Radford et al. 2019), GPT-Neo (Black et al. 2021) and OPT (Zhang et al. 2022): learned
-positions, layer norms, a plain MLP."""
+"""GPT-2 (Radford et al. 2019), GPT-BigCode (StarCoder, Li et al. 2023), GPT-Neo (Black et al. 2021)
+and OPT (Zhang et al. 2022): learned positions, layer norms, a plain MLP."""
 
 from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, NormPlace
@@ -84,7 +84,8 @@ def opt_settings(config: Config) -> DecoderSettings:
 
 
 def gpt2_settings(config: Config) -> DecoderSettings:
-    """GPT-2: queries, keys and values are one tensor, and weights are transposed."""
+    """GPT-2: queries, keys and values are one tensor, and weights are transposed. GPT-BigCode, of
+    which they are not, has one head of keys for all queries, or these by head."""
     if config.get("add_cross_attention"):
         raise UnsupportedModel(
             "config.json: add_cross_attention: expected false, since only decoder-only models are"
@@ -93,11 +94,15 @@ def gpt2_settings(config: Config) -> DecoderSettings:
     size, num_layers, num_heads = config["n_embd"], config["n_layer"], config["n_head"]
     head_dim = size // num_heads
     scale = head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0
-    by_layer = config.get("scale_attn_by_inverse_layer_idx", False)
+    is_bigcode = config["architectures"][0] == "GPTBigCodeForCausalLM"
+    has_one_key = is_bigcode and bool(config.get("multi_query", True))
+    by_group = is_bigcode and not has_one_key
+    by_layer = not is_bigcode and config.get("scale_attn_by_inverse_layer_idx", False)
     norm = NormSpec(eps=config.get("layer_norm_epsilon", 1e-5), is_rms=False)
+    default = "gelu_pytorch_tanh" if is_bigcode else "gelu_new"
     mlp = MLPSpec(
         inner_size=config.get("n_inner") or 4 * size,
-        activation=config.get("activation_function", "gelu_new"),
+        activation=config.get("activation_function", default),
         is_gated=False,
         bias=True,
     )
@@ -105,17 +110,17 @@ def gpt2_settings(config: Config) -> DecoderSettings:
     def layer(index: int) -> LayerSpec:
         attention = AttentionSpec(
             num_heads=num_heads,
-            num_kv_heads=num_heads,
+            num_kv_heads=1 if has_one_key else num_heads,
             head_dim=head_dim,
             scale=scale / (index + 1) if by_layer else scale,
             qkv_bias=True,
             output_bias=True,
-            storage=QKVStorage.CONSECUTIVE,
+            storage=QKVStorage.BY_GROUP if by_group else QKVStorage.CONSECUTIVE,
         )
         return LayerSpec(attention=attention, feed_forward=mlp, norm=norm, names=_GPT2_NAMES)
 
     return DecoderSettings(
-        architecture="GPT2LMHeadModel",
+        architecture=config["architectures"][0],
         vocab_size=config["vocab_size"],
         hidden_size=size,
         embedding_size=size,
@@ -125,7 +130,7 @@ def gpt2_settings(config: Config) -> DecoderSettings:
         layers=tuple(map(layer, range(num_layers))),
         final_norm=norm,
         position_offset=0,
-        is_transposed=True,
+        is_transposed=not is_bigcode,
     )
 
 

@@ -41,6 +41,8 @@ _GLM4 = {
 }
 _PLAIN = {**NAMES, "feed_forward.up": "mlp.up_proj"}
 
+_NANOCHAT = {**NAMES, "feed_forward.up": "mlp.fc1", "feed_forward.down": "mlp.fc2"}
+
 _APERTUS = {
     **_PLAIN,
     "attention_norm": "attention_layernorm",
@@ -317,6 +319,37 @@ def arcee_settings(config: Config) -> DecoderSettings:
         names=_PLAIN,
     )
     return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+
+
+def nanochat_settings(config: Config) -> DecoderSettings:
+    """nanochat: norms without weights, also of embeddings and heads, RoPE in the other direction,
+    and a plain MLP with squared ReLU. Rotated heads have the same norm."""
+    head_dim = head_dim_of(config)
+    norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6), affine=False)
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim),
+            head_norm=norm,
+            rotates_back=True,
+            **_biases(config),
+        ),
+        feed_forward=MLPSpec(
+            inner_size=config["intermediate_size"],
+            activation=config.get("hidden_act", "relu2"),
+            is_gated=False,
+        ),
+        norm=norm,
+        names=_NANOCHAT,
+    )
+    return decoder_of(
+        config,
+        [layer] * config["num_hidden_layers"],
+        norm,
+        embedding_norm=norm,
+        logits_soft_cap=config.get("final_logit_softcapping", 15.0),
+    )
 
 
 def apertus_settings(config: Config) -> DecoderSettings:

@@ -1,5 +1,5 @@
 """Families with layer norms and RoPE, many of which compute attention and MLP in parallel: Cohere,
-StableLM, StarCoder 2, Nemotron, Jais 2, GPT-NeoX, GPT-J and Falcon."""
+Phi, StableLM, StarCoder 2, Nemotron, Jais 2, GPT-NeoX, GPT-J and Falcon."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +41,13 @@ _STARCODER2 = {
     "feed_forward.down": "mlp.c_proj",
 }
 _NEMOTRON = {**NAMES, "feed_forward.up": "mlp.up_proj"}
+_PHI = by_lines("""
+attention_norm    input_layernorm
+attention.qkv     self_attn.q_proj self_attn.k_proj self_attn.v_proj
+attention.output  self_attn.dense
+feed_forward.up   mlp.fc1
+feed_forward.down mlp.fc2
+""")
 _NEOX = by_lines("""
 attention_norm     input_layernorm
 attention.qkv      attention.query_key_value
@@ -178,6 +185,28 @@ def _names_of(feed_forward: FeedForwardSpec) -> dict[str, str]:
         return _SHARED
     names = QWEN_NAMES if feed_forward.shared is None else QWEN_NAMES | SHARED_NAMES
     return {path: name for path, name in names.items() if path != "feed_forward_norm"}
+
+
+def phi_settings(config: Config) -> DecoderSettings:
+    """Phi 1 to 2: one norm, RoPE of a half of each head, biases, also of the LM head."""
+    if config.get("qk_layernorm"):
+        raise NotNative("qk_layernorm")
+    head_dim, norm = head_dim_of(config), _norm(config, "layer_norm_eps")
+    activation = config.get("hidden_act", "gelu_new")
+    layer = LayerSpec(
+        attention=attention_of(
+            config,
+            head_dim,
+            rotary_of(config, head_dim, partial=0.5),
+            qkv_bias=True,
+            output_bias=True,
+        ),
+        feed_forward=_plain_mlp(config["intermediate_size"], activation, bias=True),
+        norm=norm,
+        is_parallel=True,
+        names=_PHI,
+    )
+    return decoder_of(config, [layer] * config["num_hidden_layers"], norm, has_head_bias=True)
 
 
 def stablelm_settings(config: Config) -> DecoderSettings:

@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         this rank, as many as `size`; None: all. See `norm_shards`."""
         super().__init__()
         self.shard = shard
-        self.weight = context.empty(size)
+        self.weight, self.affine = context.empty(size), affine
         if not affine:
             self.weight.fill_(1)
         if offset:
@@ -112,7 +112,7 @@ class LayerNorm(nn.Module):
 
 def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]:
     """Destinations of the checkpoint's tensors of the norm called `name`."""
-    if norm.weight is not None:
+    if norm.weight is not None and (isinstance(norm, LayerNorm) or norm.affine):
         shard = norm.shard if isinstance(norm, RMSNorm) else None
         yield WeightTarget(f"{name}.weight", norm.weight, shard=shard)
     if isinstance(norm, LayerNorm) and norm.bias is not None:

@@ -88,6 +88,10 @@ class AttentionSpec:
     """Whether the checkpoint's weights rotate neighbouring elements against each other, instead of
     those of the two halves: their rows are rearranged when they are loaded."""
 
+    rotates_back: bool = False
+    """Whether the checkpoint's weights rotate the two halves in the other direction: these change
+    places when they are loaded."""
+
     @property
     def group(self) -> int:
         """Heads of queries that attend to one of keys."""
@@ -308,6 +312,9 @@ def _slopes(spec: AttentionSpec, heads: Shard, context: ModelContext) -> Tensor 
 def _halves(spec: AttentionSpec, heads: Shard) -> Tensor | None:
     """The order of the rows of these heads in which the elements that are rotated against each
     other are those of two halves; None if they are so already."""
+    if spec.rotates_back:
+        rows = torch.arange(heads.size * spec.head_dim).view(heads.size, 2, -1)
+        return rows.flip(1).flatten()
     if not spec.has_pairs or spec.rotary is None:
         return None
     return halves_order(heads.size, spec.head_dim, 0, spec.rotary.rotary_dim)
