@@ -74,6 +74,11 @@ _GRANITE_SWA: dict[str, Any] = {
     "sliding_window": 9,
     "layer_rope_theta": [10000.0, 0, 500.0],
 }
+_INDEXER: dict[str, Any] = {
+    "index_topk": MAX_POSITIONS,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
 
 _LFM2: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -489,6 +494,16 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "attention_bias": True,
             "rope_interleave": False,
         },
+    ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**_LATENT, **_SCORED_MOE, **_INDEXER},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**_LATENT, **_SCORED_MOE, **_INDEXER, "indexer_types": ["full", "shared"]},
     ),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",

@@ -14,7 +14,7 @@ from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.loading import assert_same, load
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle
-from worker_service.errors import UnsupportedModel
+from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.loader.trial import try_model
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.transformers_backend.model import TransformersModel
@@ -50,7 +50,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "ALiBi",
     ),
     "MiniMaxForCausalLM": ("MiniMaxConfig", SHAPE, "linear attention or a state"),
-    "DeepseekV32ForCausalLM": ("DeepseekV32Config", LATENT, "sparse attention, whose tokens an in"),
+    "AXK2ForCausalLM": (
+        "AXK2Config",
+        {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
+        "sparse attention, whose tokens an indexer",
+    ),
     "MiniMaxM3VLForCausalLM": (
         "MiniMaxM3VLTextConfig",
         {**SHAPE, "layer_types": ["full_attention", "minimax_m3_sparse"]},
@@ -126,6 +130,15 @@ def test_what_cannot_be_served_is_refused_by_name(architecture: str, tmp_path: P
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=f"{architecture} cannot be served: .*{feature}"):
         load(tmp_path, load_format="dummy")
+
+
+def test_sequences_are_as_long_as_sparse_attention_chooses_all_of_their_tokens(
+    tmp_path: Path,
+) -> None:
+    path = make_checkpoint("deepseek_v32", tmp_path, index_topk=64)
+    assert load(path).model.max_model_len == 64
+    with pytest.raises(InvalidOption, match="max_model_len: the model's limit is 64, got 65"):
+        load(path, max_model_len=65)
 
 
 def test_code_that_attends_without_the_interface_is_refused(

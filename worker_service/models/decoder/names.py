@@ -45,7 +45,7 @@ def canonical_name(name: str) -> str:
 
 def unused_names(settings: DecoderSettings) -> re.Pattern[str]:
     """See `LoadableModule.unused_names`."""
-    unused = [r"mtp\..*"]
+    unused = [r"mtp\..*", *([settings.unused_names] if settings.unused_names else [])]
     shared = "|".join(str(i) for i, source in enumerate(settings.sources) if source is not None)
     if shared:  # checkpoints may hold what transformers would not use
         unused.append(rf"model\.layers\.(?:{shared})\.self_attn\.[kv]_(?:proj|norm)\..*")

@@ -181,6 +181,9 @@ class DecoderSettings(ModelSettings):
     """Whether checkpoints may hold layers after the last one, which predict further tokens, and
     which the model itself does not use."""
 
+    unused_names: str | None = None
+    """A pattern of the canonical names of further tensors that the model does not use."""
+
     is_transposed: bool = False
     """Whether the checkpoint stores the weights of layers as [in_features, out_features]."""
 

@@ -45,7 +45,12 @@ from worker_service.models.decoder_families.latent import (
     glm4_moe_lite_settings,
     youtu_settings,
 )
-from worker_service.models.decoder_families.latent_kin import minicpm3_settings, mistral4_settings
+from worker_service.models.decoder_families.latent_kin import (
+    deepseek_v32_settings,
+    glm_moe_dsa_settings,
+    minicpm3_settings,
+    mistral4_settings,
+)
 from worker_service.models.decoder_families.lfm2 import lfm2_moe_settings, lfm2_settings
 from worker_service.models.decoder_families.llama import (
     cwm_settings,
@@ -133,6 +138,8 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "MellumForCausalLM": mellum_settings,
     "DeepseekV2ForCausalLM": deepseek_v2_settings,
     "DeepseekV3ForCausalLM": deepseek_v3_settings,
+    "DeepseekV32ForCausalLM": deepseek_v32_settings,
+    "GlmMoeDsaForCausalLM": glm_moe_dsa_settings,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite_settings,
     "YoutuForCausalLM": youtu_settings,
     "MiniCPM3ForCausalLM": minicpm3_settings,

@@ -81,7 +81,7 @@ def deepseek_v2_settings(config: Config) -> DecoderSettings:
 def deepseek_v3_settings(config: Config) -> DecoderSettings:
     """DeepSeek-V3, whose experts are chosen as in GLM-4.5."""
     _require_rotary_heads(config)
-    experts = _scored_experts(config, num_experts=256, num_groups=8, num_chosen_groups=4, scale=2.5)
+    experts = scored_experts(config, num_experts=256, num_groups=8, num_chosen_groups=4, scale=2.5)
     return with_layer_behind(latent_decoder(config, first_dense(config, experts, 3)))
 
 
@@ -89,7 +89,7 @@ def glm4_moe_lite_settings(config: Config) -> DecoderSettings:
     """GLM-4.7 Flash."""
     require(config, "first_k_dense_replace", 1)
     _require_rotary_heads(config)
-    experts = _scored_experts(config, num_experts=64, num_groups=1, num_chosen_groups=1, scale=1.8)
+    experts = scored_experts(config, num_experts=64, num_groups=1, num_chosen_groups=1, scale=1.8)
     dense = gated_mlp(config, bias=False)
     parts = [experts if is_sparse else dense for is_sparse in have_experts(config, 1)]
     return with_layer_behind(latent_decoder(config, parts, query_latent_dim=768, eps=1e-5))
@@ -196,7 +196,7 @@ def first_dense(config: Config, experts: ExpertsSpec, default: int) -> list[Feed
     return [dense if i < num_dense else experts for i in range(config["num_hidden_layers"])]
 
 
-def _scored_experts(
+def scored_experts(
     config: Config, *, num_experts: int, num_groups: int, num_chosen_groups: int, scale: float
 ) -> ExpertsSpec:
     """Experts that are chosen by the sigmoid of their scores and a correction. The arguments are

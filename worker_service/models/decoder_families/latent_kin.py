@@ -1,11 +1,13 @@
 """MiniCPM3 and Mistral 4: latent attention as in DeepSeek, with the multipliers of MiniCPM, or with
 queries that are scaled by their positions, and experts that are chosen by the softmax of their
-scores."""
+scores. DeepSeek-V3.2 and GLM-5 (`GlmMoeDsa`), as far as their attention is not sparse."""
 
 from worker_service.models.decoder.specs import DecoderSettings
 from worker_service.models.decoder_families.common import (
     Config,
     gated_mlp,
+    have_experts,
+    require,
     with_keys,
     with_values,
 )
@@ -14,6 +16,7 @@ from worker_service.models.decoder_families.latent import (
     experts_of,
     first_dense,
     latent_decoder,
+    scored_experts,
 )
 from worker_service.models.decoder_families.mixtures import STACK_NAMES
 from worker_service.models.feed_forward.experts import ExpertStorage
@@ -51,6 +54,29 @@ def minicpm3_settings(config: Config) -> DecoderSettings:
         embedding_scale=float(config.get("scale_emb", 12)),
         logits_scale=(config.get("dim_model_base", 256) or size) / size,
     )
+
+
+def deepseek_v32_settings(config: Config) -> DecoderSettings:
+    """DeepSeek-V3.2: DeepSeek-V3, where an indexer chooses the tokens that a token sees. It chooses
+    all of sequences of up to `index_topk` tokens, which are the longest ones here."""
+    require(config, "mlp_bias", False)
+    require(config, "head_dim", config.get("qk_rope_head_dim", 64))
+    experts = scored_experts(config, num_experts=256, num_groups=8, num_chosen_groups=4, scale=2.5)
+    dense = gated_mlp(config, bias=False)
+    has_experts = have_experts(config, config.get("first_k_dense_replace", 3))
+    return latent_decoder(
+        config,
+        [experts if is_sparse else dense for is_sparse in has_experts],
+        max_model_len=min(config.get("index_topk", 2048), config["max_position_embeddings"]),
+        unused_names=r".*\.self_attn\.indexer\..*",
+    )
+
+
+def glm_moe_dsa_settings(config: Config) -> DecoderSettings:
+    """GLM-5, which has other defaults."""
+    sizes = {"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192}
+    groups = {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 2048}
+    return deepseek_v32_settings(with_keys(config, {}, rms_norm_eps=1e-5, **sizes, **groups))
 
 
 def mistral4_settings(config: Config) -> DecoderSettings:
