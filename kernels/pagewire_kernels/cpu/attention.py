@@ -36,8 +36,8 @@ _UNBOUNDED = 1 << 30
 _SERIAL_WORK = 1 << 18
 """Fewer multiply-adds end before other threads have woken up, and use one thread."""
 
-_MIN_GROUP = 8
-"""Fewer query heads take longer for their share of a decode than all heads of it would take."""
+_MIN_GROUP = 4
+"""Fewer query heads take hardly less time for their share of a decode, most of which is reading."""
 
 _SERIAL_BYTES = 1 << 15
 """Copies of fewer bytes use one thread, too."""

@@ -105,11 +105,20 @@ def test_any_shape_agrees_with_the_reference(
 @each_cache
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_heads", [32, 24, 16, 7])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([(0, 30, 33), (1, 299, 300), (2, 0, 190)], id="mixed"),
+        pytest.param([(1, 299, 300)], id="one-decode"),
+        pytest.param([(0, 32, 33), (1, 299, 300), (2, 189, 190)], id="decode-per-thread"),
+    ],
+)
 def test_threads_that_share_one_kv_head_give_the_bits_of_one_thread(
     backend: AttentionBackend,
     cache_dtype: torch.dtype | None,
     dtype: torch.dtype,
     num_heads: int,
+    parts: list[Rows],
 ) -> None:
     shape = Shape(
         num_heads=num_heads, num_kv_heads=1, head_dim=72, dtype=dtype, cache_dtype=cache_dtype
@@ -120,7 +129,6 @@ def test_threads_that_share_one_kv_head_give_the_bits_of_one_thread(
         "sinks": torch.linspace(-1, 1, num_heads),
         "alibi_slopes": torch.linspace(0, 0.5, num_heads),
     }
-    parts = [(0, 30, 33), (1, 299, 300), (2, 0, 190)]
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -95,9 +95,11 @@ class Attention {
       } else if (after != nullptr) {
         find_keys(*after, after->first_key(task_.keys_before), offsets_after_);
       }
-      for (int64_t head = 0; head < item.num_heads; ++head) {
-        Ahead ahead = ahead_of(after, head, item.num_heads);
-        take_head(item, key, head, ahead);
+      // KV heads in one place are one head with the rows of all.
+      const int64_t num_together = task_.head_bytes == 0 ? item.num_heads : 1;
+      for (int64_t head = 0; head < item.num_heads; head += num_together) {
+        Ahead ahead = ahead_of(after, head / num_together, item.num_heads / num_together);
+        take_heads(item, key, head, num_together, ahead);
       }
       memcpy(offsets_, offsets_after_, sizeof(offsets_));
     }
@@ -109,19 +111,23 @@ class Attention {
     if (after == nullptr) return Ahead(nullptr, nullptr, nullptr, 0, 0);
     const int64_t first = head * kStep / num_heads, end = (head + 1) * kStep / num_heads;
     const int64_t at = after->first_head * task_.head_bytes;
+    const int64_t num_bytes = task_.head_bytes == 0
+                                  ? task_.head_dim * static_cast<int64_t>(sizeof(Cached))
+                                  : after->num_heads * task_.head_bytes;
     return Ahead(task_.key_cache + at, task_.value_cache + at, offsets_after_ + first, end - first,
-                 after->num_heads * task_.head_bytes);
+                 num_bytes);
   }
 
-  // Computes the rows of a head for one step.
-  void take_head(const Item& item, int64_t key, int64_t head, Ahead& ahead) {
+  // Computes the rows of a head, or of several in one place, for one step.
+  void take_heads(const Item& item, int64_t key, int64_t head, int64_t num_heads, Ahead& ahead) {
     const int64_t at = (item.first_head + head) * task_.head_bytes;
     const int64_t rows_per_head = item.num_tokens * task_.group;
+    const int64_t first_row = head * rows_per_head, num_rows = num_heads * rows_per_head;
     const int64_t num_keys = smaller(kStep, item.end_key - key);
     const int64_t first = larger(0, item.first_visible_key(task_.keys_before) - key);
     gather(task_.key_cache + at, first, num_keys, scratch_.padded_keys, keys_, key_scales_);
     gather(task_.value_cache + at, first, num_keys, scratch_.padded_values, values_, value_scales_);
-    const bool is_direct = rows_per_head <= kRows;
+    const bool is_direct = num_rows <= kRows;
     if (!is_direct) {
       // The rest of a tile must not be NaN.
       const int64_t num_packed = rounded_up(num_keys, kPackedKeys);
@@ -130,12 +136,11 @@ class Attention {
     }
 #if defined(PAGEWIRE_HAS_TILES)
     if constexpr (std::is_same_v<Dot, TileDot>) {
-      if (!is_direct) return take_step_in_tiles(item, key, head * rows_per_head, rows_per_head);
+      if (!is_direct) return take_step_in_tiles(item, key, first_row, num_rows);
     }
 #endif
-    for (int64_t row = 0; row < rows_per_head; row += kRows) {
-      const int64_t first = head * rows_per_head + row;
-      take_step(item, key, first, smaller(kRows, rows_per_head - row), is_direct, ahead);
+    for (int64_t row = 0; row < num_rows; row += kRows) {
+      take_step(item, key, first_row + row, smaller(kRows, num_rows - row), is_direct, ahead);
     }
   }
 

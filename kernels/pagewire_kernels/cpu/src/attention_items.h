@@ -80,14 +80,19 @@ class Items {
   }
 
  private:
-  static constexpr int64_t kTakesPerThread = 4;
+  static constexpr int64_t kTakesPerThread = 4, kManyRows = 24;
 
   // The number of KV heads that a thread takes at once: all of a tile, unless there would be too few
-  // items for all threads.
+  // items for all threads. Heads in one place are read and packed for each item of a decode, which
+  // takes long for few rows: these are divided only if threads would have no item.
   static int64_t heads_taken(const AttentionTask& task, int64_t num_tiles) {
+    const bool is_shared = task.head_bytes == 0 && num_tiles == task.batch->num_rows;
     int64_t heads = task.num_kv_heads;
     const auto num_takes = [&] { return num_tiles * task.num_kv_heads / heads; };
-    while (heads % 2 == 0 && num_takes() < kTakesPerThread * task.num_slots) heads /= 2;
+    const auto takes_per_thread = [&] {
+      return is_shared && heads / 2 * task.group < kManyRows ? 1 : kTakesPerThread;
+    };
+    while (heads % 2 == 0 && num_takes() < takes_per_thread() * task.num_slots) heads /= 2;
     while (heads > 1 && num_takes() < task.num_slots) heads /= least_factor(heads);
     return heads;
   }
