@@ -38,10 +38,20 @@ class Attention {
   static constexpr int64_t kStepUnits = kStep / kPerUnit<Cached>;
   static constexpr bool kHasScales = sizeof(Cached) == 1;
 #if defined(PAGEWIRE_HAS_TILES)
-  static constexpr int64_t kPackedKeys = std::is_same_v<Dot, TileDot> ? 2 * kTileUnits : 1;
+  static constexpr bool kHasTiles = std::is_same_v<Dot, TileDot>;
+  static constexpr int64_t kPackedKeys = kHasTiles ? 2 * kTileUnits : 1;
 #else
+  static constexpr bool kHasTiles = false;
   static constexpr int64_t kPackedKeys = 1;
 #endif
+  // Rows that multiply values as they are in the cache: interleaving these in registers for each `kRows`
+  // takes less time than packing, while transposing keys would take more. Measured on Zen 4.
+  static constexpr int64_t kDirectRows = kHasTiles ? kRows : kLanes == 16 ? 4 * kRows : 2 * kRows;
+
+  // What is multiplied as it is in the cache.
+  struct Direct {
+    bool keys, values;
+  };
 
   void load_rows(const Item& item) {
     const int64_t rows_per_head = item.num_tokens * task_.group;
@@ -127,20 +137,20 @@ class Attention {
     const int64_t first = larger(0, item.first_visible_key(task_.keys_before) - key);
     gather(task_.key_cache + at, first, num_keys, scratch_.padded_keys, keys_, key_scales_);
     gather(task_.value_cache + at, first, num_keys, scratch_.padded_values, values_, value_scales_);
-    const bool is_direct = num_rows <= kRows;
-    if (!is_direct) {
+    const Direct direct = {num_rows <= kRows, num_rows <= kDirectRows};
+    if (!direct.keys) pack_keys(keys_, num_keys, dim_, scratch_.keys, ahead);
+    if (!direct.values) {
       // The rest of a tile must not be NaN.
       const int64_t num_packed = rounded_up(num_keys, kPackedKeys);
-      pack_keys(keys_, num_keys, dim_, scratch_.keys, ahead);
       pack_values(values_, num_packed, dim_, scratch_.values, ahead);
     }
 #if defined(PAGEWIRE_HAS_TILES)
     if constexpr (std::is_same_v<Dot, TileDot>) {
-      if (!is_direct) return take_step_in_tiles(item, key, first_row, num_rows);
+      if (!direct.keys) return take_step_in_tiles(item, key, first_row, num_rows);
     }
 #endif
     for (int64_t row = 0; row < num_rows; row += kRows) {
-      take_step(item, key, first_row + row, smaller(kRows, num_rows - row), is_direct, ahead);
+      take_step(item, key, first_row + row, smaller(kRows, num_rows - row), direct, ahead);
     }
   }
 
@@ -199,15 +209,15 @@ class Attention {
   }
 
   void take_step(const Item& item, int64_t key, int64_t first_row, int64_t num_rows,
-                 bool is_direct, Ahead& ahead) {
+                 Direct direct, Ahead& ahead) {
     static_assert(kRows <= 6, "a case for each number of rows");
     switch (num_rows) {
-      case 1: return take_step<1>(item, key, first_row, is_direct, ahead);
-      case 2: return take_step<2>(item, key, first_row, is_direct, ahead);
-      case 3: return take_step<3>(item, key, first_row, is_direct, ahead);
-      case 4: return take_step<4>(item, key, first_row, is_direct, ahead);
-      case 5: return take_step<kRows < 5 ? kRows : 5>(item, key, first_row, is_direct, ahead);
-      default: return take_step<kRows>(item, key, first_row, is_direct, ahead);
+      case 1: return take_step<1>(item, key, first_row, direct, ahead);
+      case 2: return take_step<2>(item, key, first_row, direct, ahead);
+      case 3: return take_step<3>(item, key, first_row, direct, ahead);
+      case 4: return take_step<4>(item, key, first_row, direct, ahead);
+      case 5: return take_step<kRows < 5 ? kRows : 5>(item, key, first_row, direct, ahead);
+      default: return take_step<kRows>(item, key, first_row, direct, ahead);
     }
   }
 
@@ -316,14 +326,14 @@ class Attention {
 
   // Computes a few rows for the step's keys and values, packed or as they are in the cache.
   template <int num_rows>
-  void take_step(const Item& item, int64_t key, int64_t first_row, bool is_direct, Ahead& ahead) {
+  void take_step(const Item& item, int64_t key, int64_t first_row, Direct direct, Ahead& ahead) {
     const KeyRange seen = keys_seen(item, key, first_row, num_rows);
     if (seen.is_empty()) return;
 
     alignas(64) float scores[kRows][kStep];
     alignas(64) Packed weights[kRows][kStep];
     float factors[kRows];
-    score<num_rows>(first_row, seen.end, is_direct, scores, ahead);
+    score<num_rows>(first_row, seen.end, direct.keys, scores, ahead);
     for (int row = 0; row < num_rows; ++row) {
       const ScoreRule rule = rule_of(item, key, first_row + row);
       factors[row] = weigh(scores[row], rule, scratch_.maxima[first_row + row], weights[row]);
@@ -334,7 +344,7 @@ class Attention {
                        scratch_.totals + (first_row + row) * kLanes);
       if constexpr (kHasScales) scale_weights(weights[row], value_scales_);
     }
-    add<num_rows>(first_row, seen.end, is_direct, units, factors, ahead);
+    add<num_rows>(first_row, seen.end, direct.values, units, factors, ahead);
   }
 
   // Scores of some rows for the step's keys before `end`.

@@ -5,7 +5,8 @@
 // token with several KV heads; its rows are the tile's tokens times the query heads that share a KV
 // head. An item processes the sequence's keys in steps of 64, whatever the size of a block. The keys
 // and values of a step and head are packed once for all rows, in the layout in which their product is
-// a chain of multiply-adds per lane; for a few rows, this layout is made in registers and not stored.
+// a chain of multiply-adds per lane; for a few rows, and for more of values than of keys, this layout
+// is made in registers and not stored.
 // Then each row computes (online softmax, Milakov and Gimelshein 2018)
 //
 //     score   = q . k                       summed over the head from its first element on
