@@ -68,7 +68,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),
     "BartForConditionalGeneration": ("BartConfig", {}, "encoder-decoder"),
-    "PaliGemmaForConditionalGeneration": ("PaliGemmaConfig", {}, "multimodal"),
+    "PaliGemmaForConditionalGeneration": (
+        "PaliGemmaConfig",
+        {},
+        "multimodal model, whose text model, gemma, cannot be served alone",
+    ),
+    "GitForCausalLM": (
+        "GitConfig",
+        {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
+        "a table of attention classes",
+    ),
     "Gemma3nForCausalLM": (
         "Gemma3nTextConfig",
         {

@@ -80,7 +80,8 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder model; only decoder-only models are"
     if architecture.endswith("ForConditionalGeneration"):
-        yield "it is a multimodal model; only text models are"
+        text = config.get_text_config().model_type
+        yield f"it is a multimodal model, whose text model, {text}, cannot be served alone"
     has_generator = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if is_masked and not getattr(config, "is_decoder", has_generator):
@@ -183,10 +184,18 @@ def build_transformers_model(
     text_config = config.get_text_config()
     length = _model_len(max_model_len, text_config)
     packing = Packing(outline, context)
-    if dummy_weights:
-        causal_lm = _make_dummy(config, context, trust_remote_code)
-    else:
-        causal_lm = _load(type(outline), source, config, context, packing, tensors)
+    try:
+        if dummy_weights:
+            causal_lm = _make_dummy(config, context, trust_remote_code)
+        else:
+            causal_lm = _load(type(outline), source, config, context, packing, tensors)
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise UnsupportedModel(
+            f"{architecture} cannot be served: its code has a table of attention classes in place"
+            " of transformers' attention interface"
+        ) from error
     causal_lm = causal_lm.eval().to(context.device)
     with reader(packing.roundings()) as read:
         packing.fill(causal_lm, read)
