@@ -86,7 +86,7 @@ def _snapshot(
         priority=request.priority,
         num_prompt_tokens=seq_group.num_prompt_tokens,
         num_cached_tokens=seq_group.num_cached_tokens,
-        num_computed_tokens=seq_group.sequences[0].num_computed if is_prefilling else 0,
+        num_computed_tokens=seq_group.sequences[0].prefill.num_computed if is_prefilling else 0,
         num_output_tokens=sum([len(seq.output_token_ids) for seq in seq_group.sequences]),
         num_accepted_drafts=seq_group.clock.timings.num_accepted_drafts,
         num_drafts=seq_group.clock.timings.num_drafts,

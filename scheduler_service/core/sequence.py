@@ -6,7 +6,7 @@ A `SequenceGroup` is one request, a `Sequence` one choice of it, or one beam of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
@@ -15,6 +15,7 @@ from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.context import Context, adapter_of, num_source_tokens
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
 from scheduler_service.core.placement import Placement, WorkerLosses
+from scheduler_service.core.progress import Growth, Prefill
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import (
     RequestClock,
@@ -70,17 +71,14 @@ class SequenceStatus(IntEnum):
 _RUNNING = SequenceStatus.RUNNING
 
 
-# A sampled token whose value is still in flight counts in `length`, so that the next step can be
-# planned before the last one's result is in: the worker feeds its own token forward. A row with
-# drafts counts with all the tokens that it may bring, until its result says how many it brought.
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request: its tokens and how far they are computed.
+    """One choice of a request: its tokens, and where it is; its parts say how far it is.
 
     Invariants, with known = prompt + output tokens:
-    known <= length <= num_prompt_tokens + max_output_tokens; its rows in flight bring at most
-    length - known tokens, and exactly as many without drafts; the computation of a decoding
-    sequence's first length - 1 tokens is planned.
+    known <= growth.length <= growth.max_length; its rows in flight bring at most growth.length -
+    known tokens, and exactly as many without drafts; the computation of a decoding sequence's first
+    growth.length - 1 tokens is planned.
     """
 
     seq_group: SequenceGroup
@@ -90,34 +88,20 @@ class Sequence:
     stop_token_ids: frozenset[int]
     order: tuple[tuple[int, ...], int]
     """Place among running sequences: its group's rank, then the choice; the last is preempted."""
-    length: int
-    """Number of its tokens, including those sampled but not yet known; the most that it can have
-    if rows with drafts are in flight."""
+    growth: Growth
+    prefill: Prefill = field(default_factory=Prefill)
     seq_id: int = 0
     """Id for workers and logs, assigned when its request is accepted."""
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     max_output_tokens: int = 0
     """Output tokens at which it ends; set when its group is placed in a worker group."""
-    max_length: int = 0
-    """Number of its tokens at which it ends."""
-    num_computed: int = 0
-    """Tokens whose computation is planned, or was not needed; used only while it prefills."""
-    first_step_id: int = 0
-    """The step in which it last entered the batch."""
-    is_prefilled: bool = False
-    """Whether the result of the last step of its prefill is in."""
     prefix_keys: PrefixKeys = field(default_factory=PrefixKeys)
     """By which the KV cache finds its first tokens."""
-    reserved_length: int = 0
-    """The length up to which it can decode without asking the KV cache: the end of the memory that
-    it has, or less if that is shared and must be copied first, or if the output ends."""
     forks: list[Sequence] = field(default_factory=list)
     """Choices that start from this one's last prompt token, or idle sequences of a beam search.
     Until they fork from it they are RUNNING, that is, they have places in the batch, but the
     worker does not know them."""
-    num_drafts: int = 0
-    """Drafts that its rows in flight may keep."""
     suspect_length: int = 0
     """The length at which it has passed the steps in which workers died."""
     num_prompt_tokens: int = field(init=False)
@@ -140,14 +124,14 @@ class Sequence:
     def num_confirmed(self) -> int:
         """While it decodes: its first tokens whose KV is computed, by results that are in. The last
         known token was sampled, not computed."""
-        if not self.is_prefilled:
+        if not self.prefill.is_complete:
             return 0
         return self.num_prompt_tokens + len(self.output_token_ids) - 1
 
     @property
     def is_prefilling(self) -> bool:
         """Whether it is in the batch, and its first tokens are still being computed."""
-        return self.status is SequenceStatus.RUNNING and not self.is_prefilled
+        return self.status is SequenceStatus.RUNNING and not self.prefill.is_complete
 
     @property
     def max_reusable_tokens(self) -> int:
@@ -167,14 +151,9 @@ class Sequence:
         return self.seq_group.context
 
     @property
-    def next_position(self) -> int:
-        """While it decodes: the lowest position that its next row may have."""
-        return self.length - self.num_drafts - 1
-
-    @property
     def num_in_flight(self) -> int:
         """Number of sampled tokens whose values are in flight; the most if there are drafts."""
-        return self.length - self.num_known
+        return self.growth.length - self.num_known
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """The values of its tokens from `start` to `end`, exclusive."""
@@ -206,7 +185,7 @@ class Sequence:
     def limit_output(self, max_tokens: int) -> None:
         """Set the limit on output tokens that holds in its worker group."""
         self.max_output_tokens = max_tokens
-        self.max_length = self.num_prompt_tokens + max_tokens
+        self.growth.limit(self.num_prompt_tokens + max_tokens)
 
     def enter_batch(self) -> None:
         """Take a place in the batch."""
@@ -215,44 +194,10 @@ class Sequence:
 
     def start_prefill(self, step_id: int, num_computed: int) -> None:
         """Begin to compute what the prefix cache did not provide."""
-        self.first_step_id = step_id
-        self.num_computed = num_computed
+        self.prefill.start(step_id, num_computed)
         if not self.seq_group.has_begun:
             self.seq_group.has_begun = True
             self.seq_group.num_cached_tokens = min(num_computed, self.num_prompt_tokens)
-
-    def advance_prefill(self, num_tokens: int) -> bool:
-        """Count tokens as computed; return whether these were the last."""
-        self.num_computed += num_tokens
-        return self.num_computed == self.length
-
-    def confirm_prefill(self, *, is_complete: bool) -> None:
-        """Record the result of a prefill step; until it is complete, decoded tokens are not offered
-        to the prefix cache."""
-        self.is_prefilled = is_complete
-
-    def start_decode(self, reserved_length: int) -> None:
-        """Sample the first token, and decode further ones up to `reserved_length`."""
-        self.reserve(reserved_length)
-        self.extend()
-
-    def reserve(self, num_tokens: int) -> None:
-        """Allow decoding up to a length, or to its end, without asking the KV cache."""
-        self.reserved_length = min(num_tokens, self.max_length - 1)
-
-    def extend(self) -> None:
-        """Count a token that is being sampled."""
-        self.length += 1
-
-    def extend_with_drafts(self, num_drafts: int) -> None:
-        """Count a token that is being sampled, and the drafts that may be kept with it."""
-        self.length += 1 + num_drafts
-        self.num_drafts += num_drafts
-
-    def retract_drafts(self, num_drafts: int, num_kept: int) -> None:
-        """Count only the drafts that a row has kept."""
-        self.num_drafts -= num_drafts
-        self.length -= num_drafts - num_kept
 
     def append_sampled(self, token: int) -> None:
         """Add the value of a token that is counted in `length`."""
@@ -273,33 +218,23 @@ class Sequence:
 
     def fork_from(self, parent: Sequence, step_id: int) -> None:
         """Share the tokens that the parent has computed."""
-        self.first_step_id = step_id
-        self.num_computed = parent.num_computed
+        self.prefill.start(step_id, parent.prefill.num_computed)
         self.prefix_keys = parent.prefix_keys.fork()
         self.suspect_length = max(self.suspect_length, parent.suspect_length)
 
     def fork_beam(self, parent: Sequence, token: int, step_id: int) -> None:
         """Continue the parent's beam with another token."""
         self.fork_from(parent, step_id)
-        self.is_prefilled = parent.is_prefilled
+        self.prefill.confirm(is_complete=parent.prefill.is_complete)
         self.output_token_ids = [*parent.output_token_ids, token]
-        self.length = self.num_known
+        self.growth.restart(self.num_known)
 
     def drop_beam(self) -> None:
         """Give up the beam; only the prompt is left."""
         self.output_token_ids = []
         self.prefix_keys = PrefixKeys()
-        self.is_prefilled = False
-        self.length = self.num_known
-
-    def swap_in(self) -> None:
-        """Return from host memory with all but the last token computed."""
-        self.num_computed = self.length - 1
-        self.is_prefilled = True
-
-    def rejoin(self, step_id: int) -> None:
-        """Get rows from this step on; its KV was not ready when it entered the batch."""
-        self.first_step_id = step_id
+        self.prefill.confirm(is_complete=False)
+        self.growth.restart(self.num_known)
 
     def swap_out(self) -> None:
         """Leave the batch for host memory."""
@@ -311,10 +246,9 @@ class Sequence:
 
     def restart(self) -> None:
         """Wait to be recomputed, without the tokens in flight: the worker is lost."""
-        self.suspect(self.length)
+        self.suspect(self.growth.length)
         self.preempt()
-        self.length = self.num_known
-        self.num_drafts = 0
+        self.growth.restart(self.num_known)
 
     def suspect(self, length: int) -> None:
         """Record that workers may die in the steps that compute it up to a length."""
@@ -331,31 +265,10 @@ class Sequence:
         self.status = status
         if self.seq_group.strategy.is_lockstep:
             self.seq_group.strategy.leave_batch()
-            self.length = self.num_known  # the next tokens are chosen again
-        self.num_computed = 0
-        self.is_prefilled = False
-        self.reserved_length = 0
+            self.growth.restart(self.num_known)  # the next tokens are chosen again
+        self.prefill.reset()
+        self.growth.release()
         self.forks = []
-
-
-def extend_all(
-    sequences: Iterable[Sequence], reserve: Callable[[Sequence], bool], rows: list[Sequence]
-) -> int:
-    """Count a token that is being sampled for each decoding sequence, and add its row. Returns the
-    sum of the lengths of these rows' sequences.
-
-    A sequence beyond its reserved length gets one only if `reserve` grants it. This is
-    `Sequence.extend` without a call for each row, which would cost a tenth of a step's time.
-    """
-    total_length = 0
-    for seq in sequences:
-        length = seq.length
-        if length > seq.reserved_length and not reserve(seq):
-            continue
-        seq.length = length = length + 1
-        total_length += length
-        rows.append(seq)
-    return total_length
 
 
 def deliver_all(

@@ -3,12 +3,15 @@
 import ast
 from collections.abc import Iterator, Mapping
 
+import pytest
+
 from tests.architecture.source_tree import Module, circles, import_graph, read_modules
 from tools.launch import ROOT
 
 CORE = "scheduler_service.core"
-FIELDS = {"length", "num_computed"}
-"""Fields of a sequence that are checked although other classes have fields of these names."""
+FIELDS = {"Sequence": {"status"}, "Growth": {"length"}, "Prefill": {"num_computed"}}
+"""A sequence and its parts: fields that are checked although other classes have fields of these
+names."""
 
 
 def _assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
@@ -27,20 +30,20 @@ def _fields(node: ast.ClassDef) -> set[str]:
     }
 
 
-def writers_of_sequences(modules: Mapping[str, Module]) -> dict[str, list[str]]:
-    """The modules of the core that assign each field of `Sequence`: those in FIELDS, and those that
-    no other class of the core has. `self.field` elsewhere is another class's own field."""
+def writers_of(kind: str, modules: Mapping[str, Module]) -> dict[str, list[str]]:
+    """The modules of the core that assign each field of a class: those in FIELDS, and those that no
+    other class of the core has. `self.field` elsewhere is another class's own field."""
     core = {name: module for name, module in modules.items() if f"{name}.".startswith(f"{CORE}.")}
     home, fields, other = "", set[str](), set[str]()
     for name, module in core.items():
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.ClassDef) and node.name == "Sequence":
+            if isinstance(node, ast.ClassDef) and node.name == kind:
                 home, fields = name, _fields(node)
             elif isinstance(node, ast.ClassDef):
                 own = (field for field in _assigned(node) if ast.unparse(field.value) == "self")
                 other |= _fields(node) | {field.attr for field in own}
-    assert fields, "the core defines the class Sequence"
-    writers: dict[str, set[str]] = {name: set() for name in fields & FIELDS | fields - other}
+    assert fields, f"the core defines the class {kind}"
+    writers: dict[str, set[str]] = {name: set() for name in fields & FIELDS[kind] | fields - other}
     for name, module in core.items():
         for field in _assigned(module.tree):
             if field.attr in writers and (name == home or ast.unparse(field.value) != "self"):
@@ -52,7 +55,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(import_graph(read_modules(ROOT))) == []
 
 
-def test_one_module_assigns_each_field_of_a_sequence() -> None:
-    writers = writers_of_sequences(read_modules(ROOT))
-    assert writers.keys() >= FIELDS
+@pytest.mark.parametrize("kind", FIELDS)
+def test_one_module_assigns_each_field_of_a_sequence(kind: str) -> None:
+    writers = writers_of(kind, read_modules(ROOT))
+    assert writers.keys() >= FIELDS[kind]
     assert {field: names for field, names in writers.items() if len(names) > 1} == {}

@@ -47,6 +47,10 @@ class KnownSequence:
     def length(self) -> int:
         return len(self.tokens)
 
+    @property
+    def growth(self) -> "KnownSequence":
+        return self
+
     num_known = length
     max_reusable_tokens = length
     num_prompt_tokens = length

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from scheduler_service.core.placement import WorkerLosses
+from scheduler_service.core.progress import Growth
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import RequestClock, RequestPhase
 from scheduler_service.core.scheduling.strategies import make_strategy
@@ -139,7 +140,7 @@ class RequestRegistry:
             handle=request.handle + choice_index,
             stop_token_ids=request.work.stop_token_ids,
             order=(seq_group.rank, choice_index),
-            length=len(request.prompt_token_ids) + len(output),
+            growth=Growth(len(request.prompt_token_ids) + len(output)),
             output_token_ids=output,
             status=SequenceStatus.FINISHED_STOPPED if is_finished else SequenceStatus.WAITING,
         )

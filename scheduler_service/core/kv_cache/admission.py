@@ -85,7 +85,7 @@ class Admission:
         Followers that share more of its tokens will wait for them."""
         self._count_found(seq, hit)
         self._cache.expect(seq, hit.num_tokens)
-        num_new = self._num_new(seq.length, hit, num_forks)
+        num_new = self._num_new(seq.growth.length, hit, num_forks)
         taken = self._pin([hit], self._device.num_available - num_new)
         moves = Moves()
         held = self._allocate(seq, hit, taken, moves)
@@ -146,7 +146,7 @@ class Admission:
             if start.source is not None:
                 hit = self._demand.hit_of(start.num_tokens, hit.num_source_tokens)
             upfront = _num_upfront(start.seq, starts)
-            length = start.seq.length
+            length = start.seq.growth.length
             num_blocks += sum(self._demand.after(length, hit, lambda _: True, num_upfront=upfront))
         return num_blocks
 
@@ -204,7 +204,7 @@ class Admission:
         and chunks are only to be reserved, but for the first `num_upfront` tokens. What was found
         on the host is swapped in. `taken`: see `_pin`."""
         pool = self._device
-        numbers = self._demand.after(seq.length, hit, pool.is_used, num_upfront=num_upfront)
+        numbers = self._demand.after(seq.growth.length, hit, pool.is_used, num_upfront=num_upfront)
         used = set(filter(pool.is_used, hit.shared))
         self._host.fetch(hit.host_blocks)
         pool.share(hit.shared)  # before others are evicted
@@ -219,7 +219,7 @@ class Admission:
                 end = group.max_blocks(0, 0, hit.num_source_tokens)
                 table.blocks += pool.allocate(end - len(table.blocks))
                 continue
-            end = -(-(num_upfront if group.span else seq.length) // group.block_tokens)
+            end = -(-(num_upfront if group.span else seq.growth.length) // group.block_tokens)
             table.blocks += pool.allocate(max(0, end - table.end))
             if group.span:
                 num_held = sum(block not in used for block in table.blocks)

@@ -149,7 +149,7 @@ class DeviceTables:
                 sharers.update(tables[number].blocks)
             for number, tokens in self.block_tokens.items():
                 table = tables[number]
-                offset = (seq.length - 1) // tokens - table.first
+                offset = (seq.growth.length - 1) // tokens - table.first
                 if offset == len(table.blocks):
                     num_blocks += 1
                 else:

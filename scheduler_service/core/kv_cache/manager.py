@@ -110,9 +110,9 @@ class KVCacheManager:
 
         It is called when a sequence has outgrown its memory, in few of its steps: whatever is to be
         done for decoding sequences is done here, so that their other steps cost nothing."""
-        held, length = self.tables.held[seq.seq_id], seq.length
+        held, length = self.tables.held[seq.seq_id], seq.growth.length
         if self.tables.has_spans:
-            self.released.slide(seq, seq.next_position)
+            self.released.slide(seq, seq.growth.next_position)
         if not self.tables.can_reserve(seq, length):
             return None
         updates = self.tables.reserve(seq, length)

@@ -118,14 +118,26 @@ class KeyedTokens(Protocol):
         """The values of the tokens from `start` to `end`, exclusive."""
 
 
+class CacheableLength(Protocol):
+    """What the KV cache reads of a sequence's length; `core/progress.py` describes it."""
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens, including those that are being sampled."""
+
+    @property
+    def next_position(self) -> int:
+        """While it decodes: the lowest position that its next row may have."""
+
+
 class CacheableSequence(KeyedTokens, Protocol):
     """What the KV cache reads of a sequence; `core/sequence.py` describes it."""
 
     seq_id: int
 
     @property
-    def length(self) -> int:
-        """Number of its tokens, including those that are being sampled."""
+    def growth(self) -> CacheableLength:
+        """Its length."""
 
     @property
     def num_known(self) -> int:
@@ -138,10 +150,6 @@ class CacheableSequence(KeyedTokens, Protocol):
     @property
     def num_confirmed(self) -> int:
         """While it decodes: its first tokens whose KV is computed, by results that are in."""
-
-    @property
-    def next_position(self) -> int:
-        """While it decodes: the lowest position that its next row may have."""
 
     @property
     def max_reusable_tokens(self) -> int:

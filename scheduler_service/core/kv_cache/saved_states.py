@@ -81,10 +81,10 @@ class SavedStates:
     def roll(self, seq: CacheableSequence, held: SequenceTables) -> None:
         """Save the state of a sequence that decodes, if it is due. Where drafts are in flight, its
         position is unknown."""
-        position = seq.length - 1
+        position = seq.growth.length - 1
         last = max(held.state_position, seq.num_prompt_tokens)
         is_due = position >= last + ROLLING_TOKENS and position % self._unit == 0
-        if self.enabled and is_due and seq.next_position == position:
+        if self.enabled and is_due and seq.growth.next_position == position:
             held.state_position = position
             self._due.append((seq, held, position))
 
@@ -241,10 +241,10 @@ class SavedStates:
         """Let others find the state and the last tokens of a sequence that ends, whose blocks are
         about to be released: once the result of the last plan is in, if any of its rows are in
         flight."""
-        position = seq.length - 1
+        position = seq.growth.length - 1
         if not self.enabled or held.is_prompt or held.is_withdrawn:
             return
-        if seq.next_position != position or not 0 < position <= seq.num_known:
+        if seq.growth.next_position != position or not 0 < position <= seq.num_known:
             return  # the state is somewhere among drafts, or after tokens that are unknown
         if any(self._device.is_shared(held.tables[number].blocks[0]) for number in self._groups):
             return  # others continue in it
@@ -264,7 +264,7 @@ class SavedStates:
             (block, self._device.cached.hold(block, contents), contents)
             for block, contents in self._prefixes.last_blocks(seq, held, position)
         ]
-        if seq.length == seq.num_known:
+        if seq.growth.length == seq.num_known:
             self._confirm_ended(blocks)
         else:
             self._ended.append((self._last_plan, seq.seq_id, blocks))

@@ -82,7 +82,7 @@ class SharedPrefixes:
         """Tokens that must be computed again if these sequences are freed: with the prefix cache,
         those that no other sequence has, each once."""
         if not self._cache.is_enabled or not self._growing:
-            return sum(seq.length for seq in sequences)
+            return sum(seq.growth.length for seq in sequences)
         growing = self._growing[0]
         return self._tables.memory_freed(sequences, growing) * self._tables.block_tokens[growing]
 
@@ -137,7 +137,7 @@ class SharedPrefixes:
         self.offer(seq, end)
         held = self._tables.held[seq.seq_id]
         is_plain = self._cache.is_enabled and not self._tables.has_states and not held.is_withdrawn
-        if end % self.unit and is_plain and seq.length == seq.num_known:
+        if end % self.unit and is_plain and seq.growth.length == seq.num_known:
             for block, contents in self._cache.last_blocks(seq, held, end):
                 self._device.cached.add(block, contents)
 

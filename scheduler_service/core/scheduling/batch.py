@@ -89,13 +89,13 @@ class Batch:
         if num_beams := len(self.rows) - len(self.lookahead):
             self.lookahead += [0] * num_beams
         self.lookahead.append(num_drafts)
-        self.num_attended_pairs += seq.length
+        self.num_attended_pairs += seq.growth.length
         self.rows.append(seq)
 
     def add_beam(self, seq: Sequence) -> None:
         """Add a decode row that reports candidates."""
         self._other_outputs[len(self.rows)] = RowOutput.CANDIDATES
-        self.num_attended_pairs += seq.length
+        self.num_attended_pairs += seq.growth.length
         self.rows.append(seq)
 
     def add_new(self, new_sequence: NewSequence) -> None:
@@ -111,16 +111,16 @@ class Batch:
             self._other_outputs[len(self.rows)] = output
         if output is RowOutput.VECTOR:
             is_each = strategy.brings_all
-            vectors = (seq.num_computed - num_tokens, num_tokens) if is_each else (0, 1)
+            vectors = (seq.prefill.num_computed - num_tokens, num_tokens) if is_each else (0, 1)
             self.vectors[len(self.rows)] = vectors
             self.vector_bytes += vectors[1] * strategy.vector_bytes
         self.rows.append(seq)
         self._prefill_tokens.append(num_tokens)
-        self._prefills.append((seq, seq.num_computed, is_last))
+        self._prefills.append((seq, seq.prefill.num_computed, is_last))
         self.prefilled.add(seq)
         self.num_prefill_tokens += num_tokens
-        self.num_attended_pairs += num_tokens * seq.num_computed
-        num_pairs = num_tokens * seq.num_computed - num_tokens * (num_tokens - 1) // 2
+        self.num_attended_pairs += num_tokens * seq.prefill.num_computed
+        num_pairs = num_tokens * seq.prefill.num_computed - num_tokens * (num_tokens - 1) // 2
         self.num_prefill_pairs += num_pairs
         self.budget -= num_tokens
         if self._cost is not None:
@@ -144,7 +144,7 @@ class Batch:
     def fits(self, seq: Sequence, num_computed: int) -> bool:
         """Whether there is capacity for the next chunk of a sequence after its first
         `num_computed` tokens."""
-        num_needed = 1 if self._chunks_prompts else seq.length - num_computed
+        num_needed = 1 if self._chunks_prompts else seq.growth.length - num_computed
         return self.max_chunk(num_computed) >= num_needed
 
     @property
@@ -235,7 +235,7 @@ def make_new_sequence(seq: Sequence, tables: list[BlockTable]) -> NewSequence:
         choice_index=seq.choice_index,
         token_ids=[*seq_group.request.prompt_token_ids, *seq.output_token_ids],
         num_prompt_tokens=seq_group.num_prompt_tokens,
-        num_computed_tokens=seq.num_computed,
+        num_computed_tokens=seq.prefill.num_computed,
         tables=tables,
         sampling=seq_group.request.work.sampling,
         pooling=seq_group.request.work.pooling,

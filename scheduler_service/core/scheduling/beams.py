@@ -189,7 +189,7 @@ class BeamScheduler(StrategyScheduler):
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
             return 0
         if self.running.is_unintroduced(seq):
-            seq.rejoin(batch.step_id)
+            seq.prefill.rejoin(batch.step_id)
         return StrategyScheduler.max_row_tokens(self, seq, batch)
 
     # One token for each beam.
@@ -198,7 +198,7 @@ class BeamScheduler(StrategyScheduler):
         """Report the beam's candidates; all beams continue together."""
         del batch
         _beams(seq.seq_group).num_prefilling -= 1
-        seq.start_decode(0)
+        seq.growth.advance()
         self.running.begin_decoding(seq)
 
     def reserve(self, seq: Sequence, batch: Batch) -> bool:
@@ -216,7 +216,7 @@ class BeamScheduler(StrategyScheduler):
         if not beams.is_due:
             return True
         held = beams.held
-        if held[0].length > seq_group.placement.num_cache_tokens:
+        if held[0].growth.length > seq_group.placement.num_cache_tokens:
             return False
         while not self.running.cache.tables.can_reserve_all(held):
             if not self.preemption.make_room(seq_group, batch):
@@ -239,21 +239,21 @@ class BeamScheduler(StrategyScheduler):
             if seq in continued:
                 batch.append_token(seq.seq_id, continued[seq].token)
             batch.add_beam(seq)
-            seq.extend()
+            seq.growth.advance()
         for child in forks:
             assert child.parent is not None
             tables = self.running.cache.tables.of(child.seq)
             batch.add_new(make_fork(child.seq, child.parent, [child.token], tables))
             self.running.mark_introduced(child.seq)
             batch.add_beam(child.seq)
-            child.seq.extend()
+            child.seq.growth.advance()
         beams.continuations = []
 
     def _reserve(self, seq: Sequence, batch: Batch, *, is_fork: bool) -> None:
         """Make a beam's last token writable. The table of a fork is sent later, as a whole."""
         cache = self.running.cache
-        cache.released.slide(seq, seq.next_position)
-        updates = cache.tables.reserve(seq, seq.length)
+        cache.released.slide(seq, seq.growth.next_position)
+        updates = cache.tables.reserve(seq, seq.growth.length)
         if is_fork:
             batch.copy_shared(updates)
         else:
@@ -267,7 +267,7 @@ class BeamScheduler(StrategyScheduler):
     ) -> None:
         """Collect the candidates for a beam's next token; with those of all beams, continue the
         search. Results of steps from before a preemption are ignored."""
-        if seq.status is not SequenceStatus.RUNNING or step_id < seq.first_step_id:
+        if seq.status is not SequenceStatus.RUNNING or step_id < seq.prefill.first_step_id:
             return
         assert isinstance(value, RowCandidates)
         beams = _beams(seq.seq_group)

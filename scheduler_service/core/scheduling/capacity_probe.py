@@ -182,8 +182,8 @@ class CapacityProbe:
         num_needed = 0
         for seq in (*running.decoding, *running.prefilling, *running.swap_in_pending):
             if seq.status is RUNNING:
-                held = max(seq.length, seq.reserved_length)
-                end = min(seq.length + num_steps, seq.max_length)
+                held = max(seq.growth.length, seq.growth.reserved_length)
+                end = min(seq.growth.length + num_steps, seq.growth.max_length)
                 num_needed += max(0, tables.demand.of(end) - tables.demand.of(held))
         for group in (*self.placed.waiting, *self.placed.preempting, *running.swapped):
             if group not in self.placed.awaiting_kv:  # memory is allocated for what arrives
@@ -195,6 +195,6 @@ class CapacityProbe:
         """Tokens of prompts that are not computed yet, without those of groups whose KV is on its
         way here."""
         prefilling = [seq for seq in self.running.prefilling if seq.status is RUNNING]
-        num_begun = sum(seq.length - seq.num_computed for seq in prefilling)
+        num_begun = sum(seq.growth.length - seq.prefill.num_computed for seq in prefilling)
         num_arriving = sum(group.num_prompt_tokens for group in self.placed.awaiting_kv)
         return num_begun + max(0, self.placed.waiting.num_tokens - num_arriving)

@@ -62,7 +62,7 @@ class PoolingScheduler(SamplingScheduler):
 
     def max_row_tokens(self, seq: Sequence, batch: Batch) -> int:
         """As many as the result has capacity for the vectors of."""
-        strategy, num_tokens = seq.seq_group.strategy, seq.length - seq.num_computed
+        strategy, num_tokens = seq.seq_group.strategy, seq.growth.length - seq.prefill.num_computed
         num_vectors = (MAX_VECTOR_BYTES - batch.vector_bytes) // strategy.vector_bytes
         if strategy.brings_all and self.config.enable_chunked_prefill:
             return min(num_tokens, max(num_vectors, not batch.vector_bytes))

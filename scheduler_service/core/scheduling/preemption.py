@@ -134,7 +134,7 @@ class Preemption:
         sequences = seq_group.running()
         if any(seq.live_forks() for seq in sequences):
             return False  # a beam search that has not started
-        if any(seq.num_drafts for seq in sequences):
+        if any(seq.growth.num_drafts for seq in sequences):
             return False  # it is unknown how many of its tokens will be written
         cache = self.running.cache
         changes_states = seq_group.strategy.is_lockstep and cache.tables.has_states
@@ -181,7 +181,7 @@ class Preemption:
             swapped = seq_group.swapped()
             batch.swap_in += self.running.swap_in(seq_group, batch)
             for seq in swapped:  # late results of beams are ignored
-                seq.rejoin(batch.step_id)
+                seq.prefill.rejoin(batch.step_id)
 
     def _can_swap_in(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):
@@ -193,9 +193,9 @@ class Preemption:
         """Resume the sequences whose KV the last plan swapped in: they were swapped out,
         or their prompts were found on the host."""
         for seq in self.running.pop_swapped_in():
-            seq.rejoin(batch.step_id)
-            self.running.cache.prefixes.offer(seq, seq.num_computed)
-            if seq.is_prefilled:
+            seq.prefill.rejoin(batch.step_id)
+            self.running.cache.prefixes.offer(seq, seq.prefill.num_computed)
+            if seq.prefill.is_complete:
                 tables = self.running.cache.tables.of(seq)  # before the step changes it
                 self._swapped_in.append((seq, make_new_sequence(seq, tables)))
 
@@ -229,7 +229,7 @@ class _PreemptionLog:
                 mode,
                 victims[0].seq_group.request.request_id,
                 ",".join(str(seq.seq_id) for seq in victims),
-                max(seq.length for seq in victims),
+                max(seq.growth.length for seq in victims),
             )
         if now_us >= self._due_us:
             logger.warning(

@@ -33,7 +33,7 @@ class PrefillScheduler:
         for seq in sequences:
             if seq in batch.prefilled:
                 continue
-            if not batch.fits(seq, seq.num_computed):
+            if not batch.fits(seq, seq.prefill.num_computed):
                 return
             if max_tokens := self.strategies.of(seq.seq_group).max_row_tokens(seq, batch):
                 self._add_row(seq, batch, max_tokens)  # others may have memory if it has none
@@ -42,7 +42,7 @@ class PrefillScheduler:
         """Add a row for a sequence's next tokens, unless memory for them is short; its strategy
         decides what follows the last."""
         cache = self.running.cache
-        start = seq.num_computed
+        start = seq.prefill.num_computed
         end = start + min(batch.max_chunk(start), max_tokens)
         num_tokens = cache.tables.chunk_end(seq, start, end) - start
         updates = cache.extend_prompt(seq, start, start + num_tokens)
@@ -53,7 +53,7 @@ class PrefillScheduler:
             batch.add_new(make_new_sequence(seq, cache.tables.of(seq)))
         else:
             batch.update_tables(seq.seq_id, updates)
-        is_last = seq.advance_prefill(num_tokens)
+        is_last = seq.prefill.advance(num_tokens, seq.growth.length)
         batch.add_prefill(seq, num_tokens, is_last)
         if is_last:
             self.running.prefilling.remove(seq)

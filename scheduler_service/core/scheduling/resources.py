@@ -85,7 +85,9 @@ class Memory:
         if isinstance(entrants.start, list):
             return self._admission.can_admit_jointly(entrants.start, len(entrants.sequences))
         seq, hit = entrants.start
-        return self._admission.can_admit(seq.length, hit, num_forks=len(entrants.sequences) - 1)
+        return self._admission.can_admit(
+            seq.growth.length, hit, num_forks=len(entrants.sequences) - 1
+        )
 
     def acquire(self, entrants: Entrants, batch: Batch) -> None:
         """Memory for all known tokens; what is on the host is swapped in."""

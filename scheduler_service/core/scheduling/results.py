@@ -56,7 +56,7 @@ def accept_drafts(
         sampled += [seq] * len(tokens)
         token_ids += tokens
         if row < len(lookahead) and lookahead[row]:
-            seq.retract_drafts(lookahead[row], count - 1)
+            seq.growth.retract_drafts(lookahead[row], count - 1)
             if seq.status is RUNNING or not seq.status.is_finished:
                 num_accepted = len(tokens) - 1
                 seq.seq_group.clock.timings.add_drafts(num_drafts[row], num_accepted)
@@ -184,7 +184,7 @@ class ResultProcessor:
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed, unless the sequence has ended since the row
         was planned. What it computed may be the cause, and must not be found by others."""
-        seq.confirm_prefill(is_complete=False)
+        seq.prefill.confirm(is_complete=False)
         self.cache.prefixes.withdraw(seq)
         if not seq.status.is_finished:
             failed = GenerationFailed(error.message, reason=error.reason)
@@ -195,8 +195,8 @@ class ResultProcessor:
         the step was planned and may have restarted. If their next tokens come with this result,
         they have not restarted: the computed KV is lost, but the tokens count."""
         for seq, num_tokens, is_last in step.prefills:
-            if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.first_step_id:
-                seq.confirm_prefill(is_complete=is_last)
+            if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.prefill.first_step_id:
+                seq.prefill.confirm(is_complete=is_last)
                 self.cache.prefixes.offer(seq, num_tokens)
                 self.totals.add_prefill(seq, num_tokens, is_last, now_us)
             elif is_last and seq.status in _OUT and seq.num_in_flight:

@@ -85,7 +85,7 @@ class RunningSet:
         self.swapped.remove(seq_group)
         pairs = self.cache.swap.swap_in(sequences)
         for seq in sequences:
-            seq.swap_in()
+            seq.prefill.skip(seq.growth.length - 1)
         self.places.acquire(Entrants(sequences, []), batch)
         self._start(sequences, batch.now_us)
         self._unintroduced.update(sequences)
@@ -105,7 +105,7 @@ class RunningSet:
             return []
         swapped_in, self.swap_in_pending = sorted(self.swap_in_pending, key=_order), []
         for seq in swapped_in:
-            insort(self.decoding if seq.is_prefilled else self.prefilling, seq, key=_order)
+            insort(self.decoding if seq.prefill.is_complete else self.prefilling, seq, key=_order)
         return swapped_in
 
     def is_unintroduced(self, seq: Sequence) -> bool:
@@ -187,8 +187,10 @@ class RunningSet:
             self.swapped.push(seq_group.rank, seq_group)
         for seq in sequences:
             # Memory for drafts that were refused may never have been written.
-            if not seq_group.strategy.is_lockstep and self.cache.tables.trim(seq, seq.length - 1):
-                seq.reserve(seq.length - 1)
+            if not seq_group.strategy.is_lockstep and self.cache.tables.trim(
+                seq, seq.growth.length - 1
+            ):
+                seq.growth.reserve(seq.growth.length - 1)
         pairs = self.cache.swap.swap_out(sequences)
         for seq in sequences:
             self._forget(seq)
@@ -242,7 +244,9 @@ class RunningSet:
         listed = [s for s in lists if s.status is RUNNING]
         forks = [fork for leader in listed for fork in leader.live_forks()]
         retired = [s for s in listed if not self.places.holds(s)]
-        assert all(s.length >= s.max_length and s in self._unintroduced for s in retired)
+        assert all(
+            s.growth.length >= s.growth.max_length and s in self._unintroduced for s in retired
+        )
         assert self.num_places == len(running) - len(retired)
         assert len(listed) + len(forks) == len(running), "one place for each"
         assert {*listed, *forks} == set(running)

@@ -87,7 +87,8 @@ class SamplingScheduler(StrategyScheduler):
 
     def end_prefill(self, seq: Sequence, batch: Batch) -> None:
         """Decode from now on, as do the choices that fork from the prompt."""
-        seq.start_decode(self.running.cache.tables.round_up(seq.length))
+        seq.growth.reserve(self.running.cache.tables.round_up(seq.growth.length))
+        seq.growth.advance()
         self.running.begin_decoding(seq)
         for fork in seq.release_forks():
             self._fork(seq, fork, batch)
@@ -97,16 +98,17 @@ class SamplingScheduler(StrategyScheduler):
         self.running.cache.tables.fork(parent, fork)
         fork.fork_from(parent, batch.step_id)
         # The first to write after the shared tokens must copy.
-        parent.reserve(fork.length)
-        fork.start_decode(fork.length)
+        parent.growth.reserve(fork.growth.length)
+        fork.growth.reserve(fork.growth.length)
+        fork.growth.advance()
         self.running.begin_decoding(fork)
         batch.add_new(make_fork(fork, parent, [], self.running.cache.tables.of(fork)))
         batch.add_prefill(fork, 0, True)
 
     def reserve(self, seq: Sequence, batch: Batch) -> bool:
         """Reserve memory for a sequence's last token, if necessary by preemption."""
-        cache, length = self.running.cache, seq.length
-        if length >= seq.max_length:
+        cache, length = self.running.cache, seq.growth.length
+        if length >= seq.growth.max_length:
             return False  # its last token is in flight
         if length > seq.seq_group.placement.num_cache_tokens:
             if seq.num_in_flight == 0:
@@ -119,7 +121,7 @@ class SamplingScheduler(StrategyScheduler):
             if seq.status is not SequenceStatus.RUNNING:
                 return False
         batch.update_tables(seq.seq_id, updates)
-        seq.reserve(cache.tables.round_up(length))
+        seq.growth.reserve(cache.tables.round_up(length))
         return True
 
 

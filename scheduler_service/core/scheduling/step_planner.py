@@ -6,6 +6,7 @@ from functools import partial
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.transfer_port import TransferPort
+from scheduler_service.core.progress import extend_all
 from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
@@ -15,7 +16,7 @@ from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.prefill import PrefillScheduler
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.strategies import StrategySchedulers
-from scheduler_service.core.sequence import Sequence, SequenceGroup, extend_all
+from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -127,10 +128,10 @@ class StepPlanner:
     def _add_speculative_decodes(self, batch: Batch, num_drafts: int) -> None:
         """Like `extend_all`, with drafts."""
         for seq in self.running.decoding:
-            if seq.length > seq.reserved_length and not self._reserve(batch, seq):
+            if seq.growth.length > seq.growth.reserved_length and not self._reserve(batch, seq):
                 continue
             num_granted = self._reserve_drafts(batch, seq, num_drafts)
-            seq.extend_with_drafts(num_granted)
+            seq.growth.advance(num_granted)
             batch.add_decode(seq, num_granted)
 
     def _reserve_drafts(self, batch: Batch, seq: Sequence, num_drafts: int) -> int:
@@ -142,17 +143,17 @@ class StepPlanner:
             return 0
         if request.work.num_speculative_tokens is not None:
             num_drafts = min(num_drafts, request.work.num_speculative_tokens)
-        end = min(seq.length + num_drafts, seq.max_length - 1)
-        if end <= seq.reserved_length:
-            return end - seq.length
+        end = min(seq.growth.length + num_drafts, seq.growth.max_length - 1)
+        if end <= seq.growth.reserved_length:
+            return end - seq.growth.length
         num_kept, tables = self.running.num_places, self.running.cache.tables
-        while seq.reserved_length < end:
-            length = seq.reserved_length + 1
+        while seq.growth.reserved_length < end:
+            length = seq.growth.reserved_length + 1
             if not tables.can_reserve(seq, length, num_kept):
                 break
             batch.update_tables(seq.seq_id, tables.reserve(seq, length))
-            seq.reserve(tables.round_up(length))
-        return min(end, seq.reserved_length) - seq.length
+            seq.growth.reserve(tables.round_up(length))
+        return min(end, seq.growth.reserved_length) - seq.growth.length
 
     def _reserve(self, batch: Batch, seq: Sequence) -> bool:
         """Reserve memory for a sequence's last token, as its strategy does."""

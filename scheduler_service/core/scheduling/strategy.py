@@ -28,7 +28,7 @@ class StrategyScheduler(ABC):
     def max_row_tokens(self, seq: Sequence, batch: Batch) -> int:
         """Most tokens of an admitted sequence's next row; 0 if it may get none now."""
         del batch
-        return seq.length - seq.num_computed
+        return seq.growth.length - seq.prefill.num_computed
 
     @abstractmethod
     def end_prefill(self, seq: Sequence, batch: Batch) -> None:
