@@ -31,6 +31,7 @@ The modules, from the outside in:
     kv_cache/          KVCacheManager: memory on device and host, and the prefix cache
     sequence.py        the state of one request and its sequences, and its strategy
     progress.py        how long a sequence is, and how far it is computed
+    fitting.py         how far a request can get in a worker group, and whether it fits
     placement.py       where a request is served or waits, and the workers that died with it
     request_queue.py   the queues of waiting requests
     beam_search.py     which beams of a beam search continue, and when it ends

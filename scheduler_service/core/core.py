@@ -5,6 +5,7 @@ from collections.abc import Collection
 from math import inf
 
 from scheduler_service.attempts import taken_over
+from scheduler_service.core import fitting
 from scheduler_service.core.admission.admission_control import AdmissionControl, refusal_of
 from scheduler_service.core.admission.deadlines import (
     DeadlineTimers,
@@ -378,7 +379,7 @@ class SchedulerCore:
     def _fail_unroutable(self, model: ServedModel, now: float) -> None:
         """End requests that no worker group, present or expected back, is large enough for."""
         for seq_group in model.recovery.unroutable(model.capacities()):
-            caches = list(map(seq_group.num_cache_tokens, model.capacities()))
+            caches = [fitting.num_cache_tokens(seq_group, c) for c in model.capacities()]
             too_small = [cache for cache in caches if cache < seq_group.max_known_tokens]
             tokens = max(seq_group.placement.exceeded_tokens, *too_small, 0)
             error = GenerationFailed(

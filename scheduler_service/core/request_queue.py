@@ -253,13 +253,6 @@ class ModelQueue(Generic[Kind]):
         """The kind of a group in the queue."""
         return self._key_of[seq_group][1]
 
-    def of_kind(self, kind: Kind) -> list[SequenceGroup]:
-        """The groups of one kind, in no particular order."""
-        if kind not in self._num_of_kind:
-            return []
-        queues = (queue for (_, of_kind, _), queue in self._queues.items() if of_kind == kind)
-        return list(chain.from_iterable(queues))
-
     def skip_tenant_limited(self, head: SequenceGroup) -> None:
         """Skip a queue because its head would exceed the KV memory that its tenant may hold."""
         queue = self._queues[self._key_of[head]]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
 
-from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.context import Context, adapter_of, num_source_tokens
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
 from scheduler_service.core.placement import Placement, WorkerLosses
@@ -391,18 +390,6 @@ class SequenceGroup:
         """Whether its longest unfinished sequence has output tokens."""
         return self.max_known_tokens > self.num_prompt_tokens
 
-    def is_inexact_in(self, capacity: WorkerGroupCapacity) -> bool:
-        """Whether its next tokens on this worker group may differ from those of an undisturbed run,
-        because its earlier tokens were computed with another arithmetic."""
-        return self.has_output and self.placement.arithmetic not in ("", capacity.arithmetic)
-
-    def enter(self, capacity: WorkerGroupCapacity) -> bool:
-        """Record the arithmetic of its new worker group; return whether exactness is given up."""
-        is_inexact = self.is_inexact_in(capacity)
-        self.clock.timings.num_inexact_recoveries += is_inexact
-        self.placement.arithmetic = capacity.arithmetic
-        return is_inexact
-
     @property
     def is_before_loss(self) -> bool:
         """Whether it has not yet passed the point that it had reached when a worker died."""
@@ -428,44 +415,10 @@ class SequenceGroup:
         num_tokens = max(len(seq.output_token_ids) for seq in self.sequences)
         self.clock.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
 
-    def max_kv_quota(self, capacity: WorkerGroupCapacity) -> int:
-        """What the memory that its sequences can need in a worker group counts against its tenant's
-        limit, even if the group has less; what they share counts once per sequence."""
-        num_tokens = self.max_length(capacity) - 1
-        return self.num_unfinished * capacity.kv_quota(num_tokens, self.num_source_tokens)
-
-    def max_output_tokens(self, capacity: WorkerGroupCapacity) -> int:
-        """Maximum number of tokens of each sequence's output in a worker group."""
-        return self.request.work.max_output_tokens(capacity, self.num_prompt_tokens)
-
-    def fits(self, capacity: WorkerGroupCapacity) -> bool:
-        """Whether a worker group can compute its sequences, at least one at a time."""
-        num_tokens = max(self.max_known_tokens, self.placement.exceeded_tokens + 1)
-        has_limit = self.tenant.config.max_kv_blocks is not None
-        return (
-            self.request.work.kind in capacity.work_kinds
-            and self.max_output_tokens(capacity) > 0
-            and num_tokens <= self.num_cache_tokens(capacity)
-            and not (has_limit and not self.tenant.may_ever_hold(self.max_kv_quota(capacity)))
-        )
-
-    def num_cache_tokens(self, capacity: WorkerGroupCapacity) -> int:
-        """Tokens of the longest of its sequences that a worker group's cache can hold, with the
-        states of the others if they run in lockstep."""
-        return capacity.num_cache_tokens_beside(self.num_source_tokens, self.num_joint - 1)
-
     @property
     def num_joint(self) -> int:
         """How many of its sequences must be on the device together."""
         return len(self.sequences) if self.strategy.is_lockstep else 1
-
-    def max_length(self, capacity: WorkerGroupCapacity) -> int:
-        """Maximum number of tokens that it requests and that a worker group's model allows."""
-        return self.num_prompt_tokens + self.max_output_tokens(capacity)
-
-    def reach(self, capacity: WorkerGroupCapacity) -> int:
-        """Maximum length of one of its sequences in a worker group's cache, if alone there."""
-        return min(self.max_length(capacity), self.num_cache_tokens(capacity) + 1)
 
     def unfinished(self) -> Iterator[Sequence]:
         """Its sequences that have not ended."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler_service import attempts
+from scheduler_service.core import fitting
 from scheduler_service.core.admission.deadlines import check_deadline
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
@@ -110,7 +111,7 @@ def _too_long_error(
 ) -> PagewireError | None:
     tokens = seq_group.request.prompt_token_ids
     details = {"num_prompt_tokens": len(tokens), "max_model_len": capacity.max_model_len}
-    if seq_group.max_output_tokens(capacity) < 1:
+    if fitting.max_output_tokens(seq_group, capacity) < 1:
         generates = seq_group.request.work.kind is WorkKind.GENERATION
         return PromptTooLong(
             f"the prompt has {len(tokens)} tokens; {'with one to generate, ' * generates}"
@@ -120,7 +121,7 @@ def _too_long_error(
     # A sequence's last token is never computed: one that ends with its next token needs no slots
     # beyond those of its known tokens.
     num_tokens = seq_group.max_known_tokens if seq_group.num_unfinished else 0
-    num_cache_tokens = seq_group.num_cache_tokens(capacity)
+    num_cache_tokens = fitting.num_cache_tokens(seq_group, capacity)
     if num_tokens > num_cache_tokens:
         num_source = seq_group.num_source_tokens if capacity.reads_sources else 0
         num_states = capacity.num_state_blocks and seq_group.num_joint - 1
@@ -165,7 +166,7 @@ def _step_error(
 
 def _tenant_error(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
     tenant = seq_group.tenant
-    num_blocks = seq_group.max_kv_quota(capacity)
+    num_blocks = fitting.max_kv_quota(seq_group, capacity)
     if tenant.may_ever_hold(num_blocks):
         return None
     return PromptTooLong(

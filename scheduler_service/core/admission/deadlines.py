@@ -21,6 +21,7 @@ The check errs on the side of trying: an accepted request may still miss its dea
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+from scheduler_service.core import fitting
 from scheduler_service.core.request_queue import RemovableHeap
 from scheduler_service.core.request_timing import to_us
 from scheduler_service.core.routing.fleet import ServedModel
@@ -117,13 +118,15 @@ def _work_us(seq_group: SequenceGroup, model: ServedModel, *, is_cached: bool = 
     request that has begun, or `is_cached`, is not counted."""
     is_cached = is_cached or seq_group.has_begun
     costs = (
-        _work_us_on(s, seq_group, is_cached) for s in model.schedulers if seq_group.fits(s.capacity)
+        _work_us_on(s, seq_group, is_cached)
+        for s in model.schedulers
+        if fitting.fits(seq_group, s.capacity)
     )
     return min(costs, default=0.0)
 
 
 def _work_us_on(scheduler: Scheduler, seq_group: SequenceGroup, is_cached: bool) -> float:
-    room = seq_group.max_length(scheduler.capacity) - seq_group.num_prompt_tokens
+    room = fitting.max_length(seq_group, scheduler.capacity) - seq_group.num_prompt_tokens
     min_output = max(min(seq_group.request.work.min_tokens, room), 1)
     num_tokens = max(min_output - len(seq.output_token_ids) for seq in seq_group.active())
     decode_us = max(0, num_tokens - 1) * (scheduler.rates.min_us_per_decode_step or 0.0)

@@ -153,7 +153,9 @@ class ServedModel:
             self.router,
         )
         too_late = round_.run(late_error, now_us)
-        unfit = [*self.waiting.of_kind(()), *round_.unfit]
+        unfit = round_.unfit
+        if () in self.waiting.kinds:
+            unfit = [*(g for g in self.waiting if not self.waiting.kind_of(g)), *unfit]
         for seq_group in unfit:  # in the queue they would hold up others
             self.waiting.discard(seq_group)
         self.recovery.set_aside(unfit, now_us)

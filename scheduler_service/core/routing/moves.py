@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
 
+from scheduler_service.core import fitting
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.request_timing import RequestPhase
 from scheduler_service.core.routing.fleet import ServedModel
@@ -37,9 +38,7 @@ def migrate_from_draining(model: ServedModel, now_us: int) -> None:
     for here in model.schedulers:
         if not here.is_draining or (here.capacity.kv_layout and len(here.pipeline)):
             continue  # later, when all that its requests have computed is known
-        may_leave = partial(
-            _fits_any, here=here.capacity, others=others, length=SequenceGroup.reach
-        )
+        may_leave = partial(_fits_any, here=here.capacity, others=others, length=fitting.reach)
         num_leaving = here.start_moving(may_leave, MoveReason.DRAIN, now_us)
         if num_leaving:
             logger.info(
@@ -62,9 +61,7 @@ def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
             is_ready
             and bool(seq_group.running())
             and not (seq_group.waiting() or seq_group.stays_where_it_began)
-            and _fits_any(
-                seq_group, here.capacity, [o.capacity for o in others], SequenceGroup.reach
-            )
+            and _fits_any(seq_group, here.capacity, [o.capacity for o in others], fitting.reach)
             and any(other.probe.has_room_for(seq_group) for other in others)
         )
 
@@ -141,7 +138,7 @@ def _with_spare_memory(
     is_preempted = seq_group.clock.phase is RequestPhase.PREEMPTED and not seq_group.swapped()
     best, max_spare = None, -1
     for other in others:
-        length = min(num_tokens + SPARE_STEPS, seq_group.reach(other.capacity))
+        length = min(num_tokens + SPARE_STEPS, fitting.reach(seq_group, other.capacity))
         needed = other.cache.tables.demand.of(length, seq_group.num_source_tokens)
         num_spare = -other.probe.memory_short(SPARE_STEPS) - seq_group.num_unfinished * needed
         num_entries = other.cache.exchange.num_entries(num_tokens)
@@ -162,7 +159,7 @@ def settle_exceeding(model: ServedModel, here: Scheduler, now_us: int) -> bool:
     moving: set[SequenceGroup] = set()
     for seq_group in exceeding:
         num_tokens = seq_group.placement.exceeded_tokens = seq_group.placement.num_cache_tokens
-        if _fits_any(seq_group, here.capacity, model.capacities(), SequenceGroup.max_length):
+        if _fits_any(seq_group, here.capacity, model.capacities(), fitting.max_length):
             moving.add(seq_group)
             logger.info(
                 "request leaves a group whose cache it exceeds request_id=%s group_id=%s "
@@ -187,7 +184,10 @@ def _fits_any(
 ) -> bool:
     """Whether another worker group can hold a request, and let it become as long as here."""
     min_length = length(seq_group, here)
-    return any(seq_group.fits(other) and length(seq_group, other) >= min_length for other in others)
+    return any(
+        fitting.fits(seq_group, other) and length(seq_group, other) >= min_length
+        for other in others
+    )
 
 
 def is_needed(model: ServedModel, scheduler: Scheduler) -> bool:

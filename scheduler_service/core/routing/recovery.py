@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+from scheduler_service.core import fitting
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.sequence import SequenceGroup
@@ -81,12 +82,14 @@ class Recovery:
         as too large for all groups, unless none is present: they may return with other
         capacities."""
         del self.accepted_until_us[seq_group]
-        fitting = [lost for lost in self.lost if seq_group.fits(lost.capacity)]
-        if fitting:
-            self.accepted_until_us[seq_group] = fitting[-1].expected_until_us
+        large = [lost for lost in self.lost if fitting.fits(seq_group, lost.capacity)]
+        if large:
+            self.accepted_until_us[seq_group] = large[-1].expected_until_us
         elif present and not seq_group.placement.exceeded_tokens:
             capacities = [*present, *(lost.capacity for lost in self.lost)]
-            max_tokens = max(1, *map(seq_group.num_cache_tokens, capacities))
+            max_tokens = max(
+                1, *(fitting.num_cache_tokens(seq_group, capacity) for capacity in capacities)
+            )
             seq_group.placement.exceeded_tokens = max_tokens
 
     def unroutable(self, capacities: list[WorkerGroupCapacity]) -> list[SequenceGroup]:
@@ -97,5 +100,6 @@ class Recovery:
         return [
             seq_group
             for seq_group in self.unschedulable
-            if seq_group.placement.exceeded_tokens and not any(map(seq_group.fits, capacities))
+            if seq_group.placement.exceeded_tokens
+            and not any(fitting.fits(seq_group, capacity) for capacity in capacities)
         ]

@@ -47,6 +47,7 @@ from itertools import chain
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from scheduler_service.core import fitting
 from scheduler_service.core.config import Role
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import ModelQueue
@@ -263,18 +264,18 @@ def eligible(
     goes to groups of the arithmetic that computed it, if there are any. Groups for prefills, or for
     what follows, take the rest where there are no others.
     """
-    fitting = [groups for groups in equivalent if seq_group.fits(groups[0].capacity)]
-    suitable = [groups for groups in fitting if not groups[0].is_draining]
-    reach = SequenceGroup.max_length
+    able = [groups for groups in equivalent if fitting.fits(seq_group, groups[0].capacity)]
+    suitable = [groups for groups in able if not groups[0].is_draining]
+    reach = fitting.max_length
     if seq_group.has_begun or seq_group.request.work.generated:
-        suitable = suitable or fitting
+        suitable = suitable or able
         exact = [
             candidate
             for candidate in suitable
-            if not seq_group.is_inexact_in(candidate[0].capacity)
+            if not fitting.is_inexact(seq_group, candidate[0].capacity)
         ]
         suitable = exact or suitable
-        reach = SequenceGroup.reach
+        reach = fitting.reach
     other = Role.PREFILL if seq_group.has_output else Role.DECODE
     suitable = [groups for groups in suitable if groups[0].capacity.role is not other] or suitable
     farthest = max((reach(seq_group, groups[0].capacity) for groups in suitable), default=0)
@@ -336,8 +337,8 @@ class RoutingRound:
 
     def _place(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         self.policy.record_placed(seq_group)
-        kv_quota = seq_group.max_kv_quota(scheduler.capacity)
-        num_cache_tokens = seq_group.num_cache_tokens(scheduler.capacity)
+        kv_quota = fitting.max_kv_quota(seq_group, scheduler.capacity)
+        num_cache_tokens = fitting.num_cache_tokens(seq_group, scheduler.capacity)
         seq_group.placement.place(seq_group.tenant, kv_quota, num_cache_tokens)
         scheduler.accept(seq_group, now_us)
         self.routed[seq_group] = scheduler
@@ -352,8 +353,12 @@ class RoutingRound:
             self.waiting.discard(seq_group)
             self.unfit.append(seq_group)
             return None
-        may_hold, max_quota = seq_group.tenant.may_hold, seq_group.max_kv_quota
-        allowed = [s for s in self.schedulers if s in suitable and may_hold(max_quota(s.capacity))]
+        allowed = [
+            scheduler
+            for scheduler in self.schedulers
+            if scheduler in suitable
+            and seq_group.tenant.may_hold(fitting.max_kv_quota(seq_group, scheduler.capacity))
+        ]
         if not allowed:
             self.waiting.skip_tenant_limited(seq_group)
             return None

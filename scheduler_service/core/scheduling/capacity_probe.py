@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+from scheduler_service.core import fitting
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
@@ -112,7 +113,7 @@ class CapacityProbe:
         False while a group that must start before it waits here: that one is to get the places and
         memory."""
         preempting = self.placed.preempting
-        if preempting or seq_group.is_suspect or not seq_group.fits(self.capacity):
+        if preempting or seq_group.is_suspect or not fitting.fits(seq_group, self.capacity):
             return False
         waiting = chain(self.placed.waiting, self.running.swapped)
         if any(self.policy.precedes(other, seq_group) for other in waiting):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
+from scheduler_service.core import fitting
 from scheduler_service.core.config import Role, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.exchange import CachedEntry
 from scheduler_service.core.kv_cache.manager import KVCacheManager
@@ -130,8 +131,11 @@ class Scheduler:
         self.placed.add(seq_group)
         seq_group.clock.end_kv_wait(now_us)
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
-        self.totals.num_inexact_recoveries += seq_group.enter(self.capacity)
-        max_output_tokens = seq_group.max_output_tokens(self.capacity)
+        is_inexact = fitting.is_inexact(seq_group, self.capacity)
+        self.totals.num_inexact_recoveries += is_inexact
+        seq_group.clock.timings.num_inexact_recoveries += is_inexact
+        seq_group.placement.arithmetic = self.capacity.arithmetic
+        max_output_tokens = fitting.max_output_tokens(seq_group, self.capacity)
         for seq in seq_group.sequences:
             seq.limit_output(max_output_tokens)
         self.strategies.of(seq_group).place(seq_group, now_us)

@@ -58,14 +58,11 @@ def check_request(request: inference_pb.GenerateRequest) -> None:
     _check_resume(request)
 
 
-def check_limits(message: Message, prefix: str = "") -> None:
-    """Raise InvalidArgument for a field that is out of the limits that the protos declare.
-
-    `prefix`: path of the message within the request.
-    """
+def check_limits(message: Message) -> None:
+    """Raise InvalidArgument for a field that is out of the limits that the protos declare."""
     violation = find_violation(message)
     if violation is not None:
-        raise InvalidArgument(prefix + violation.path, violation.expected)
+        raise InvalidArgument(violation.path, violation.expected)
 
 
 def _check_prompt(request: inference_pb.GenerateRequest) -> None:
