@@ -290,6 +290,14 @@ def _warn_of_unused(
     warn_of_unused(checkpoint)
     if (whole := hf_config.get(WHOLE_MODEL)) is not None:
         logger.warning("only the text model of %s is served", whole)
+    settings, trained = native_settings(hf_config), hf_config.get("max_position_embeddings")
+    if settings and config.max_model_len is None and settings.max_model_len < (trained or 0):
+        logger.warning(
+            "sequences have at most %d tokens, but max_position_embeddings is %d: attention of"
+            " longer ones is not computed",
+            settings.max_model_len,
+            trained,
+        )
     if config.quantization is not None and checkpoint.is_quantized:
         logger.warning(
             "quantization: %s rounds dense weights only; most weights are stored as %s and stay so",

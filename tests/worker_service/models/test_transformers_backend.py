@@ -142,10 +142,11 @@ def test_what_cannot_be_served_is_refused_by_name(architecture: str, tmp_path: P
 
 
 def test_sequences_are_as_long_as_sparse_attention_chooses_all_of_their_tokens(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_checkpoint("deepseek_v32", tmp_path, index_topk=64)
     assert load(path).model.max_model_len == 64
+    assert "sequences have at most 64 tokens, but max_position_embeddings is" in caplog.text
     with pytest.raises(InvalidOption, match="max_model_len: the model's limit is 64, got 65"):
         load(path, max_model_len=65)
 
