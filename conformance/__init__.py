@@ -15,6 +15,8 @@ cites from the .proto files, and prints one line. docs/writing-a-worker.md expla
 | `assertions` | how a case fails or is skipped |
 | `worker` | the worker under test: its facts, new epochs, reference outputs |
 | `step_stream` | one epoch's step stream: plans go out, results come back |
+| `step_call`, `step_result` | its call and how that ends; results, decoded |
+| `block_tables` | the blocks of the stream's sequences |
 | `sequence` | the kit's copy of a sequence; rows of plans |
 | `generation` | sampled tokens with log probabilities, and the comparison of two generations |
 | `sampling_oracle` | the expected token for a distribution, parameters and a draw |

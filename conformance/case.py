@@ -101,7 +101,7 @@ def refusal_case(
         def run(worker: Worker) -> None:
             with worker.open() as stream:
                 function(worker, stream)
-                stream.refusal().expect(code, *fields)
+                stream.call.refusal().expect(code, *fields)
 
         return case(file, promise, name=name, run=run)(function)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from conformance.assertions import Skipped, expect, expect_true
 from conformance.sequence import sampler_params
-from conformance.step_stream import Candidates
+from conformance.step_result import Candidates
 from conformance.vocabulary import spell
 from conformance.worker import Worker
 from pagewire import columns

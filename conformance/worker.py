@@ -15,7 +15,8 @@ from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
 from conformance.registration_server import RegistrationServer
 from conformance.sequence import GREEDY, Sequence
-from conformance.step_stream import Refusal, StepStream
+from conformance.step_call import Refusal
+from conformance.step_stream import StepStream
 from conformance.vocabulary import special_texts, token_texts
 from pagewire.v1 import context_pb2, model_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb

@@ -6,7 +6,8 @@ from conformance.assertions import expect, expect_true
 from conformance.case import case, refusal_case
 from conformance.generation import TOLERANCE
 from conformance.sequence import NUM_LOGPROBS, sampler_params
-from conformance.step_stream import Candidates, StepStream
+from conformance.step_result import Candidates
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire import columns
 from pagewire.v1 import sampling_pb2

@@ -72,7 +72,7 @@ def a_copied_block_holds_what_its_source_held(worker: Worker) -> None:
         prompt = worker.prompt(number)
         with worker.open() as stream:
             first = stream.prefilled(prompt)
-            targets = stream.take_blocks(stream.num_full_blocks(prompt))
+            targets = stream.blocks.take(stream.num_full_blocks(prompt))
             stream.step(first, copy=zip(first.blocks, targets, strict=False))
             companion = stream.new(worker.prompt(41))
             stream.step(companion, forget=[first])
@@ -84,7 +84,7 @@ def a_copied_block_holds_what_its_source_held(worker: Worker) -> None:
 @stream_case("plan", COPY)
 def a_copy_leaves_its_source_as_it_is(worker: Worker, stream: StepStream) -> Alone:
     first = stream.prefilled(worker.prompt(1))
-    (target,) = stream.take_blocks(1)
+    (target,) = stream.blocks.take(1)
     stream.generate(first, 3, copy=[(first.blocks[0], target)])
     return {"a sequence whose block was copied": first}
 

@@ -14,7 +14,7 @@ def a_stream_before_the_first_cache_is_refused(worker: Worker) -> None:
         raise Skipped("the worker has had caches; restart it to run this case")
     with worker.stream(worker.next_epoch()) as stream:
         stream.send(stream.new(worker.prompt(1)))
-        stream.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+        stream.call.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
 @case("worker_service", "Refused with ABORTED if the epoch is not greater than any before")
@@ -46,5 +46,5 @@ def a_cache_may_be_smaller_than_what_fits(worker: Worker) -> None:
     with worker.stream(epoch) as stream:
         sequence = stream.generate(stream.new(prompt), 2)
         stream.send(stream.new(worker.prompt(2), blocks=[num_blocks]))
-        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences", "block")
+        stream.call.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences", "block")
     worker.expect_as_alone("a sequence that fills the cache", sequence)

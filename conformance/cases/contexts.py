@@ -8,7 +8,8 @@ from conformance.assertions import expect_true
 from conformance.case import case, refusal_case
 from conformance.generation import Generation, first_difference
 from conformance.sequence import ADAPTER, MEDIA, SALT, part
-from conformance.step_stream import Refusal, StepStream
+from conformance.step_call import Refusal
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire.v1 import context_pb2
 

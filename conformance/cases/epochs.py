@@ -21,7 +21,7 @@ def a_stream_of_a_greater_epoch_ends_the_older_one(worker: Worker, older: StepSt
     older.prefilled(worker.prompt(2))
     with worker.stream(worker.next_epoch()) as newer:
         sequence = newer.generate(newer.new(worker.prompt(1)), 2)
-        older.refusal().expect(grpc.StatusCode.ABORTED)
+        older.call.refusal().expect(grpc.StatusCode.ABORTED)
     return {"the stream that took over": sequence}
 
 
@@ -32,7 +32,7 @@ def other_stream_is_refused(
     stream.prefilled(worker.prompt(1))
     with worker.stream(epoch) as other:
         other.send(other.new(worker.prompt(1)))
-        other.refusal().expect(code)
+        other.call.refusal().expect(code)
     sequence = stream.generate(stream.new(worker.prompt(2)), 2)
     return {"the stream that holds, after the other one's try": sequence}
 
@@ -51,17 +51,17 @@ def a_second_stream_of_an_epoch_is_refused(worker: Worker, stream: StepStream) -
 @stream_case("worker_service", "An epoch has one stream")
 def an_epoch_cannot_be_reused_after_its_stream(worker: Worker, first: StepStream) -> None:
     first.prefilled(worker.prompt(1))
-    first.finish()
+    first.call.finish()
     with worker.stream(first.epoch) as second:
         second.send(second.new(worker.prompt(1)))
-        second.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+        second.call.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
 @stream_case("plan", "the same in all its plans")
 def a_plan_of_another_epoch_ends_the_stream(worker: Worker, stream: StepStream) -> None:
     sequence = stream.prefilled(worker.prompt(1))
     stream.send_changed(sequence, epoch=stream.epoch + 1)
-    code = stream.refusal().code
+    code = stream.call.refusal().code
     worker.next_epoch()
     allowed = (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION)
     expect_true(code in allowed, f"expected ABORTED or FAILED_PRECONDITION, got {code.name}")
@@ -72,14 +72,14 @@ def sequences_of_an_older_epoch_are_unknown(worker: Worker, older: StepStream) -
     sequence = older.prefilled(worker.prompt(1))
     with worker.open() as newer:
         newer.send(sequence)
-        newer.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids", "block_updates")
+        newer.call.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids", "block_updates")
 
 
 @case("worker_service", "However a stream ends, its sequences are forgotten")
 def a_cancelled_stream_leaves_no_sequences(worker: Worker) -> None:
     with worker.open() as broken:
         former = broken.prefilled(worker.prompt(1))
-        broken.cancel()
+        broken.call.cancel()
     with worker.stream(worker.next_epoch()) as stream:
         sequence = stream.generate(stream.new(worker.prompt(2), seq_id=former.seq_id), 2)
         expect("its id", sequence.seq_id, former.seq_id)

@@ -33,7 +33,7 @@ def forks_draw_for_themselves(worker: Worker, stream: StepStream) -> Alone:
     # Each continues in a last block of its own: copy-on-write.
     copies, updates = [], []
     for fork in forks:
-        own_copies, own_updates = stream.part(fork)
+        own_copies, own_updates = stream.blocks.part(fork)
         copies += own_copies
         updates += own_updates
     stream.step(parent, *forks, copy=copies, block_updates=updates)

@@ -71,7 +71,7 @@ def parked(stream: StepStream, sequence: Sequence) -> Sequence:
         raise Skipped(f"the worker has {stream.num_cpu_blocks} host blocks, {len(held)} are needed")
     host = range(len(held))
     stream.step(forget=[sequence], swap_out=zip(held, host, strict=True))
-    targets = dict(zip(held, stream.take_blocks(len(held)), strict=True))
+    targets = dict(zip(held, stream.blocks.take(len(held)), strict=True))
     stream.step(swap_in=zip(host, targets.values(), strict=True))
     moved = {g: [targets.get(block, NO_BLOCK) for block in t] for g, t in tables.items()}
     return resumed(stream, sequence, moved, position)
@@ -98,7 +98,7 @@ def snapshot(
         for block in table
     }
     held = {block for table in sequence.tables.values() for block in table} - shared - {NO_BLOCK}
-    copies = dict(zip(held, stream.take_blocks(len(held)), strict=True))
+    copies = dict(zip(held, stream.blocks.take(len(held)), strict=True))
     tables = {g: [copies.get(b, b) for b in table] for g, table in sequence.tables.items()}
     return tables, list(copies.items())
 
@@ -107,11 +107,11 @@ def resumed(
     stream: StepStream, sequence: Sequence, tables: dict[int, list[int]], position: int
 ) -> Sequence:
     """A new sequence that continues from these tables after `position` tokens of another."""
-    others = {index: table for index, table in tables.items() if index != stream.main_group}
+    others = {index: table for index, table in tables.items() if index != stream.blocks.main_group}
     return stream.resumed(
         sequence,
         num_computed_tokens=position,
-        blocks=tables[stream.main_group],
+        blocks=tables[stream.blocks.main_group],
         other_tables=others,
     )
 
@@ -150,7 +150,7 @@ def saved(worker: Worker, stream: StepStream, sequence: Sequence, position: int)
         (sequence.seq_id, index, position, block)
         for index, group in enumerate(stream.groups)
         if group.lifetime == STATE
-        for block in stream.take_blocks(group.num_blocks)
+        for block in stream.blocks.take(group.num_blocks)
     ]
 
 
@@ -194,14 +194,14 @@ def _without_a_row(worker: Worker, stream: StepStream, sequence: Sequence) -> Sa
 
 def _in_part(worker: Worker, stream: StepStream, sequence: Sequence) -> Saves:
     entries = saved(worker, stream, sequence, 1)
-    (block,) = stream.take_blocks(1)
+    (block,) = stream.blocks.take(1)
     return [*entries, (*entries[0][:3], block)]
 
 
 def _of_tokens(worker: Worker, stream: StepStream, sequence: Sequence) -> Saves:
     require(worker, STATE)
-    (block,) = stream.take_blocks(1)
-    return [(sequence.seq_id, stream.main_group, 1, block)]
+    (block,) = stream.blocks.take(1)
+    return [(sequence.seq_id, stream.blocks.main_group, 1, block)]
 
 
 WRONG_SAVES = {
@@ -246,7 +246,7 @@ def forks_share_their_parents_source(worker: Worker, stream: StepStream) -> Alon
     parent = with_source(worker, stream)
     fork = stream.fork(parent)
     stream.step(parent, fork.row(0))
-    copies, updates = stream.part(fork)
+    copies, updates = stream.blocks.part(fork)
     stream.step(fork, forget=[parent], copy=copies, block_updates=updates)
     return {"a fork of a sequence with a source": fork}
 
@@ -271,7 +271,7 @@ def an_update_of_a_sources_table_is_refused(worker: Worker, stream: StepStream) 
     sequence = with_source(worker, stream)
     stream.step(sequence)
     index = [group.lifetime for group in worker.groups].index(FIXED)
-    (block,) = stream.take_blocks(1)
+    (block,) = stream.blocks.take(1)
     stream.send_changed(sequence, block_updates=[sequence.seq_id, index, 0, block])
 
 
@@ -380,5 +380,5 @@ def an_update_with_a_block_of_another_groups_table_is_refused(
 @refusal_case("plan", "Quadruples (sequence id, cache group", "block_updates")
 def an_update_of_a_group_that_does_not_exist_is_refused(worker: Worker, stream: StepStream) -> None:
     known = stream.prefilled(worker.prompt(1))
-    (block,) = stream.take_blocks(1)
+    (block,) = stream.blocks.take(1)
     stream.send_changed(block_updates=[known.seq_id, len(worker.groups), 0, block])

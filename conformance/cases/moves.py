@@ -15,7 +15,8 @@ from conformance.case import case, refusal_case
 from conformance.cases.cache_operations import overwrite
 from conformance.cases.swaps import require_host_blocks
 from conformance.sequence import Sequence
-from conformance.step_stream import Result, StepStream
+from conformance.step_result import Result
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire import columns
 from pagewire.v1 import plan_pb2
@@ -225,7 +226,7 @@ def a_lease_that_has_ended_or_expired_is_refused(worker: Worker) -> None:
 def fetched_blocks_serve_as_a_prefix(worker: Worker) -> None:
     with worker.open() as stream:
         first, blocks = prefix(worker, stream)
-        targets = stream.take_blocks(len(blocks))
+        targets = stream.blocks.take(len(blocks))
         send(stream, leases=[lease(blocks)])
         pairs = list(zip(blocks, targets, strict=True))
         expect_arrived(end_of(worker, stream, fetch(stream, worker.address, pairs)))
@@ -241,7 +242,7 @@ def fetched_blocks_serve_as_a_prefix(worker: Worker) -> None:
 def a_fetch_with_other_keys_than_the_lease_fails(worker: Worker) -> None:
     with worker.open() as stream:
         _, blocks = prefix(worker, stream)
-        pairs = list(zip(blocks, stream.take_blocks(len(blocks)), strict=True))
+        pairs = list(zip(blocks, stream.blocks.take(len(blocks)), strict=True))
         send(stream, leases=[lease(blocks)])
         wrong = fetch(stream, worker.address, pairs, keys=keys_of(len(pairs), first=2))
         expect_failure(end_of(worker, stream, wrong), "DIGEST_MISMATCH")
@@ -251,7 +252,7 @@ def a_fetch_with_other_keys_than_the_lease_fails(worker: Worker) -> None:
 def a_fetch_without_a_lease_is_denied(worker: Worker) -> None:
     with worker.open() as stream:
         _, blocks = prefix(worker, stream)
-        pairs = list(zip(blocks, stream.take_blocks(len(blocks)), strict=True))
+        pairs = list(zip(blocks, stream.blocks.take(len(blocks)), strict=True))
         expect_failure(end_of(worker, stream, fetch(stream, worker.address, pairs)), "DENIED")
 
 
@@ -285,7 +286,7 @@ def relayed(worker: Worker, change: Callable[[Parts], Parts], **fields: Any) -> 
     """The end of a fetch from a relay. Raises Skipped if the worker cannot reach the kit."""
     with worker.open() as stream, relay(worker, change) as address:
         _, blocks = prefix(worker, stream)
-        pairs = list(zip(blocks, stream.take_blocks(len(blocks)), strict=True))
+        pairs = list(zip(blocks, stream.blocks.take(len(blocks)), strict=True))
         send(stream, leases=[lease(blocks)])
         found = end_of(worker, stream, fetch(stream, address, pairs, **fields))
     if found.failure == plan_pb2.FETCH_FAILURE_UNREACHABLE:
@@ -340,7 +341,7 @@ def nothing_is_written_after_the_end_of_a_fetch(worker: Worker) -> None:
 
     with worker.open() as stream, relay(worker, wait) as address:
         first, blocks = prefix(worker, stream)
-        targets = stream.take_blocks(len(blocks))
+        targets = stream.blocks.take(len(blocks))
         send(stream, leases=[lease(blocks)])
         pairs = list(zip(blocks, targets, strict=True))
         found = end_of(worker, stream, fetch(stream, address, pairs, timeout_ms=200))
@@ -357,7 +358,7 @@ def nothing_is_written_after_the_end_of_a_fetch(worker: Worker) -> None:
 
 def _unused(worker: Worker, stream: StepStream) -> list[int]:
     moving(worker)
-    return stream.take_blocks(1)
+    return stream.blocks.take(1)
 
 
 @refusal_case("plan", "Unknown ids are an error.", "ended_lease_ids")
@@ -412,13 +413,13 @@ def a_plan_that_uses_the_targets_of_an_open_fetch_is_refused(worker: Worker) -> 
     try:
         with worker.open() as stream, relay(worker, wait) as address:
             _, blocks = prefix(worker, stream)
-            targets = stream.take_blocks(len(blocks))
+            targets = stream.blocks.take(len(blocks))
             send(stream, leases=[lease(blocks)])
             pairs = list(zip(blocks, targets, strict=True))
             if send(stream, fetches=[fetch(stream, address, pairs)]).message.fetches:
                 raise Skipped("the worker cannot call the kit")
             stream.send(stream.new(worker.prompt(2), blocks=targets))
-            refusal = stream.refusal()
+            refusal = stream.call.refusal()
             refusal.expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences", "block_updates")
     finally:
         released.set()

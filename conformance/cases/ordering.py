@@ -50,7 +50,7 @@ def a_stream_that_does_not_begin_with_step_1_is_refused(worker: Worker) -> None:
     for step_id in (0, 2):
         with worker.open() as stream:
             stream.send_changed(stream.new(worker.prompt(1)), step_id=step_id)
-            stream.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+            stream.call.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
 @refusal_case("plan", OUT_OF_ORDER, code=grpc.StatusCode.FAILED_PRECONDITION)
@@ -77,7 +77,7 @@ def a_wrong_plan_does_not_swallow_the_results_before_it(
     stream.send_changed(seq_ids=[sequence.seq_id + 1])
     for _ in range(4):
         stream.receive()
-    stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
+    stream.call.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
     return {"the results before a wrong plan": sequence}
 
 

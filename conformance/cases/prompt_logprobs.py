@@ -3,7 +3,7 @@
 from conformance.assertions import expect, expect_true
 from conformance.case import case
 from conformance.sequence import Sequence, sampler_params
-from conformance.step_stream import Result
+from conformance.step_result import Result
 from conformance.worker import Worker
 from pagewire import columns
 from pagewire.v1 import plan_pb2

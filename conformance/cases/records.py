@@ -87,7 +87,7 @@ def the_next_core_gets_the_records(worker: Worker) -> None:
     with worker.open() as stream:
         keeping(worker)
         sequence = stream.new(worker.prompt(1))
-        first, second, third, last = stream.take_blocks(4)
+        first, second, third, last = stream.blocks.take(4)
         if stream.num_cpu_blocks:
             last = ~0
         of_state = record(first, others=[second])
@@ -103,7 +103,7 @@ def records_end_and_are_replaced(worker: Worker) -> None:
     with worker.open() as stream:
         keeping(worker)
         sequence = stream.new(worker.prompt(1))
-        first, second, third = stream.take_blocks(3)
+        first, second, third = stream.blocks.take(3)
         records = cached(record(first), record(second), record(third))
         run(stream, sequence, key_seed=SEED, cached_blocks=records)
         again = cached(record(second), first_key=7)
@@ -120,7 +120,7 @@ def a_seed_removes_all_records(worker: Worker) -> None:
     with worker.open() as stream:
         keeping(worker)
         sequence = stream.new(worker.prompt(1))
-        first, second = stream.take_blocks(2)
+        first, second = stream.blocks.take(2)
         run(stream, sequence, key_seed=SEED, cached_blocks=cached(record(first)))
         run(stream, sequence, key_seed=1, cached_blocks=cached(record(second)))
     expect_records(kept(worker), cached(record(second)), seed=1)
@@ -133,11 +133,11 @@ def recorded_blocks_keep_their_contents(worker: Worker) -> None:
         sequence = stream.new(worker.prompt(1))
         run(stream, sequence, key_seed=SEED)
         blocks = sequence.blocks[: stream.num_full_blocks(sequence.tokens)]
-        group = stream.main_group
+        group = stream.blocks.main_group
         entries = [record(block, group=group) for block in blocks]
         run(stream, sequence, cached_blocks=cached(*entries))
     with worker.open() as stream:
-        stream.take_blocks(max(sequence.blocks) + 1)
+        stream.blocks.take(max(sequence.blocks) + 1)
         second = stream.generate(stream.borrowed(worker.prompt(1), blocks), 3)
     worker.expect_as_alone("a sequence with a prefix of an earlier epoch", second)
 
@@ -149,7 +149,7 @@ def records_are_refused_to_all_but_the_next_core(worker: Worker) -> None:
     with worker.open() as stream:
         keeping(worker)
         sequence = stream.new(worker.prompt(1))
-        blocks = cached(record(*stream.take_blocks(1)))
+        blocks = cached(record(*stream.blocks.take(1)))
         run(stream, sequence, key_seed=SEED, cached_blocks=blocks)
         epochs = [stream.epoch - 1, stream.epoch]  # the second one has had a stream
     worker.initialize(worker.next_epoch())
@@ -168,7 +168,7 @@ def records_are_not_returned_before_a_failure_is_withdrawn(worker: Worker) -> No
         with worker.open() as stream:
             keeping(worker)
             sequence = stream.new(worker.prompt(1), sampling=impossible(worker))
-            blocks = cached(record(*stream.take_blocks(1)))
+            blocks = cached(record(*stream.blocks.take(1)))
             run(stream, sequence, key_seed=SEED, cached_blocks=blocks)
             failed_step_id = stream.step_id
             other = stream.new(worker.prompt(2))

@@ -18,7 +18,7 @@ def after_a_wrong_plan_a_new_epoch_works(worker: Worker) -> None:
     for _ in range(3):
         with worker.open() as stream:
             stream.send_changed(seq_ids=[77])
-            stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
+            stream.call.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
     worker.expect_healthy()
 
 
@@ -29,14 +29,14 @@ def after_a_cancelled_stream_a_new_epoch_works(worker: Worker) -> None:
             sequence = stream.new(worker.prompt(1))
             for _ in range(num_plans):
                 stream.send(sequence)
-            stream.cancel()
+            stream.call.cancel()
     worker.expect_healthy()
 
 
 @case("worker_service", "When the core half-closes the stream, it ends with OK")
 def a_stream_without_a_plan_ends_well(worker: Worker) -> None:
     with worker.open() as stream:
-        stream.finish()
+        stream.call.finish()
     worker.expect_healthy()
 
 
@@ -77,7 +77,7 @@ def as_many_sequences_as_were_profiled_fit_into_a_step(worker: Worker, stream: S
 
 @stream_case("plan", "Sequences whose state the worker drops.")
 def many_sequences_are_added_and_forgotten(worker: Worker, stream: StepStream) -> Alone:
-    blocks = stream.take_blocks(-(-8 // worker.block_size))
+    blocks = stream.blocks.take(-(-8 // worker.block_size))
     former: list[Sequence] = []
     for _ in range(50):
         sequence = stream.new(worker.prompt(1, 4), blocks=list(blocks))
@@ -99,5 +99,5 @@ def other_calls_may_be_made_during_a_step_stream(worker: Worker, stream: StepStr
 def a_plan_without_any_field_set_is_refused(worker: Worker) -> None:
     with worker.open() as stream:
         stream.send_plan(plan_pb2.StepPlan())
-        stream.refusal()
+        stream.call.refusal()
     worker.expect_healthy()

@@ -70,7 +70,7 @@ def a_token_beyond_the_vocabulary_is_refused(worker: Worker) -> None:
     for token in (worker.vocab_size, -1):
         with worker.open() as stream:
             stream.send(stream.new([*worker.prompt(1), token]))
-            stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
+            stream.call.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
 
 
 @refusal_case("plan", "Number of prompt tokens in token_ids", "new_sequences")
@@ -85,7 +85,7 @@ def more_computed_tokens_than_tokens_are_refused(worker: Worker, stream: StepStr
 
 @refusal_case("plan", COMPUTED, "new_sequences")
 def more_computed_tokens_than_blocks_hold_are_refused(worker: Worker, stream: StepStream) -> None:
-    num_computed, first = len(worker.prompt(1)) - 1, stream.take_blocks(1)
+    num_computed, first = len(worker.prompt(1)) - 1, stream.blocks.take(1)
     plan = stream.plan(stream.new(worker.prompt(1)))
     plan.new_sequences[0].num_computed_tokens = num_computed
     plan.new_sequences[0].tables[0].block_ids = columns.pack(first)

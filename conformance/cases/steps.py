@@ -82,7 +82,7 @@ def a_stream_ends_with_ok_when_the_core_has_no_more_plans(
     worker: Worker, stream: StepStream
 ) -> None:
     stream.prefilled(worker.prompt(1))
-    stream.finish()
+    stream.call.finish()
 
 
 @stream_case("worker_service", "it ends with OK after the last result")
@@ -90,6 +90,6 @@ def results_due_are_sent_before_the_stream_ends(worker: Worker, stream: StepStre
     sequence = stream.new(worker.prompt(1))
     for _ in range(3):
         stream.send(sequence)
-    stream.send_no_more()
+    stream.call.send_no_more()
     stream.receive_all()
-    stream.finish()
+    stream.call.finish()

@@ -25,7 +25,7 @@ def blocks_come_back_from_the_host_as_they_were(worker: Worker) -> None:
             swap_out = zip(first.blocks, host, strict=True)
             stream.step(companion, forget=[first], swap_out=swap_out)
             overwrite(stream, worker, first.blocks, companion)
-            back = stream.take_blocks(count)
+            back = stream.blocks.take(count)
             stream.step(companion, swap_in=zip(host, back, strict=True))
             again = stream.resumed(
                 first, num_computed_tokens=first.num_computed_tokens, blocks=back
@@ -51,7 +51,7 @@ def a_block_swapped_out_may_be_written_in_the_same_step(
     back_in = zip(parked, first.blocks[:count], strict=True)
     stream.step(companion, forget=[first], swap_out=out, swap_in=back_in)
     found = stream.generate(stream.borrowed(worker.prompt(2), first.blocks[:count]), 3)
-    back = stream.take_blocks(count)
+    back = stream.blocks.take(count)
     stream.step(companion, swap_in=zip(other_host, back, strict=True))
     other = stream.generate(stream.borrowed(worker.prompt(1), back), 3)
     return {"the sequence swapped in": found, "the sequence swapped out": other}
@@ -71,7 +71,7 @@ def a_block_may_be_swapped_out_before_a_copy_overwrites_it(
     out, copy = zip(ours, range(count), strict=True), zip(theirs, ours, strict=True)
     stream.step(companion, swap_out=out, copy=copy)
     copied = stream.generate(stream.borrowed(worker.prompt(2), ours), 3)
-    back = stream.take_blocks(count)
+    back = stream.blocks.take(count)
     stream.step(companion, swap_in=zip(range(count), back, strict=True))
     found = stream.generate(stream.borrowed(worker.prompt(1), back), 3)
     return {"the sequence swapped out first": found, "the sequence copied over it": copied}
@@ -83,7 +83,7 @@ def a_step_without_rows_moves_blocks(worker: Worker, stream: StepStream) -> Alon
     count = len(first.blocks)
     require_host_blocks(stream, count)
     out = stream.step(forget=[first], swap_out=zip(first.blocks, range(count), strict=True))
-    back = stream.take_blocks(count)
+    back = stream.blocks.take(count)
     stream.step(swap_in=zip(range(count), back, strict=True))
     again = stream.resumed(first, num_computed_tokens=first.num_computed_tokens, blocks=back)
     stream.generate(again, 2)
@@ -98,7 +98,7 @@ def a_swap_in_reads_what_its_own_step_swapped_out(worker: Worker, stream: StepSt
     stream.step(first, companion)
     count = stream.num_full_blocks(prompt)
     require_host_blocks(stream, count)
-    back = stream.take_blocks(count)
+    back = stream.blocks.take(count)
     out = zip(first.blocks[:count], range(count), strict=True)
     stream.step(companion, swap_out=out, swap_in=zip(range(count), back, strict=True))
     stream.step(companion, forget=[first])
@@ -114,7 +114,7 @@ def a_block_may_be_read_while_it_is_swapped_out(worker: Worker, stream: StepStre
     first = stream.prefilled(prompt)
     require_host_blocks(stream, count)
     stream.generate(first, 3, swap_out=zip(first.blocks[:count], range(count), strict=True))
-    back = stream.take_blocks(count)
+    back = stream.blocks.take(count)
     stream.step(forget=[first], swap_in=zip(range(count), back, strict=True))
     found = stream.generate(stream.borrowed(prompt, back), 3)
     return {
@@ -131,7 +131,7 @@ def the_next_step_finds_what_was_swapped_in(worker: Worker, stream: StepStream) 
     first, companion = stream.new(prompt), stream.new(worker.prompt(2))
     stream.step(first, companion)
     require_host_blocks(stream, count)
-    back = stream.take_blocks(count)
+    back = stream.blocks.take(count)
     out = zip(first.blocks[:count], range(count), strict=True)
     stream.send(companion, forget=[first], swap_out=out)
     stream.send(companion, swap_in=zip(range(count), back, strict=True))
@@ -150,7 +150,7 @@ def a_host_block_is_reusable_in_the_next_step(worker: Worker, stream: StepStream
     stream.step(first, second)
     require_host_blocks(stream, count)
     host, found = range(count), {}
-    targets = [stream.take_blocks(count) for _ in range(2)]
+    targets = [stream.blocks.take(count) for _ in range(2)]
     for sequence, blocks in zip((first, second), targets, strict=True):
         stream.send(forget=[sequence], swap_out=zip(sequence.blocks[:count], host, strict=True))
         stream.send(swap_in=zip(host, blocks, strict=True))
