@@ -9,7 +9,7 @@ from torch import Tensor
 
 from worker_service.adapters.peft_format import LoraModule, ModelAdapter, check_tensor, module_of
 from worker_service.errors import AdapterNotFound, BadAdapter, BadCheckpoint
-from worker_service.loader.gguf.config import architecture_of
+from worker_service.loader.gguf.architectures import architecture_of
 from worker_service.loader.gguf.file import Gguf, open_gguf
 from worker_service.loader.gguf.names import Orders, name_of, names_of, orders_of
 from worker_service.loader.tensors import OpenFiles

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from worker_service.errors import BadCheckpoint
-from worker_service.loader.gguf.config import ENCODERS, LONG_ROPE, gguf_config
+from worker_service.loader.gguf.architectures import ENCODERS
+from worker_service.loader.gguf.config import gguf_config
 from worker_service.loader.gguf.file import GgufTensor, Order, open_gguf
-from worker_service.loader.gguf.gemma4 import GEMMA3N, GEMMA4
+from worker_service.loader.gguf.gemma import GEMMA3N, GEMMA4
 from worker_service.loader.gguf.metadata import ROPE_FREQUENCIES
+from worker_service.loader.gguf.rope import LONG_ROPE
 from worker_service.loader.tensors import OpenFiles
 
 _PAIRS_ROTATED = (

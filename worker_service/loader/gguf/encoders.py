@@ -1,0 +1,64 @@
+"""The configuration of encoders, and of pooling, as `transformers` would describe it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from worker_service.errors import UnsupportedModel
+from worker_service.loader.gguf.attention import layer_types
+from worker_service.loader.gguf.metadata import Metadata
+from worker_service.loader.gguf.rope import with_local_rope
+
+_POOLINGS = ("ALL", "MEAN", "CLS", "LAST")
+"""Names of `PoolingType` by `pooling_type`; the next number is that of a classifier."""
+
+_CLASSIFIERS = {
+    "bert": ("RobertaForSequenceClassification", ("cls", "cls.output")),
+    "modernbert": ("ModernBertForSequenceClassification", ("cls", "cls.norm", "cls.output")),
+}
+"""Class and tensors of classifiers by `model_type`. Of others, files lack a layer: the pooler."""
+
+
+def encoder(meta: Metadata, config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
+    """The fields that only encoders have."""
+    types, kind = meta.tensors.get("token_types.weight"), config["model_type"]
+    epsilon = meta.real("attention.layer_norm_epsilon")
+    fields = {
+        "layer_norm_eps": epsilon,
+        "norm_eps": epsilon,
+        "hidden_act": meta.get("hidden_act", "silu" if kind == "nomic_bert" else "gelu"),
+        "type_vocab_size": 0 if types is None else types.shape[0],
+    }
+    if kind == "modernbert":
+        fields |= {
+            "local_attention": window or 0,
+            "layer_types": layer_types(meta, config["num_hidden_layers"], window),
+            "rope_parameters": with_local_rope(
+                config["rope_parameters"], meta.real("rope.freq_base_swa", 10000.0)
+            ),
+        }
+    return fields
+
+
+def pooling(meta: Metadata, kind: str) -> dict[str, Any]:
+    """What the file says of pooling, if anything: how vectors are made, or a classifier."""
+    number, tensors = meta.get("pooling_type", -1), meta.tensors
+    if number == -1:
+        return {}
+    if number in range(len(_POOLINGS)):
+        return {"pooling_type": _POOLINGS[number]}
+    name, parts = _CLASSIFIERS.get(kind, ("", ("",)))
+    if number != len(_POOLINGS) or not all(f"{part}.weight" in tensors for part in parts):
+        expected = "0 to 3: none, mean, cls, last"
+        if kind in _CLASSIFIERS:
+            expected += f"; or 4, a classifier, with tensors {', '.join(parts)}"
+        raise meta.fault("pooling_type", expected, number, UnsupportedModel)
+    count = tensors["cls.output.weight"].shape[0]
+    labels = meta.get("classifier.output_labels", [f"LABEL_{i}" for i in range(count)])
+    if not isinstance(labels, list) or len(labels) != count:
+        raise meta.fault("classifier.output_labels", f"{count} labels", labels)
+    return {
+        "architectures": [name],
+        "id2label": {str(index): label for index, label in enumerate(labels)},
+        "classifier_bias": "cls.bias" in tensors,
+        "pad_token_id": -1,  # the first row of positions is that of the first token
+    }

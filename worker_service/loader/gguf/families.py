@@ -1,0 +1,105 @@
+"""The fields of `config.json` that only some families have: a function for each that has any."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from worker_service.loader.gguf import gemma, hybrids
+from worker_service.loader.gguf.metadata import Metadata
+from worker_service.loader.gguf.rope import long_rope, scaled_by_position, with_local_rope
+
+Config: TypeAlias = Mapping[str, Any]
+
+
+def rotary_dim(config: Config) -> int:
+    """Elements of a head that RoPE rotates."""
+    share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+    return round(config["head_dim"] * share)
+
+
+def _llama4(meta: Metadata, config: Config) -> dict[str, Any]:
+    """Files do not say which models norm queries and keys, or how positions are seen: all but the
+    one with 128 experts, and as in the released models."""
+    num_layers = config["num_hidden_layers"]
+    fields = {
+        "intermediate_size_mlp": meta.number("feed_forward_length"),
+        "interleave_moe_layer_step": meta.number("interleave_moe_layer_step"),
+        "use_qk_norm": config["num_local_experts"] != 128,
+    }
+    meta.require("leading_dense_block_count", 0, "0")
+    if meta.get("attention.sliding_window", -1) == 0:
+        full = ["full_attention"] * num_layers
+        return {**fields, "no_rope_layers": [1] * num_layers, "layer_types": full}
+    meta.require("attention.sliding_window_pattern", 4, "4")
+    return fields
+
+
+def _mistral4(meta: Metadata, config: Config) -> dict[str, Any]:
+    rope = scaled_by_position(meta, config["rope_parameters"])
+    return {"rope_parameters": rope, "has_expert_modules": True}
+
+
+def _ministral3(meta: Metadata, config: Config) -> dict[str, Any]:
+    rope = scaled_by_position(meta, config["rope_parameters"])
+    if rope["rope_type"] == "yarn":
+        weight = float(meta.get("rope.scaling.yarn_log_multiplier", 0.0))
+        rope |= {"mscale": weight, "mscale_all_dim": weight}
+    return {"rope_parameters": rope}
+
+
+def _granite(meta: Metadata, config: Config) -> dict[str, Any]:
+    meta.require("rope.scaling.finetuned", True, "true, since layers without RoPE are not read")
+    meta.require("expert_shared_feed_forward_length", 0, "none")
+    return hybrids.multipliers(meta, config["head_dim"])
+
+
+def _phi3(meta: Metadata, config: Config) -> dict[str, Any]:
+    return long_rope(meta, config["rope_parameters"], rotary_dim(config) // 2)
+
+
+def _phimoe(meta: Metadata, config: Config) -> dict[str, Any]:
+    return {**_phi3(meta, config), "lm_head_bias": "output.bias" in meta.tensors}
+
+
+def _gpt_oss(_: Metadata, config: Config) -> dict[str, Any]:
+    return {"rope_parameters": {**config["rope_parameters"], "truncate": False}}
+
+
+def _olmo3(meta: Metadata, config: Config) -> dict[str, Any]:
+    rope = config["rope_parameters"]
+    theta = meta.real("rope.freq_base_swa", rope["rope_theta"])
+    return {"rope_parameters": with_local_rope(rope, theta)}
+
+
+def _cohere2(meta: Metadata, config: Config) -> dict[str, Any]:
+    return {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": meta.real("logit_scale")}
+
+
+FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
+    "gemma2": gemma.gemma,
+    "gemma3_text": gemma.gemma,
+    "gemma3n_text": gemma.gemma3n,
+    "gemma4_text": gemma.gemma4,
+    "llama4_text": _llama4,
+    "mistral4": _mistral4,
+    "ministral3": _ministral3,
+    "lfm2": hybrids.lfm2,
+    "lfm2_moe": hybrids.lfm2,
+    "falcon_h1": hybrids.falcon_h1,
+    "nemotron_h": hybrids.nemotron_h,
+    "jamba": hybrids.jamba,
+    "kimi_linear": hybrids.kimi_linear,
+    "granitemoehybrid": hybrids.granite_hybrid,
+    "qwen3_next": hybrids.qwen3_next,
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), hybrids.delta_net),
+    **dict.fromkeys(("granite", "granitemoe"), _granite),
+    "phi3": _phi3,
+    "phimoe": _phimoe,
+    "gpt_oss": _gpt_oss,
+    "olmo3": _olmo3,
+    "cohere2": _cohere2,
+    "minimax_m2": lambda _, config: {"rotary_dim": rotary_dim(config)},
+    "seed_oss": lambda meta, _: {"attention_out_bias": "blk.0.attn_output.bias" in meta.tensors},
+    "glm4_moe": lambda meta, _: {"use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors},
+    "ernie4_5": lambda _, config: {"use_bias": config["attention_bias"]},
+}
+"""By `model_type`; each function gets the fields that all families have."""
