@@ -16,7 +16,7 @@ from service_common.config_flags import (
     run_service,
     takes_flags,
 )
-from service_common.errors import CannotListen
+from service_common.errors import CannotListen, TooFewThreads
 from service_common.tracing import CannotTrace
 
 Config = TypeVar("Config")
@@ -52,14 +52,14 @@ def _serve_with(config: Config, serve: Callable[[Config], Coroutine[Any, Any, No
     """Serve until a signal ends the service.
 
     Exits with 2 when a recording or spans cannot be written, with 1 when the address cannot be
-    used.
+    used, or threads cannot be started.
     """
     _allow_many_connections()
     try:
         run_service(serve(config))
     except (CannotRecord, CannotTrace) as error:
         exit_with(error, EXIT_BAD_CONFIG)
-    except CannotListen as error:
+    except (CannotListen, TooFewThreads) as error:
         exit_with(error, EXIT_FAILURE)
 
 

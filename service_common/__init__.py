@@ -11,6 +11,7 @@ the check of PEM files, is in the package `pagewire`.
 | `interceptors`, `metadata` | the guard of calls; what metadata contains |
 | `cluster`, `tls` | credentials between the services of a deployment |
 | `config_flags` | command lines, whose flags are derived from configuration dataclasses |
+| `threads` | whether the system lets a service start its threads |
 | `end_signals` | whether a signal that ends a process is of a second request |
 | `prometheus`, `metrics_server` | metrics and histograms; the port that Prometheus scrapes |
 | `logging_config`, `tracing` | log lines, spans |

@@ -26,7 +26,9 @@ import typer
 
 from pagewire.standard_streams import open_standard_streams
 from service_common.cluster import ClusterConfig
+from service_common.errors import TooFewThreads
 from service_common.logging_config import LogFormat, LogLevel, configure_logging
+from service_common.threads import require_threads
 
 Flags: TypeAlias = Mapping[str, Any]
 """Values by flag."""
@@ -211,12 +213,17 @@ async def _ignoring_signals_afterwards(service: Coroutine[Any, Any, Result]) -> 
 
 
 def run_service(service: Coroutine[Any, Any, Result]) -> Result:
-    """Run a service to its end, and return its result.
+    """Run a service to its end, and return its result. Raises TooFewThreads.
 
     If it handled SIGTERM and SIGINT, they do nothing from then on: asyncio restores their defaults
     when its loop is closed, and a late signal would replace the exit code of a process that is just
     ending.
     """
+    try:
+        require_threads()
+    except TooFewThreads:
+        service.close()
+        raise
     return asyncio.run(_ignoring_signals_afterwards(service))
 
 

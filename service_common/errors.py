@@ -6,6 +6,7 @@
     └── Unauthenticated        no or wrong credentials
 
     CannotListen               an address cannot be listened on; an error of a process
+    TooFewThreads              the system gives a process too few threads
 
 Nothing here depends on gRPC: `service_common/grpc_status.py` maps each class to a status code.
 """
@@ -61,3 +62,13 @@ class CannotListen(Exception):
 
     def __init__(self, address: str, why: str) -> None:
         super().__init__(f"cannot listen on {address}: {why}")
+
+
+class TooFewThreads(Exception):
+    """The system does not let this process start the threads that it needs."""
+
+    def __init__(self, count: int, needed: int) -> None:
+        super().__init__(
+            f"cannot start {needed} threads, only {count}: raise the limit of the user's processes"
+            " (ulimit -u) or the container's limit of them"
+        )

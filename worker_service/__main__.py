@@ -20,7 +20,7 @@ from service_common.config_flags import (
     run_to_exit,
     takes_flags,
 )
-from service_common.errors import CannotListen
+from service_common.errors import CannotListen, TooFewThreads
 from service_common.garbage import imports_exempted
 from service_common.tracing import CannotTrace
 from worker_service.config import DEFAULT_LISTEN, ModelConfig, WorkerConfig, local_model
@@ -101,7 +101,7 @@ def serve(flags: Flags) -> None:
         run_service(_run(config))
     except (InvalidOption, CannotTrace) as error:
         _exit(error, 2)
-    except (WorkerError, CannotListen) as error:
+    except (WorkerError, CannotListen, TooFewThreads) as error:
         _exit(error, 1)
     except OSError as error:
         if error.errno != errno.ENOMEM and error.filename is None:
