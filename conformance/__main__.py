@@ -12,6 +12,7 @@ from conformance.case import Case
 from conformance.credentials import Credentials
 from conformance.registration_server import RegistrationServer
 from conformance.worker import Worker
+from pagewire.usage_errors import OneLineCommand
 
 EXIT_FAILED = 1
 EXIT_WRONG_OPTION = 2
@@ -127,6 +128,6 @@ def _give_up(problem: str) -> int:
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command()(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(cls=OneLineCommand)(main)
     app(prog_name="pagewire conformance")

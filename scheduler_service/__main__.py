@@ -6,6 +6,7 @@ from importlib import import_module
 
 import typer
 
+from pagewire.usage_errors import OneLineCommand, OneLineGroup
 from service_common.config_flags import CONTEXT, run_to_exit
 
 MODULES = {
@@ -20,6 +21,7 @@ def make_app(commands: Iterable[str] = MODULES) -> typer.Typer:
     """The command line, with these commands."""
     app = typer.Typer(
         name="scheduler_service",
+        cls=OneLineGroup,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -30,7 +32,7 @@ def make_app(commands: Iterable[str] = MODULES) -> typer.Typer:
         help="The scheduling side of Pagewire: one scheduler core, any number of frontends."
     )(_no_options)
     for name in commands:
-        app.command()(getattr(import_module(MODULES[name]), name))
+        app.command(cls=OneLineCommand)(getattr(import_module(MODULES[name]), name))
     return app
 
 

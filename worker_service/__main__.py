@@ -59,7 +59,12 @@ if TYPE_CHECKING:
     from worker_service.engine.executor import Executor
     from worker_service.load_progress import LoadProgress
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings=CONTEXT,
+)
 
 
 @app.command()

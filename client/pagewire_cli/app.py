@@ -12,7 +12,7 @@ from pagewire_cli import services, terminal
 from pagewire_cli.adapter import adapter
 from pagewire_cli.bench import bench
 from pagewire_cli.chat import chat
-from pagewire_cli.command import CONTEXT, EXIT_WRONG_OPTION, Command, ServeCommand
+from pagewire_cli.command import CONTEXT, EXIT_WRONG_OPTION, Command, Group, ServeCommand
 from pagewire_cli.demo import demo
 from pagewire_cli.drain import drain
 from pagewire_cli.generate import generate
@@ -28,6 +28,7 @@ EXIT_FAILURE = 1
 
 app = typer.Typer(
     name="pagewire",
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     context_settings=CONTEXT,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
+from pagewire.usage_errors import OneLineCommand, OneLineGroup
 from pagewire_cli import terminal, vllm_flags
 
 EXIT_WRONG_OPTION = 2
@@ -17,7 +17,13 @@ _LISTS = ("--served-model-name", "--api-key", "--lora-modules")
 """Options that vLLM gives several values at once."""
 
 
-class Command(TyperCommand):
+class Group(OneLineGroup):
+    """Commands whose errors are printed like all output of this process."""
+
+    print_error = staticmethod(terminal.error)
+
+
+class Command(OneLineCommand):
     """A command that explains all its unknown options together."""
 
     has_vllm_flags = False

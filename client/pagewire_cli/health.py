@@ -5,10 +5,12 @@ most of its CPU time is the import of grpc.
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from pagewire_cli.local.health import refusal_to_serve
 from pagewire_client.connection import DEFAULT_ADDRESS, TlsOptions, check_address
@@ -38,9 +40,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if reason is None else 1
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return seconds
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message.removeprefix('argument ')}\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    parser = argparse.ArgumentParser(prog="pagewire health", description=TEXT)
+    parser = _Parser(prog="pagewire health", description=TEXT)
     parser.add_argument(
         "address",
         nargs="?",
@@ -48,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"HOST:PORT or unix:PATH of any service; default: {DEFAULT_ADDRESS}",
     )
     parser.add_argument(
-        "--timeout", type=float, default=3.0, help="seconds to wait for an answer; default: 3"
+        "--timeout", type=_seconds, default=3.0, help="seconds to wait for an answer; default: 3"
     )
     parser.add_argument(
         "--service", default="", help="a gRPC service, or liveness for whether the process responds"

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from pagewire.usage_errors import OneLineCommand
 from scheduler_service.command_line import EXIT_BAD_CONFIG, exit_with
 from scheduler_service.replay.cli import replay_exactly
 from scheduler_service.replay.recording_file import BadRecording, RecordingReader
@@ -19,7 +20,7 @@ _ANY_WIDTH = 10_000
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command()
+@app.command(cls=OneLineCommand)
 def what_if(
     file: Annotated[
         Path,
