@@ -7,6 +7,7 @@ the check of PEM files, is in the package `pagewire`.
 | --- | --- |
 | `errors`, `grpc_status` | the root of all errors, and errors as gRPC statuses |
 | `addresses` | addresses to listen on, and whether they are free |
+| `durations` | durations that settings may have |
 | `grpc_server`, `grpc_options` | a server with health and reflection; limits, keepalive |
 | `interceptors`, `metadata` | the guard of calls; what metadata contains |
 | `cluster`, `tls` | credentials between the services of a deployment |

@@ -91,7 +91,7 @@ def serve(flags: Flags) -> None:
     begin_log(flags)
     limit_spinning(os.environ)
     try:
-        ranks = RankFlags(**RANKS.fields_of(flags))
+        ranks, ray = RankFlags(**RANKS.fields_of(flags)), RayFlags(**RAY.fields_of(flags))
         if flags["simulate"]:
             ranks.require_one_rank("simulate")
         assignment = assign_rank(ranks, os.environ)
@@ -99,7 +99,7 @@ def serve(flags: Flags) -> None:
         if not isinstance(assignment, RankAssignment):
             if flags["cpu_affinity"] is not None:
                 raise InvalidOption("cpu_affinity: expected --rank with it, since it is one rank's")
-            host = _host_of(assignment, flags, ranks)
+            host = _host_of(assignment, flags, ranks, ray)
             raise typer.Exit(run_service(Launcher(assignment.ranks, host).run()))
         if flags["launcher_pid"] is not None:
             die_with_parent(flags["launcher_pid"])
@@ -116,7 +116,9 @@ def serve(flags: Flags) -> None:
         _exit(_explained(error), 1)
 
 
-def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> RankHost:
+def _host_of(
+    ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags, ray: RayFlags
+) -> RankHost:
     """The host of the ranks that this process launches."""
     group_id = ranks_to_launch.group_id or uuid.uuid4().hex
     if ranks_to_launch.launcher is LauncherName.local:
@@ -132,7 +134,6 @@ def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> 
         )
     from worker_service.launcher.ray_cluster import RayConfig, RayHost, connect
 
-    ray = RayFlags(**RAY.fields_of(flags))
     config = RayConfig(
         arguments=sys.argv[1:],
         ranks=ranks,

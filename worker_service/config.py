@@ -11,6 +11,7 @@ from pathlib import Path
 
 from service_common.chat_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from service_common.cluster import NO_CLUSTER, ClusterConfig
+from service_common.durations import MAX_SECONDS
 from worker_service.address import TcpAddress, parse
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.cpu_cores import ALL_CORES, CpuShare
@@ -530,7 +531,9 @@ class NetworkConfig:
     """Unique per process."""
 
     def __post_init__(self) -> None:
-        _expect(self.role in ROLES, "role", ", ".join(ROLES), self.role)
+        _expect_one_of(ROLES, "role", self.role)
+        if self.core is not None:
+            parse(self.core, "core")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -594,7 +597,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         grace = self.grace_period_s
-        _expect(not grace < 0, "grace_period", "0 seconds or more", grace)
+        in_range = 0 <= grace <= MAX_SECONDS
+        _expect(in_range, "grace_period", f"0 to {MAX_SECONDS} seconds", f"{grace:g}")
         names = self.served_model_name
         _expect(all(names), "served_model_name", "names that are not empty", names)
         _expect_one_of(REASONING_PARSERS, "reasoning_parser", self.reasoning_parser)

@@ -8,6 +8,9 @@ from functools import lru_cache
 
 from scheduler_service.core.context import Context
 
+MAX_COUNT = 2**31 - 1
+"""Upper bound of limits of time, in the unit of each."""
+
 MAX_LOOKAHEAD = 255
 """Maximum number of drafts of a row: a plan has one byte for it."""
 
@@ -49,7 +52,7 @@ class TenantConfig:
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
         if not 0 < self.weight < float("inf"):
-            raise ValueError(f"weight must be a number above 0, is {self.weight}")
+            raise ValueError(f"weight: expected a number above 0, got {self.weight:g}")
         for name in ("max_requests", "max_queued_tokens", "max_kv_blocks", "max_loras"):
             limit = getattr(self, name)
             if limit is not None and limit < 1:
@@ -218,21 +221,22 @@ class SchedulerConfig:
         object.__setattr__(self, "max_num_seqs", max_num_seqs)
         if self.move_kv not in tuple(MoveKV):
             expected = ", ".join(MoveKV)
-            raise ValueError(f"move_kv must be one of {expected}, is {self.move_kv}")
+            raise ValueError(f"move_kv: expected one of {expected}, got {self.move_kv}")
         if self.preemption_mode not in tuple(PreemptionMode):
             expected = ", ".join(PreemptionMode)
             raise ValueError(
-                f"preemption_mode must be one of {expected}, is {self.preemption_mode}"
+                f"preemption_mode: expected one of {expected}, got {self.preemption_mode}"
             )
-        if not self.max_step_ms >= 0:
-            raise ValueError(f"max_step_ms must be at least 0, is {self.max_step_ms}")
+        if not 0 <= self.max_step_ms <= MAX_COUNT:
+            raise ValueError(f"max_step_ms: expected 0 to {MAX_COUNT}, got {self.max_step_ms:g}")
         if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
+            raise ValueError(f"watermark: expected 0 to below 1, got {self.watermark:g}")
         if not self.queue_retry_delay_s > 0:
             raise ValueError(f"queue_retry_delay_s must be above 0, is {self.queue_retry_delay_s}")
-        if self.max_outgrown_wait_s is not None and not self.max_outgrown_wait_s >= 0:
+        wait_s = self.max_outgrown_wait_s
+        if wait_s is not None and not 0 <= wait_s <= MAX_COUNT:
             raise ValueError(
-                f"max_outgrown_wait_s must be at least 0, is {self.max_outgrown_wait_s}"
+                f"max_outgrown_wait: expected 0 to {MAX_COUNT} seconds, got {wait_s:g}"
             )
 
     @property

@@ -13,6 +13,7 @@ from scheduler_service.core.config import SchedulerConfig, TenantConfig
 from scheduler_service.core_service.workers.step_watchdog import StepTimeout
 from service_common.addresses import check_addresses
 from service_common.cluster import NO_CLUSTER, ClusterConfig
+from service_common.durations import check_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +59,10 @@ class CoreServiceConfig:
     def __post_init__(self) -> None:
         check_addresses(listen=self.listen, health_listen=self.health_listen)
         if self.record_plans and self.record is None:
-            raise ValueError("record_plans: expected a file to record to, by --record")
+            raise ValueError("record_plans: expected --record with it, the file to record to")
         if not 100 <= self.lease_ms <= 600_000:
             raise ValueError(f"lease_ms: expected 100 to 600000, got {self.lease_ms}")
-        if not 0 <= self.grace_period_s < float("inf"):
-            raise ValueError(
-                f"grace_period: expected 0 seconds or more, got {self.grace_period_s:g}"
-            )
+        check_seconds(grace_period=self.grace_period_s)
 
 
 _KEYS = [config_field.name for config_field in fields(TenantConfig)]
@@ -117,7 +115,7 @@ def _tenant(where: str, table: object, default: TenantConfig) -> TenantConfig:
         kinds = (int, float) if key == "weight" else (int,)
         if isinstance(value, bool) or not isinstance(value, kinds):
             expected = "a number" if key == "weight" else "a whole number"
-            raise ValueError(f"{where}.{key}: expected {expected}, is {value!r}")
+            raise ValueError(f"{where}.{key}: expected {expected}, got {value!r}")
     try:
         return replace(default, **table)
     except ValueError as error:

@@ -7,6 +7,7 @@ from pagewire.bearer_tokens import is_bearer_token
 from scheduler_service.frontend.auth import read_keys
 from service_common.addresses import check_addresses, is_local, split_host_port
 from service_common.cluster import NO_CLUSTER, ClusterConfig
+from service_common.durations import check_seconds
 from service_common.grpc_options import Options, server_options
 from service_common.tls import TlsFiles
 
@@ -92,15 +93,13 @@ class FrontendConfig:
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise ValueError(f"{name}: expected at least 1, got {limit}")
-        if self.default_timeout_s is not None and not 0 < self.default_timeout_s < float("inf"):
-            raise ValueError(
-                "default_timeout: expected a positive number of seconds, "
-                f"got {self.default_timeout_s:g}"
-            )
-        for name in ("grace_period", "sse_keep_alive"):
-            seconds = getattr(self, f"{name}_s")
-            if not 0 <= seconds < float("inf"):
-                raise ValueError(f"{name}: expected at least 0 seconds, got {seconds:g}")
+        if self.default_timeout_s == 0:
+            raise ValueError("default_timeout: expected more than 0 seconds, got 0")
+        check_seconds(
+            default_timeout=self.default_timeout_s,
+            grace_period=self.grace_period_s,
+            sse_keep_alive=self.sse_keep_alive_s,
+        )
 
     @property
     def tenant_share(self) -> int:
@@ -127,7 +126,7 @@ class FrontendConfig:
     def _check_keys(self) -> None:
         if self.api_keys is not None:
             if self.api_key:
-                raise ValueError("api_key: excludes api_keys; give either keys or a file of keys")
+                raise ValueError("api_key: expected none with --api-keys, the file of keys")
             if not read_keys(self.api_keys):
                 raise ValueError(
                     f"api_keys: {self.api_keys}: expected at least one key, got none;"

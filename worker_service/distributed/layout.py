@@ -51,6 +51,10 @@ def consecutive(shards: Sequence[Shard]) -> list[Shard]:
     return found
 
 
+MAX_RANKS = 4096
+"""Upper bound of each size of a group."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """A rank's position among the ranks that share one copy of a model."""
@@ -65,8 +69,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) < 1:
-                raise InvalidOption(f"{name}: expected at least 1, got {getattr(self, name)}")
+            if not 1 <= (size := getattr(self, name)) <= MAX_RANKS:
+                raise InvalidOption(f"{name}: expected 1 to {MAX_RANKS}, got {size}")
         if not 0 <= self.rank < self.world_size:
             sizes = f"{self.tensor_parallel_size} x {self.pipeline_parallel_size} ranks"
             raise InvalidOption(

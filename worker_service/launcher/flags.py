@@ -13,6 +13,7 @@ import typer
 
 from service_common.cluster import ClusterConfig
 from service_common.config_flags import CLUSTER, COUNT, ConfigFlags, Flags, flag
+from service_common.durations import MAX_SECONDS
 from service_common.metrics_server import metrics_address
 from worker_service.config import (
     DEFAULT_LISTEN,
@@ -69,6 +70,12 @@ class RankFlags:
     node_rank: int | None = None
     """Index of this machine among them; starts its part of the ranks."""
 
+    def __post_init__(self) -> None:
+        if self.local_rank < 0:
+            raise InvalidOption(f"local_rank: expected at least 0, got {self.local_rank}")
+        if self.node_rank is not None and self.num_nodes == 1:
+            raise InvalidOption(f"node_rank: expected --num-nodes with it, got {self.node_rank}")
+
     def require_one_rank(self, option: str) -> None:
         """Raises InvalidOption where `option` is given for several ranks."""
         if self.layout_of(0).world_size > 1:
@@ -86,8 +93,8 @@ class RankFlags:
     def sizes(self) -> str:
         """The parallel sizes, for error messages."""
         return (
-            f"tensor_parallel_size {self.tensor_parallel_size} and"
-            f" pipeline_parallel_size {self.pipeline_parallel_size}"
+            f"--tensor-parallel-size {self.tensor_parallel_size} and"
+            f" --pipeline-parallel-size {self.pipeline_parallel_size}"
         )
 
 
@@ -237,6 +244,14 @@ class RayFlags:
     """CPUs that Ray keeps for a rank."""
     ray_timeout: float = 300.0
     """How long to wait for nodes that have room for the group."""
+
+    def __post_init__(self) -> None:
+        if self.ray_cpus_per_rank < 1:
+            got = self.ray_cpus_per_rank
+            raise InvalidOption(f"ray_cpus_per_rank: expected at least 1, got {got}")
+        if not 0 <= self.ray_timeout <= MAX_SECONDS:
+            expected = f"expected 0 to {MAX_SECONDS} seconds"
+            raise InvalidOption(f"ray_timeout: {expected}, got {self.ray_timeout:g}")
 
 
 RANKS = ConfigFlags(

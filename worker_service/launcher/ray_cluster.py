@@ -127,8 +127,6 @@ class RayConfig:
     advertise: str | None
 
     def __post_init__(self) -> None:
-        if (got := self.ray.ray_cpus_per_rank) < 1:
-            raise InvalidOption(f"ray_cpus_per_rank: expected at least 1, got {got}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidOption(
                 f"device: expected auto, cpu or cuda with --launcher ray, which chooses the GPUs,"

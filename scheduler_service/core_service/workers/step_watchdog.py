@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from scheduler_service.core.throughput import MovingAverage, StepWork
 from scheduler_service.core_service.workers.errors import GroupHung, SessionFailed, StepOverdue
+from service_common.durations import check_seconds
 
 NUM_FIRST_STEPS = 2
 """Steps of a size that may take as long as a first one. Sizes are classified by powers of two."""
@@ -40,10 +41,9 @@ class StepTimeout:
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the flag, if a number is out of range."""
-        if not 0 <= self.floor_s < float("inf"):
-            raise ValueError(f"step_timeout: expected at least 0 seconds, got {self.floor_s:g}")
-        if self.floor_s and not self.floor_s <= self.first_floor_s < float("inf"):
-            expected = f"expected at least step_timeout ({self.floor_s:g})"
+        check_seconds(step_timeout=self.floor_s, first_step_timeout=self.first_floor_s)
+        if self.floor_s and not self.floor_s <= self.first_floor_s:
+            expected = f"expected at least --step-timeout ({self.floor_s:g})"
             raise ValueError(f"first_step_timeout: {expected}, got {self.first_floor_s:g}")
         if not 1 <= self.factor < float("inf"):
             raise ValueError(f"step_timeout_factor: expected at least 1, got {self.factor:g}")

@@ -19,7 +19,7 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
-        ({"watermark": 1.0}, "watermark must be in"),
+        ({"watermark": 1.0}, "watermark: expected 0 to below 1"),
         ({"pipeline_depth": 0}, "pipeline_depth must be at least 1"),
         ({"queue_retry_delay_s": 0.0}, "queue_retry_delay_s must be above 0"),
     ],
