@@ -9,14 +9,14 @@ import pytest
 from tests.support.checkpoints import checkpoint
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel
+from worker_service.loader.files.config import read_config
 from worker_service.models.decoder_families import DECODERS
 from worker_service.models.decoder_families.common import NotNative
 from worker_service.models.mixers.mamba import Mamba2Spec, ParallelMixerSpec
 
 
 def _config(family: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(checkpoint(family), "config.json").read_text())
-    return found
+    return read_config(Path(checkpoint(family)))
 
 
 def _settings(config: dict[str, Any]) -> Any:
@@ -93,9 +93,12 @@ def test_models_without_positions_need_no_length(family: str) -> None:
     assert _settings(config).max_model_len >= 1 << 20
 
 
-def test_infinite_limits_of_time_steps_are_read_as_transformers_writes_them() -> None:
+def test_infinite_limits_of_time_steps_are_read_as_transformers_writes_them(
+    tmp_path: Path,
+) -> None:
     config = _config("bamba") | {"time_step_limit": [0.25, {"__float__": "Infinity"}]}
-    mixer = _settings(config).layers[0].attention
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mixer = _settings(read_config(tmp_path)).layers[0].attention
     assert isinstance(mixer, Mamba2Spec)
     assert mixer.time_step_limits == (0.25, float("inf"))
 

@@ -25,8 +25,14 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=_with_floats)
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read as JSON: {error}") from error
+
+
+def _with_floats(item: dict[str, Any]) -> Any:
+    """An object; of one that stands for a number that JSON does not have, as `transformers` writes
+    them (`{"__float__": "Infinity"}`), that number."""
+    return float(item["__float__"]) if item.keys() == {"__float__"} else item

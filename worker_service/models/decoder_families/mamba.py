@@ -1,6 +1,5 @@
 """Mamba, Falcon-Mamba and Mamba-2: layers of one part, a selective state space."""
 
-from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
@@ -121,7 +120,7 @@ def mamba2_of(config: Config, **fields: Any) -> Mamba2Spec:
     """Mamba-2 with `time_step_limit`. Raises UnsupportedModel for limits that are not two numbers,
     and for other groups than divide the heads."""
     require(config, "hidden_act", "silu")
-    limits = [_number(limit) for limit in config.get("time_step_limit") or (0.0, float("inf"))]
+    limits = [float(limit) for limit in config.get("time_step_limit") or (0.0, float("inf"))]
     if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
         raise UnsupportedModel(
             f"config.json: time_step_limit: expected two ascending numbers of at least 0, got"
@@ -134,8 +133,3 @@ def mamba2_of(config: Config, **fields: Any) -> Mamba2Spec:
             f" {num_groups}"
         )
     return Mamba2Spec(time_step_limits=(limits[0], limits[1]), **fields)
-
-
-def _number(stored: Any) -> float:
-    """A number of `config.json`, where one that JSON does not have is an object with its name."""
-    return float(stored["__float__"] if isinstance(stored, Mapping) else stored)
