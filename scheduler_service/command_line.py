@@ -7,6 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 import typer
 
+from pagewire.usage_errors import spelled_as_options
 from scheduler_service.errors import CannotRecord
 from service_common.config_flags import (
     CLUSTER,
@@ -30,7 +31,9 @@ def service_command(
     """Make a command with these flags, those of every service, of a function that makes the
     configuration from their values and raises ValueError.
 
-    `serve` imports what it needs when it is called, so that flags are checked at once.
+    `serve` imports what it needs when it is called, so that flags are checked at once. The command
+    serves until a signal ends it. It exits with 2 for a wrong flag, or if a recording or spans
+    cannot be written, and with 1 if the address cannot be used, or if there are too few threads.
     """
 
     def decorate(make_config: Callable[[Flags], Config]) -> Callable[..., None]:
@@ -39,28 +42,19 @@ def service_command(
             try:
                 config = make_config(flags)
             except ValueError as error:
-                exit_with(error, EXIT_BAD_CONFIG)
-            _serve_with(config, serve)
+                exit_with(spelled_as_options(str(error), flags), EXIT_BAD_CONFIG)
+            _allow_many_connections()
+            try:
+                run_service(serve(config))
+            except (CannotRecord, CannotTrace) as error:
+                exit_with(spelled_as_options(str(error), flags), EXIT_BAD_CONFIG)
+            except (CannotListen, TooFewThreads) as error:
+                exit_with(error, EXIT_FAILURE)
 
         command.__name__, command.__doc__ = make_config.__name__, make_config.__doc__
         return takes_flags(*flags, CLUSTER.parameters, LOGGING)(command)
 
     return decorate
-
-
-def _serve_with(config: Config, serve: Callable[[Config], Coroutine[Any, Any, None]]) -> None:
-    """Serve until a signal ends the service.
-
-    Exits with 2 when a recording or spans cannot be written, with 1 when the address cannot be
-    used, or threads cannot be started.
-    """
-    _allow_many_connections()
-    try:
-        run_service(serve(config))
-    except (CannotRecord, CannotTrace) as error:
-        exit_with(error, EXIT_BAD_CONFIG)
-    except (CannotListen, TooFewThreads) as error:
-        exit_with(error, EXIT_FAILURE)
 
 
 def _allow_many_connections() -> None:
@@ -69,7 +63,7 @@ def _allow_many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
-def exit_with(error: Exception, code: int) -> NoReturn:
+def exit_with(error: object, code: int) -> NoReturn:
     """End the command with one line about the error."""
     typer.echo(f"error: {error}", err=True)
     raise typer.Exit(code)

@@ -106,4 +106,4 @@ class CannotRecord(Exception):
     """The file of a recording cannot be created."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"cannot record to {path}: {reason}")
+        super().__init__(f"record: {path}: {reason}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from pagewire.usage_errors import OneLineCommand, spelled_as_options
 from service_common.config_flags import (
     CLUSTER,
     CONTEXT,
@@ -67,7 +68,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=OneLineCommand)
 @takes_flags(
     MODEL.parameters,
     [CPU_AFFINITY, CPU_SHARE],
@@ -105,9 +106,9 @@ def serve(flags: Flags) -> None:
             die_with_parent(flags["launcher_pid"])
         run_service(_run(config))
     except (InvalidOption, CannotTrace) as error:
-        _exit(error, 2)
+        _exit(spelled_as_options(str(error), flags), 2)
     except (WorkerError, CannotListen, TooFewThreads) as error:
-        _exit(error, 1)
+        _exit(spelled_as_options(str(error), flags), 1)
     except OSError as error:
         if error.errno != errno.ENOMEM and error.filename is None:
             raise
@@ -220,7 +221,7 @@ def _explained(error: OSError | MemoryError) -> WorkerError:
     return WorkerError(f"{error.filename}: {reason}")
 
 
-def _exit(error: Exception, code: int) -> NoReturn:
+def _exit(error: object, code: int) -> NoReturn:
     typer.echo(f"error: {error}", err=True)
     raise typer.Exit(code)
 

@@ -244,7 +244,7 @@ class ModelConfig:
         for name in ("pooler_config", "classifier_tokens", "pair_template"):
             got = getattr(self, name)
             is_used = got is None or self.runner != "generate"
-            _expect(is_used, name, "none with the runner generate", got)
+            _expect(is_used, name, "none with --runner generate", got)
         if self.quantization is not None:
             _expect(
                 self.quantization in (*QUANTIZATIONS, *CHECKPOINT_METHODS),
@@ -258,15 +258,15 @@ class ModelConfig:
         _expect(
             self.quantization_cache is None or self.quantization is not None,
             "quantization_cache",
-            "none without quantization",
+            "none without --quantization",
             self.quantization_cache,
         )
         # Sums must be added alike in batches of all sizes, and only small ones fit.
         _expect(
             not (self.symmetric_memory and self.batch_invariant),
             "symmetric_memory",
-            "no batch_invariant with it",
-            "batch_invariant",
+            "none with --batch-invariant",
+            "both",
         )
         for name in ("max_model_len", "threads"):
             got = getattr(self, name)
@@ -275,7 +275,7 @@ class ModelConfig:
         _expect((self.threads or 0) <= MAX_THREADS, "threads", most, self.threads)
         if self.cpus is not None:
             count = len(self.cpus)
-            expected = f"at most the {count} of cpu_affinity"
+            expected = f"at most the {count} of --cpu-affinity"
             _expect((self.threads or 0) <= count, "threads", expected, self.threads)
 
 
@@ -394,15 +394,15 @@ class RunnerConfig:
             _expect_one_of(DRAFTERS, "speculative", self.speculative)
         named, needs_model = self.speculative_model, self.speculative in ("draft", "eagle")
         expected = (
-            f"a directory or a hub id, which speculative {self.speculative} requires"
+            f"a directory or a hub id, which --speculative {self.speculative} requires"
             if needs_model
-            else "speculative draft or eagle with it"
+            else "--speculative draft or eagle with it"
         )
         _expect(bool(named) if needs_model else named is None, "speculative_model", expected, named)
         count = self.num_speculative_tokens
         if count is not None:
             has_drafter = self.speculative is not None
-            _expect(has_drafter, "num_speculative_tokens", "speculative with it", count)
+            _expect(has_drafter, "num_speculative_tokens", "--speculative with it", count)
             in_range = 1 <= count <= MAX_SPECULATIVE_TOKENS
             _expect(in_range, "num_speculative_tokens", f"1 to {MAX_SPECULATIVE_TOKENS}", count)
 
@@ -551,7 +551,7 @@ class GroupConfig:
         where = self.distributed_init
         if where is None:
             raise InvalidOption(
-                f"distributed_init: expected HOST:PORT of rank 0, since there are"
+                "distributed_init: expected HOST:PORT of rank 0, since there are"
                 f" {self.layout.world_size} ranks"
             )
         is_tcp = isinstance(parse(where, "distributed_init"), TcpAddress)

@@ -132,7 +132,7 @@ class SteadyCore:
                 max_num_batched_tokens=rows * (1 + queue.num_drafts) + PREFILL_TOKENS,
                 max_speculative_seqs=rows,
                 max_queue_requests=queue.num_seqs,
-                max_queue_tokens=2**40,
+                max_queue_tokens=2**30,
             )
         )
         self._group_ids = [f"g{index}" for index in range(queue.num_groups)]

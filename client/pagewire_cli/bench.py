@@ -106,7 +106,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = math.nan
     if not value > 0:
-        raise typer.BadParameter(f"expected a number above 0, or `inf`, not {text!r}")
+        raise typer.BadParameter(f"expected a number above 0, or inf, got {text!r}")
     return value
 
 
@@ -157,8 +157,8 @@ class Load:
         )
         if workload.max_total_tokens > model.max_model_len:
             raise ValueError(
-                "prefix_tokens, input_tokens and output_tokens together must be at most the "
-                f"model's length of {model.max_model_len}, not {workload.max_total_tokens}"
+                "prefix_tokens, input_tokens, output_tokens: expected at most the model's length of"
+                f" {model.max_model_len} together, got {workload.max_total_tokens}"
             )
         return workload
 

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from pagewire.usage_errors import OneLineCommand, OneLineGroup
+from pagewire.usage_errors import OneLineCommand, OneLineGroup, spelled_as_options
 from pagewire_cli import terminal, vllm_flags
 
 EXIT_WRONG_OPTION = 2
@@ -41,6 +41,14 @@ class Command(OneLineCommand):
             known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
             refuse([_name(arg) for arg in unknown], known, vllm=self.has_vllm_flags)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; a ValueError of one of its options names that as users write it."""
+        try:
+            return super().invoke(ctx)
+        except ValueError as error:
+            names = {str(p.name) for p in self.params if p.param_type_name == "option"}
+            raise ValueError(spelled_as_options(str(error), names)) from error
 
     def _parse(self, ctx: Any, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Values by parameter, and the arguments that are none: unknown options, further values."""

@@ -32,6 +32,7 @@ from pagewire_client.connection import (
     DEFAULT_ADDRESS,
     ConnectionOptions,
     TlsOptions,
+    check_address,
     connection_options,
 )
 from pagewire_client.retry import RetryPolicy
@@ -191,6 +192,7 @@ class Membership:
 
     def connection_to(self, core: str) -> ConnectionOptions:
         """The options of channels and calls. Raises ValueError that names an invalid file."""
+        check_address(core, "core")
         files = (self.cluster_ca, self.cluster_cert, self.cluster_key)
         tls = TlsOptions.of(*files, server_name=MEMBER_NAME, prefix="--cluster-")
         return connection_options(core, tls, self._token())

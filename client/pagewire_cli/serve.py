@@ -80,7 +80,7 @@ def serve(
     model = checkpoint or deployment.model or EMBEDDED
     if deployment.model not in (None, model):
         raise typer.BadParameter(
-            f"expected one model, got {deployment.model} (--model or PAGEWIRE_MODEL) and {model}"
+            f"--model (or PAGEWIRE_MODEL): expected one model, got {deployment.model} and {model}"
             " (MODEL); for several names of a model repeat --served-model-name"
         )
     if not all(key.strip() for key in deployment.api_key):

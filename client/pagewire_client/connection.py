@@ -64,7 +64,7 @@ class TlsOptions:
 
     def __post_init__(self) -> None:
         if (self.certificate_chain is None) != (self.private_key is None):
-            raise ValueError("certificate_chain and private_key belong together: give both")
+            raise ValueError("certificate_chain, private_key: expected both")
 
     @classmethod
     def of(
@@ -80,7 +80,7 @@ class TlsOptions:
             return None
         ca, cert, key = files
         if (cert is None) != (key is None):
-            raise ValueError(f"{prefix}cert and {prefix}key belong together: give both")
+            raise ValueError(f"{prefix}cert, {prefix}key: expected both")
         return cls(
             root_certificates=ca, certificate_chain=cert, private_key=key, server_name=server_name
         )
@@ -321,7 +321,7 @@ class OpenRequests:
 
     def __init__(self, max_connections: int) -> None:
         if max_connections < 1:
-            raise ValueError(f"max_connections must be at least 1, not {max_connections}")
+            raise ValueError(f"max_connections: expected at least 1, got {max_connections}")
         self._free = [self.per_connection] * max_connections
         self._connections: dict[Event, int] = {}
         self._waiting: OrderedDict[Event, None] = OrderedDict()
@@ -355,15 +355,15 @@ class OpenRequests:
             turn.set()
 
 
-def check_address(address: Address) -> None:
-    """Raise ValueError unless it is HOST:PORT or unix:PATH."""
+def check_address(address: Address, name: str = "address") -> None:
+    """Raise ValueError that names `name` unless it is HOST:PORT or unix:PATH."""
     if address.startswith("unix:") and len(address) > len("unix:"):
         return
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"address must be HOST:PORT or unix:PATH, not {address!r}")
+        raise ValueError(f"{name}: expected HOST:PORT or unix:PATH, got {address!r}")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        raise ValueError(f"address: an IPv6 host needs brackets, [HOST]:PORT, got {address!r}")
+        raise ValueError(f"{name}: an IPv6 host needs brackets, [HOST]:PORT, got {address!r}")
 
 
 def is_local(address: Address) -> bool:

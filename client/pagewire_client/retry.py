@@ -46,7 +46,7 @@ class Deadline:
         self, timeout_s: float | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, not {timeout_s!r}")
+            raise ValueError(f"timeout: expected a number of seconds above 0, got {timeout_s!r}")
         self._clock = clock
         self._end: float | None = None
         if timeout_s is not None and timeout_s < math.inf:

@@ -121,10 +121,10 @@ class SamplingParams:
         if is_chat and isinstance(self.max_tokens, _Default):
             del given["max_tokens"]
         if len(several := [name for name in _STRUCTURED_OUTPUT if name in given]) > 1:
-            raise ValueError(f"{' and '.join(several)} are mutually exclusive")
+            raise ValueError(f"{', '.join(several)}: expected at most one of them")
         for name in ("length_penalty", "early_stopping"):
             if name in given and self.beam_width is None:
-                raise ValueError(f"{name} requires beam_width")
+                raise ValueError(f"{name}: expected beam_width with it")
         proto = sampling_pb2.SamplingParams()
         for name, (kind, value) in given.items():
             try:
@@ -132,8 +132,8 @@ class SamplingParams:
                     raise TypeError("expected True or False")
                 _set(proto, name, value)
             except (TypeError, ValueError, LookupError, AttributeError) as error:
-                allowed = _RANGES.get(name) or _MODULES.sub("", str(kind))
-                raise ValueError(f"{name} must be {allowed}, not {value!r}: {error}") from None
+                allowed = _RANGES.get(name) or f"{_MODULES.sub('', str(kind))} ({error})"
+                raise ValueError(f"{name}: expected {allowed}, got {value!r}") from None
         return proto
 
 

@@ -6,7 +6,7 @@ Click's own are a usage text, a box, and words of Python for the kinds of values
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import typer
@@ -106,3 +106,14 @@ def _range(kind: Any, before: str = "", before_two: str = "") -> str:
     if least is None:
         return "" if most is None else f"{before}at most {most:g}"
     return f"{before}at least {least:g}" if most is None else f"{before_two}{least:g} to {most:g}"
+
+
+def spelled_as_options(message: str, options: Container[str]) -> str:
+    """An error of a setting, `max_num_seqs: …`, as users write it: `--max-num-seqs: …`.
+
+    options: names with underscores; what begins with another name is returned unchanged.
+    """
+    names, colon, reason = message.partition(":")
+    if not all(name in options for name in names.split(", ")):
+        return message
+    return "--" + names.replace("_", "-").replace(", ", ", --") + colon + reason

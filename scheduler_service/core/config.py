@@ -9,7 +9,7 @@ from functools import lru_cache
 from scheduler_service.core.context import Context
 
 MAX_COUNT = 2**31 - 1
-"""Upper bound of limits of time, in the unit of each."""
+"""Upper bound of limits, in the unit of each; messages to workers hold no more."""
 
 MAX_LOOKAHEAD = 255
 """Maximum number of drafts of a row: a plan has one byte for it."""
@@ -56,7 +56,7 @@ class TenantConfig:
         for name in ("max_requests", "max_queued_tokens", "max_kv_blocks", "max_loras"):
             limit = getattr(self, name)
             if limit is not None and limit < 1:
-                raise ValueError(f"{name} must be at least 1, is {limit}")
+                raise ValueError(f"{name}: expected at least 1, got {limit}")
 
 
 class WorkKind(StrEnum):
@@ -203,7 +203,7 @@ class SchedulerConfig:
     to restart. None: no limit."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError, naming the field, if limits contradict each other."""
+        """Raise ValueError, naming the flag, if a number is out of range."""
         minima = {
             "max_num_seqs": 1,
             "max_num_batched_tokens": 1,
@@ -215,8 +215,8 @@ class SchedulerConfig:
             "max_worker_losses": 1,
         }
         for name, minimum in minima.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, is {getattr(self, name)}")
+            if not minimum <= (limit := getattr(self, name)) <= MAX_COUNT:
+                raise ValueError(f"{name}: expected {minimum} to {MAX_COUNT}, got {limit}")
         max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         object.__setattr__(self, "max_num_seqs", max_num_seqs)
         if self.move_kv not in tuple(MoveKV):

@@ -59,7 +59,9 @@ def scheduler(flags: Flags) -> CoreServiceConfig:
     """Run the scheduler core: the request queues, the KV blocks, and the plans for workers."""
     tenants = NO_TENANTS if flags["tenants"] is None else read_tenants(flags["tenants"])
     if flags["move_kv"] == MoveKV.ALWAYS and not flags["enable_prefix_caching"]:
-        raise ValueError("move_kv: expected auto or never without prefix caching, got always")
+        raise ValueError(
+            "move_kv: expected auto or never with --no-enable-prefix-caching, got always"
+        )
     timeout = STEP_TIMEOUT.fields_of(flags)
     if timeout["first_floor_s"] == StepTimeout().first_floor_s:  # the default
         timeout["first_floor_s"] = max(timeout["first_floor_s"], timeout["floor_s"])

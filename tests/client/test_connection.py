@@ -168,7 +168,7 @@ def test_a_key_that_cannot_be_sent_is_refused(api_key: str) -> None:
 
 
 def test_a_certificate_without_its_key_is_refused(client_pair: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError, match="give both"):
+    with pytest.raises(ValueError, match="certificate_chain, private_key: expected both"):
         TlsOptions(certificate_chain=client_pair[0])
 
 

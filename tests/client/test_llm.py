@@ -154,7 +154,7 @@ def test_closing_ends_the_services() -> None:
     ("model", "flags", "words"),
     [
         ("/no/such/model", {}, "/no/such/model"),
-        ("tiny", {"max_num_seqs": 0}, "max_num_seqs"),
+        ("tiny", {"max_num_seqs": 0}, "--max-num-seqs: expected 1"),
     ],
 )
 def test_a_service_that_cannot_start_says_why(

@@ -96,7 +96,7 @@ def test_threads_wait_for_their_turn(frontend: FakeFrontend) -> None:
 
 
 def test_a_client_needs_a_connection() -> None:
-    with pytest.raises(ValueError, match="max_connections must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="max_connections: expected at least 1, got 0"):
         Client(max_connections=0)
 
 

@@ -79,7 +79,7 @@ def test_minus_one_means_all_as_users_of_vllm_expect(field: Any) -> None:
 @pytest.mark.parametrize("field", ["top_k", "truncate_prompt_tokens", "max_tokens", "beam_width"])
 def test_a_count_that_no_message_can_hold_is_refused_by_name(field: Any) -> None:
     with pytest.raises(
-        ValueError, match=f"{field} must be an integer from 0 to 4294967295, not -5"
+        ValueError, match=f"{field}: expected an integer from 0 to 4294967295, got -5"
     ):
         SamplingParams(**{field: -5})
 
@@ -104,7 +104,7 @@ def test_what_the_answer_must_match_arrives(field: str, value: Any, carried: Any
 def test_a_thought_arrives_as_its_start_and_its_ends() -> None:
     proto = SamplingParams(regex="a", thought=("<think>", ["</think>", "<end>"])).to_proto()
     assert proto.thought == sampling_pb2.Thought(start="<think>", ends=["</think>", "<end>"])
-    with pytest.raises(ValueError, match=r"thought must be .*: expected a list of texts"):
+    with pytest.raises(ValueError, match=r"thought: expected .*\(expected a list of texts"):
         SamplingParams(regex="a", thought=("", "</think>"))
 
 
@@ -127,12 +127,12 @@ def test_a_thought_arrives_as_its_start_and_its_ends() -> None:
 def test_a_parameter_of_another_type_is_named_with_what_is_expected(
     field: str, value: Any, expected: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"{field} must .*{expected}.*, not "):
+    with pytest.raises(ValueError, match=f"{field}: expected .*{expected}.*, got "):
         SamplingParams(**{field: value})
 
 
 def test_an_answer_matches_one_thing_only() -> None:
-    with pytest.raises(ValueError, match="json_schema and regex are mutually exclusive"):
+    with pytest.raises(ValueError, match="json_schema, regex: expected at most one of them"):
         SamplingParams(json_schema="{}", regex="a")
 
 

@@ -77,7 +77,7 @@ def test_what_the_model_cannot_hold_is_refused_before_anything_is_sent(cluster: 
     )
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("error: prefix_tokens, input_tokens and output_tokens together")
+    assert done.stderr.startswith("error: --prefix-tokens, --input-tokens, --output-tokens: ")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pagewire.usage_errors import OneLineCommand, OneLineGroup
+from pagewire.usage_errors import OneLineCommand, OneLineGroup, spelled_as_options
 
 
 class Colour(StrEnum):
@@ -70,3 +70,13 @@ def test_a_value_of_the_environment_names_its_variable() -> None:
 def test_a_command_ends_with_its_own_exit_code() -> None:
     assert CliRunner().invoke(app, ["paint", "f"]).exit_code == 0
     assert "Paint." in CliRunner().invoke(app, []).output
+
+
+def test_only_settings_that_are_options_are_spelled_as_such() -> None:
+    options = {"max_num_seqs", "tls_cert", "tls_key"}
+    for message, expected in (
+        ("max_num_seqs: expected 1, got 0", "--max-num-seqs: expected 1, got 0"),
+        ("tls_cert, tls_key: expected both", "--tls-cert, --tls-key: expected both"),
+        ("vocab_size: expected 300", "vocab_size: expected 300"),
+    ):
+        assert spelled_as_options(message, options) == expected

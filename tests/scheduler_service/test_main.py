@@ -46,13 +46,16 @@ def test_services_start_without_what_only_other_commands_need(command: str) -> N
     [
         (
             "--first-step-timeout 0",
-            "first_step_timeout: expected at least --step-timeout (10), got 0",
+            "--first-step-timeout: expected at least --step-timeout (10), got 0",
         ),
-        ("--first-step-timeout -1", "first_step_timeout: expected 0 to 1000000000 seconds, got -1"),
+        (
+            "--first-step-timeout -1",
+            "--first-step-timeout: expected 0 to 1000000000 seconds, got -1",
+        ),
         # The default of the one follows the other.
-        ("--step-timeout 400 --lease-ms 1", "lease_ms: expected 100 to 600000, got 1"),
-        ("--step-timeout nan", "step_timeout: expected 0 to 1000000000 seconds, got nan"),
-        ("--grace-period -1", "grace_period: expected 0 to 1000000000 seconds, got -1"),
+        ("--step-timeout 400 --lease-ms 1", "--lease-ms: expected 100 to 600000, got 1"),
+        ("--step-timeout nan", "--step-timeout: expected 0 to 1000000000 seconds, got nan"),
+        ("--grace-period -1", "--grace-period: expected 0 to 1000000000 seconds, got -1"),
     ],
 )
 def test_a_number_out_of_range_is_refused_by_flag_with_the_range(flags: str, error: str) -> None:

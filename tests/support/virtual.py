@@ -26,7 +26,7 @@ GPU_CONFIG = SchedulerConfig(
     max_num_seqs=32,
     max_num_batched_tokens=256,
     max_queue_requests=1_000_000,
-    max_queue_tokens=2**40,
+    max_queue_tokens=2**30,
     enable_prefix_caching=False,
 )
 

@@ -33,7 +33,7 @@ from worker_service.config import (
 )
 from worker_service.cpu_cores import ALL_CORES, CpuShare, parse_cpus
 from worker_service.distributed.layout import Layout
-from worker_service.errors import InvalidOption
+from worker_service.errors import InvalidOption, ModelNotFound
 from worker_service.launcher.launcher import address_of
 
 
@@ -447,14 +447,17 @@ def checked_config(flags: Flags, assignment: RankAssignment | RanksToLaunch) -> 
         assignment = RankAssignment(group=GroupConfig(), group_id=assignment.group_id)
     config = worker_config(flags, assignment)
     if is_here and isinstance(config.model, ModelConfig) and config.model.model != EMBEDDED:
-        local_model(config.model.model)
+        try:
+            local_model(config.model.model)
+        except ModelNotFound as error:
+            raise ModelNotFound(f"model: {error}") from None
     return config
 
 
 def _model(flags: Flags, assignment: RankAssignment) -> ModelConfig:
     for parameter in (*SIMULATION.parameters, *COST.parameters):
         if (got := flags[parameter.name]) != parameter.default:
-            raise InvalidOption(f"{parameter.name}: expected none without simulate, got {got!r}")
+            raise InvalidOption(f"{parameter.name}: expected none without --simulate, got {got!r}")
     affinity, share = flags["cpu_affinity"], cpu_share(flags)
     return ModelConfig(
         **MODEL.fields_of(flags),

@@ -18,7 +18,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
-            raise ValueError(f"expected LOW from 1 to HIGH, not {self.low}-{self.high}")
+            raise ValueError(f"expected LOW from 1 to HIGH, got {self.low}-{self.high}")
 
     def __str__(self) -> str:
         return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
@@ -28,7 +28,7 @@ class Lengths:
         """Parse `256`, or `32-512` for any number from 32 to 512. Raises ValueError."""
         low, dash, high = text.partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()):
-            raise ValueError(f"expected a number of tokens, or LOW-HIGH, not {text!r}")
+            raise ValueError(f"expected a number of tokens, or LOW-HIGH, got {text!r}")
         return cls(int(low), int(high or low))
 
     def draw(self, random: Random) -> int:

@@ -200,6 +200,6 @@ class ServiceProcess:
         return LocalServiceError(message, details={"service": self.name, "exit_code": str(code)})
 
     def _reason(self) -> str | None:
-        """The service's own error: a line that begins with `error: `, or click's `Error: `."""
-        reasons = [line for line in self._last_lines if line.lower().startswith(_REASON)]
+        """The service's own error: a line that begins with `error: `."""
+        reasons = [line for line in self._last_lines if line.startswith(_REASON)]
         return reasons[-1][len(_REASON) :] if reasons else None

@@ -316,5 +316,5 @@ def _following(listen: str, index: int) -> str:
         return f"{listen}.{index}"
     host, _, port = listen.rpartition(":")
     if not port.isdecimal() or not 0 < int(port) <= 65535 - index:
-        raise ValueError(f"listen must be HOST:PORT with room for more ports, not {listen!r}")
+        raise ValueError(f"listen: expected HOST:PORT with room for more ports, got {listen!r}")
     return f"{host}:{int(port) + index}"

@@ -326,7 +326,7 @@ def test_an_authority_that_is_not_known_can_be_named() -> None:
         (["generate", "Hello", "--model", "other"], "no model 'other' is served"),
         (
             ["generate", "Hello", "--seed", "-1"],
-            "seed must be an integer from 0 to 18446744073709551615, not -1",
+            "--seed: expected an integer from 0 to 18446744073709551615, got -1",
         ),
         (["generate", "Hello", "--tls-ca", "/none.pem"], "No such file"),
     ],
@@ -494,8 +494,11 @@ def test_a_missing_api_key_names_the_option_for_one(frontend: FakeFrontend) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "--model", "b"], "expected one model, got b (--model or PAGEWIRE_MODEL) and a"),
-        (["a", "--model", "embedded"], "expected one model, got embedded (--model or"),
+        (["a", "--model", "b"], "--model (or PAGEWIRE_MODEL): expected one model, got b and a"),
+        (
+            ["a", "--model", "embedded"],
+            "--model (or PAGEWIRE_MODEL): expected one model, got embedded",
+        ),
         (["--http", "off", "--port", "8000"], "--http off serves no HTTP"),
         (["--http", "off", "--host", "::1"], "--http off serves no HTTP"),
     ],

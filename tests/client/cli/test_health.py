@@ -65,7 +65,7 @@ def test_nobody_there_is_not_healthy(address: str, where: str) -> None:
 def test_what_is_no_address_is_told_so(address: str) -> None:
     run = CliRunner().invoke(app, ["health", address])
     assert run.exit_code == 1
-    assert "error: address must be HOST:PORT or unix:PATH" in run.stderr
+    assert "error: address: expected HOST:PORT or unix:PATH" in run.stderr
 
 
 def test_a_service_with_tls_is_asked_with_tls(tmp_path: Path) -> None:

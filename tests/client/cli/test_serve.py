@@ -183,12 +183,12 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_pat
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
     [
-        ("--max-model-len", "8x", "Invalid value for '--max-model-len'"),
-        ("--api-key", "token-abc123", "api_key: expected at least 16 characters, got 12"),
-        ("--api-key", "ключ" * 5, "api_key: expected visible ASCII characters"),
-        ("--model", "/no/such/model", "/no/such/model: no such directory or file"),
-        ("--max-num-seqs", "0", "max_num_seqs must be at least 1, is 0"),
-        ("--api-keys", "/no/such/file", "api_keys: cannot read /no/such/file"),
+        ("--max-model-len", "8x", "--max-model-len: expected a whole number"),
+        ("--api-key", "token-abc123", "--api-key: expected at least 16 characters, got 12"),
+        ("--api-key", "ключ" * 5, "--api-key: expected visible ASCII characters"),
+        ("--model", "/no/such/model", "--model: /no/such/model: no such directory or file"),
+        ("--max-num-seqs", "0", "--max-num-seqs: expected 1 to 2147483647, got 0"),
+        ("--api-keys", "/no/such/file", "--api-keys: cannot read /no/such/file"),
     ],
 )
 def test_a_wrong_flag_is_the_only_line_of_serve(flag: str, value: str, words: str) -> None:
@@ -306,7 +306,7 @@ def test_with_json_a_failed_start_is_an_object(tmp_path: Path) -> None:
     done = subprocess.run(**command(*arguments), timeout=90)  # type: ignore[call-overload]
     last = json.loads(done.stderr.splitlines()[-1])
     assert (last["level"], last["service"]) == ("error", "pagewire")
-    assert last["event"].startswith("/nowhere: no such directory or file")
+    assert last["event"].startswith("--model: /nowhere: no such directory or file")
 
 
 @pytest.fixture
@@ -349,7 +349,7 @@ def test_an_address_that_cannot_be_is_refused_before_anything_starts(listen: str
     arguments = ["serve", "--listen", listen, "--frontends", "2"]
     done = subprocess.run(**command(*arguments), timeout=60)  # type: ignore[call-overload]
     assert done.returncode == 1
-    assert done.stderr.startswith("error: listen must be")
+    assert done.stderr.startswith("error: --listen: expected")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_another_command_names_near_options_only() -> None:
 def test_text_after_a_double_dash_is_no_option() -> None:
     result = CliRunner().invoke(app, ["generate", "--address", "nowhere", "--", "--enable-lora"])
     assert result.exit_code == 1
-    assert "address must be HOST:PORT" in str(result.exception)
+    assert "--address: expected HOST:PORT" in str(result.exception)
 
 
 def test_several_values_of_a_list_are_the_option_repeated() -> None:

@@ -17,10 +17,10 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs: expected 1 to 2147483647, got 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens: expected 1 to"),
         ({"watermark": 1.0}, "watermark: expected 0 to below 1"),
-        ({"pipeline_depth": 0}, "pipeline_depth must be at least 1"),
+        ({"pipeline_depth": 0}, "pipeline_depth: expected 1 to"),
         ({"queue_retry_delay_s": 0.0}, "queue_retry_delay_s must be above 0"),
     ],
 )

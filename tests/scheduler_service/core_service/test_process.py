@@ -84,14 +84,17 @@ async def test_without_a_command_it_shows_both() -> None:
 async def test_a_flag_out_of_range_is_one_clear_line() -> None:
     code, output = await run("scheduler", "--step-timeout", "20", "--step-timeout-factor", "0.5")
     assert code == 2
-    assert output.startswith("error: step_timeout_factor")
+    assert output.startswith("error: --step-timeout-factor: expected")
     assert output.count("\n") == 1
 
 
 async def test_kv_that_is_to_move_without_a_prefix_cache_is_one_clear_line() -> None:
     code, output = await run("scheduler", "--move-kv", "always", "--no-enable-prefix-caching")
     assert code == 2
-    assert output == "error: move_kv: expected auto or never without prefix caching, got always\n"
+    assert (
+        output
+        == "error: --move-kv: expected auto or never with --no-enable-prefix-caching, got always\n"
+    )
 
 
 async def test_a_wrong_file_of_tenants_is_one_clear_line(tmp_path: Path) -> None:
@@ -100,7 +103,7 @@ async def test_a_wrong_file_of_tenants_is_one_clear_line(tmp_path: Path) -> None
     code, output = await run("scheduler", "--policy", "fair", "--tenants", str(path))
     assert code == 2
     assert output == (
-        f"error: tenants: {path}: tenants.acme: max_requests must be at least 1, is -1\n"
+        f"error: --tenants: {path}: tenants.acme: max_requests: expected at least 1, got -1\n"
     )
 
 

@@ -55,7 +55,7 @@ def test_the_example_is_right() -> None:
         ("[tenants.acme]\nweight = '2'\n", "tenants.acme.weight: expected a number, got '2'"),
         ("[default]\nmax_requests = 1.5\n", "default.max_requests: expected a whole number"),
         ("[default]\nmax_requests = true\n", "default.max_requests: expected a whole number"),
-        ("[default]\nmax_kv_blocks = 0\n", "default: max_kv_blocks must be at least 1, is 0"),
+        ("[default]\nmax_kv_blocks = 0\n", "default: max_kv_blocks: expected at least 1, got 0"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_tenant_and_key(

@@ -102,4 +102,4 @@ def test_files_that_cannot_be_read_or_made_end_with_exit_code_2(tmp_path: Path) 
     command = ["scheduler_service", "scheduler", *listen, "--record", f"{tmp_path}/none/trace"]
     shown = run(command)
     assert shown.returncode == 2
-    assert f"error: cannot record to {tmp_path}/none/trace: No such file" in shown.stderr
+    assert f"error: --record: {tmp_path}/none/trace: No such file" in shown.stderr

@@ -148,5 +148,5 @@ def test_a_header_has_the_whole_configuration() -> None:
     data = json.loads(HEADER.model_dump_json())
     assert data["config"].keys() == SchedulerConfig.__dataclass_fields__.keys()
     assert decode_header(json.dumps(data)) == HEADER
-    with pytest.raises(Unreadable, match=r"config: Value error, max_num_seqs must be at least 1"):
+    with pytest.raises(Unreadable, match=r"config: Value error, max_num_seqs: expected 1 to"):
         decode_header(json.dumps(data | {"config": data["config"] | {"max_num_seqs": 0}}))

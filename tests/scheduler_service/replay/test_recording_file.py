@@ -51,9 +51,9 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none" / "a.jsonl"
-    with pytest.raises(CannotRecord, match=f"cannot record to {tmp_path}: it is a directory"):
+    with pytest.raises(CannotRecord, match=f"record: {tmp_path}: it is a directory"):
         RecordingWriter(tmp_path)
-    with pytest.raises(CannotRecord, match=f"cannot record to {path}: No such file or directory"):
+    with pytest.raises(CannotRecord, match=f"record: {path}: No such file or directory"):
         RecordingWriter(path)
 
 

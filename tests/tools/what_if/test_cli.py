@@ -71,7 +71,7 @@ def test_configurations_are_compared(what_if: WhatIf, recording: Path) -> None:
             "max_seqs: no such field; there are default_tenant, enable_chunked_prefill,",
         ),
         (["--with", "max_num_seqs=many"], "max_num_seqs: Input should be a valid integer"),
-        (["--with", "max_num_seqs=0"], "max_num_seqs must be at least 1"),
+        (["--with", "max_num_seqs=0"], "max_num_seqs: expected 1 to 2147483647, got 0"),
         (
             ["--with", "enable_prefix_caching=2"],
             "enable_prefix_caching: Input should be",

@@ -166,31 +166,31 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--listen", "nowhere"], 2, "listen: expected HOST:PORT or unix:PATH, got 'nowhere'"),
-        (["--core", "nowhere"], 2, "core: expected HOST:PORT or unix:PATH, got 'nowhere'"),
-        (["--advertise", "x"], 2, "advertise: expected HOST:PORT or unix:PATH, got 'x'"),
+        (["--listen", "nowhere"], 2, "--listen: expected HOST:PORT or unix:PATH, got 'nowhere'"),
+        (["--core", "nowhere"], 2, "--core: expected HOST:PORT or unix:PATH, got 'nowhere'"),
+        (["--advertise", "x"], 2, "--advertise: expected HOST:PORT or unix:PATH, got 'x'"),
         (
             ["--block-size", "12"],
             2,
-            "block_size: expected a multiple of 16, or 1, 2, 4 or 8, got 12",
+            "--block-size: expected a multiple of 16, or 1, 2, 4 or 8, got 12",
         ),
-        (["--dtype", "float8"], 2, "dtype: expected one of"),
-        (["--dtype", "float8", "--tensor-parallel-size", "2"], 2, "dtype: expected one of"),
-        (["--threads", "0"], 2, "threads: expected at least 1, got 0"),
-        (["--threads", "100000"], 2, "threads: expected at most 4096, got 100000"),
+        (["--dtype", "float8"], 2, "--dtype: expected one of"),
+        (["--dtype", "float8", "--tensor-parallel-size", "2"], 2, "--dtype: expected one of"),
+        (["--threads", "0"], 2, "--threads: expected at least 1, got 0"),
+        (["--threads", "100000"], 2, "--threads: expected at most 4096, got 100000"),
         (
             ["--simulate-cache-groups", "fixed:x"],
             2,
-            "simulate_cache_groups: expected none without simulate, got 'fixed:x'",
+            "--simulate-cache-groups: expected none without --simulate, got 'fixed:x'",
         ),
-        (["--simulate-step-us", "5"], 2, "simulate_step_us: expected none without simulate"),
-        (["--cpu-affinity", "0-x"], 2, "cpu_affinity: expected a list such as 0,2-5, got '0-x'"),
-        (["--cpu-affinity", f"{ONE_CPU},{ONE_CPU}"], 2, "cpu_affinity: expected CPUs of"),
-        (["--cpu-affinity", ONE_CPU, "--threads", "2"], 2, "threads: expected at most the 1 of"),
+        (["--simulate-step-us", "5"], 2, "--simulate-step-us: expected none without --simulate"),
+        (["--cpu-affinity", "0-x"], 2, "--cpu-affinity: expected a list such as 0,2-5, got '0-x'"),
+        (["--cpu-affinity", f"{ONE_CPU},{ONE_CPU}"], 2, "--cpu-affinity: expected CPUs of"),
+        (["--cpu-affinity", ONE_CPU, "--threads", "2"], 2, "--threads: expected at most the 1 of"),
         (
             ["--cpu-affinity", ONE_CPU, "--tensor-parallel-size", "2"],
             2,
-            "cpu_affinity: expected --ra",
+            "--cpu-affinity: expected --ra",
         ),
     ],
 )
@@ -216,15 +216,15 @@ def test_a_taken_port_is_named() -> None:
 def test_a_process_that_cannot_load_its_model_says_so_without_a_traceback() -> None:
     with process("--model", "/nowhere", "--listen", "127.0.0.1:0") as running:
         assert running.exit_code() == 1
-        assert "error: /nowhere: " in running.wait_for("error: ")
+        assert "error: --model: /nowhere: " in running.wait_for("error: ")
         assert not any("Traceback" in line for line in running.lines)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--runner", "pooling", "--role", "decode"], "role: expected both for a model that"),
-        (["--enable-lora", "--lora-modules", "sql=/x"], "lora_modules: sql: path: expected a"),
+        (["--runner", "pooling", "--role", "decode"], "--role: expected both for a model that"),
+        (["--enable-lora", "--lora-modules", "sql=/x"], "--lora-modules: sql: path: expected a"),
     ],
 )
 def test_what_contradicts_the_loaded_model_is_named(flags: list[str], message: str) -> None:

@@ -431,9 +431,7 @@ def test_options_that_cannot_be_obeyed_are_refused_by_name(
 
 
 def test_options_of_pooling_are_refused_for_a_generator() -> None:
-    with pytest.raises(
-        InvalidOption, match="pooler_config: expected none with the runner generate"
-    ):
+    with pytest.raises(InvalidOption, match="pooler_config: expected none with --runner generate"):
         load(checkpoint("qwen3"), runner="generate", pooler_config="{}")
 
 

@@ -380,7 +380,7 @@ def test_a_cache_that_cannot_be_is_refused(llama: Path, tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(InvalidOption, match=r"quantization_cache: expected a folder .*file"):
         _cached(llama, file)
-    with pytest.raises(InvalidOption, match="quantization_cache: expected none without quantiz"):
+    with pytest.raises(InvalidOption, match="quantization_cache: expected none without --quantiz"):
         ModelConfig(quantization_cache=str(tmp_path))
     with pytest.raises(InvalidOption, match=r"quantization_cache: expected one rank, .* got 2"):
         _cached(llama, tmp_path, layout=Layout(tensor_parallel_size=2))

@@ -278,17 +278,17 @@ def test_prompts_with_log_probabilities_have_no_drafts(runner: str) -> None:
         ),
         (
             {"speculative": "draft"},
-            "speculative_model: expected a directory or a hub id, which speculative draft requires",
+            "speculative_model: expected a directory or a hub id, which --speculative draft",
         ),
         (
             {"speculative": "ngram", "speculative_model": "embedded"},
-            "speculative_model: expected speculative draft or eagle with it",
+            "speculative_model: expected --speculative draft or eagle with it",
         ),
         (
             {"speculative": "mtp", "speculative_model": "embedded"},
-            "speculative_model: expected speculative draft or eagle with it",
+            "speculative_model: expected --speculative draft or eagle with it",
         ),
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens: expected speculative with it"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens: expected --speculative with it"),
         (
             {"speculative": "ngram", "num_speculative_tokens": 0},
             "num_speculative_tokens: expected 1 to 255, got 0",
