@@ -124,9 +124,9 @@ def test_where_there_is_no_cluster_is_told() -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         told = run_launcher("--ray-address", address)
-    assert f"ray_address: no Ray cluster at {address}: connection refused" in told
+    assert f"--ray-address: no Ray cluster at {address}: connection refused" in told
     told = run_launcher("--ray-address", "ray://127.0.0.1:10001")
-    assert "ray_address: expected HOST:PORT of a cluster that this machine belongs to" in told
+    assert "--ray-address: expected HOST:PORT of a cluster that this machine belongs to" in told
 
 
 def test_without_ray_its_extra_is_named(tmp_path: Path) -> None:
@@ -138,10 +138,10 @@ def test_without_ray_its_extra_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--device", "cuda:1"], "device: expected auto, cpu or cuda with --launcher ray"),
-        (["--advertise", "host:7620"], "advertise: expected none with --launcher ray"),
-        (["--listen", "unix:/a"], "listen: expected HOST:PORT with Ray"),
-        (["--ray-cpus-per-rank", "0"], "ray_cpus_per_rank: expected at least 1, got 0"),
+        (["--device", "cuda:1"], "--device: expected auto, cpu or cuda with --launcher ray"),
+        (["--advertise", "host:7620"], "--advertise: expected none with --launcher ray"),
+        (["--listen", "unix:/a"], "--listen: expected HOST:PORT with Ray"),
+        (["--ray-cpus-per-rank", "0"], "--ray-cpus-per-rank: expected at least 1, got 0"),
     ],
 )
 def test_what_ray_decides_cannot_be_told(flags: list[str], problem: str) -> None:

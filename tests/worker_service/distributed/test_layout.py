@@ -73,5 +73,5 @@ def test_what_cannot_be_divided_is_an_error_that_names_the_numbers() -> None:
         layouts(1, 3)[0].layer_range(2)
     with pytest.raises(InvalidOption, match="rank: expected 0 to 5 with 2 x 3 ranks, got 6"):
         Layout(tensor_parallel_size=2, pipeline_parallel_size=3, rank=6)
-    with pytest.raises(InvalidOption, match="pipeline_parallel_size: expected at least 1, got 0"):
+    with pytest.raises(InvalidOption, match="pipeline_parallel_size: expected 1 to 4096, got 0"):
         Layout(pipeline_parallel_size=0)
