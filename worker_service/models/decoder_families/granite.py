@@ -32,7 +32,7 @@ from worker_service.models.layers.norms import NormSpec
 from worker_service.models.layers.rotary import RotarySettings
 from worker_service.models.mixers.attention import AttentionSpec
 
-_MOE_NAMES = MIXTRAL_NAMES | by_lines("""
+EXPERT_NAMES = by_lines("""
 feed_forward.router   block_sparse_moe.router.layer
 feed_forward.experts  block_sparse_moe.input_linear.weight block_sparse_moe.output_linear.weight
 """)
@@ -42,7 +42,7 @@ feed_forward.router   block_sparse_moe.router
 feed_forward.experts  block_sparse_moe.experts.gate_up_proj block_sparse_moe.experts.down_proj
 """)
 
-_SHARED_NAMES = by_lines("""
+SHARED_NAMES = by_lines("""
 feed_forward.shared.up    shared_mlp.input_linear
 feed_forward.shared.down  shared_mlp.output_linear
 """)
@@ -81,19 +81,19 @@ def granite_moe_settings(config: Config) -> DecoderSettings:
     """Granite-MoE, where tensors have the weights of all experts, except in GGUF files."""
     is_separate = config.get("has_expert_modules", False)
     storage = ExpertStorage.SEPARATE if is_separate else ExpertStorage.STACK
-    names = MIXTRAL_NAMES if is_separate else _MOE_NAMES
-    return _decoder(config, _attentions(config), _experts(config, storage), names)
+    names = MIXTRAL_NAMES if is_separate else MIXTRAL_NAMES | EXPERT_NAMES
+    return _decoder(config, _attentions(config), granite_experts(config, storage), names)
 
 
 def granite_moe_shared_settings(config: Config) -> DecoderSettings:
     """Granite-MoE with shared experts."""
-    experts = _experts(config, ExpertStorage.STACK, _shared(config))
-    return _decoder(config, _attentions(config), experts, _MOE_NAMES)
+    experts = granite_experts(config, ExpertStorage.STACK, _shared(config))
+    return _decoder(config, _attentions(config), experts, MIXTRAL_NAMES | EXPERT_NAMES)
 
 
 def granite_moe_swa_settings(config: Config) -> DecoderSettings:
     """Granite-MoE with windows, and possibly shared experts."""
-    experts = _experts(config, ExpertStorage.STACK, _shared(config))
+    experts = granite_experts(config, ExpertStorage.STACK, _shared(config))
     return _decoder(config, _windowed(config), experts, _MOE_SWA_NAMES)
 
 
@@ -149,9 +149,10 @@ def _shared(config: Config) -> SharedSpec | None:
     return SharedSpec(inner_size=size, is_fused=True) if size else None
 
 
-def _experts(
+def granite_experts(
     config: Config, storage: ExpertStorage, shared: SharedSpec | None = None
 ) -> ExpertsSpec:
+    """The experts of a layer, of which the chosen ones' scores add up to one."""
     return ExpertsSpec(
         routing=routing(
             num_experts=config.get("num_local_experts", 8),
@@ -177,7 +178,7 @@ def _decoder(
     if attentions[0].has_sinks:
         names = {**names, "attention.sinks": "self_attn.sinks"}
     if isinstance(feed_forward, ExpertsSpec) and feed_forward.shared is not None:
-        names = {**names, **_SHARED_NAMES}
+        names = {**names, **SHARED_NAMES}
     has_output_norms = "attention_output_norm" in names
     layers = [
         LayerSpec(

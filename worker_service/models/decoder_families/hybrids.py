@@ -20,6 +20,11 @@ from worker_service.models.decoder_families.common import (
     routing,
     with_keys,
 )
+from worker_service.models.decoder_families.granite import (
+    EXPERT_NAMES,
+    SHARED_NAMES,
+    granite_experts,
+)
 from worker_service.models.decoder_families.mamba import (
     MAMBA1_NAMES,
     MAMBA2_NAMES,
@@ -55,12 +60,7 @@ feed_forward.up    shared_mlp.input_linear
 feed_forward.down  shared_mlp.output_linear
 """)
 
-_GRANITE_EXPERT_NAMES = _NORM_NAMES | by_lines("""
-feed_forward.router       block_sparse_moe.router.layer
-feed_forward.experts      block_sparse_moe.input_linear.weight block_sparse_moe.output_linear.weight
-feed_forward.shared.up    shared_mlp.input_linear
-feed_forward.shared.down  shared_mlp.output_linear
-""")
+_GRANITE_EXPERT_NAMES = _NORM_NAMES | EXPERT_NAMES | SHARED_NAMES
 
 _SEPARATE_MLP = "shared_mlp.gate_proj shared_mlp.up_proj"
 _GRANITE_SEPARATE_NAMES = {
@@ -163,23 +163,17 @@ def granite_hybrid_settings(config: Config) -> DecoderSettings:
         output_bias=bool(bias),
     )
     shared_size = config.get("shared_intermediate_size", 1024)
-    activation = config.get("hidden_act", "silu")
     feed_forward: MLPSpec | ExpertsSpec
-    if num_experts := config.get("num_local_experts", 8):
+    if config.get("num_local_experts", 8):
         names = _GRANITE_EXPERT_NAMES | (_GRANITE_SEPARATE_EXPERT_NAMES if is_separate else {})
-        feed_forward = ExpertsSpec(
-            routing=routing(
-                num_experts=num_experts,
-                num_chosen=config.get("num_experts_per_tok", 2),
-                scoring="softmax_of_chosen",
-            ),
-            inner_size=config["intermediate_size"],
-            activation=activation,
-            shared=SharedSpec(inner_size=shared_size, is_fused=not is_separate),
-            storage=ExpertStorage.SEPARATE if is_separate else ExpertStorage.STACK,
+        feed_forward = granite_experts(
+            config,
+            ExpertStorage.SEPARATE if is_separate else ExpertStorage.STACK,
+            SharedSpec(inner_size=shared_size, is_fused=not is_separate),
         )
     else:
         names = _GRANITE_MLP_NAMES | (_GRANITE_SEPARATE_NAMES if is_separate else {})
+        activation = config.get("hidden_act", "silu")
         feed_forward = MLPSpec(
             inner_size=shared_size, activation=activation, is_fused=not is_separate
         )

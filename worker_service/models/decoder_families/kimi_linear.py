@@ -12,6 +12,7 @@ from worker_service.models.decoder_families.common import (
     by_lines,
     decoder_of,
     gated_mlp,
+    have_experts,
     require,
     routing,
     with_keys,
@@ -144,8 +145,7 @@ def _latent(config: Config) -> LatentAttentionSpec:
 
 def _parts(config: Config) -> Sequence[FeedForwardSpec]:
     """What follows attention, by layer."""
-    size, num_layers = config.get("moe_intermediate_size", 1024), config["num_hidden_layers"]
-    num_shared = config.get("n_shared_experts", 1)
+    size, num_shared = config.get("moe_intermediate_size", 1024), config.get("n_shared_experts", 1)
     experts = ExpertsSpec(
         routing=routing(
             num_experts=config.get("num_local_experts", 256),
@@ -163,12 +163,9 @@ def _parts(config: Config) -> Sequence[FeedForwardSpec]:
         shared=SharedSpec(inner_size=size * num_shared),
         corrects=True,
     )
-    num_dense = config.get("first_k_dense_replace", 1)
-    default = ["dense" if i < num_dense else "sparse" for i in range(num_layers)]
-    kinds = config.get("mlp_layer_types") or default
-    _check(config, "mlp_layer_types", kinds, "dense", "sparse")
     dense = gated_mlp(config, bias=False)
-    return [experts if kind == "sparse" else dense for kind in kinds]
+    kinds = have_experts(config, config.get("first_k_dense_replace", 1))
+    return [experts if is_sparse else dense for is_sparse in kinds]
 
 
 def _kinds(config: Config, linear: Config) -> list[Any]:

@@ -98,8 +98,11 @@ def cohere2_moe_settings(config: Config) -> DecoderSettings:
     """Cohere 2 with experts in all layers but the first ones, which may have RoPE without a
     window."""
     num_layers, eps = config["num_hidden_layers"], config.get("rms_norm_eps")
-    num_dense, first = config.get("first_k_dense_replace", 0), _PREFIX_PATTERN
-    prefix, period = config.get(first, 1), config.get("sliding_window_pattern", 4)
+    num_dense, period = (
+        config.get("first_k_dense_replace", 0),
+        config.get("sliding_window_pattern", 4),
+    )
+    prefix = config.get("prefix_dense_sliding_window_pattern", 1)
     default = every(with_values(config, num_hidden_layers=num_dense), prefix)
     default += every(with_values(config, num_hidden_layers=num_layers - num_dense), period)
     window, size = config.get("sliding_window", 4096), config["intermediate_size"]
@@ -121,7 +124,8 @@ def cohere2_moe_settings(config: Config) -> DecoderSettings:
         activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=size * num_shared, scale=scale) if num_shared else None,
     )
-    dense = gated_mlp(config, bias=False, inner_size=config.get(_PREFIX_SIZE) or size)
+    dense_size = config.get("prefix_dense_intermediate_size") or size
+    dense = gated_mlp(config, bias=False, inner_size=dense_size)
     kinds, parts = layer_types(config, default), have_experts(config, num_dense)
     return _cohere_decoder(
         with_keys(config, {}, head_dim=128),
@@ -132,12 +136,6 @@ def cohere2_moe_settings(config: Config) -> DecoderSettings:
         [experts if has_experts else dense for has_experts in parts],
         _norm(config, "layer_norm_eps", bias=False) if eps is None else NormSpec(eps=eps),
     )
-
-
-_PREFIX_PATTERN, _PREFIX_SIZE = (
-    "prefix_dense_sliding_window_pattern",
-    "prefix_dense_intermediate_size",
-)
 
 
 def _cohere_decoder(
