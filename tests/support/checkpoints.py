@@ -500,6 +500,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeepseekV32ForCausalLM",
         {**_LATENT, **_SCORED_MOE, **_INDEXER},
     ),
+    "axk1": ("AXK1Config", "AXK1ForCausalLM", {**_LATENT, **_SCORED_MOE}),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
         "GlmMoeDsaForCausalLM",
@@ -714,6 +715,19 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "HunYuanMoEV1Config",
         "HunYuanMoEV1ForCausalLM",
         {"num_experts": 4, "moe_topk": [2, 3], "head_dim": 24},
+    ),
+    "flint": (
+        "FlintConfig",
+        "FlintForCausalLM",
+        {
+            **_MOE,
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "sliding_window": 9,
+            "mlp_only_layers": [0],
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "shared_expert_intermediate_size": 56,
+        },
     ),
     "phimoe": (
         "PhimoeConfig",

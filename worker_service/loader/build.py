@@ -18,7 +18,7 @@ from worker_service.loader.weights.checkpoint import STACK_NAME, Checkpoint, has
 from worker_service.loader.weights.fill import EagerPacking, fill_dummy_weights, load_weights
 from worker_service.loader.weights.kv_scales import load_kv_scales
 from worker_service.loader.weights.rounded_cache import with_rounded_weights
-from worker_service.models.decoder_families.common import STACKED_EXPERTS
+from worker_service.models.decoder_families.common import CORRECTIONS, STACKED_EXPERTS
 from worker_service.models.interface import Model, ModelContext, WeightTarget
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import (
@@ -64,9 +64,13 @@ class ModelBuilder:
         hf_config = self.hf_config
         if self.context.generates:
             hf_config = _with_own_head(hf_config, self.checkpoint)
-        for name, tensor in self.checkpoint.tensors.items():
+        tensors = self.checkpoint.tensors
+        for name, tensor in tensors.items():
             if name.endswith(STACK_NAME) and not name.startswith("mtp."):
                 hf_config = {**hf_config, STACKED_EXPERTS: tuple(tensor.shape)}
+        if tensors:
+            corrects = any(name.endswith(".e_score_correction_bias") for name in tensors)
+            hf_config = {**hf_config, CORRECTIONS: corrects}
         model = build_native_model(hf_config, self.config.max_model_len, self.context, self.kernels)
         if model is None:
             return self._build_variant(variant_of(hf_config))

@@ -43,7 +43,9 @@ class DecoderLayer(NativeLayer):
         self.feed_forward_norm = norm(place is not NormPlace.AFTER and has_norm)
         has_output_norms = place in (NormPlace.AROUND, NormPlace.AFTER)
         self.attention_output_norm = norm(has_output_norms)
-        self.feed_forward_output_norm = norm(has_output_norms)
+        self.feed_forward_output_norm = norm(
+            has_output_norms or "feed_forward_output_norm" in spec.names
+        )
         self.attention: Mixer | None = None
         if mixer is not None:
             inputs = attention_inputs or size

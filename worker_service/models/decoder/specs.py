@@ -27,7 +27,8 @@ class NormPlace(Enum):
     """Where the norms of a layer are."""
 
     BEFORE = auto()
-    """Before each part, whose output is added to the residual stream."""
+    """Before each part, whose output is added to the residual stream; that of the feed-forward part
+    has a norm of its own if `LayerSpec.names` has one."""
 
     AROUND = auto()
     """Before each part, and of its output."""

@@ -46,6 +46,7 @@ from worker_service.models.decoder_families.latent import (
     youtu_settings,
 )
 from worker_service.models.decoder_families.latent_kin import (
+    axk1_settings,
     deepseek_v32_settings,
     glm_moe_dsa_settings,
     minicpm3_settings,
@@ -79,6 +80,7 @@ from worker_service.models.decoder_families.llama_kin import (
 from worker_service.models.decoder_families.mamba import mamba2_settings, mamba_settings
 from worker_service.models.decoder_families.mixture_kin import (
     ernie4_5_moe_settings,
+    flint_settings,
     minimax_m2_settings,
     olmoe_settings,
     phimoe_settings,
@@ -139,6 +141,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "DeepseekV2ForCausalLM": deepseek_v2_settings,
     "DeepseekV3ForCausalLM": deepseek_v3_settings,
     "DeepseekV32ForCausalLM": deepseek_v32_settings,
+    "AXK1ForCausalLM": axk1_settings,
     "GlmMoeDsaForCausalLM": glm_moe_dsa_settings,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite_settings,
     "YoutuForCausalLM": youtu_settings,
@@ -153,6 +156,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_settings,
     "GptOssForCausalLM": gpt_oss_settings,
     "Llama4ForCausalLM": llama4_settings,
+    "FlintForCausalLM": flint_settings,
     "PhimoeForCausalLM": phimoe_settings,
     "HunYuanDenseV1ForCausalLM": hunyuan_dense_settings,
     "HunYuanMoEV1ForCausalLM": hunyuan_moe_settings,

@@ -25,6 +25,10 @@ STACKED_EXPERTS = "stacked_experts"
 """The key of the shape of a tensor of all experts' gates and up projections, if the checkpoint has
 such, whichever its family stores."""
 
+CORRECTIONS = "has_corrections"
+"""The key of whether the checkpoint has corrections of the scores of experts, which some families
+may lack."""
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Names of `layer_types`."""
 

@@ -1,9 +1,13 @@
 """MiniCPM3 and Mistral 4: latent attention as in DeepSeek, with the multipliers of MiniCPM, or with
 queries that are scaled by their positions, and experts that are chosen by the softmax of their
-scores. DeepSeek-V3.2 and GLM-5 (`GlmMoeDsa`), as far as their attention is not sparse."""
+scores. DeepSeek-V3.2 and GLM-5 (`GlmMoeDsa`), as far as their attention is not sparse. A.X-K1, with
+a norm behind its experts."""
+
+from dataclasses import replace
 
 from worker_service.models.decoder.specs import DecoderSettings
 from worker_service.models.decoder_families.common import (
+    CORRECTIONS,
     Config,
     gated_mlp,
     have_experts,
@@ -23,6 +27,8 @@ from worker_service.models.feed_forward.experts import ExpertStorage
 from worker_service.models.layers.rotary import QUERY_SCALING
 
 _STACK_NAMES = {"feed_forward.router": "mlp.gate"} | STACK_NAMES
+
+_AXK1_NAMES = EXPERT_NAMES | {"feed_forward_output_norm": "post_mlp_layernorm"}
 
 _MISTRAL4_ROPE = {
     "rope_type": "yarn",
@@ -77,6 +83,30 @@ def glm_moe_dsa_settings(config: Config) -> DecoderSettings:
     sizes = {"q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192}
     groups = {"n_group": 1, "topk_group": 1, "moe_intermediate_size": 2048}
     return deepseek_v32_settings(with_keys(config, {}, rms_norm_eps=1e-5, **sizes, **groups))
+
+
+def axk1_settings(config: Config) -> DecoderSettings:
+    """A.X-K1: DeepSeek-V3, where the output of experts has a norm. Published checkpoints have no
+    correction of scores, but the norm in layers without experts, too, which do not use it."""
+    require(config, "head_dim", config.get("qk_rope_head_dim", 64))
+    require(config, "moe_layer_freq", 1)
+    experts = scored_experts(
+        with_values(config, topk_method=None),  # corrections are what says it
+        num_experts=192,
+        num_groups=8,
+        num_chosen_groups=4,
+        scale=2.5,
+    )
+    experts = replace(experts, corrects=config.get(CORRECTIONS, True))
+    dense = gated_mlp(config, bias=False)
+    has_experts = have_experts(config, config.get("first_k_dense_replace", 1))
+    of_dense = "|".join(str(i) for i, is_sparse in enumerate(has_experts) if not is_sparse)
+    return latent_decoder(
+        config,
+        [experts if is_sparse else dense for is_sparse in has_experts],
+        expert_names=_AXK1_NAMES,
+        unused_names=rf"model\.layers\.(?:{of_dense})\.post_mlp_layernorm\.weight",
+    )
 
 
 def mistral4_settings(config: Config) -> DecoderSettings:

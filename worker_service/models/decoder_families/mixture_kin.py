@@ -1,17 +1,24 @@
 """Mixtures of experts that differ from Mixtral and Qwen-MoE in one or two parts: OLMoE,
-MiniMax-M2, ERNIE 4.5 and Phi-MoE."""
+MiniMax-M2, ERNIE 4.5, Phi-MoE and Flint."""
 
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
+    FULL,
     NAMES,
+    SLIDING,
     Config,
     NotNative,
     attention_of,
+    by_lines,
     decoder_of,
+    gated_mlp,
     head_dim_of,
+    layer_types,
     require,
     rotary_of,
     routing,
+    unrotated,
+    with_keys,
 )
 from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES, QWEN_NAMES
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
@@ -24,6 +31,13 @@ _MINIMAX_NAMES = MIXTRAL_NAMES | {
 }
 
 _ERNIE_NAMES = QWEN_NAMES | {"feed_forward.correction": "mlp.moe_statics.e_score_correction_bias"}
+
+_FLINT_SINKS = {"attention.sinks": "self_attn.softmax_offset"}
+
+_FLINT_SHARED_NAMES = by_lines("""
+feed_forward.shared.up    mlp.shared_expert.gate_proj mlp.shared_expert.up_proj
+feed_forward.shared.down  mlp.shared_expert.down_proj
+""")
 
 
 def olmoe_settings(config: Config) -> DecoderSettings:
@@ -175,3 +189,52 @@ def ernie4_5_moe_settings(config: Config) -> DecoderSettings:
         norm,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
     )
+
+
+def flint_settings(config: Config) -> DecoderSettings:
+    """Flint: Qwen3-MoE with attention sinks, RoPE in layers with a window alone, sigmoid scores,
+    and an MLP in the first layers."""
+    config = with_keys(config, {}, head_dim=128, num_key_value_heads=4)
+    head_dim, norm = config["head_dim"], NormSpec(eps=config.get("rms_norm_eps", 1e-6))
+    rotary, bias = rotary_of(config, head_dim), bool(config.get("attention_bias", False))
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("num_experts", 256),
+            num_chosen=config.get("num_experts_per_tok", 6),
+            scoring="sigmoid",
+            normalizes=bool(config.get("norm_topk_prob", True)),
+        ),
+        inner_size=config.get("moe_intermediate_size", 512),
+        activation=config.get("hidden_act", "silu"),
+        shared=SharedSpec(inner_size=config.get("shared_expert_intermediate_size", 1024)),
+        has_float_router=True,
+    )
+    num_layers, step = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+    dense_layers, dense = config.get("mlp_only_layers"), gated_mlp(config, bias=False)
+    dense_layers = (0, 1) if dense_layers is None else dense_layers
+
+    def layer(index: int, kind: str) -> LayerSpec:
+        is_sparse = index not in dense_layers and (index + 1) % step == 0
+        names = QWEN_NAMES | _FLINT_SHARED_NAMES if is_sparse else NAMES
+        attention = attention_of(
+            config,
+            head_dim,
+            rotary if kind == SLIDING else unrotated(rotary),
+            window=config.get("sliding_window", 513) if kind == SLIDING else None,
+            head_norm=norm,
+            has_sinks=True,
+            qkv_bias=bias,
+            output_bias=bias,
+        )
+        return LayerSpec(
+            attention=attention,
+            feed_forward=experts if is_sparse else dense,
+            norm=norm,
+            names={**names, **_FLINT_SINKS},
+        )
+
+    kinds = [
+        FULL if i < 2 or i % 4 == 1 or i == num_layers - 1 else SLIDING for i in range(num_layers)
+    ]
+    layers = [layer(i, kind) for i, kind in enumerate(layer_types(config, kinds))]
+    return decoder_of(config, layers, norm)
