@@ -159,6 +159,7 @@ CHECKPOINT_METHODS = {
 }
 """Methods of quantized checkpoints that the user may name, by vLLM's words for them."""
 RUNNERS = ("auto", "generate", "pooling")
+GENERATION_CONFIGS = ("auto", "none")
 ATTENTION_BACKENDS = ("flash", "triton", "cpu", "reference")
 
 
@@ -204,6 +205,21 @@ class ModelConfig:
     pair_template: str | None = None
     """Jinja template of the text for a query and a document, or a file with it."""
 
+    chat_template: str | None = None
+    """Jinja template of chats, or a file with it, in place of the model's own."""
+
+    hf_overrides: str | None = None
+    """Keys that replace those of the model's config.json: a JSON object, such as
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}."""
+
+    generation_config: str = "auto"
+    """auto: requests have the defaults of the model's generation_config.json; none: they do
+    not."""
+
+    override_generation_config: str | None = None
+    """Defaults of requests in place of the model's: a JSON object, such as
+    {"temperature": 0.6, "max_new_tokens": 512}."""
+
     max_model_len: int | None = None
     """Maximum number of tokens of prompt and output together."""
 
@@ -241,6 +257,7 @@ class ModelConfig:
         _expect_one_of(DTYPES, "dtype", self.dtype)
         _expect_one_of(LOAD_FORMATS, "load_format", self.load_format)
         _expect_one_of(RUNNERS, "runner", self.runner)
+        _expect_one_of(GENERATION_CONFIGS, "generation_config", self.generation_config)
         for name in ("pooler_config", "classifier_tokens", "pair_template"):
             got = getattr(self, name)
             is_used = got is None or self.runner != "generate"

@@ -296,6 +296,8 @@ _VLLM_FORMATS = {"auto": "safetensors"}
 """vLLM's other names of load formats."""
 _VLLM_TASKS = dict.fromkeys(("embed", "embedding", "classify", "score", "reward"), "pooling")
 """vLLM's other names of runners."""
+_VLLM_DEFAULTS = {"vllm": "none"}
+"""vLLM's other names of the defaults of generations."""
 _BYTES = {"parser": parse_bytes, "metavar": "SIZE"}
 
 MODEL = ConfigFlags(
@@ -311,6 +313,13 @@ MODEL = ConfigFlags(
         "pooler_config": {"metavar": "JSON", "show_default": "as the model's files say"},
         "classifier_tokens": {"metavar": "TOKENS", "show_default": "the model's own labels"},
         "pair_template": {"metavar": "TEMPLATE", "show_default": "the tokenizer joins the texts"},
+        "chat_template": {"metavar": "TEMPLATE", "show_default": "the model's own"},
+        "hf_overrides": {"metavar": "JSON", "show_default": "none"},
+        "generation_config": {
+            "parser": lambda name: _VLLM_DEFAULTS.get(name, name),
+            "metavar": "DEFAULTS",
+        },
+        "override_generation_config": {"metavar": "JSON", "show_default": "none"},
         "max_model_len": COUNT | {"show_default": "the model's own"},
         "quantization": {"short": "-q", "show_default": "as the checkpoint has them"},
         "quantization_cache": {"metavar": "DIR", "show_default": "rounded at every start"},

@@ -14,6 +14,7 @@ from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.load_progress import LoadProgress
+from worker_service.loader.files.overrides import Overrides
 from worker_service.loader.weights.checkpoint import STACK_NAME, Checkpoint, has_own_head
 from worker_service.loader.weights.fill import EagerPacking, fill_dummy_weights, load_weights
 from worker_service.loader.weights.kv_scales import load_kv_scales
@@ -181,6 +182,7 @@ class ModelBuilder:
             tensors=self.checkpoint.tensors,
             source=files[0] if len(files) == 1 else self.model_dir,
             reader=reader,
+            edit_config=Overrides.from_options(config).of_config if config.hf_overrides else None,
         )
 
 

@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from worker_service.loader.device import (
 from worker_service.loader.files.assets import iter_assets
 from worker_service.loader.files.config import WHOLE_MODEL, read_config, special_tokens
 from worker_service.loader.files.fingerprint import fingerprint
+from worker_service.loader.files.overrides import Overrides
 from worker_service.loader.files.places import resolve_config, resolve_model
 from worker_service.loader.kernels import CACHE_DTYPES, choose_kernels, require_cache_dtype
 from worker_service.loader.loaded_model import LoadedModel
@@ -89,11 +89,11 @@ def _without_stored_method(
 
 
 def _read_settings(
-    config: ModelConfig, model_dir: Path
+    config: ModelConfig, model_dir: Path, overrides: Overrides
 ) -> tuple[ModelConfig, dict[str, Any], Schemes]:
     """The options for this checkpoint, the content of `config.json`, and how the checkpoint is
     quantized."""
-    hf_config = with_generator(read_config(model_dir))
+    hf_config = with_generator(read_config(model_dir, overrides))
     config = _without_stored_method(config, model_dir, hf_config)
     return config, hf_config, read_schemes(model_dir / "config.json", hf_config)
 
@@ -107,10 +107,11 @@ def check_model(config: ModelConfig, cache: CacheConfig) -> None:
     """
     device = _device_of(config, cache)
     require_host_memory(device, cache.kv_cache_memory or 0, cache.swap_space or 0)
+    overrides = Overrides.from_options(config)
     model_dir = resolve_config(config.model, config.revision)
     if model_dir is None:
         return
-    config, hf_config, schemes = _read_settings(config, model_dir)
+    config, hf_config, schemes = _read_settings(config, model_dir, overrides)
     settings = native_settings(hf_config)
     if settings is None:
         refuse_ranks(config.layout, hf_config)
@@ -141,9 +142,9 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches there, whatever device its tensors are on
     initialize_vector_math()
-    has_weights = config.load_format != "dummy"
+    has_weights, overrides = config.load_format != "dummy", Overrides.from_options(config)
     model_dir = resolve_model(config.model, config.revision, weights=has_weights, progress=progress)
-    config, hf_config, schemes = _read_settings(config, model_dir)
+    config, hf_config, schemes = _read_settings(config, model_dir, overrides)
     dtype = resolve_dtype(config.dtype, hf_config, device)
     if device.type == "cpu":
         _choose_cores(config)
@@ -159,7 +160,9 @@ def load_model(
         if context.generates:  # of others, the fingerprint depends on what follows the weights
             progress.publish(FrontendFiles(_fingerprint(config, model_dir, files), files))
 
-    reading = partial(iter_assets, model_dir, tokenizer)
+    def reading() -> Iterator[tuple[str, bytes]]:
+        return overrides.of_files(iter_assets(model_dir, tokenizer))
+
     texts = start_reading_texts(model_dir, reading, on_files, generates=context.generates)
     builder = ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
     model, pooler = _build(builder)

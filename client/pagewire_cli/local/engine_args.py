@@ -4,6 +4,7 @@
 and leave defaults, environment variables and checks to the service.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,10 +48,11 @@ class Flag:
             raise ValueError(f"{self.name}: expected a {kind}, got {value!r}") from None
 
     def arguments(self, value: Any) -> list[str]:
-        """The command-line arguments for `value`."""
+        """The command-line arguments for `value`; an object becomes JSON."""
         if self.kind is not bool:
             values = [value] if isinstance(value, str) or self.kind != list[str] else value
-            return [argument for item in values for argument in (self.option, str(item))]
+            texts = (json.dumps(v) if isinstance(v, Mapping) else str(v) for v in values)
+            return [argument for text in texts for argument in (self.option, text)]
         if value:
             return [self.option]
         return ["--no-" + self.option[2:]] if self.negatable else []

@@ -629,9 +629,11 @@ def test_flags_become_arguments_of_the_services_that_take_them() -> None:
         "trust_remote_code": True,
         "grace_period": 1.5,
         "block_size": None,
+        "hf_overrides": {"sliding_window": None},
     }
     assert engine_args.arguments("worker", values) == [
-        *("--dtype", "float32", "--trust-remote-code", "--grace-period", "1.5")
+        *("--dtype", "float32", "--hf-overrides", '{"sliding_window": null}'),
+        *("--trust-remote-code", "--grace-period", "1.5"),
     ]
     assert engine_args.arguments("scheduler", values) == [
         *("--no-enable-chunked-prefill", "--grace-period", "1.5")

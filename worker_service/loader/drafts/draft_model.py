@@ -21,6 +21,7 @@ def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> Mode
         target.config,
         model=name,
         revision=None,
+        hf_overrides=None,
         max_model_len=None,
         layout=Layout(),  # the rank that samples has the whole draft model
         threads=torch.get_num_threads(),

@@ -6,6 +6,7 @@
 | `places.py` | where they are: a directory, the hub or the embedded model |
 | `json_files.py` | reading JSON |
 | `config.py` | configuration, and the tokens that begin and end sequences |
+| `overrides.py` | what options replace in them |
 | `assets.py` | the files that frontends need |
 | `fingerprint.py` | a hash of what results depend on |
 """

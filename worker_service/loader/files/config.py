@@ -9,6 +9,7 @@ from typing import Any
 from worker_service.errors import BadCheckpoint
 from worker_service.gguf.header import is_gguf
 from worker_service.loader.files.json_files import read_json
+from worker_service.loader.files.overrides import NO_OVERRIDES, Overrides
 from worker_service.loader.gguf.config import gguf_config
 
 logger = logging.getLogger(__name__)
@@ -17,14 +18,15 @@ _OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_
 """Keys of `config.json` that a multimodal model has for its text model as well."""
 
 
-def read_config(model_dir: Path) -> dict[str, Any]:
-    """Return the content of `config.json`, or its equivalent from the metadata of a GGUF file.
+def read_config(model_dir: Path, overrides: Overrides = NO_OVERRIDES) -> dict[str, Any]:
+    """Return the content of `config.json`, or its equivalent from the metadata of a GGUF file, with
+    the keys that options replace.
 
     Raises BadCheckpoint or UnsupportedModel.
     """
     if is_gguf(model_dir):
-        return gguf_config(model_dir)
-    config = read_json(model_dir / "config.json")
+        return overrides.of_config(gguf_config(model_dir))
+    config = overrides.of_config(read_json(model_dir / "config.json"))
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise BadCheckpoint(f"{model_dir / 'config.json'} names no architecture")

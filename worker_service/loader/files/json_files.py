@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from worker_service.errors import BadCheckpoint
+from worker_service.errors import BadCheckpoint, InvalidOption
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -20,6 +20,17 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
     content = _read_json(path)
     if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
         raise BadCheckpoint(f"{path} holds no list of JSON objects")
+    return content
+
+
+def parse_object(option: str, text: str) -> dict[str, Any]:
+    """Return the JSON object that an option has as its value. Raises InvalidOption."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidOption(f"{option}: expected a JSON object, got {text!r}: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidOption(f"{option}: expected a JSON object, got {text}")
     return content
 
 

@@ -1,6 +1,5 @@
 """Whether a model pools, and how: by its configuration, files next to it, and options."""
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,6 +11,8 @@ from torch import Tensor
 from worker_service.config import ModelConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.loader.files.assets import iter_assets
+from worker_service.loader.files.json_files import parse_object
+from worker_service.loader.files.overrides import read_template
 from worker_service.loader.pooling.sentence_transformers import MODULES, DenseSettings, read_modules
 from worker_service.loader.tensors import OpenFiles, describe
 from worker_service.loader.weights.checkpoint import Checkpoint
@@ -82,7 +83,8 @@ class PoolerBuilder:
         facts = with_pooler_config(self._with_lengths(facts), self._config.pooler_config)
         facts, classifier = self._with_classifier(facts, model)
         if self._config.pair_template is not None:
-            facts = replace(facts, pair_template=_template(self._config.pair_template))
+            template = read_template("pair_template", self._config.pair_template)
+            facts = replace(facts, pair_template=template)
         if facts.max_text_tokens >= model.max_model_len:
             facts = replace(facts, max_text_tokens=0)
         if self._config.layout.pipeline_parallel_size > 1:  # whose micro-batches divide rows
@@ -196,13 +198,7 @@ def with_pooler_config(facts: PoolingFacts, text: str | None) -> PoolingFacts:
     """The facts with the keys of `--pooler-config`. Raises InvalidOption, naming the key."""
     if text is None:
         return facts
-    try:
-        settings = json.loads(text)
-    except ValueError as error:
-        raise InvalidOption(f"pooler_config: expected a JSON object: {error}") from None
-    if not isinstance(settings, dict):
-        raise InvalidOption(f"pooler_config: expected a JSON object, got {text}")
-    for key, value in settings.items():
+    for key, value in parse_object("pooler_config", text).items():
         if value is not None:
             facts = _with_key(facts, key, value)
     return facts
@@ -235,16 +231,3 @@ def _with_key(facts: PoolingFacts, key: str, value: Any) -> PoolingFacts:
 
 def _named(names: Mapping[str, object]) -> str:
     return " or ".join(names)
-
-
-def _template(text: str) -> str:
-    """The template in the file that `text` names, or `text` itself."""
-    if "{" in text:
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidOption(
-            f"pair_template: expected a template with {{{{ query }}}} and {{{{ document }}}}, or a"
-            f" file with one, got {text!r}: {error.strerror}"
-        ) from None

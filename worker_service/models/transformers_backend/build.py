@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -150,6 +150,8 @@ def pin_long_rotary(model: Any, config: Any, max_model_len: int) -> None:
 
 _DUMMY_RANGE = 0.05
 
+EditConfig: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
+
 
 def build_transformers_model(
     model_dir: Path,
@@ -163,19 +165,21 @@ def build_transformers_model(
     tensors: Mapping[str, Any],
     source: Path,
     reader: Callable[[Mapping[str, str]], AbstractContextManager[Read]],
+    edit_config: EditConfig | None = None,
 ) -> TransformersModel:
     """Build the model in `model_dir` through `transformers`.
 
     hf_config: content of `config.json`; max_model_len: None for the model's own limit; tensors: of
     the checkpoint by name, read when they are indexed; source: their file or folder, named in
     errors; reader: opens the checkpoint for reading one tensor at a time, given the formats to
-    which tensors will be quantized, by name.
+    which tensors will be quantized, by name; edit_config: replaces keys of `config.json`, as was
+    done in `hf_config`.
 
     Raises UnsupportedModel, naming the feature, if paged attention does not support it;
     BadCheckpoint or InvalidOption.
     """
     architecture = hf_config["architectures"][0]
-    config = _read_config(model_dir, hf_config, trust_remote_code)
+    config = _read_config(model_dir, hf_config, edit_config, trust_remote_code)
     refuse_by_config(architecture, config)
     state = AttentionState(kernels)
     attach(nn.Module(), state)  # registers the function's name, which loading looks up
@@ -206,12 +210,17 @@ def build_transformers_model(
     )
 
 
-def _read_config(model_dir: Path, hf_config: Mapping[str, Any], trust_remote_code: bool) -> Any:
+def _read_config(
+    model_dir: Path,
+    hf_config: Mapping[str, Any],
+    edit_config: EditConfig | None,
+    trust_remote_code: bool,
+) -> Any:
     try:
         if model_dir.is_file():  # a GGUF file, which `hf_config` was read from
             config = AutoConfig.for_model(**copy.deepcopy(dict(hf_config)))
         else:
-            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+            config = _read_file(model_dir, edit_config, trust_remote_code)
             if hf_config["architectures"] != config.architectures:  # of a multimodal model
                 config = config.get_text_config()
                 config.architectures = hf_config["architectures"]
@@ -227,6 +236,15 @@ def _read_config(model_dir: Path, hf_config: Mapping[str, Any], trust_remote_cod
     if hasattr(config, "quantization_config"):  # the tensors are dequantized by our loader
         del config.quantization_config
     return config
+
+
+def _read_file(model_dir: Path, edit: EditConfig | None, trust_remote_code: bool) -> Any:
+    if edit is None:
+        return AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    stored, _ = PreTrainedConfig.get_config_dict(model_dir)
+    if trust_remote_code and "auto_map" in stored:
+        raise InvalidOption("hf_overrides: expected none for a configuration that is code")
+    return AutoConfig.for_model(**edit(stored))
 
 
 def _model_len(requested: int | None, config: Any) -> int:

@@ -1,0 +1,132 @@
+"""What options replace in a model's files: keys of its configuration, the defaults of generations,
+the chat template."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagewire.v1.sampling_pb2 import SamplingParams
+from pagewire.validation import generation_defaults, limits_of
+from worker_service.config import ModelConfig
+from worker_service.errors import InvalidOption
+from worker_service.loader.files.json_files import parse_object
+
+_CONFIG, _GENERATION, _TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
+_ENDS = ("bos_token_id", "eos_token_id")
+"""Keys of `generation_config.json` that are no defaults."""
+
+_MAX_TOKENS = "max_new_tokens"
+_ROTARY, _SCALING, _THETA = "rope_parameters", "rope_scaling", "rope_theta"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overrides:
+    """What the options replace."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `config.json`; those of an inner configuration, such as `text_config`, by its key."""
+
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `generation_config.json`."""
+
+    keeps_generation: bool = True
+    """Whether the model's own defaults of generations count."""
+
+    chat_template: str | None = None
+    """Source of the template that replaces all of the model's."""
+
+    @classmethod
+    def from_options(cls, options: ModelConfig) -> "Overrides":
+        """Raises InvalidOption, naming the option, and the key at fault."""
+        generation = _object("override_generation_config", options.override_generation_config)
+        for key, value in generation.items():
+            _check_default(key, value)
+        template = options.chat_template
+        return cls(
+            config=_object("hf_overrides", options.hf_overrides),
+            generation=generation,
+            keeps_generation=options.generation_config == "auto",
+            chat_template=None if template is None else read_template("chat_template", template),
+        )
+
+    def of_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of `config.json`. An object is replaced as a whole, unless it is an inner
+        configuration; what sets rotary embeddings applies under either of its names."""
+        changed = dict(config)
+        for key, value in self.config.items():
+            before = changed.get(key)
+            if key.endswith("_config") and isinstance(before, dict) and isinstance(value, dict):
+                changed[key] = Overrides(config=value).of_config(before)
+            elif key == _SCALING and _ROTARY in config and isinstance(value, dict):
+                changed[_ROTARY] = {_THETA: config[_ROTARY].get(_THETA)} | value
+            elif key == _THETA and _ROTARY in config:
+                changed[_ROTARY] = changed[_ROTARY] | {_THETA: value}
+            else:
+                changed[key] = value
+        return changed
+
+    def of_files(self, files: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+        """Yield (name, content) of the files that frontends need."""
+        changes_defaults = bool(self.generation) or not self.keeps_generation
+        defaults: dict[str, Any] = {}
+        for name, content in files:
+            if name == _GENERATION and changes_defaults:
+                defaults = _read(content)
+            elif name == _CONFIG and self.config:
+                yield name, json.dumps(self.of_config(_read(content))).encode()
+            elif not (name.endswith(".jinja") and self.chat_template is not None):
+                yield name, content
+        if not self.keeps_generation:
+            defaults = {key: defaults[key] for key in _ENDS if key in defaults}
+        if changes_defaults:
+            yield _GENERATION, json.dumps({**defaults, **self.generation}).encode()
+        if self.chat_template is not None:
+            yield _TEMPLATE, self.chat_template.encode()
+
+
+NO_OVERRIDES = Overrides()
+
+
+def read_template(option: str, text: str) -> str:
+    """The Jinja template in the file that `text` names, or `text` itself. Raises InvalidOption."""
+    if "{" in text:
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        expected = "expected a Jinja template, or a file with one"
+        raise InvalidOption(f"{option}: {expected}, got {text!r}: {reason}") from None
+
+
+def _object(option: str, text: str | None) -> dict[str, Any]:
+    return {} if text is None else parse_object(option, text)
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    """The object in a file of the model; an empty one if there is none, which others report."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _check_default(key: str, value: Any) -> None:
+    """Raise InvalidOption unless `value` may be the default of a request's field."""
+    option = f"override_generation_config: {key}"
+    known = generation_defaults(SamplingParams.DESCRIPTOR)
+    if key not in known and key != _MAX_TOKENS:
+        allowed = ", ".join([*known, _MAX_TOKENS])
+        raise InvalidOption(f"{option}: expected one of {allowed}")
+    is_whole = key == _MAX_TOKENS or isinstance(known[key], int)
+    kinds = int if is_whole else (int, float)
+    limits = limits_of(SamplingParams.DESCRIPTOR).get(key)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise InvalidOption(f"{option}: expected a {'whole ' * is_whole}number, got {value!r}")
+    if key == _MAX_TOKENS and value < 1:
+        raise InvalidOption(f"{option}: expected at least 1, got {value}")
+    if limits is not None and (problem := limits.range_violation(value)) is not None:
+        raise InvalidOption(f"{option}: {problem}")
