@@ -308,6 +308,19 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        "OlmoHybridForCausalLM",
+        {
+            **_rope("default", rope_theta=None),
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 24,
+            "linear_value_head_dim": 12,
+        },
+    ),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_MOE, **_DELTA}),
     "qwen3_next_dense": (
         "Qwen3NextConfig",

@@ -186,7 +186,7 @@ class Mamba2(Layer):
 class DeltaRule(Layer):
     def __init__(
         self, dtype: torch.dtype, num_key_heads: int = 2, num_heads: int = 4, key_dim: int = 128,
-        value_dim: int = 128, by_element: bool = False,
+        value_dim: int = 128, by_element: bool = False, beta_scale: float = 1.0,
     ) -> None:  # fmt: skip
         width = key_dim if by_element else 1
         super().__init__(
@@ -199,11 +199,15 @@ class DeltaRule(Layer):
             beta=random(120, num_heads, seed=4) * 3,
         )
         self.a_log, self.dt_bias = random(num_heads, seed=5), random(num_heads, width, seed=6)
+        self.beta_scale = beta_scale
 
     def apply(self, kernels: Any, states: Any, metadata: Any, rows: Any) -> Tensor:
         parts = (rows[name] for name in ("query", "key", "x", "decay", "beta"))
         columns = [column.to(states.pages.device) for column in (self.a_log, self.dt_bias)]
-        return kernels.gated_delta_rule(*parts, *columns, states.units, metadata).flatten(1)
+        y = kernels.gated_delta_rule(
+            *parts, *columns, states.units, metadata, beta_scale=self.beta_scale
+        )
+        return y.flatten(1)
 
     def expected(self) -> Tensor:
         from transformers.models.kimi_linear import modeling_kimi_linear as kimi
@@ -211,7 +215,7 @@ class DeltaRule(Layer):
 
         query, key, value, beta = (self.sequences(name) for name in ("query", "key", "x", "beta"))
         time = functional.softplus(self.sequences("decay") + self.dt_bias)
-        decay, gates = -self.a_log.exp()[:, None] * time, beta.sigmoid()
+        decay, gates = -self.a_log.exp()[:, None] * time, self.beta_scale * beta.sigmoid()
         if decay.shape[-1] == 1:
             rule, decay = delta_nets.torch_recurrent_gated_delta_rule, decay[..., 0]
         else:
@@ -267,6 +271,7 @@ LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     "delta rule of odd heads": lambda dtype: DeltaRule(dtype, 3, 3, 20, 72),
     "delta rule of small heads": lambda dtype: DeltaRule(dtype, 1, 3, 16, 12),
     "delta rule by element": lambda dtype: DeltaRule(dtype, 2, 2, 20, 24, by_element=True),
+    "delta rule with negative eigenvalues": lambda dtype: DeltaRule(dtype, beta_scale=2.0),
     "mamba2 with limits": lambda dtype: Mamba2(dtype, dt_limits=(0.3, 1.5)),
 }
 

@@ -183,6 +183,8 @@ class NativeStateKernels(LayerKernels):
         dt_bias: Tensor,
         units: StateUnits,
         metadata: AttentionMetadata,
+        *,
+        beta_scale: float = 1.0,
     ) -> Tensor:
         """Delta rule with a decay of each head, or of each element of its keys."""
         (num_rows, num_heads, value_dim), (num_key_heads, key_dim) = value.shape, key.shape[1:]
@@ -220,6 +222,7 @@ class NativeStateKernels(LayerKernels):
             key_dim=key_dim,
             value_dim=value_dim,
             decay_width=width,
+            beta_scale=beta_scale,
         )
         task.kept_alive = units.places
         self._run("gated_delta_rule", task, value.dtype, value.numel() * key_dim)

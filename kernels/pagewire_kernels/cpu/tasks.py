@@ -225,7 +225,8 @@ class DeltaTask(NativeStruct):
         + _UNITS
         + " query query_stride query_head_stride key key_stride key_head_stride value value_stride "
         "value_head_stride decay decay_stride decay_head_stride beta beta_stride y y_stride "
-        "y_head_stride a_log dt_bias num_heads heads_per_key key_dim value_dim decay_width"
+        "y_head_stride a_log dt_bias num_heads heads_per_key key_dim value_dim decay_width",
+        "beta_scale",
     )
 
 

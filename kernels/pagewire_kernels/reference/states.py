@@ -151,6 +151,8 @@ def gated_delta_rule(
     dt_bias: Tensor,
     units: StateUnits,
     metadata: AttentionMetadata,
+    *,
+    beta_scale: float = 1.0,
 ) -> Tensor:
     """Delta rule with a decay (Yang et al. 2024), of a head or of each element of its keys (Kimi
     Team 2025).
@@ -161,9 +163,9 @@ def gated_delta_rule(
     float32 [num_heads, width]; units: float32 [key_dim, value_dim] each, one per head.
 
     With queries and keys normalized to length 1, and d = exp(-exp(a_log) * softplus(decay +
-    dt_bias)), a state s first becomes d * s, and then s + sigmoid(beta) * k (v - k s), where k s is
-    the product of key and state. The result is that of the query and the state, divided by the
-    square root of key_dim. Returns value's shape and dtype.
+    dt_bias)), a state s first becomes d * s, and then s + beta_scale * sigmoid(beta) * k (v - k s),
+    where k s is the product of key and state. The result is that of the query and the state,
+    divided by the square root of key_dim. Returns value's shape and dtype.
     """
     (_, num_heads, value_dim), (_, num_key_heads, key_dim) = value.shape, key.shape
     states = _States(units, metadata, (key_dim, value_dim))
@@ -176,7 +178,7 @@ def gated_delta_rule(
         )
         decays = torch.exp(-rate * softplus(decay[rows].float() + dt_bias))
         state = states.values[seqs] * decays[..., None]
-        gates = _sigmoid(beta[rows].float())
+        gates = beta_scale * _sigmoid(beta[rows].float())
         change = (value[rows].float() - _sum(state, keys)) * gates[..., None]
         state = state + keys[..., None] * change[:, :, None]
         states.values[seqs] = state

@@ -526,6 +526,7 @@ def _correct_heads(
     saves,
     saved_tables,
     scale,
+    beta_scale,
     query_stride,
     query_head_stride,
     key_stride,
@@ -575,7 +576,7 @@ def _correct_heads(
             else:
                 step = tl.load(times).to(tl.float32) + tl.load(dt_bias + head)
                 state *= tl.exp(-rate * _softplus(step))
-            gate = _sigmoid(tl.load(beta + at * beta_stride + head).to(tl.float32))
+            gate = _sigmoid(tl.load(beta + at * beta_stride + head).to(tl.float32)) * beta_scale
             source = value + at * value_stride + head * value_head_stride + within
             values = tl.load(source, mask, other=0.0).to(tl.float32)
             change = (values - tl.sum(state * keys[:, None], axis=0)) * gate
@@ -611,6 +612,8 @@ def gated_delta_rule(
     dt_bias: Tensor,
     units: StateUnits,
     metadata: AttentionMetadata,
+    *,
+    beta_scale: float = 1.0,
 ) -> Tensor:
     """Delta rule with a decay of each head, or of each element of its keys; as
     `reference.gated_delta_rule`."""
@@ -646,6 +649,7 @@ def gated_delta_rule(
         dt_bias,
         *_addressed(units, metadata),
         key_dim**-0.5,
+        float(beta_scale),
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.checkpoints import make_checkpoint
 from tests.support.loading import assert_same, copy_checkpoint, edit_config, edit_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,4 +22,21 @@ def test_a_x_k1_may_lack_corrections_and_have_norms_that_no_layer_uses(tmp_path:
 
     edit_tensors(path, edit)
     edit_config(path, topk_method="none")
+    assert_same(path, path)
+
+
+@pytest.mark.parametrize("theta", [None, 10000.0])
+def test_olmo_hybrid_has_convolutions_of_each_part(theta: float | None, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": theta}
+    path = make_checkpoint("olmo_hybrid", tmp_path, linear_value_head_dim=20, rope_parameters=rope)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        norm = tensors.pop("model.layers.1.feedforward_layer_norm.weight")
+        tensors["model.layers.1.post_attention_layernorm.weight"] = norm
+        for layer in (0, 2):  # `transformers` writes three parts of one size
+            names = [f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+            parts = torch.cat([tensors[name] for name in names]).split([48, 48, 80])
+            tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+
+    edit_tensors(path, edit)
     assert_same(path, path)

@@ -30,12 +30,21 @@ _CANONICAL = {
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 """The module of an MLP in place of experts, as transformers writes Kimi Linear."""
 
+_NORMS = (
+    (".attention_layer_norm.", ".input_layernorm."),
+    (".feedforward_layer_norm.", ".post_attention_layernorm."),
+)
+"""Names of OLMo Hybrid's norms, which transformers also writes in place of others."""
+
 _MODULE = re.compile(r"(?:(?:model|transformer|gpt_neox|backbone)\.)?(?:decoder\.)?(\w+)(\..+)")
 
 
 def canonical_name(name: str) -> str:
     """Llama's name, whether or not the checkpoint has an LM head, whose names have a prefix."""
-    match = _MODULE.fullmatch(name := _DENSE_MLP.sub(".mlp.", name))
+    name = _DENSE_MLP.sub(".mlp.", name)
+    for stored, usual in _NORMS:
+        name = name.replace(stored, usual)
+    match = _MODULE.fullmatch(name)
     if match is not None and match[1] == "embed_out":
         return f"lm_head{match[2]}"
     if match is None or match[1] not in _CANONICAL:

@@ -6,6 +6,7 @@ from worker_service.models.decoder.specs import DecoderSettings
 from worker_service.models.decoder_families.alibi import bloom_settings, mpt_settings
 from worker_service.models.decoder_families.common import Config
 from worker_service.models.decoder_families.delta_nets import (
+    olmo_hybrid_settings,
     qwen3_5_moe_settings,
     qwen3_5_settings,
     qwen3_next_settings,
@@ -201,6 +202,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "JambaForCausalLM": jamba_settings,
     "NemotronHForCausalLM": nemotron_h_settings,
     "KimiLinearForCausalLM": kimi_linear_settings,
+    "OlmoHybridForCausalLM": olmo_hybrid_settings,
     "Qwen3NextForCausalLM": qwen3_next_settings,
     "Qwen3_5ForCausalLM": qwen3_5_settings,
     "Qwen3_5MoeForCausalLM": qwen3_5_moe_settings,

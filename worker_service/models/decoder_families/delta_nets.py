@@ -1,8 +1,14 @@
-"""Qwen3-Next and Qwen3.5, dense and with experts: Qwen3's layers with gated attention, three of
-four of which have a gated delta net in its place. A module of its own drafts tokens."""
+"""Families of which three of four layers have a gated delta net in place of attention. Qwen3-Next
+and Qwen3.5, dense and with experts, are Qwen3 with gated attention, and have a module of their own
+that drafts tokens. OLMo Hybrid has OLMo 2's layers."""
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
+from worker_service.models.decoder.specs import (
+    DecoderSettings,
+    FeedForwardSpec,
+    LayerSpec,
+    NormPlace,
+)
 from worker_service.models.decoder_families.common import (
     FULL,
     NAMES,
@@ -12,12 +18,14 @@ from worker_service.models.decoder_families.common import (
     by_lines,
     decoder_of,
     gated_mlp,
+    head_dim_of,
     require,
     rotary_of,
     routing,
     with_keys,
 )
 from worker_service.models.decoder_families.draft_heads import qwen_head
+from worker_service.models.decoder_families.llama_kin import OUTPUT_NORMS
 from worker_service.models.decoder_families.mixtures import QWEN_SHARED_NAMES, STACK_NAMES
 from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
 from worker_service.models.layers.norms import NormSpec
@@ -44,6 +52,63 @@ _STORED = {
     DeltaStorage.BY_KEY_HEAD: {"attention.inputs": _JOINED, "attention.gates": _GATES},
     DeltaStorage.GATES_BY_KEY_HEAD: {"attention.inputs": _SEPARATE, "attention.gates": _GATES},
 }
+
+
+_OLMO_NAMES = by_lines("""
+attention_norm          input_layernorm
+feed_forward_norm       post_attention_layernorm
+feed_forward.up         mlp.gate_proj mlp.up_proj
+feed_forward.down       mlp.down_proj
+attention.inputs        linear_attn.q_proj linear_attn.k_proj linear_attn.v_proj linear_attn.g_proj
+attention.gates         linear_attn.b_proj linear_attn.a_proj
+attention.convolution   linear_attn.q_conv1d linear_attn.k_conv1d linear_attn.v_conv1d
+attention.decay         linear_attn.A_log
+attention.decay_bias    linear_attn.dt_bias
+attention.norm          linear_attn.o_norm
+attention.output        linear_attn.o_proj
+""")
+
+
+def olmo_hybrid_settings(config: Config) -> DecoderSettings:
+    """OLMo Hybrid: layers with attention as in OLMo 2, in published checkpoints without RoPE, and
+    layers with a gated delta net, whose norms are before each part."""
+    require(config, "hidden_act", "silu")  # of the convolutions, too
+    num_heads, norm = config["num_attention_heads"], NormSpec(eps=config.get("rms_norm_eps", 1e-6))
+    num_key_heads = config.get("linear_num_key_heads") or num_heads
+    key_dim = config.get("linear_key_head_dim") or int(0.75 * config["hidden_size"] / num_key_heads)
+    delta_net = GatedDeltaNetSpec(
+        num_key_heads=num_key_heads,
+        num_heads=config.get("linear_num_value_heads") or num_heads,
+        key_dim=key_dim,
+        value_dim=config.get("linear_value_head_dim") or 2 * key_dim,
+        width=config.get("linear_conv_kernel_dim", 4),
+        eps=1e-5,  # whatever `rms_norm_eps` is
+        storage=DeltaStorage.BY_PART,
+        beta_scale=2.0 if config.get("linear_allow_neg_eigval", True) else 1.0,
+    )
+    head_dim, bias = head_dim_of(config), bool(config.get("attention_bias", False))
+    rope, mlp = config.get("rope_parameters") or {}, gated_mlp(config, bias=False)
+    has_rope = rope.get("rope_theta", 1.0) is not None
+    attention = attention_of(
+        config,
+        head_dim,
+        rotary_of(config, head_dim) if has_rope else None,
+        head_norm=norm,
+        norm_spans_heads=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    layers = {
+        FULL: LayerSpec(
+            attention=attention,
+            feed_forward=mlp,
+            norm=norm,
+            norm_place=NormPlace.AFTER,
+            names=OUTPUT_NORMS,
+        ),
+        _LINEAR: LayerSpec(attention=delta_net, feed_forward=mlp, norm=norm, names=_OLMO_NAMES),
+    }
+    return decoder_of(config, [layers[kind] for kind in _kinds(config)], norm)
 
 
 def qwen3_next_settings(config: Config) -> DecoderSettings:

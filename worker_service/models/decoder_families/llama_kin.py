@@ -27,7 +27,7 @@ from worker_service.models.layers.rotary import QUERY_SCALING
 from worker_service.models.mixers.attention import AttentionSpec, QKVStorage
 
 _INPUT_NORMS = ("attention_norm", "feed_forward_norm")
-_OUTPUT_NORMS = {
+OUTPUT_NORMS = {
     **{path: name for path, name in NAMES.items() if path not in _INPUT_NORMS},
     "attention_output_norm": "post_attention_layernorm",
     "feed_forward_output_norm": "post_feedforward_layernorm",
@@ -117,7 +117,7 @@ def olmo2_settings(config: Config) -> DecoderSettings:
             feed_forward=gated_mlp(config, bias=False),
             norm=norm,
             norm_place=NormPlace.AFTER,
-            names=_OUTPUT_NORMS,
+            names=OUTPUT_NORMS,
         )
         for kind in kinds
     ]
@@ -134,7 +134,7 @@ def exaone4_settings(config: Config) -> DecoderSettings:
             feed_forward=gated_mlp(config, bias=False),
             norm=norm,
             norm_place=NormPlace.AFTER,
-            names=_OUTPUT_NORMS,
+            names=OUTPUT_NORMS,
         )
         for attention in exaone4_attentions(config)
     ]

@@ -37,6 +37,10 @@ class DeltaStorage(Enum):
     GATES_BY_KEY_HEAD = auto()
     """`inputs` as `SEPARATE`, and `gates` as `BY_KEY_HEAD`."""
 
+    BY_PART = auto()
+    """`inputs` are four tensors: queries, keys, values, then output gates. `convolution` is three,
+    of queries, keys and values. `gates` as `SEPARATE`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDeltaNetSpec:
@@ -61,6 +65,10 @@ class GatedDeltaNetSpec:
     """Of the norm of heads."""
 
     storage: DeltaStorage
+    beta_scale: float = 1.0
+    """The factor of changes. Beyond 1, a state may change its sign in the direction of a key: it
+    has negative eigenvalues (Grazzi et al. 2024)."""
+
     rotary: None = None
     """Nothing is rotated."""
 
@@ -78,10 +86,11 @@ class GatedDeltaNetSpec:
         return layout.even_shard(self.num_key_heads, "heads of keys of a gated delta net")
 
     def channels(self, layout: Layout) -> list[Shard]:
-        """A rank's queries, keys and values, which follow each other."""
+        """A rank's queries, keys and values, in tensors of their own or following each other."""
         keys = self.key_heads(layout).times(self.key_dim)
         values = self.key_heads(layout).times(self.group * self.value_dim)
-        return consecutive([keys, keys, values])
+        parts = [keys, keys, values]
+        return parts if self.storage is DeltaStorage.BY_PART else consecutive(parts)
 
     def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerState, ...]:
         """The convolution's inputs, and the matrix of each head."""
@@ -115,8 +124,9 @@ class GatedDeltaNet(nn.Module):
             sizes = s.key_dim, s.key_dim, s.group * s.value_dim, s.group * s.value_dim
             self.inputs = _by_key_head(rows, key_heads, sizes, context)
         else:
-            self.inputs = Linear(rows, parts, bias=False, context=context, sources=[0, 0, 0, 1])
-        if s.storage is DeltaStorage.SEPARATE:
+            sources = None if s.storage is DeltaStorage.BY_PART else [0, 0, 0, 1]
+            self.inputs = Linear(rows, parts, bias=False, context=context, sources=sources)
+        if s.storage in (DeltaStorage.SEPARATE, DeltaStorage.BY_PART):
             self.gates = Linear(rows, gates, bias=False, context=context)
         else:
             self.gates = _by_key_head(rows, key_heads, (s.group, s.group), context)
@@ -149,6 +159,7 @@ class GatedDeltaNet(nn.Module):
             self.decay_bias.numbers.unsqueeze(1),
             heads,
             inputs.metadata,
+            beta_scale=s.beta_scale,
         )
         gates = gate.unflatten(1, (-1, s.value_dim))
         y = self._kernels.gated_rms_norm(

@@ -73,7 +73,7 @@ void apply_head(const DeltaTask& task, const Rows& rows, int64_t head, int64_t a
     const Number* value =
         operand<Number>(task.value, task.value_stride, row, head * task.value_head_stride + at);
     const Floats gate = broadcast(number(operand<Number>(task.beta, task.beta_stride, row, head)));
-    const Floats beta = divide(broadcast(1.0f), add(broadcast(1.0f), exp_of_negative(gate)));
+    const Floats beta = divide(broadcast(task.beta_scale), add(broadcast(1.0f), exp_of_negative(gate)));
     for (int j = 0; j < kRegisters; ++j) {
       changes[j] = multiply(subtract(load_some(value + j * kLanes, left(j)), sums[j]), beta);
       sums[j] = zeros();

@@ -82,7 +82,7 @@ struct Mamba2Task : Task {
 };
 
 // The gated delta rule. With k and q normalized to length 1, and q divided by the square root of its size,
-// a state s becomes d * s + beta * k (v - k d * s), of which the result is the product with q.
+// a state s becomes d * s + beta_scale * sigmoid(beta) * k (v - k d * s), of which the result is the product with q.
 struct DeltaTask : Task {
   int64_t num_threads;
   const Batch* batch;
@@ -106,6 +106,7 @@ struct DeltaTask : Task {
   int64_t key_dim;
   int64_t value_dim;
   int64_t decay_width;  // 1, or key_dim: one for each element of keys
+  float beta_scale;
 };
 
 // The real-gated linear recurrent unit: with d = exp(rate * sigmoid(decay_gate + decay_bias)), a state s, which
