@@ -205,6 +205,30 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2MoeForCausalLM",
         {**_MOE, **_LFM2, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
+    "lfm3": (
+        "Lfm3Config",
+        "Lfm3ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+            "head_dim": 24,
+            "sliding_window": 9,
+        },
+    ),
+    "lfm3_plain": (
+        "Lfm3Config",
+        "Lfm3ForCausalLM",
+        {
+            "layer_types": ["conv", "sliding_attention"],
+            "sliding_window": 11,
+            "head_dim": 24,
+            "use_sandwich_norm": False,
+            "use_attention_gate": False,
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "recurrent_gemma": (
         "RecurrentGemmaConfig",
         "RecurrentGemmaForCausalLM",
@@ -740,6 +764,22 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mlp_only_layers": [0],
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        "MiMoV2FlashForCausalLM",
+        {
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "moe_intermediate_size": 40,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "attention_value_scale": 0.6,
         },
     ),
     "phimoe": (

@@ -32,6 +32,7 @@ from pagewire_kernels.cpu.tasks import (
     LargestTask,
     LatentTask,
     NormTask,
+    PermuteTask,
     RotateTask,
     StreamsTask,
     SumRowsTask,
@@ -126,6 +127,22 @@ class NativeLayerKernels(NativeStateKernels):
     def copy(self, x: Tensor) -> Tensor:
         """Copy the rows."""
         return self._copy(x, new_rows(x.shape[0], x.shape[1], x.dtype))
+
+    def take_columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """Gather columns."""
+        (num_rows, _), (size,) = x.shape, order.shape
+        require(_is_rows(x, num_rows, x.dtype), "rows with a dense last axis")
+        require(_is_dense(order, (size,), torch.int32), "dense int32 columns")
+        y = new_rows(num_rows, size, x.dtype)
+        task = PermuteTask(
+            num_rows=count_address(num_rows),
+            **rows_of(x=x, y=y),
+            order=order.data_ptr(),
+            size=size,
+        )
+        task.kept_alive = order
+        self._launch("permute", task, x.dtype, y.numel())
+        return y
 
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         """Rows that consist of those of the parts."""

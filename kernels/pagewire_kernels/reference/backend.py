@@ -59,6 +59,11 @@ class LayerKernels:
         """Copy the rows of x, [num_tokens, size], which are overwritten later."""
         return x.clone()
 
+    def take_columns(self, x: Tensor, order: Tensor) -> Tensor:
+        """Rows of some columns of x, [num_tokens, size]. order: int32, that of each column of the
+        result, where one may occur several times."""
+        return x.index_select(1, order)
+
     def concatenate(self, parts: Sequence[Tensor]) -> Tensor:
         """Rows that consist of those of the parts, [num_tokens, size] each."""
         return torch.cat([*parts], dim=1)

@@ -84,6 +84,15 @@ def test_sums_and_multiples_agree(
     _assert_agrees(x, expected.to(dtype))
 
 
+def test_columns_may_be_left_out_and_occur_several_times(
+    kernels: NativeLayerKernels, dtype: torch.dtype
+) -> None:
+    x = _random(7, 200, dtype=dtype)[:, 20:120]
+    for columns in (range(0, 100, 3), [5, 5, 99, 0] * 500):
+        order = torch.tensor([*columns], dtype=torch.int32)
+        assert torch.equal(kernels.take_columns(x, order), x[:, order])
+
+
 def test_xielu_agrees(kernels: NativeLayerKernels, dtype: torch.dtype) -> None:
     numbers = torch.tensor([0.8, 1.3, 0.5, -1e-6])
     x = torch.cat([torch.linspace(-100, 20, 3001), torch.linspace(-1, 1, 3001) ** 3])[None]

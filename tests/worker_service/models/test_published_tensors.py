@@ -1,4 +1,4 @@
-"""Tensors that published checkpoints have, or lack, where `transformers` writes others."""
+"""Tensors and keys that published checkpoints have, or lack, where `transformers` writes others."""
 
 from pathlib import Path
 
@@ -39,4 +39,11 @@ def test_olmo_hybrid_has_convolutions_of_each_part(theta: float | None, tmp_path
             tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
 
     edit_tensors(path, edit)
+    assert_same(path, path)
+
+
+def test_mimo_counts_the_tokens_before_one_in_a_window(tmp_path: Path) -> None:
+    path = copy_checkpoint("mimo_v2_flash", tmp_path)
+    edit_config(path, sliding_window=100, sliding_window_size=5, routed_scaling_factor=None)
+    edit_tensors(path, lambda tensors: tensors.update({"model.mtp.norm.weight": torch.ones(64)}))
     assert_same(path, path)

@@ -53,7 +53,11 @@ from worker_service.models.decoder_families.latent_kin import (
     minicpm3_settings,
     mistral4_settings,
 )
-from worker_service.models.decoder_families.lfm2 import lfm2_moe_settings, lfm2_settings
+from worker_service.models.decoder_families.lfm2 import (
+    lfm2_moe_settings,
+    lfm2_settings,
+    lfm3_settings,
+)
 from worker_service.models.decoder_families.llama import (
     cwm_settings,
     exaone_settings,
@@ -79,6 +83,7 @@ from worker_service.models.decoder_families.llama_kin import (
     smollm3_settings,
 )
 from worker_service.models.decoder_families.mamba import mamba2_settings, mamba_settings
+from worker_service.models.decoder_families.mimo import mimo_v2_flash_settings
 from worker_service.models.decoder_families.mixture_kin import (
     ernie4_5_moe_settings,
     flint_settings,
@@ -158,6 +163,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "GptOssForCausalLM": gpt_oss_settings,
     "Llama4ForCausalLM": llama4_settings,
     "FlintForCausalLM": flint_settings,
+    "MiMoV2FlashForCausalLM": mimo_v2_flash_settings,
     "PhimoeForCausalLM": phimoe_settings,
     "HunYuanDenseV1ForCausalLM": hunyuan_dense_settings,
     "HunYuanMoEV1ForCausalLM": hunyuan_moe_settings,
@@ -192,6 +198,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "SmolLM3ForCausalLM": smollm3_settings,
     "Lfm2ForCausalLM": lfm2_settings,
     "Lfm2MoeForCausalLM": lfm2_moe_settings,
+    "Lfm3ForCausalLM": lfm3_settings,
     "RecurrentGemmaForCausalLM": recurrent_gemma_settings,
     "MambaForCausalLM": mamba_settings,
     "FalconMambaForCausalLM": mamba_settings,

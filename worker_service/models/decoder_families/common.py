@@ -114,9 +114,10 @@ def rotary_of(
 
 
 def rotaries_by_type(
-    config: Config, head_dim: int, thetas: Mapping[str, float]
+    config: Config, head_dim: int, thetas: Mapping[str, float], partial: float | None = None
 ) -> dict[str, RotarySettings]:
-    """The rotary embedding of each type of layers. thetas: their defaults.
+    """The rotary embedding of each type of layers. thetas: their defaults; partial: as for
+    `rotary_of`.
 
     Older checkpoints have one `rope_theta` and `rope_scaling` for layers with full attention, and
     `rope_local_base_freq` for the others.
@@ -129,7 +130,7 @@ def rotaries_by_type(
         local = config.get("rope_local_base_freq") or thetas[SLIDING]
         stored = {FULL: full | (config.get("rope_scaling") or {}), SLIDING: {"rope_theta": local}}
     return {
-        kind: rotary_of(config, head_dim, stored.get(kind) or {}, theta=theta)
+        kind: rotary_of(config, head_dim, stored.get(kind) or {}, theta=theta, partial=partial)
         for kind, theta in thetas.items()
     }
 

@@ -1,20 +1,32 @@
 """LFM2 (Liquid AI 2025): Llama's layers, most of which have a short convolution in place of
-attention; and its mixtures of experts, which are chosen as in DeepSeek-V3, without groups."""
+attention; and its mixtures of experts, which are chosen as in DeepSeek-V3, without groups. LFM3
+has norms around each part, windows, and a gate for each head of attention."""
 
 from collections.abc import Sequence
 
 from worker_service.errors import UnsupportedModel
-from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
+from worker_service.models.decoder.specs import (
+    DecoderSettings,
+    FeedForwardSpec,
+    LayerSpec,
+    MixerSpec,
+    NormPlace,
+)
 from worker_service.models.decoder_families.common import (
     FULL,
+    SLIDING,
     Config,
+    NotNative,
     attention_of,
     by_lines,
     decoder_of,
+    gated_mlp,
     head_dim_of,
+    rotaries_by_type,
     rotary_of,
     routing,
     with_keys,
+    with_values,
 )
 from worker_service.models.feed_forward.experts import ExpertsSpec
 from worker_service.models.feed_forward.mlp import MLPSpec
@@ -50,6 +62,26 @@ feed_forward_norm       ffn_norm
 feed_forward.router     feed_forward.gate
 feed_forward.correction feed_forward.expert_bias
 """) | {"feed_forward.experts": " ".join(f"feed_forward.experts.*.w{i}" for i in (1, 3, 2))}
+
+_LFM3_ATTENTION_NAMES = by_lines("""
+attention.qkv           self_attn.q_proj self_attn.gate_proj self_attn.k_proj self_attn.v_proj
+attention.query_norm    self_attn.q_norm
+attention.key_norm      self_attn.k_norm
+attention.output        self_attn.o_proj
+""")
+
+_LFM3_UNGATED = {"attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj"}
+
+_OUTPUT_NORMS = by_lines("""
+attention_output_norm     post_operator_norm
+feed_forward_output_norm  post_ffn_norm
+""")
+
+_LFM3_ROPE = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+}
+"""Defaults of `transformers`."""
 
 
 def lfm2_settings(config: Config) -> DecoderSettings:
@@ -98,22 +130,13 @@ def _inner_size(config: Config) -> int:
 
 def _decoder(config: Config, kinds: list[str], parts: Sequence[FeedForwardSpec]) -> DecoderSettings:
     """kinds, parts: by layer, what mixes tokens, and what follows it."""
-    num_layers = config["num_hidden_layers"]
-    if len(kinds) != num_layers or not set(kinds) <= {FULL, _CONVOLUTION}:
-        raise UnsupportedModel(
-            f"config.json: layer_types: expected {FULL} or {_CONVOLUTION} for each of {num_layers}"
-            f" layers, got {', '.join(map(str, kinds))}"
-        )
+    _require_kinds(config, kinds, FULL, _CONVOLUTION)
     config = with_keys(config, {}, num_key_value_heads=8, max_position_embeddings=128_000)
     norm = NormSpec(eps=config.get("norm_eps", 1e-5))
     head_dim = head_dim_of(config)
     rotary = rotary_of(config, head_dim, theta=1e6)
     attention = attention_of(config, head_dim, rotary, head_norm=norm)
-    convolution = ShortConvolutionSpec(
-        num_channels=config["hidden_size"],
-        width=config.get("conv_L_cache", 3),
-        bias=bool(config.get("conv_bias", False)),
-    )
+    convolution = _convolution(config, 3)
 
     def layer(kind: str, part: FeedForwardSpec) -> LayerSpec:
         names = _MLP_NAMES
@@ -138,3 +161,74 @@ def _decoder(config: Config, kinds: list[str], parts: Sequence[FeedForwardSpec])
         tie_word_embeddings=bool(is_tied),
         max_model_len=rotary.max_model_len(),
     )
+
+
+def lfm3_settings(config: Config) -> DecoderSettings:
+    """LFM3."""
+    if config.get("attention_bias"):
+        raise NotNative("attention_bias")
+    config = with_keys(config, {}, head_dim=128, num_key_value_heads=4)
+    config = with_keys(config, {}, max_position_embeddings=128_000)
+    config = with_values(config, rope_parameters=config.get("rope_parameters") or _LFM3_ROPE)
+    default = [
+        FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else _CONVOLUTION
+        for i in range(config["num_hidden_layers"])
+    ]
+    kinds = list(config.get("layer_types") or default)
+    _require_kinds(config, kinds, FULL, SLIDING, _CONVOLUTION)
+    head_dim, norm = config["head_dim"], NormSpec(eps=config.get("norm_eps", 1e-5))
+    rotaries = rotaries_by_type(config, head_dim, {FULL: 1e6, SLIDING: 1e6})
+    has_gates = bool(config.get("use_attention_gate", True))
+    has_output_norms = bool(config.get("use_sandwich_norm", True))
+    of_attention = _LFM3_ATTENTION_NAMES | ({} if has_gates else _LFM3_UNGATED)
+
+    def layer(kind: str) -> LayerSpec:
+        mixer: MixerSpec = _convolution(config, 7)
+        if kind != _CONVOLUTION:
+            mixer = attention_of(
+                config,
+                head_dim,
+                rotaries[kind],
+                window=config.get("sliding_window", 256) if kind == SLIDING else None,
+                head_norm=norm,
+                gates_output=has_gates,
+                gate_is_separate=has_gates,
+                gates_heads=has_gates,
+            )
+        return LayerSpec(
+            attention=mixer,
+            feed_forward=gated_mlp(config, activation="silu", bias=False),
+            norm=norm,
+            norm_place=NormPlace.AROUND if has_output_norms else NormPlace.BEFORE,
+            names=_MLP_NAMES
+            | (_CONVOLUTION_NAMES if kind == _CONVOLUTION else of_attention)
+            | (_OUTPUT_NORMS if has_output_norms else {}),
+        )
+
+    return decoder_of(
+        config,
+        [layer(kind) for kind in kinds],
+        norm,
+        norm_name="model.embedding_norm",
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
+        max_model_len=rotaries[FULL].max_model_len(),
+    )
+
+
+def _convolution(config: Config, width: int) -> ShortConvolutionSpec:
+    """width: the default."""
+    return ShortConvolutionSpec(
+        num_channels=config["hidden_size"],
+        width=config.get("conv_L_cache", width),
+        bias=bool(config.get("conv_bias", False)),
+    )
+
+
+def _require_kinds(config: Config, kinds: Sequence[str], *allowed: str) -> None:
+    """Raise UnsupportedModel for other types of layers, or another number of them."""
+    num_layers = config["num_hidden_layers"]
+    if len(kinds) != num_layers or not set(kinds) <= {*allowed}:
+        raise UnsupportedModel(
+            f"config.json: layer_types: expected {' or '.join(allowed)} for each of {num_layers}"
+            f" layers, got {', '.join(map(str, kinds))}"
+        )

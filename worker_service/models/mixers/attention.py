@@ -39,6 +39,13 @@ class AttentionSpec:
     scale: float
     """The factor of attention scores."""
 
+    value_dim: int | None = None
+    """Elements of a head of values, if they are fewer than those of keys. The cache has as many of
+    both; what follows those of values is not read."""
+
+    value_scale: float = 1.0
+    """The factor of values."""
+
     rotary: RotarySettings | None = None
     """None: queries and keys are not rotated."""
 
@@ -82,6 +89,9 @@ class AttentionSpec:
 
     gate_is_separate: bool = False
     """Whether that weight is a tensor of its own, behind that of the queries, without a bias."""
+
+    gates_heads: bool = False
+    """Whether that weight has one row for each head, whose elements share a gate."""
 
     storage: QKVStorage = QKVStorage.SEPARATE
     has_pairs: bool = False
@@ -135,10 +145,25 @@ class Attention(nn.Module):
         kv_heads = layout.kv_head_shard(s.num_kv_heads)
         self._writes = s.source is None
         num_written = kv_heads.size if self._writes else 0
-        num_gates = heads.size if s.gates_output else 0
-        self._num_heads, self._head_dim = [heads.size, num_gates, *[num_written] * 2], s.head_dim
+        gate_dim = 1 if s.gates_heads else s.head_dim
+        value_dim = s.value_dim or s.head_dim
+        self._head_dim, self._num_heads, self._num_kv_heads = s.head_dim, heads.size, num_written
+        self._sizes = [
+            heads.size * s.head_dim,
+            heads.size * gate_dim if s.gates_output else 0,
+            num_written * s.head_dim,
+            num_written * value_dim,
+        ]
         self.qkv = _projection(s, heads, kv_heads, place)
-        attended = heads.times(s.head_dim)
+        attended = heads.times(value_dim)
+        self._value_scale = s.value_scale
+        self._wide_values = self._narrow_values = self._wide_gates = None
+        if value_dim < s.head_dim:
+            assert not s.norms_values, "these have the size of keys"
+            self._wide_values = _columns(kv_heads, value_dim, s.head_dim, context)
+            self._narrow_values = _columns(heads, s.head_dim, value_dim, context)
+        if s.gates_heads:
+            self._wide_gates = _columns(heads, 1, value_dim, context)
         self.output = RowParallelLinear(attended, place.size, bias=s.output_bias, context=context)
         self.query_norm = self.key_norm = self._value_norm = None
         if s.head_norm is not None:
@@ -170,14 +195,19 @@ class Attention(nn.Module):
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     _value_norm: RMSNorm | None
+    _wide_values: Tensor | None
+    _narrow_values: Tensor | None
+    _wide_gates: Tensor | None
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
         query, gate, key, value = self._project(x)
         query = self._write(query, key, value, inputs)
         attended = self.paged.attend(query, inputs.caches, inputs.metadata)
+        attended = self._arranged(attended, self._narrow_values)
         if gate.shape[1]:
-            attended = self._kernels.multiply_sigmoid(attended, gate.flatten(1))
+            gate = self._arranged(gate, self._wide_gates)
+            attended = self._kernels.multiply_sigmoid(attended, gate)
         return self.output(attended)
 
     def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -186,10 +216,22 @@ class Attention(nn.Module):
         return self._write(query, key, value, inputs)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, gates, of which there may be none, keys and values, [num_tokens, num_heads,
-        head_dim] each."""
-        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        return heads.split_with_sizes(self._num_heads, 1)
+        """Queries, keys and values, [num_tokens, num_heads, head_dim] each; behind the queries
+        gates, [num_tokens, columns], of which there may be none."""
+        query, gate, key, value = self.qkv(x).split_with_sizes(self._sizes, 1)
+        if self._value_scale != 1.0:
+            value = self._kernels.scale(value, self._value_scale)
+        value, num_kv_heads = self._arranged(value, self._wide_values), self._num_kv_heads
+        return (
+            query.unflatten(1, (self._num_heads, self._head_dim)),
+            gate,
+            key.unflatten(1, (num_kv_heads, self._head_dim)),
+            value.unflatten(1, (num_kv_heads, self._head_dim)),
+        )
+
+    def _arranged(self, x: Tensor, columns: Tensor | None) -> Tensor:
+        """These columns of x; None: all."""
+        return x if columns is None else self._kernels.take_columns(x, columns)
 
     def _write(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
         """Write keys and values, if there are any. Returns the queries, normed and rotated."""
@@ -259,7 +301,7 @@ def _projection(spec: AttentionSpec, heads: Shard, kv_heads: Shard, place: Mixer
     """The product of queries, with their gates, keys and values."""
     s, sources = spec, None
     queries, kv_rows = heads.times(s.head_dim), kv_heads.times(s.head_dim)
-    outputs: list[Shard] = [queries, kv_rows, kv_rows]
+    outputs: list[Shard] = [queries, kv_rows, kv_heads.times(s.value_dim or s.head_dim)]
     orders: list[Tensor | None] = [_halves(s, heads), _halves(s, kv_heads), None]
     if s.source is not None:
         outputs, orders = outputs[:1], orders[:1]
@@ -272,7 +314,8 @@ def _projection(spec: AttentionSpec, heads: Shard, kv_heads: Shard, place: Mixer
         assert not s.has_pairs
         if s.gate_is_separate:
             assert not s.qkv_bias
-            outputs, orders = [queries, *outputs], [None, *orders]
+            gates = heads if s.gates_heads else queries
+            outputs, orders = [queries, gates, *outputs[1:]], [orders[0], None, *orders[1:]]
         else:
             outputs[0], orders[0] = queries.times(2), _gates_order(heads.size, s.head_dim)
     return Linear(
@@ -283,6 +326,14 @@ def _projection(spec: AttentionSpec, heads: Shard, kv_heads: Shard, place: Mixer
         sources=sources,
         orders=orders,
     )
+
+
+def _columns(heads: Shard, size: int, new_size: int, context: ModelContext) -> Tensor:
+    """The columns that give heads of `size` elements `new_size`: the first ones, or more, which
+    repeat them. int32 [num_heads * new_size]."""
+    of_head = torch.arange(new_size, dtype=torch.int32, device=context.device) % size
+    first = torch.arange(heads.size, dtype=torch.int32, device=context.device) * size
+    return (first[:, None] + of_head).flatten()
 
 
 def _head_norm(spec: AttentionSpec, heads: Shard, place: MixerPlace) -> RMSNorm:
