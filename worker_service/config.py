@@ -208,6 +208,10 @@ class ModelConfig:
     chat_template: str | None = None
     """Jinja template of chats, or a file with it, in place of the model's own."""
 
+    default_chat_template_kwargs: str | None = None
+    """Variables of the chat template that requests need not set: a JSON object, such as
+    {"enable_thinking": false}."""
+
     hf_overrides: str | None = None
     """Keys that replace those of the model's config.json: a JSON object, such as
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}."""

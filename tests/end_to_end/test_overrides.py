@@ -8,7 +8,9 @@ import openai
 from tests.support.cluster import Cluster
 from tests.support.worker_flags import FLOAT32
 
-TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+TEMPLATE = """\
+{{ start }}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}"""
 
 
 def test_clients_have_the_template_and_the_defaults_of_the_worker(tmp_path: Path) -> None:
@@ -16,7 +18,7 @@ def test_clients_have_the_template_and_the_defaults_of_the_worker(tmp_path: Path
     template.write_text(TEMPLATE)
     flags = [
         *("--chat-template", str(template), "--hf-overrides", '{"max_position_embeddings": 96}'),
-        *("--generation-config", "vllm"),
+        *("--generation-config", "vllm", "--default-chat-template-kwargs", '{"start": "27"}'),
         *("--override-generation-config", '{"temperature": 0.0, "max_new_tokens": 3}'),
     ]
     cluster = Cluster(
@@ -32,11 +34,16 @@ def test_clients_have_the_template_and_the_defaults_of_the_worker(tmp_path: Path
                 "extra_body": {"ignore_eos": True, "add_special_tokens": False},
             }
             chat = client.chat.completions.create(messages=messages, **asked)
-            prompt = "user: 27 + 45 =\n"
+            own = {**asked["extra_body"], "chat_template_kwargs": {"start": ""}}
+            other = client.chat.completions.create(
+                messages=messages, model=model.id, extra_body=own
+            )
+            prompt = "27user: 27 + 45 =\n"
             texts = [
                 client.completions.create(prompt=prompt, max_tokens=3, **asked) for _ in range(2)
             ]
     assert model.model_extra["max_model_len"] == 96
     assert chat.usage.completion_tokens == 3
+    assert chat.usage.prompt_tokens > other.usage.prompt_tokens > 10
     assert {text.choices[0].text for text in texts} == {chat.choices[0].message.content}
     assert chat.usage.prompt_tokens == texts[0].usage.prompt_tokens

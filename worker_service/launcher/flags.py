@@ -314,6 +314,7 @@ MODEL = ConfigFlags(
         "classifier_tokens": {"metavar": "TOKENS", "show_default": "the model's own labels"},
         "pair_template": {"metavar": "TEMPLATE", "show_default": "the tokenizer joins the texts"},
         "chat_template": {"metavar": "TEMPLATE", "show_default": "the model's own"},
+        "default_chat_template_kwargs": {"metavar": "JSON", "show_default": "none"},
         "hf_overrides": {"metavar": "JSON", "show_default": "none"},
         "generation_config": {
             "parser": lambda name: _VLLM_DEFAULTS.get(name, name),

@@ -304,7 +304,8 @@ class ModelAssetChunk(_message.Message):
     """A chunk of a file that frontends need: tokenizer.json, tokenizer_config.json,
     special_tokens_map.json, added_tokens.json, chat_template.jinja, chat_template.json,
     generation_config.json, config.json; further chat templates, from the folder
-    additional_chat_templates, as NAME.jinja. The chunks of one file arrive in order; the
+    additional_chat_templates, as NAME.jinja; variables of the templates that requests need
+    not set, as chat_template_kwargs.json. The chunks of one file arrive in order; the
     file is complete when the next file begins or the stream ends.
     """
 

@@ -42,17 +42,17 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A model's template, compiled, with the special tokens it may name."""
+    """A model's template, compiled, with the variables that every conversation has."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, constants: Mapping[str, Any]) -> None:
         """Raises jinja2.TemplateSyntaxError for a source that does not compile.
 
-        `special_tokens` maps variables such as `bos_token` to their text.
+        `constants`: special tokens, such as `bos_token`, and the model's own defaults.
         """
         environment = _environment()
         self.source = source
         self._template = environment.from_string(source)
-        self._special_tokens = dict(special_tokens)
+        self._constants = dict(constants)
         self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
         """The variables that the template reads."""
         self.forms = find_forms(self._try_render)
@@ -69,7 +69,7 @@ class ChatTemplate:
         """The prompt's text. Raises InvalidArgument if the template refuses the messages.
 
         `messages` have the form of OpenAI's API; the template gets them in the form that it takes.
-        `variables` are the caller's own, and take precedence over special tokens.
+        `variables` are the caller's own, and take precedence over the constants.
         """
         standard = {
             "messages": self.forms.convert(messages),
@@ -105,7 +105,7 @@ class ChatTemplate:
             return ""
 
     def _render(self, variables: Mapping[str, Any]) -> str:
-        return self._template.render({"documents": None, **self._special_tokens, **variables})
+        return self._template.render({"documents": None, **self._constants, **variables})
 
 
 class PairTemplate:

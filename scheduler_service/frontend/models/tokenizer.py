@@ -58,10 +58,12 @@ class ModelTokenizer:
         tokenizer_config: Mapping[str, Any] | None = None,
         chat_templates: Mapping[str, str] | None = None,
         added_tokens: Mapping[str, int] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises ValueError for a malformed file.
 
         `chat_templates` are sources by name. One that cannot be used refuses chats.
+        `template_variables` are those that requests do not set.
         `added_tokens`: ids by text, of an older model's added_tokens.json.
         """
         self.config = config = tokenizer_config or {}
@@ -83,7 +85,7 @@ class ModelTokenizer:
         """The chat template as the model's author wrote it; None without one."""
         self.tool_template_source = sources.get(TOOL_TEMPLATE, self.template_source)
         """The chat template for conversations with tools; None without one."""
-        self._load_templates(sources)
+        self._load_templates(sources, template_variables or {})
         self.end_token_ids = frozenset(self._end_token_ids())
         """Tokens that end an answer, as the files name them or the template writes them."""
         self.token_text = lru_cache(maxsize=65536)(self._detokenizers.token_text)
@@ -114,11 +116,12 @@ class ModelTokenizer:
                 self.warnings.append(f"token {token.content!r} is not in the vocabulary")
         self._tokenizer.add_tokens(found)  # at once: every call reads all added tokens again
 
-    def _load_templates(self, sources: Mapping[str, str]) -> None:
+    def _load_templates(self, sources: Mapping[str, str], variables: Mapping[str, Any]) -> None:
         for name in TEMPLATE_NAMES:
             try:
                 if name in sources:
-                    self._templates[name] = ChatTemplate(sources[name], self._special_tokens)
+                    constants = {**self._special_tokens, **variables}
+                    self._templates[name] = ChatTemplate(sources[name], constants)
             except jinja2.TemplateSyntaxError as error:
                 self.template_errors[name] = f"line {error.lineno}: {error.message}"
             except Exception as error:  # of Python's compiler, for one that is nested too deeply
@@ -126,6 +129,8 @@ class ModelTokenizer:
         written = frozenset().union(*(template.variables for template in self._templates.values()))
         for name in sorted(written & set(STANDARD_TOKENS) - set(self._special_tokens)):
             self.warnings.append(f"the chat template writes {name}, which no file names")
+        for name in sorted(set(variables) - written):
+            self.warnings.append(f"chat_template_kwargs: the chat template does not read {name}")
 
     def _end_token_ids(self) -> Iterator[int]:
         """The ids of `END_TOKENS`, and of the special token that the template writes after an

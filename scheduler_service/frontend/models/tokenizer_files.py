@@ -36,7 +36,8 @@ def build_tokenizer(files: Files, model: str) -> ModelTokenizer | None:
     except ValueError as error:
         problem = str(error)
     added = _object(files, "added_tokens.json")
-    tokenizer = ModelTokenizer(files["tokenizer.json"], config, templates, added)
+    variables = _object(files, "chat_template_kwargs.json")
+    tokenizer = ModelTokenizer(files["tokenizer.json"], config, templates, added, variables)
     if problem is not None:
         tokenizer.template_errors[DEFAULT_TEMPLATE] = problem
     for name, reason in tokenizer.template_errors.items():

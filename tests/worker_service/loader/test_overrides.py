@@ -155,13 +155,20 @@ def test_a_chat_template_replaces_all_of_the_models(as_file: bool, tmp_path: Pat
 
 def test_a_chat_template_replaces_that_of_a_gguf_file(tmp_path: Path) -> None:
     file, _ = make_gguf("llama", "F32", tmp_path)
-    assert files(load(file, chat_template="{{ 1 }}"))["chat_template.jinja"] == "{{ 1 }}"
+    given = '{"enable_thinking": false}'
+    found = files(load(file, chat_template="{{ 1 }}", default_chat_template_kwargs=given))
+    assert found["chat_template.jinja"] == "{{ 1 }}"
+    assert found["chat_template_kwargs.json"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"hf_overrides": "["}, "hf_overrides: expected a JSON object, got '\\['"),
+        (
+            {"default_chat_template_kwargs": "1"},
+            "default_chat_template_kwargs: expected a JSON object, got 1",
+        ),
         ({"hf_overrides": "[1]"}, "hf_overrides: expected a JSON object, got \\[1\\]"),
         (
             {"override_generation_config": '{"temperatur": 1}'},

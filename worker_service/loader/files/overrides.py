@@ -13,7 +13,8 @@ from worker_service.config import ModelConfig
 from worker_service.errors import InvalidOption
 from worker_service.loader.files.json_files import parse_object
 
-_CONFIG, _GENERATION, _TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_TEMPLATE, _VARIABLES = "chat_template.jinja", "chat_template_kwargs.json"
 _ENDS = ("bos_token_id", "eos_token_id")
 """Keys of `generation_config.json` that are no defaults."""
 
@@ -37,18 +38,22 @@ class Overrides:
     chat_template: str | None = None
     """Source of the template that replaces all of the model's."""
 
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Those that requests need not set."""
+
     @classmethod
     def from_options(cls, options: ModelConfig) -> "Overrides":
         """Raises InvalidOption, naming the option, and the key at fault."""
         generation = _object("override_generation_config", options.override_generation_config)
         for key, value in generation.items():
             _check_default(key, value)
-        template = options.chat_template
+        template, variables = options.chat_template, options.default_chat_template_kwargs
         return cls(
             config=_object("hf_overrides", options.hf_overrides),
             generation=generation,
             keeps_generation=options.generation_config == "auto",
             chat_template=None if template is None else read_template("chat_template", template),
+            template_variables=_object("default_chat_template_kwargs", variables),
         )
 
     def of_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,6 +89,8 @@ class Overrides:
             yield _GENERATION, json.dumps({**defaults, **self.generation}).encode()
         if self.chat_template is not None:
             yield _TEMPLATE, self.chat_template.encode()
+        if self.template_variables:
+            yield _VARIABLES, json.dumps(self.template_variables).encode()
 
 
 NO_OVERRIDES = Overrides()

@@ -93,6 +93,20 @@ def test_templates_that_are_not_used_are_named(
     assert record.getMessage() == f"chat templates not used {warning} model=tiny"
 
 
+def test_variables_that_requests_do_not_set_are_the_models(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    variables = {"chat_template_kwargs.json": {"tone": "dry", "topp": 1}}
+    tokenizer = built(**{"chat_template.jinja": "{{ tone }}"}, **variables)
+    assert prompt(tokenizer) == "dry"
+    template = tokenizer.chat_template(with_tools=False)
+    given = {"variables": {"tone": "warm"}, "add_generation_prompt": True}
+    assert template.render([{"role": "user", "content": "?"}], **given) == "warm"
+    (record,) = caplog.records
+    expected = "chat_template_kwargs: the chat template does not read topp"
+    assert record.getMessage().startswith(expected)
+
+
 def test_equal_templates_in_two_places_are_used(caplog: pytest.LogCaptureFixture) -> None:
     built(**{"chat_template.jinja": "J", CONFIG: {"chat_template": "J"}})
     assert not caplog.records
