@@ -19,7 +19,8 @@ from scheduler_service.frontend.adapter_service import AdapterService
 from scheduler_service.frontend.auth import PRINCIPAL, Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.input import processor, validation
-from scheduler_service.frontend.models.served_models import FrontendModel, ModelDirectory
+from scheduler_service.frontend.models.frontend_model import FrontendModel
+from scheduler_service.frontend.models.served_models import ModelDirectory
 from scheduler_service.frontend.multiplexer import RequestMultiplexer, request_error
 from scheduler_service.frontend.pooling.call import PoolingResult
 from scheduler_service.frontend.pooling.service import PoolingService

@@ -5,7 +5,7 @@ from typing import Any
 from scheduler_service.frontend.http.openai.protocol import ChatPrompt
 from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from scheduler_service.frontend.input.chat import chat_text, check_chat
-from scheduler_service.frontend.models.served_models import FrontendModel, build_model
+from scheduler_service.frontend.models.frontend_model import FrontendModel, build_model
 from tests.support.fake_core import model_info
 from tests.support.tokenizers import byte_level, model_files
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.chat_formats.values import completed_object
+from scheduler_service.frontend.models.frontend_model import FrontendModel
 from scheduler_service.frontend.models.message_forms import Content, features_of
-from scheduler_service.frontend.models.served_models import FrontendModel
 
 logger = logging.getLogger(__name__)
 

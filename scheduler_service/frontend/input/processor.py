@@ -24,7 +24,7 @@ from scheduler_service.frontend.input.chat import chat_text, check_chat
 from scheduler_service.frontend.input.tool_choice import AnswerFormat, answer_format
 from scheduler_service.frontend.input.validation import value_or
 from scheduler_service.frontend.models.adapters import RequestAdapter
-from scheduler_service.frontend.models.served_models import (
+from scheduler_service.frontend.models.frontend_model import (
     FrontendModel,
     max_input_len,
     max_servable_len,

@@ -1,18 +1,11 @@
-"""The models that can be used: their tokenizers, generation defaults and limits."""
+"""The models that can be used, by name."""
 
 import asyncio
-import json
 import logging
-import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
 
 from pagewire.loading import describe_load
 from pagewire.v1 import adapter_pb2, model_pb2, status_pb2
-from pagewire.v1.sampling_pb2 import SamplingParams
-from pagewire.validation import generation_defaults, limits_of
-from scheduler_service.columns import from_column
 from scheduler_service.errors import (
     InvalidArgument,
     Unavailable,
@@ -21,188 +14,24 @@ from scheduler_service.errors import (
     UnsupportedByModel,
 )
 from scheduler_service.frontend.auth import Principal
-from scheduler_service.frontend.chat_formats.formats import ChatFormat, find_format
 from scheduler_service.frontend.models.adapters import AnnouncedAdapters, RequestAdapter
-from scheduler_service.frontend.models.tokenizer import ModelTokenizer
-from scheduler_service.frontend.models.tokenizer_files import build_tokenizer
+from scheduler_service.frontend.models.frontend_model import (
+    Files,
+    FrontendModel,
+    build_model,
+    does,
+    may_use,
+    with_info,
+    work_name,
+)
 
 logger = logging.getLogger(__name__)
-
-SAMPLING_DEFAULTS = generation_defaults(SamplingParams.DESCRIPTOR)
-"""Values of absent fields of models that have none of their own, as sampling.proto declares them.
-"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationDefaults:
-    """Values of absent fields, within the ranges of sampling.proto."""
-
-    sampling: Mapping[str, float] = field(default_factory=lambda: SAMPLING_DEFAULTS)
-    """Defaults by field of SamplingParams; integers for integer fields."""
-    named: frozenset[str] = frozenset()
-    """The fields for which the model's file has a default."""
-    max_tokens: int | None = None
-    """None: as many as the model's length allows."""
-    eos_token_ids: frozenset[int] = frozenset()
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    # math.isfinite raises OverflowError for large integers.
-    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-_HONOURED = {name: name for name in SAMPLING_DEFAULTS} | {"max_new_tokens": "max_tokens"}
-"""Key in the file: the field of SamplingParams."""
-
-
-def _is_valid(name: str, value: Any) -> bool:
-    """Whether a value may stand in a field of SamplingParams."""
-    descriptor = SamplingParams.DESCRIPTOR.fields_by_name[name]
-    is_integer = descriptor.type == descriptor.TYPE_UINT32
-    if not (_is_count(value) if is_integer else _is_number(value)):
-        return False
-    limits = limits_of(SamplingParams.DESCRIPTOR).get(name)
-    return limits is None or limits.allows(value)
-
-
-def parse_generation_config(data: bytes | None) -> GenerationDefaults:
-    """The defaults in a generation_config.json; invalid values are logged and ignored."""
-    try:
-        config = json.loads(data) if data else {}
-    except (ValueError, RecursionError) as error:
-        logger.warning("generation_config.json ignored error=%s", error)
-        return GenerationDefaults()
-    if not isinstance(config, dict):
-        logger.warning("generation_config.json ignored error=not an object")
-        return GenerationDefaults()
-    values: dict[str, Any] = {}
-    for key, name in _HONOURED.items():
-        value = config.get(key)
-        if value is None:
-            continue
-        if _is_valid(name, value):
-            values[name] = value
-        else:
-            logger.warning("generation default ignored key=%s value=%r", key, value)
-    return GenerationDefaults(
-        max_tokens=values.pop("max_tokens", None),
-        named=frozenset(values),
-        sampling={**SAMPLING_DEFAULTS, **values},
-        eos_token_ids=_eos_token_ids(config.get("eos_token_id")),
-    )
-
-
-def _eos_token_ids(value: Any) -> frozenset[int]:
-    """One id, a list of ids, or nothing."""
-    return frozenset(id for id in (value if isinstance(value, list) else [value]) if _is_count(id))
-
 
 RETRY_DELAY_S = 0.5
 """Delay after files could not be fetched, usually because their worker has just ended."""
 
-Files = Mapping[str, bytes]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FrontendModel:
-    """A model with its tokenizer and its generation defaults."""
-
-    info: model_pb2.ModelInfo
-    tokenizer: ModelTokenizer | None
-    defaults: GenerationDefaults
-    why_no_tokenizer: str = "the model has no tokenizer"
-    chat_format: ChatFormat = field(default_factory=ChatFormat)
-    """How reasoning and tool calls are marked in its answers."""
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a choice unless the request ignores them."""
-        found = self.defaults.eos_token_ids.union(
-            from_column(self.info.eos_token_ids, "eos_token_ids"),
-            self.tokenizer.end_token_ids if self.tokenizer is not None else (),
-        )
-        return frozenset(token_id for token_id in found if token_id < self.info.vocab_size)
-
-    def require_tokenizer(self, purpose: str) -> ModelTokenizer:
-        """The tokenizer; raises UnsupportedByModel, which names its purpose, if there is none."""
-        if self.tokenizer is None:
-            raise UnsupportedByModel(
-                f"{purpose}: {self.why_no_tokenizer}; token ids work", reason="NO_TOKENIZER"
-            )
-        return self.tokenizer
-
-
-def build_model(info: model_pb2.ModelInfo, files: Files) -> FrontendModel:
-    """A served model from its files; unusable tokenizer files leave it without a tokenizer."""
-    defaults = parse_generation_config(files.get("generation_config.json"))
-    try:
-        tokenizer = build_tokenizer(files, info.name)
-        model = FrontendModel(info=info, tokenizer=tokenizer, defaults=defaults)
-    # The files are not ours, and libraries raise exceptions of any type for malformed ones.
-    except Exception as error:
-        logger.error("tokenizer unusable model=%s error=%s", info.name, error)
-        return FrontendModel(
-            info=info,
-            tokenizer=None,
-            defaults=defaults,
-            why_no_tokenizer=f"the model's tokenizer files cannot be used ({error})",
-        )
-    return _with_info(model, info)
-
-
-def _with_info(model: FrontendModel, info: model_pb2.ModelInfo) -> FrontendModel:
-    """A model under other facts, with the chat format that they name or that is found."""
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        return replace(model, info=info)
-    try:
-        found = find_format(
-            tokenizer.template_source,
-            tokenizer.tool_template_source,
-            tokenizer.has_token,
-            reasoning_parser=info.reasoning_parser or "auto",
-            tool_call_parser=info.tool_call_parser or "auto",
-        )
-    except ValueError as error:  # the worker is of another version
-        logger.error("chat format unknown model=%s error=%s", info.name, error)
-        found = ChatFormat()
-    return replace(model, info=info, chat_format=found)
-
-
 MAX_UNKNOWN_WAIT_S = 30.0
 """How long a continued request waits for a model that no core has announced to this frontend."""
-
-
-def may_use(tenant: Principal, info: model_pb2.ModelInfo) -> bool:
-    """Whether a tenant may use a model, under any of its names."""
-    return any(map(tenant.may_use, (info.name, *info.aliases)))
-
-
-def does(info: model_pb2.ModelInfo, work: model_pb2.WorkKind.ValueType | None) -> bool:
-    """Whether a model's workers do this kind of work; None: any."""
-    return work is None or work in (info.work_kinds or (model_pb2.WORK_KIND_GENERATION,))
-
-
-def work_name(work: model_pb2.WorkKind.ValueType) -> str:
-    """The name of a kind of work, for example `generation`."""
-    return model_pb2.WorkKind.Name(work).removeprefix("WORK_KIND_").lower()
-
-
-def max_servable_len(info: model_pb2.ModelInfo) -> int:
-    """Most tokens of a sequence: the model's length, or less if the largest KV cache holds less."""
-    return min(info.max_model_len, info.max_cached_tokens or info.max_model_len)
-
-
-def max_input_len(info: model_pb2.ModelInfo) -> int:
-    """Most tokens of a sequence, or of a text if the model only pools and takes shorter ones."""
-    pooled = () if does(info, model_pb2.WORK_KIND_GENERATION) else (info.pooling.max_text_tokens,)
-    return min(filter(None, (max_servable_len(info), *pooled)))
 
 
 class ModelDirectory:
@@ -520,7 +349,7 @@ class ModelDirectory:
 
     def _set_ready(self, model: FrontendModel, info: model_pb2.ModelInfo) -> None:
         """Let a model be used, with facts other than the files that may have changed."""
-        previous, ready = self._ready.get(info.name), _with_info(model, info)
+        previous, ready = self._ready.get(info.name), with_info(model, info)
         self._ready[info.name] = ready
         prepared = self._prepared.get(info.name)
         if prepared is not None and prepared.info.fingerprint == info.fingerprint:

@@ -28,7 +28,7 @@ from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.core_client import CoreClient
 from scheduler_service.frontend.input.processor import salt_context
 from scheduler_service.frontend.models.adapters import RequestAdapter
-from scheduler_service.frontend.models.served_models import FrontendModel
+from scheduler_service.frontend.models.frontend_model import FrontendModel
 from scheduler_service.frontend.pooling.inputs import Encoded, EncodedInput, Input, slice_of
 from scheduler_service.frontend.pooling.work import ALL, PoolingRequest, Work, resolve_work
 from scheduler_service.frontend.requests.pooled_text import PooledText

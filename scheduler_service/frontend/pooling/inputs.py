@@ -10,7 +10,7 @@ from pagewire.columns import pack
 from scheduler_service.errors import InvalidArgument, PagewireError, PromptTooLong
 from scheduler_service.frontend.input.processor import check_token_ids
 from scheduler_service.frontend.models.chat_template import PairTemplate
-from scheduler_service.frontend.models.served_models import FrontendModel
+from scheduler_service.frontend.models.frontend_model import FrontendModel
 from scheduler_service.frontend.models.tokenizer import PIECE_CHARS, Side, TooManyTokens
 
 MAX_SLICE_CHARS = 1 << 17

@@ -14,7 +14,7 @@ from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.metrics import CANCELLED, OK
 from scheduler_service.frontend.models.adapters import RequestAdapter
-from scheduler_service.frontend.models.served_models import FrontendModel
+from scheduler_service.frontend.models.frontend_model import FrontendModel
 from scheduler_service.frontend.pooling.call import PoolingCall, PoolingResult
 from scheduler_service.frontend.pooling.work import INPUTS, PoolingRequest
 from scheduler_service.frontend.request_manager import RequestManager

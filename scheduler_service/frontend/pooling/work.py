@@ -14,7 +14,7 @@ from pagewire.v1 import pooling_pb2
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 from scheduler_service.frontend.input.validation import value_or
 from scheduler_service.frontend.models.chat_template import PairTemplate
-from scheduler_service.frontend.models.served_models import FrontendModel, max_servable_len
+from scheduler_service.frontend.models.frontend_model import FrontendModel, max_servable_len
 from scheduler_service.frontend.models.tokenizer import Side
 from scheduler_service.frontend.pooling.inputs import Input, InputEncoder
 from scheduler_service.frontend.pooling.scores import activated, similarity

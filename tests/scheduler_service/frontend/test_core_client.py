@@ -11,7 +11,7 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.frontend import core_client
 from scheduler_service.frontend.core_client import MAX_HANDLE, CoreClient, CoreConnection
 from scheduler_service.frontend.input.processor import resolve_request
-from scheduler_service.frontend.models.served_models import build_model
+from scheduler_service.frontend.models.frontend_model import build_model
 from scheduler_service.frontend.requests.request_stream import RequestStream
 from service_common.cluster import NO_CLUSTER, Cluster
 from tests.scheduler_service.frontend.conftest import Served

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, HttpServices, Services
-from scheduler_service.frontend.models.served_models import max_input_len, may_use
+from scheduler_service.frontend.models.frontend_model import max_input_len, may_use
 
 
 class Model(BaseModel):

@@ -15,7 +15,7 @@ from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from scheduler_service.frontend.http.pooling import bodies
 from scheduler_service.frontend.input.chat import chat_text, check_chat
 from scheduler_service.frontend.input.validation import check_limits
-from scheduler_service.frontend.models.served_models import FrontendModel
+from scheduler_service.frontend.models.frontend_model import FrontendModel
 
 ALL = pooling_pb2.POOLING_TYPE_ALL
 

@@ -19,7 +19,7 @@ from scheduler_service.frontend.http.middleware import caller_of, services_of
 from scheduler_service.frontend.http.openai.serving import request_id_of
 from scheduler_service.frontend.http.pooling.bodies import CohereError, PoolingList
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
-from scheduler_service.frontend.models.served_models import FrontendModel
+from scheduler_service.frontend.models.frontend_model import FrontendModel
 from scheduler_service.frontend.pooling.service import PoolingAnswer
 from scheduler_service.frontend.pooling.work import PoolingRequest
 from scheduler_service.tasks import Interrupted, Interruptible

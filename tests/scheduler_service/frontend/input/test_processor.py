@@ -9,7 +9,7 @@ from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input.processor import SEED_BITS, ResolvedRequest, resolve_request
 from scheduler_service.frontend.models.adapters import RequestAdapter
-from scheduler_service.frontend.models.served_models import FrontendModel, build_model
+from scheduler_service.frontend.models.frontend_model import FrontendModel, build_model
 from scheduler_service.frontend.structured_output.constraint import to_lark
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request

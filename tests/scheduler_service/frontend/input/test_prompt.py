@@ -11,7 +11,7 @@ from scheduler_service.frontend.input.chat import (
 )
 from scheduler_service.frontend.input.processor import resolve_prompt
 from scheduler_service.frontend.input.validation import check_request
-from scheduler_service.frontend.models.served_models import build_model
+from scheduler_service.frontend.models.frontend_model import build_model
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
 from tests.support.tokenizers import BOS, byte_level, model_files

@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from scheduler_service.frontend.models.served_models import (
+from scheduler_service.frontend.models.generation_defaults import (
     GenerationDefaults,
     parse_generation_config,
 )

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from scheduler_service.errors import UnsupportedByModel
-from scheduler_service.frontend.models.served_models import build_model
+from scheduler_service.frontend.models.frontend_model import build_model
 from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from scheduler_service.frontend.models.tokenizer_files import build_tokenizer
 from tests.support.fake_core import model_info

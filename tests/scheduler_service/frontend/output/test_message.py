@@ -11,7 +11,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.input.processor import resolve_request
-from scheduler_service.frontend.models.served_models import build_model
+from scheduler_service.frontend.models.frontend_model import build_model
 from scheduler_service.frontend.output.message import call_id
 from scheduler_service.frontend.requests.choice_stream import ChoiceStream
 from tests.support.fake_core import model_info

@@ -5,7 +5,7 @@ import struct
 from pagewire.columns import pack
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.frontend.input.processor import resolve_request
-from scheduler_service.frontend.models.served_models import build_model
+from scheduler_service.frontend.models.frontend_model import build_model
 from scheduler_service.frontend.requests import output_assembler
 from scheduler_service.frontend.requests.request_stream import RequestStream
 from tests.scheduler_service.frontend.conftest import Served
