@@ -2,7 +2,8 @@
 
 | module | holds |
 | --- | --- |
-| `served_models` | the models by name, and their files, which a worker sends |
+| `served_models` | the models by name |
+| `model_loader` | models made of their files, which a worker sends |
 | `frontend_model` | a model's facts, and what is read from its files |
 | `generation_defaults` | its own values of absent sampling parameters |
 | `adapters` | the adapters by name, as the core announces them |

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from pagewire.v1 import model_pb2
 from scheduler_service.columns import from_column
@@ -49,6 +50,23 @@ class FrontendModel:
             )
         return self.tokenizer
 
+    def with_info(self, info: model_pb2.ModelInfo) -> Self:
+        """The model under other facts, with the chat format that they name or that is found."""
+        if self.tokenizer is None:
+            return replace(self, info=info)
+        try:
+            found = find_format(
+                self.tokenizer.template_source,
+                self.tokenizer.tool_template_source,
+                self.tokenizer.has_token,
+                reasoning_parser=info.reasoning_parser or "auto",
+                tool_call_parser=info.tool_call_parser or "auto",
+            )
+        except ValueError as error:  # the worker is of another version
+            logger.error("chat format unknown model=%s error=%s", info.name, error)
+            found = ChatFormat()
+        return replace(self, info=info, chat_format=found)
+
 
 def build_model(info: model_pb2.ModelInfo, files: Files) -> FrontendModel:
     """A served model from its files; unusable tokenizer files leave it without a tokenizer."""
@@ -65,26 +83,7 @@ def build_model(info: model_pb2.ModelInfo, files: Files) -> FrontendModel:
             defaults=defaults,
             why_no_tokenizer=f"the model's tokenizer files cannot be used ({error})",
         )
-    return with_info(model, info)
-
-
-def with_info(model: FrontendModel, info: model_pb2.ModelInfo) -> FrontendModel:
-    """A model under other facts, with the chat format that they name or that is found."""
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        return replace(model, info=info)
-    try:
-        found = find_format(
-            tokenizer.template_source,
-            tokenizer.tool_template_source,
-            tokenizer.has_token,
-            reasoning_parser=info.reasoning_parser or "auto",
-            tool_call_parser=info.tool_call_parser or "auto",
-        )
-    except ValueError as error:  # the worker is of another version
-        logger.error("chat format unknown model=%s error=%s", info.name, error)
-        found = ChatFormat()
-    return replace(model, info=info, chat_format=found)
+    return model.with_info(info)
 
 
 def may_use(tenant: Principal, info: model_pb2.ModelInfo) -> bool:

@@ -1,7 +1,6 @@
 """The models that can be used, by name."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from pagewire.loading import describe_load
@@ -18,60 +17,43 @@ from scheduler_service.frontend.models.adapters import AnnouncedAdapters, Reques
 from scheduler_service.frontend.models.frontend_model import (
     Files,
     FrontendModel,
-    build_model,
     does,
     may_use,
-    with_info,
     work_name,
 )
-
-logger = logging.getLogger(__name__)
-
-RETRY_DELAY_S = 0.5
-"""Delay after files could not be fetched, usually because their worker has just ended."""
+from scheduler_service.frontend.models.model_loader import ModelLoader
 
 MAX_UNKNOWN_WAIT_S = 30.0
 """How long a continued request waits for a model that no core has announced to this frontend."""
 
 
 class ModelDirectory:
-    """Models by name: `update` takes an announcement, `resolve` waits for a model and its files.
-
-    The files of a model that workers are still loading are fetched, too, as soon as a worker has
-    them: a tokenizer of a large vocabulary takes a second to build.
-    """
+    """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
 
     def __init__(self, fetch: Callable[[str, str], Awaitable[Files]]) -> None:
         """`fetch` gets the files of a model by name and fingerprint; it raises Unavailable if it
         cannot now."""
-        self._fetch = fetch
         self._served: dict[str, model_pb2.ModelInfo] = {}
         self._named: dict[str, model_pb2.ModelInfo] = {}
         """Served models by name and by alias."""
-        self._ready: dict[str, FrontendModel] = {}
-        """Models by name, with their files as last fetched, whether or not they are served now."""
-        self._prepared: dict[str, FrontendModel] = {}
-        """Models by name that were not served when their files had been read; of their facts they
-        have name and fingerprint."""
         self._known: set[str] = set()
         """Names of models that are or were served, by this or an earlier core."""
         self.adapters = AnnouncedAdapters()
         self._workers_loading: list[status_pb2.WorkerLoading] = []
-        self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Tasks by name and fingerprint."""
+        self._loader = ModelLoader(fetch, self._notify)
         self.changed = asyncio.Event()
         """Set when other models are served, ready or known, and then replaced by a fresh one."""
 
     @property
     def is_serving(self) -> bool:
         """Whether any model is served and ready."""
-        return any(self._find_ready(info) for info in self._served.values())
+        return any(self._loader.find(info) for info in self._served.values())
 
     @property
     def served(self) -> list[model_pb2.ModelInfo]:
         """The models that are served and ready, by name."""
         served = sorted(self._served.values(), key=lambda info: info.name)
-        return [info for info in served if self._find_ready(info)]
+        return [info for info in served if self._loader.find(info)]
 
     def update(
         self,
@@ -92,11 +74,7 @@ class ModelDirectory:
         self._named = aliases | self._served
         self._known = self._known.union(self._named, known)
         self._workers_loading = list(loading)
-        self._end_loads_of_other_files()
-        for info in self._served.values():
-            self._update_model(info)
-        for report in self._workers_loading:
-            self._prepare(report.model, report.fingerprint)
+        self._loader.update(self._served, self._workers_loading)
         has_other_adapters = self.adapters.update(adapters)
         if (self._served, self._known) != previous or has_other_adapters:
             self._notify()
@@ -219,10 +197,7 @@ class ModelDirectory:
 
     async def close(self) -> None:
         """Stop fetching."""
-        tasks = list(self._loading.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loader.close()
 
     def _find(
         self,
@@ -253,7 +228,7 @@ class ModelDirectory:
         elif name not in self._named or not may_use(tenant, self._named[name]):
             tenant.check_model(name)
         if name in self._named:
-            return self._find_ready(self._named[name])
+            return self._loader.find(self._named[name])
         if served and name not in self._known and not is_continued:
             raise self.unknown_model(name, tenant)
         return None
@@ -289,88 +264,6 @@ class ModelDirectory:
             f"unknown model {name!r}; available models: {names or 'none'}{with_adapters}",
             details={"model": name or "", "served": names},
         )
-
-    def _find_ready(self, info: model_pb2.ModelInfo) -> FrontendModel | None:
-        model = self._ready.get(info.name)
-        return model if model is not None and model.info == info else None
-
-    def _update_model(self, info: model_pb2.ModelInfo) -> None:
-        for models in (self._ready, self._prepared):
-            model = models.get(info.name)
-            if model is not None and model.info.fingerprint == info.fingerprint:
-                self._set_ready(model, info)
-                return
-        self._start_load(info.name, info.fingerprint)
-
-    def _prepare(self, name: str, fingerprint: str) -> None:
-        """Read the files of a model that is being loaded, unless that is done already."""
-        found = (self._ready.get(name), self._prepared.get(name))
-        known = {model.info.fingerprint for model in found if model is not None}
-        if fingerprint and fingerprint not in known:
-            self._start_load(name, fingerprint)
-
-    def _start_load(self, name: str, fingerprint: str) -> None:
-        if (name, fingerprint) not in self._loading:
-            task = asyncio.create_task(self._load(name, fingerprint))
-            self._loading[name, fingerprint] = task
-
-    def _wanted_files(self) -> set[tuple[str, str]]:
-        """Names and fingerprints of models that are served or being loaded."""
-        served = {(info.name, info.fingerprint) for info in self._served.values()}
-        reports = self._workers_loading
-        return served | {(report.model, report.fingerprint) for report in reports if report.address}
-
-    def _end_loads_of_other_files(self) -> None:
-        wanted = self._wanted_files()
-        names = {name for name, _ in wanted}
-        for key in [key for key in self._loading if key[0] in names and key not in wanted]:
-            self._loading.pop(key).cancel()
-
-    async def _load(self, name: str, fingerprint: str) -> None:
-        """Fetch a model's files and build it; gives up if no worker is there to send them."""
-        key = (name, fingerprint)
-        try:
-            while (files := await self._try_fetch(name, fingerprint)) is None:
-                if key not in self._wanted_files():
-                    return
-                await asyncio.sleep(RETRY_DELAY_S)
-            bare = model_pb2.ModelInfo(name=name, fingerprint=fingerprint)
-            model = await asyncio.to_thread(build_model, bare, files)
-        finally:
-            if self._loading.get(key) is asyncio.current_task():
-                del self._loading[key]
-        served = self._served.get(name)
-        if served is not None and served.fingerprint == fingerprint:
-            self._set_ready(model, served)
-            self._notify()
-        else:
-            self._prepared[name] = model
-            logger.info("model files read model=%s fingerprint=%s", name, fingerprint)
-
-    def _set_ready(self, model: FrontendModel, info: model_pb2.ModelInfo) -> None:
-        """Let a model be used, with facts other than the files that may have changed."""
-        previous, ready = self._ready.get(info.name), with_info(model, info)
-        self._ready[info.name] = ready
-        prepared = self._prepared.get(info.name)
-        if prepared is not None and prepared.info.fingerprint == info.fingerprint:
-            del self._prepared[info.name]
-        if previous is not None and previous.info.fingerprint == info.fingerprint:
-            return
-        parts = ready.chat_format.reasoning, ready.chat_format.calls
-        logger.info(
-            "model ready model=%s fingerprint=%s reasoning=%s tool_calls=%s",
-            info.name,
-            info.fingerprint,
-            *(part.names[0] if part is not None else "none" for part in parts),
-        )
-
-    async def _try_fetch(self, name: str, fingerprint: str) -> Files | None:
-        """A model's files; None if no worker can send them now."""
-        try:
-            return await self._fetch(name, fingerprint)
-        except Unavailable as error:
-            logger.warning("no model files yet model=%s error=%s", name, error)
-            return None
 
     def _notify(self) -> None:
         """Wake all waiting tasks; later ones wait for the next change."""

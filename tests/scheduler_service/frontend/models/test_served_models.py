@@ -16,7 +16,7 @@ from scheduler_service.errors import (
     UnsupportedByModel,
 )
 from scheduler_service.frontend.auth import Principal
-from scheduler_service.frontend.models import served_models
+from scheduler_service.frontend.models import model_loader, served_models
 from scheduler_service.frontend.models.served_models import ModelDirectory
 from tests.support.fake_core import model_info
 from tests.support.tokenizers import byte_level, model_files
@@ -74,7 +74,7 @@ async def test_other_parsers_change_the_format_without_new_files(
 
 
 async def test_a_fetch_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_models, "RETRY_DELAY_S", 0)
+    monkeypatch.setattr(model_loader, "RETRY_DELAY_S", 0)
     fetch = Fetch(num_failures=2)
     directory = ModelDirectory(fetch)
     directory.update([model_info()])
@@ -107,7 +107,7 @@ async def test_a_model_that_comes_back_while_files_of_another_of_its_name_come_i
     await directory.resolve("tiny", ANYBODY)
     fetch.gate.clear()
     directory.update([model_info(fingerprint="tiny-2")])
-    (loading,) = directory._loading.values()
+    (loading,) = directory._loader._loading.values()
     await asyncio.sleep(0)
     directory.update([model_info()])
     fetch.gate.set()
@@ -291,7 +291,7 @@ async def test_a_load_ends_when_nobody_serves_the_model_any_more() -> None:
     fetch.gate.clear()
     directory = ModelDirectory(fetch)
     directory.update([model_info()])
-    (loading,) = directory._loading.values()
+    (loading,) = directory._loader._loading.values()
     await asyncio.sleep(0)
     directory.update([])
     fetch.gate.set()
@@ -310,10 +310,10 @@ async def test_files_are_read_while_a_worker_still_loads_its_model() -> None:
     fetch = Fetch()
     directory = ModelDirectory(fetch)
     directory.update([], loading=[WorkerLoading(model="tiny")])
-    assert not directory._loading  # it has not read them yet
+    assert not directory._loader._loading  # it has not read them yet
     info = model_info()
     directory.update([], loading=[loading(info.fingerprint)])
-    (reading,) = directory._loading.values()
+    (reading,) = directory._loader._loading.values()
     await reading
     directory.update([], loading=[loading(info.fingerprint)])
     assert not directory.is_serving
@@ -345,7 +345,7 @@ async def test_files_of_a_worker_that_loads_do_not_replace_those_of_the_same_nam
     await directory.resolve("tiny", ANYBODY)
     for _ in range(2):
         directory.update([old], loading=[loading("new")])
-        await asyncio.gather(*directory._loading.values())
+        await asyncio.gather(*directory._loader._loading.values())
         assert directory.current("tiny", ANYBODY).info == old
     assert fetch.fingerprints == [old.fingerprint, "new"]
     directory.update([new])
@@ -358,10 +358,10 @@ async def test_files_of_a_worker_that_dies_while_it_loads_are_not_asked_for_agai
     fetch.gate.clear()
     directory = ModelDirectory(fetch)
     directory.update([], loading=[loading("any")])
-    (reading,) = directory._loading.values()
+    (reading,) = directory._loader._loading.values()
     await asyncio.sleep(0)
     directory.update([])
     fetch.gate.set()
     await reading
     assert fetch.names == ["tiny"]
-    assert not directory._loading
+    assert not directory._loader._loading
