@@ -25,6 +25,8 @@ class TransferPort:
     num_leases: int = 0
     """Leases so far, which number them."""
     num_fetches: int = 0
+    num_changes: int = 0
+    """Increases with every call that may change what is free or found in the cache."""
     leased: dict[int, list[CachedEntry]] = field(default_factory=dict)
     """By lease that is not ended."""
     open_fetches: dict[int, list[FetchResult]] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class TransferPort:
 
     def lease(self, entries: list[CachedEntry], token: bytes, timeout_ms: int) -> BlockLease:
         """Let others read entries from the next plan on."""
+        self.num_changes += 1
         self.num_leases += 1
         self.exchange.lease(entries)
         self.leased[self.num_leases] = entries
@@ -52,6 +55,7 @@ class TransferPort:
 
     def end_lease(self, lease_id: int) -> None:
         """Let others no longer read from the next plan on; its blocks are free in that plan."""
+        self.num_changes += 1
         if any(lease.lease_id == lease_id for lease in self._new_leases):  # no plan has begun it
             self._new_leases = [one for one in self._new_leases if one.lease_id != lease_id]
             self.exchange.release(self.leased.pop(lease_id))
@@ -62,11 +66,13 @@ class TransferPort:
         self,
         lease: BlockLease,
         source: WorkerGroupCapacity,
-        copies: Sequence[CachedEntry],
+        entries: list[CachedEntry],
         timeout_ms: int,
-    ) -> int:
-        """Copy what another worker group has leased to allocated blocks, from the next plan on;
-        returns the number of the fetch."""
+    ) -> tuple[int, list[CachedEntry]]:
+        """Copy the entries that another worker group has leased, from the next plan on; returns the
+        number of the fetch, and the copies, for which there must be room."""
+        self.num_changes += 1
+        copies = self.exchange.allocate(entries)
         self.num_fetches += 1
         self.open_fetches[self.num_fetches] = []
         targets = [block for copy in copies for block in copy.blocks]
@@ -82,7 +88,17 @@ class TransferPort:
             timeout_ms=timeout_ms,
         )
         self._new_fetches.append(fetch)
-        return fetch.fetch_id
+        return fetch.fetch_id, copies
+
+    def add_copies(self, copies: list[CachedEntry]) -> None:
+        """Let what has arrived be found."""
+        self.num_changes += 1
+        self.exchange.add(copies)
+
+    def release_copies(self, copies: list[CachedEntry]) -> None:
+        """Give up the memory of copies, to which nothing writes any more."""
+        self.num_changes += 1
+        self.exchange.release(copies)
 
     @property
     def is_in_use(self) -> bool:

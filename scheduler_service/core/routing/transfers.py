@@ -198,7 +198,7 @@ class Transfers:
         there, here = source.cache.exchange, target.cache.exchange
         if not there.can_lease(entries) or not here.can_receive(entries):
             return None
-        lease = source.lease(entries, self._token(source), LEASE_MS)
+        lease = source.port.lease(entries, self._token(source), LEASE_MS)
         transfer = Transfer(source, target, entries, lease, now_us, is_granted=source.is_at_rest)
         self._open[transfer] = None
         return transfer
@@ -267,8 +267,8 @@ class Transfers:
         has_room = target.cache.exchange.can_receive(transfer.entries)
         if transfer.is_withdrawn or not is_wanted or not has_room:
             return self._close(transfer, now_us)
-        transfer.fetch_id, transfer.copies = target.fetch(
-            source.capacity, transfer.lease, transfer.entries, FETCH_MS
+        transfer.fetch_id, transfer.copies = target.port.fetch(
+            transfer.lease, source.capacity, transfer.entries, FETCH_MS
         )
         return {target.capacity.worker_group_id}
 
@@ -278,7 +278,7 @@ class Transfers:
         failed = [report for report in reports if report.failure]
         transfer.fetch_id = None
         if failed or transfer.is_withdrawn:
-            target.release_copies(transfer.copies)
+            target.port.release_copies(transfer.copies)
             transfer.copies = []
         if failed:
             target.totals.num_failed_fetches[failed[0].failure] += 1
@@ -292,7 +292,7 @@ class Transfers:
                 failed[0].message,
             )
         elif not transfer.is_withdrawn:
-            target.add_copies(transfer.copies)
+            target.port.add_copies(transfer.copies)
             target.totals.add_fetch(transfer.size, reports)
             duration_us = max(report.duration_us for report in reports)
             target.rates.observe_fetch(len(transfer.entries), duration_us)
@@ -313,7 +313,7 @@ class Transfers:
         del self._open[transfer]
         woken = {target.capacity.worker_group_id}
         if transfer.has_lease:
-            source.end_lease(transfer.lease.lease_id)
+            source.port.end_lease(transfer.lease.lease_id)
             woken.add(source.capacity.worker_group_id)
         others = {g for t in self._open if t.target is target for g in t.waiting}
         for seq_group in transfer.waiting.keys() - others:
@@ -345,7 +345,7 @@ class Transfers:
         for transfer in [t for t in self._arrived if t.target is scheduler]:
             self._drop_gone(transfer)
             if not transfer.waiting or is_idle:
-                scheduler.release_copies(transfer.copies)
+                scheduler.port.release_copies(transfer.copies)
                 del self._arrived[transfer]
 
     def remove(self, scheduler: Scheduler, now_us: int) -> set[str]:

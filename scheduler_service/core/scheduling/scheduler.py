@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import Any
 
 from scheduler_service.core import fitting
 from scheduler_service.core.config import Role, SchedulerConfig, WorkerGroupCapacity
-from scheduler_service.core.kv_cache.exchange import CachedEntry
 from scheduler_service.core.kv_cache.manager import KVCacheManager
-from scheduler_service.core.kv_cache.transfer_port import Lease, TransferPort
+from scheduler_service.core.kv_cache.transfer_port import TransferPort
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase
 from scheduler_service.core.scheduler_stats import ModelTotals, MoveReason
@@ -30,28 +27,7 @@ from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceSta
 from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.errors import GenerationFailed
 
-_QUESTIONS = ("is_full", "prefilling_seq_groups", "relieving", "check")
 
-
-def _counts_changes(kind: type["Scheduler"]) -> type["Scheduler"]:
-    """Count each call of a public method in `num_changes`, except for questions: no method can omit
-    it, and make a request wait although there is room."""
-
-    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(scheduler: "Scheduler", *args: Any, **kwargs: Any) -> Any:
-            scheduler.num_changes += 1
-            return method(scheduler, *args, **kwargs)
-
-        return call
-
-    for name, method in list(vars(kind).items()):
-        if callable(method) and not name.startswith("_") and name not in _QUESTIONS:
-            setattr(kind, name, counting(method))
-    return kind
-
-
-@_counts_changes
 @dataclass(eq=False)
 class Scheduler:
     """Schedules the requests of one worker group.
@@ -78,8 +54,7 @@ class Scheduler:
     has_partner: bool = True
     """Whether a group that does not drain is for the part of requests that this one is not for."""
     num_steps: int = 0
-    num_changes: int = 0
-    """Increases with every call that may change anything, so that there may be more capacity."""
+    _num_changes: int = 0
     _exceeding: list[SequenceGroup] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,6 +64,11 @@ class Scheduler:
         self.rates = self.pipeline.rates
 
     # The interface to the core.
+
+    @property
+    def num_changes(self) -> int:
+        """Increases with every call that may change anything, so that there may be more room."""
+        return self._num_changes + self.port.num_changes
 
     def is_full(self, *, is_awaited: bool) -> bool:
         """Whether no step can be planned before a result arrives. `is_awaited`: requests that are
@@ -128,6 +108,7 @@ class Scheduler:
 
     def accept(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group that was routed here."""
+        self._num_changes += 1
         self.placed.add(seq_group)
         seq_group.clock.end_kv_wait(now_us)
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
@@ -144,6 +125,7 @@ class Scheduler:
 
     def pop_not_started(self) -> list[SequenceGroup]:
         """Remove and return the groups that have not run here."""
+        self._num_changes += 1
         return self.placed.pop_not_started()
 
     def start_moving(
@@ -151,6 +133,7 @@ class Scheduler:
     ) -> int:
         """Stop scheduling the groups that may move, and return their number. `pop_moved` returns
         them once they have no rows in flight."""
+        self._num_changes += 1
         migrating = self.placed.migrating
         moving = [g for g in self.seq_groups if g not in migrating and may_move(g)]
         for seq_group in moving:
@@ -176,6 +159,7 @@ class Scheduler:
 
     def pop_moved(self) -> list[SequenceGroup]:
         """Remove and return the groups that are to move and have no rows in flight any more."""
+        self._num_changes += 1
         if not self.placed.migrating:
             return []
         return self.placed.pop_moved({seq.seq_group for seq in self.pipeline.open_rows()})
@@ -184,6 +168,7 @@ class Scheduler:
         """Release everything: the worker is lost. Returns all groups, which start again with the
         tokens that they have, and those groups, ended ones included, that the worker was computing.
         Nothing may be scheduled here afterwards."""
+        self._num_changes += 1
         computing = {seq.seq_group for seq in self.pipeline.open_rows()}
         self.placed.waiting.pop_all()
         self.placed.preempting.pop_all()
@@ -209,6 +194,7 @@ class Scheduler:
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         """End a sequence and free what it held."""
+        self._num_changes += 1
         self.departures.end_sequence(seq, status, now_us)
 
     def pop_exceeding(self) -> list[SequenceGroup]:
@@ -219,11 +205,13 @@ class Scheduler:
         Must be called after the plan is complete: other sequences of these groups may have rows in
         it, so their ids and memory must not be released by the same plan.
         """
+        self._num_changes += 1
         exceeding, self._exceeding = dict.fromkeys(self._exceeding), []
         return [seq_group for seq_group in exceeding if seq_group.num_unfinished]
 
     def fail_exceeding(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End a group that exceeds the cache and that no other worker group can continue."""
+        self._num_changes += 1
         tokens = seq_group.placement.num_cache_tokens
         num_joint = seq_group.num_joint
         error = GenerationFailed(
@@ -236,46 +224,18 @@ class Scheduler:
         )
         self.departures.fail_seq_group(seq_group, error, now_us)
 
-    # KV that moves between worker groups.
-
     def await_kv(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Keep a group that is here waiting until KV has arrived for it."""
+        self._num_changes += 1
         self.placed.awaiting_kv[seq_group] = None
         seq_group.clock.await_kv(now_us)
 
     def end_kv_wait(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Let a group be admitted, if it is here and waits for KV."""
+        self._num_changes += 1
         if seq_group in self.placed.awaiting_kv:
             del self.placed.awaiting_kv[seq_group]
             seq_group.clock.end_kv_wait(now_us)
-
-    def lease(self, entries: list[CachedEntry], token: bytes, timeout_ms: int) -> Lease:
-        """Let other worker groups read entries."""
-        return self.port.lease(entries, token, timeout_ms)
-
-    def end_lease(self, lease_id: int) -> None:
-        """Let them no longer read these."""
-        self.port.end_lease(lease_id)
-
-    def fetch(
-        self,
-        source: WorkerGroupCapacity,
-        lease: Lease,
-        entries: list[CachedEntry],
-        timeout_ms: int,
-    ) -> tuple[int, list[CachedEntry]]:
-        """Copy the leased entries of another worker group; returns the number of the fetch, and the
-        copies, for which there must be room."""
-        copies = self.running.cache.exchange.allocate(entries)
-        return self.port.fetch(lease, source, copies, timeout_ms), copies
-
-    def add_copies(self, copies: list[CachedEntry]) -> None:
-        """Let what has arrived be found."""
-        self.running.cache.exchange.add(copies)
-
-    def release_copies(self, copies: list[CachedEntry]) -> None:
-        """Give up the memory of copies, to which nothing writes any more."""
-        self.running.cache.exchange.release(copies)
 
     # One step.
 
@@ -284,6 +244,7 @@ class Scheduler:
 
         Sequences that exceed the cache have no row in it; call `pop_exceeding` afterwards.
         """
+        self._num_changes += 1
         if self.is_full(is_awaited=is_awaited):
             return None
         max_results = self._max_results(is_awaited)
@@ -306,15 +267,15 @@ class Scheduler:
             or placed.waiting
             or placed.preempting
             or self.running.swapped
+            or self.pipeline.is_prefilling
         ):
-            return 1
-        if self.pipeline.is_prefilling:
             return 1
         return self.pipeline.max_results(self.running.max_hold_us)
 
     def update(self, result: StepResult, now_us: int) -> list[Sequence]:
         """Process the result of the oldest step in flight; returns the sequences that failed.
         Raises ResultMismatch and changes nothing if it is another step's."""
+        self._num_changes += 1
         failed = self.results.receive(result, now_us)
         self.num_steps += 1
         return failed
