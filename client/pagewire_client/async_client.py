@@ -24,7 +24,7 @@ from pagewire_client.pooling import (
     vectors_of,
 )
 from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
-from pagewire_client.retry import Deadline, RetryPolicy
+from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ class AsyncClient:
         """
         options = connection.connection_options(address, tls, api_key)
         connections = connection.Connections(options, self.mode)
-        self._caller = Caller(connections, retry or RetryPolicy(), max_connections)
-        self._timeout = timeout
+        self._caller = Caller(connections, retry or RetryPolicy(), timeout, max_connections)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.addresses!r})"
@@ -93,10 +92,7 @@ class AsyncClient:
     ) -> Self:
         """This client with other options, over the same connections; None leaves one as it is."""
         other = copy.copy(self)
-        other._timeout = self._timeout if timeout is None else timeout
-        if retry is not None:
-            other._caller = copy.copy(self._caller)
-            other._caller.policy = retry
+        other._caller = self._caller.with_options(timeout, retry)
         return other
 
     async def generate(
@@ -107,7 +103,7 @@ class AsyncClient:
     ) -> RequestOutput:
         """The whole answer to one prompt: a text, token ids, or a chat."""
         request = requests.generate_request(prompt, sampling_params, is_whole=True, **options)
-        async with self._stream(request, options.get("timeout")) as stream:
+        async with AsyncOutputStream(self._caller, request, options.get("timeout")) as stream:
             return await stream.final()
 
     def stream(
@@ -118,7 +114,7 @@ class AsyncClient:
     ) -> AsyncOutputStream:
         """Stream the answer to one prompt as it is generated."""
         request = requests.generate_request(prompt, sampling_params, **options)
-        return self._stream(request, options.get("timeout"))
+        return AsyncOutputStream(self._caller, request, options.get("timeout"))
 
     async def chat(
         self,
@@ -209,9 +205,8 @@ class AsyncClient:
         embed = pooling.embed_proto(others, of_tokens=of_tokens)
         first = pb.EmbedRequest(options=pooling.options_proto(others), embed=embed)
         inputs = map(pooling.text_input, requests.prompt_list(texts))
-        return await self._pool(
-            PooledInputs("Embed", first, inputs, "texts", of_tokens=of_tokens), options
-        )
+        pooled = PooledInputs("Embed", first, inputs, "texts", of_tokens=of_tokens)
+        return await self._caller.pool(pooled, options.get("timeout"))
 
     async def score(
         self,
@@ -228,7 +223,7 @@ class AsyncClient:
         score = pb.ScoreOptions(instruction=instruction, apply_activation=apply_activation)
         first = pb.ScoreRequest(options=pooling.options_proto(options), score=score)
         inputs = PooledInputs("Score", first, map(pooling.pair_input, pairs), "pairs")
-        return [entry.score for (entry,) in await self._pool(inputs, options)]
+        return [entry.score for (entry,) in await self._caller.pool(inputs, options.get("timeout"))]
 
     async def rank(
         self,
@@ -248,7 +243,8 @@ class AsyncClient:
             top_n=top_n,
         )
         inputs = PooledInputs("Rank", first, documents, "documents")
-        found = [entry for entries in await self._pool(inputs, options) for entry in entries]
+        pooled = await self._caller.pool(inputs, options.get("timeout"))
+        found = [entry for entries in pooled for entry in entries]
         found.sort(key=lambda entry: (-entry.score, entry.index))
         return [RankedDocument(e.index, e.score, documents[e.index]) for e in found]
 
@@ -285,16 +281,11 @@ class AsyncClient:
         first = pb.ClassifyRequest(options=pooling.options_proto(options), classify=classify)
         listed = map(pooling.text_input, requests.prompt_list(texts))
         inputs = PooledInputs("Classify", first, listed, "texts", of_tokens=of_tokens)
-        return await self._pool(inputs, options), inputs.labels
-
-    async def _pool(self, inputs: PooledInputs, options: Any) -> list[list[Any]]:
-        timeout = options.get("timeout")
-        await self._caller.pool(inputs, self._timeout if timeout is None else timeout)
-        return inputs.results()
+        return await self._caller.pool(inputs, options.get("timeout")), inputs.labels
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> None:
         """End a running request. Raises NotFound if no request has this id."""
-        await self._unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
+        await self._caller.unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
 
     async def tokenize(
         self,
@@ -306,7 +297,7 @@ class AsyncClient:
     ) -> list[int]:
         """Token ids of a text, or of a conversation in the model's chat template."""
         request = requests.tokenize_request(text, model, add_special_tokens)
-        return list((await self._unary("Tokenize", request, timeout)).token_ids)
+        return list((await self._caller.unary("Tokenize", request, timeout)).token_ids)
 
     async def detokenize(
         self,
@@ -320,7 +311,7 @@ class AsyncClient:
         request = pb.DetokenizeRequest(
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
-        text: str = (await self._unary("Detokenize", request, timeout)).text
+        text: str = (await self._caller.unary("Detokenize", request, timeout)).text
         return text
 
     async def get_model(
@@ -328,7 +319,7 @@ class AsyncClient:
     ) -> ModelInfo:
         """Facts about a served model."""
         request = pb.GetModelRequest(model=model)
-        info: ModelInfo = (await self._unary("GetModel", request, timeout)).model
+        info: ModelInfo = (await self._caller.unary("GetModel", request, timeout)).model
         return info
 
     async def load_adapter(
@@ -347,19 +338,19 @@ class AsyncClient:
         content, with which the requests that use it continue.
         """
         request = pb.LoadAdapterRequest(name=name, path=path, model=model, replace=replace)
-        adapter: Adapter = (await self._unary("LoadAdapter", request, timeout)).adapter
+        adapter: Adapter = (await self._caller.unary("LoadAdapter", request, timeout)).adapter
         return adapter
 
     async def unload_adapter(self, name: str, *, timeout: float | None = None) -> int:
         """Make an adapter's name unusable; returns how many requests continue with it. For
         operators. Raises NotFound for an unknown name."""
         request = pb.UnloadAdapterRequest(name=name)
-        number: int = (await self._unary("UnloadAdapter", request, timeout)).num_requests
+        number: int = (await self._caller.unary("UnloadAdapter", request, timeout)).num_requests
         return number
 
     async def list_adapters(self, *, timeout: float | None = None) -> dict[str, list[Adapter]]:
         """The adapters that may be used, by model."""
-        answer = await self._unary("ListAdapters", pb.ListAdaptersRequest(), timeout)
+        answer = await self._caller.unary("ListAdapters", pb.ListAdaptersRequest(), timeout)
         return {entry.model: list(entry.adapters.adapters) for entry in answer.models}
 
     async def get_status(
@@ -367,7 +358,7 @@ class AsyncClient:
     ) -> EngineStatus:
         """A snapshot of the deployment."""
         request = pb.GetStatusRequest(detail=StatusDetail(**detail))
-        status: EngineStatus = (await self._unary("GetStatus", request, timeout)).status
+        status: EngineStatus = (await self._caller.unary("GetStatus", request, timeout)).status
         return status
 
     async def watch_status(
@@ -380,20 +371,12 @@ class AsyncClient:
         async for response in self._caller.watch(request):
             yield response.status
 
-    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncOutputStream:
-        timeout = self._timeout if timeout is None else timeout
-        return AsyncOutputStream(self._caller, request, timeout)
-
     async def _token_ids(
         self, text: Text, is_first: bool, model: str | None, timeout: float | None
     ) -> Sequence[int]:
         if not isinstance(text, str):
             return text
         return await self.tokenize(text, add_special_tokens=is_first, model=model, timeout=timeout)
-
-    async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
-        timeout = self._timeout if timeout is None else timeout
-        return await self._caller.unary(method, request, timeout)
 
     async def _run_batch(
         self,
@@ -402,11 +385,10 @@ class AsyncClient:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         options: BatchOptions,
     ) -> Batch:
-        timeout = options.get("timeout")
         batch = Batch(
             requests.generate_requests(prompts, sampling_params, **options),
             self._caller.policy,
-            Deadline(self._timeout if timeout is None else timeout),
+            self._caller.deadline(options.get("timeout")),
             max_in_flight=options.get("max_in_flight"),
             fail_fast=fail_fast,
         )

@@ -6,6 +6,7 @@ coroutines; those of a blocking client are never suspended (`synchronization`).
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any, Self, TypeVar
 
@@ -28,10 +29,25 @@ T = TypeVar("T")
 class Caller:
     """Makes calls on whichever frontend answers."""
 
-    def __init__(self, connections: Connections, policy: RetryPolicy, max_connections: int) -> None:
+    def __init__(
+        self,
+        connections: Connections,
+        policy: RetryPolicy,
+        timeout: float | None,
+        max_connections: int,
+    ) -> None:
+        """`timeout`: of calls without one of their own, in seconds."""
         self.connections = connections
         self.policy = policy
+        self.timeout = timeout
         self.open_requests = OpenRequests(max_connections)
+
+    def with_options(self, timeout: float | None, policy: RetryPolicy | None) -> Self:
+        """A caller over the same connections; None leaves an option as it is."""
+        other = copy.copy(self)
+        other.timeout = self.timeout if timeout is None else timeout
+        other.policy = policy or self.policy
+        return other
 
     @property
     def mode(self) -> Mode:
@@ -40,7 +56,7 @@ class Caller:
 
     async def unary(self, method: str, request: Any, timeout: float | None) -> Any:
         """The answer to a call of `method`."""
-        deadline = Deadline(timeout)
+        deadline = self.deadline(timeout)
 
         async def attempt(stub: InferenceServiceStub) -> AsyncGenerator[Any, None]:
             yield await getattr(stub, method)(request, **self.call_options(deadline))
@@ -98,9 +114,9 @@ class Caller:
             if None in batch.results:
                 raise  # The error is not that of a single request.
 
-    async def pool(self, inputs: PooledInputs, timeout: float | None) -> None:
-        """Run a call until every input has a result; raises the error of the first that fails."""
-        deadline = Deadline(timeout)
+    async def pool(self, inputs: PooledInputs, timeout: float | None) -> list[list[Any]]:
+        """The entries of every input; raises the error of the first that fails."""
+        deadline = self.deadline(timeout)
         attempts = Attempts(self.policy, deadline)
 
         async def attempt(stub: InferenceServiceStub) -> AsyncGenerator[None, None]:
@@ -124,6 +140,11 @@ class Caller:
 
         async for _ in self.with_retries(attempt, attempts.delay_after, self.mode.make_event()):
             pass
+        return inputs.results()
+
+    def deadline(self, timeout: float | None) -> Deadline:
+        """The deadline of a call that begins now; None: after the caller's own timeout."""
+        return Deadline(self.timeout if timeout is None else timeout)
 
     def call_options(self, deadline: Deadline) -> dict[str, Any]:
         """Timeout and metadata of the next attempt."""
@@ -177,7 +198,7 @@ class AsyncOutputStream(AsyncIterator[OutputDelta]):
     def __init__(self, caller: Caller, request: pb.GenerateRequest, timeout: float | None) -> None:
         # The iteration lives in another object, so that nothing refers back to this one and
         # dropping it is noticed at once.
-        self._generation = _Generation(caller, request, Deadline(timeout))
+        self._generation = _Generation(caller, request, caller.deadline(timeout))
         self._deltas = self._generation.deltas()
 
     def __repr__(self) -> str:
