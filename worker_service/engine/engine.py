@@ -1,4 +1,4 @@
-"""The worker's state: the loaded model, the current epoch, and the stream that may send plans.
+"""The worker's state: the current epoch, its caches, and the stream that may send plans.
 
 The event loop calls the engine; the model thread computes. Epochs fence: a core with a greater
 epoch takes the worker over, and the caches and the stream of an older one are dropped.
@@ -6,15 +6,14 @@ epoch takes the worker over, and the caches and the stream of an older one are d
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
 
-from worker_service.adapters.store import AdapterLoader
 from worker_service.block_transfer.leases import LeasedBlocks
 from worker_service.block_transfer.transfers import Peers, Transfers
 from worker_service.block_transfer.transport import ReadRequest
 from worker_service.engine.cached_blocks import CachedBlocks
-from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, ModelThread, Runner
+from worker_service.engine.executor import BlockCounts, Executor, Runner
+from worker_service.engine.model_host import ModelHost
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
 from worker_service.engine.tracing import MakeTraces
@@ -34,9 +33,6 @@ MAX_EPOCH_STEP = 2**32
 """Greatest step between epochs. A core takes the epoch after the greatest seen; one this far above
 is an error, and would lock out all cores once no greater number is left."""
 
-STOP_WAIT_S = 2.0
-"""How long to wait for the model thread to finish its job; it may be stuck for ever."""
-
 
 class Engine:
     """An executor of plans and at most one stream of plans."""
@@ -44,17 +40,13 @@ class Engine:
     def __init__(
         self, executor: Executor, peers: Peers, make_traces: MakeTraces | None = None
     ) -> None:
+        self.model = ModelHost(executor)
         self.last_epoch = 0
         """The greatest epoch seen."""
-        self.num_weight_loads = 0
         self.meter = StepMeter()
         """Counters of the steps of all streams."""
-        self._executor = executor
-        """Used on the model thread only, except for its assets and `interrupt`."""
         self._peers = peers
         self._make_traces = make_traces
-        self._thread = ModelThread()
-        self._facts: ModelFacts | None = None
         self._runner: Runner | None = None
         self._profiles: dict[tuple[int, int], BlockCounts] = {}
         """Numbers of blocks that fit together with the largest batch, by its sequences and
@@ -63,57 +55,16 @@ class Engine:
         self._stream_epoch = 0
         self._cached_blocks = CachedBlocks()
         """Replaced and changed on the model thread."""
-        self._is_loading = False
         self.is_draining = False
         """Whether new epochs are refused."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._busy = asyncio.Event()
-        self._suspicion = asyncio.Event()
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Facts about the loaded model. Raises NotReady before it is loaded."""
-        self._check_loaded()
-        assert self._facts is not None
-        return self._facts
-
-    @property
-    def facts_if_loaded(self) -> ModelFacts | None:
-        """Facts about the loaded model; None before it is loaded."""
-        return self._facts
 
     @property
     def is_streaming(self) -> bool:
         """Whether a stream is open."""
         return self._stream is not None
-
-    @property
-    def busy_s(self) -> float:
-        """How long the present job, such as one step, has been running; 0 when idle."""
-        return self._thread.busy_s
-
-    async def load(self) -> None:
-        """Load the model on the model thread; raises what the executor raises."""
-        self._is_loading = True
-        try:
-            self._facts = await self._thread.run(self._executor.load)
-        except Exception:
-            self._is_loading = False
-            raise
-        self._is_loading = False
-        self.num_weight_loads += 1
-
-    def assets(self) -> Iterator[tuple[str, bytes]]:
-        """(file name, content) of the model's files. Raises NotReady before it is loaded."""
-        self._check_loaded()
-        return self._executor.assets()
-
-    @property
-    def adapters(self) -> AdapterLoader[Any]:
-        """Loads adapters, while steps continue. Raises NotReady before the model is loaded."""
-        self._check_loaded()
-        return self._executor.adapters
 
     async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit together with the largest batch. Measured once for each batch, so
@@ -127,13 +78,13 @@ class Engine:
             raise InvalidPlan(
                 "max_num_batched_tokens", f"expected 1 <= max_num_seqs <= this, got {got}"
             )
-        self._check_loaded()
+        self.model.check_loaded()
         batch = (max_num_seqs, max_num_batched_tokens)
         if batch not in self._profiles:
             if self._stream is not None:  # of a core that has died, perhaps
                 self._stream.keep_no_sequences()
             try:
-                self._profiles[batch] = await self._thread.run(
+                self._profiles[batch] = await self.model.thread.run(
                     lambda: self._measure_blocks(max_num_seqs, max_num_batched_tokens)
                 )
             except WorkerError:
@@ -146,7 +97,7 @@ class Engine:
 
     def _measure_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         self._cached_blocks.clear()  # the batch may use the caches
-        return self._executor.profile_blocks(
+        return self.model.executor.profile_blocks(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
 
@@ -155,7 +106,7 @@ class Engine:
     ) -> tuple[int, list[CachedEntry], Sequence[KeptSequence]]:
         """The seed of the keys, the records that older epochs have left, and the sequences of the
         last one. Raises OutOfOrder unless the epoch has caches and has had no stream."""
-        self._check_loaded()
+        self.model.check_loaded()
         if epoch != self.last_epoch or epoch == self._stream_epoch or self._runner is None:
             raise OutOfOrder(f"epoch {epoch} has no caches, or has had its stream")
         records = self._cached_blocks
@@ -163,14 +114,13 @@ class Engine:
         def read() -> tuple[int, list[CachedEntry], Sequence[KeptSequence]]:
             return records.key_seed or 0, list(records.entries()), records.sequences
 
-        return await self._thread.run(read)
+        return await self.model.thread.run(read)
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
         """Allocate the caches of a new epoch."""
         if self.is_draining:
             raise NotReady("the worker is shutting down")
-        self._check_loaded()
-        has_cache = bool(self.facts.cache_groups)
+        has_cache = bool(self.model.facts.cache_groups)
         if has_cache != (num_gpu_blocks > 0):
             expected = "at least 1" if has_cache else "0, as the model has no cache groups"
             raise InvalidPlan("num_gpu_blocks", f"expected {expected}, got {num_gpu_blocks}")
@@ -187,9 +137,9 @@ class Engine:
             self._cached_blocks.settle()
             if self._cached_blocks.sizes != sizes:
                 self._cached_blocks = CachedBlocks(*sizes)
-            return self._executor.make_runner(*sizes, epoch)
+            return self.model.executor.make_runner(*sizes, epoch)
 
-        self._runner = await self._thread.run(make_runner)
+        self._runner = await self.model.thread.run(make_runner)
         logger.info(
             "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d",
             epoch,
@@ -213,7 +163,13 @@ class Engine:
         traces = self._make_traces(epoch, self.meter) if self._make_traces else None
         transfers = Transfers(self._runner.block_memory, self._peers)
         self._stream = StepStream(
-            epoch, self._runner, transfers, self._thread, self.meter, traces, self._cached_blocks
+            epoch,
+            self._runner,
+            transfers,
+            self.model.thread,
+            self.meter,
+            traces,
+            self._cached_blocks,
         )
         self._idle.clear()
         self._busy.set()
@@ -234,31 +190,20 @@ class Engine:
         """Discard the rest of a stream; called when its RPC ends, for whatever reason."""
         stream.close()
         if stream is self._stream:
-            self._executor.interrupt()
+            self.model.executor.interrupt()
             self._forget_stream()
             logger.info("step stream closed epoch=%d", stream.epoch)
 
-    def suspect_device(self) -> None:
-        """Request a check of the device, after a failure that it may have caused."""
-        self._suspicion.set()
-
-    async def watch_device(self) -> NoReturn:
-        """Check the device whenever that is requested. Raises DeviceLost if it is lost."""
-        while True:
-            await self._suspicion.wait()
-            self._suspicion.clear()
-            await self._thread.run(self._executor.check_device)
-
     def end_idle_spans(self) -> None:
         """End the spans of requests that have had no step for a while; called periodically."""
-        if self._stream is not None and self._thread.busy_s == 0:
+        if self._stream is not None and self.model.thread.busy_s == 0:
             self._stream.end_idle_spans()
 
     def close_any_stream(self) -> None:
         """End the open stream, if any, with NotReady."""
         if self._stream is not None:
             self._stream.close(NotReady("the worker is shutting down"))
-        self._executor.interrupt()
+        self.model.executor.interrupt()
 
     async def wait_idle(self) -> None:
         """Wait until no stream is open."""
@@ -269,24 +214,10 @@ class Engine:
         await self._busy.wait()
         await self._idle.wait()
 
-    async def start_profile(self) -> None:
-        """Begin a profiler trace of the model thread."""
-        await self._thread.run(self._executor.start_profile)
-
-    async def stop_profile(self) -> str:
-        """End the trace. Returns the path of its file."""
-        return await self._thread.run(self._executor.stop_profile)
-
     def stop(self) -> bool:
-        """Close the open stream and end the model thread. Returns whether the thread has ended, or
-        is loading a model, which is not waited for and ends with the process."""
+        """Close the open stream and end the model thread, as `ModelHost.stop` does."""
         self.close_any_stream()
-        wait_s = 0.0 if self._is_loading else STOP_WAIT_S
-        return self._thread.stop(wait_s=wait_s) or self._is_loading
-
-    def _check_loaded(self) -> None:
-        if self._facts is None:
-            raise NotReady("the model is still loading")
+        return self.model.stop()
 
     def _check_newest(self, epoch: int) -> None:
         if epoch < self.last_epoch:
@@ -301,7 +232,7 @@ class Engine:
     def _fence(self, epoch: int) -> None:
         """Record an epoch; end the stream and the rendezvous of an older one."""
         if epoch > self.last_epoch:
-            self._executor.interrupt()
+            self.model.executor.interrupt()
         if self._stream is not None and self._stream.epoch < epoch:
             logger.warning("step stream fenced epoch=%d by_epoch=%d", self._stream.epoch, epoch)
             self._stream.close(StaleEpoch(f"epoch {epoch} has taken over"))

@@ -7,7 +7,7 @@ from pagewire.v1 import adapter_pb2
 from pagewire.v1.adapter_pb2 import AdapterSet
 from worker_service.adapters.store import AdapterInfo
 from worker_service.config import WorkerConfig
-from worker_service.engine.engine import Engine
+from worker_service.engine.model_host import ModelHost
 from worker_service.errors import (
     AdapterNotFound,
     AdaptersFull,
@@ -31,9 +31,9 @@ def encode_info(info: AdapterInfo) -> adapter_pb2.AdapterInfo:
 class AdapterTable:
     """The table of names. Invariant: the worker has the contents of all adapters in it."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine) -> None:
+    def __init__(self, config: WorkerConfig, model: ModelHost) -> None:
         self._config = config
-        self._engine = engine
+        self._model = model
         self._set_lock = asyncio.Lock()
         self.current = AdapterSet()
         """The table as last set; before, the adapters that the worker was started with."""
@@ -51,7 +51,7 @@ class AdapterTable:
                     f"{module.name!r}, got {module.base_model_name!r}"
                 )
             try:
-                info = await asyncio.to_thread(self._engine.adapters.load, module.path)
+                info = await asyncio.to_thread(self._model.adapters.load, module.path)
             except (AdapterNotFound, AdaptersFull, BadAdapter) as error:
                 raise InvalidOption(f"lora_modules: {module.name}: {error}") from None
             self.current.adapters.add(
@@ -75,21 +75,21 @@ class AdapterTable:
             digests = {adapter.digest for adapter in (*table.adapters, *table.retained)}
             missing = [digest for digest in sorted(digests) if not self._has(digest)]
             if not missing:
-                await asyncio.to_thread(self._engine.adapters.retain, digests)
+                await asyncio.to_thread(self._model.adapters.retain, digests)
                 self.current = table
             return missing
 
     def _has(self, digest: bytes) -> bool:
         try:
-            self._engine.adapters.chunks(digest)
+            self._model.adapters.chunks(digest)
         except AdapterNotFound:
             return False
         return True
 
     async def put(self, chunks: Iterable[bytes]) -> adapter_pb2.AdapterInfo:
         """Keep a content that another worker has sent."""
-        return encode_info(await asyncio.to_thread(self._engine.adapters.add, chunks))
+        return encode_info(await asyncio.to_thread(self._model.adapters.add, chunks))
 
     async def load(self, path: str) -> adapter_pb2.AdapterInfo:
         """Read a content from the disk and keep it."""
-        return encode_info(await asyncio.to_thread(self._engine.adapters.load, path))
+        return encode_info(await asyncio.to_thread(self._model.adapters.load, path))

@@ -79,7 +79,7 @@ def make_worker(
         knows_callers=cluster.has_credentials,
         health_listen=network.health_listen,
     )
-    adapters = AdapterTable(config, engine)
+    adapters = AdapterTable(config, engine.model)
     progress = progress or LoadProgress(show_bar=False)
     servicer = WorkerServicer(config, engine, adapters, progress)
     pb_grpc.add_WorkerServiceServicer_to_server(servicer, server.server)
@@ -176,9 +176,9 @@ class Worker:
                 await asyncio.wait([reporting])
 
     async def _load_model(self) -> None:
-        await self._engine.load()
+        await self._engine.model.load()
         role = self._config.network.role
-        if WorkKind.GENERATION not in self._engine.facts.work_kinds and role != "both":
+        if WorkKind.GENERATION not in self._engine.model.facts.work_kinds and role != "both":
             raise InvalidOption(
                 f"role: expected both for a model that returns vectors, which have no decodes, got"
                 f" {role!r}"
@@ -216,17 +216,17 @@ class Worker:
     def _facts(self) -> WorkerFacts:
         """Collect the metrics; runs on the scrape's thread, so it only reads."""
         engine, network = self._engine, self._config.network
-        loaded = engine.facts_if_loaded
+        loaded = engine.model.facts_if_loaded
         return WorkerFacts(
             is_registered=self._registrar is not None and self._registrar.is_registered,
             is_streaming=engine.is_streaming,
             is_draining=engine.is_draining,
             last_epoch=engine.last_epoch,
-            busy_s=engine.busy_s,
-            num_weight_loads=engine.num_weight_loads,
+            busy_s=engine.model.thread.busy_s,
+            num_weight_loads=engine.model.num_weight_loads,
             uses_cuda_graphs=loaded is not None and loaded.uses_cuda_graphs,
             drafter=self._config.runner.speculative,
-            slot_changes={} if loaded is None else engine.adapters.slot_changes,
+            slot_changes={} if loaded is None else engine.model.adapters.slot_changes,
             labels=(
                 network.worker_id,
                 network.group_id,
@@ -323,7 +323,7 @@ class Worker:
             world_size=layout.world_size,
             samples=layout.samples,
             address=self._own_address,
-            model=model_info(self._config, self._engine),
+            model=model_info(self._config, self._engine.model.facts),
             last_epoch=self._engine.last_epoch,
             version=VERSION,
             adapters=self._adapters.current,
@@ -356,7 +356,7 @@ class Worker:
         """End once the device is lost: all further steps would fail in this process, but may
         succeed in a new one."""
         try:
-            await self._engine.watch_device()
+            await self._engine.model.watch_device()
         except DeviceLost as error:
             logger.error("device lost error=%s", error)
             if not self._end.is_set():

@@ -18,6 +18,7 @@ from service_common.grpc_status import Statuses, cancel_if_ended
 from worker_service import errors
 from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
+from worker_service.engine.executor import ModelFacts
 from worker_service.engine.step_stream import StepStream
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError
 from worker_service.load_progress import LoadProgress
@@ -75,7 +76,7 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
         except WorkerError as error:
             logger.warning("call refused rpc=%s error=%s", rpc.__name__, error)
             if isinstance(error, StepFailed | errors.ProfilingFailed):
-                self._engine.suspect_device()
+                self._engine.model.suspect_device()
             await abort(context, error)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
@@ -83,15 +84,15 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
             await abort(context, _no_message())
         except Exception as error:
             logger.exception("call failed rpc=%s", rpc.__name__)
-            self._engine.suspect_device()
+            self._engine.model.suspect_device()
             await abort(context, StepFailed(f"{rpc.__name__} failed: {type(error).__name__}"))
 
     return translated
 
 
-def model_info(config: WorkerConfig, engine: Engine) -> model_pb2.ModelInfo:
-    """The facts of the loaded model. Raises NotReady before it is there."""
-    info = wire.encode_model_info(engine.facts, config.model_name, config.model_aliases)
+def model_info(config: WorkerConfig, facts: ModelFacts) -> model_pb2.ModelInfo:
+    """The facts of the loaded model, with what the worker's options say of it."""
+    info = wire.encode_model_info(facts, config.model_name, config.model_aliases)
     info.reasoning_parser = config.reasoning_parser
     info.tool_call_parser = config.tool_call_parser
     if config.adapters.enable_lora:
@@ -123,16 +124,16 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetInfoResponse:
-        facts = self._engine.facts
+        facts = self._engine.model.facts
         return pb.GetInfoResponse(
             worker_id=self._config.network.worker_id,
-            model=model_info(self._config, self._engine),
+            model=model_info(self._config, facts),
             device=facts.device,
             attention_backend=facts.attention_backend,
             pid=os.getpid(),
-            num_weight_loads=self._engine.num_weight_loads,
+            num_weight_loads=self._engine.model.num_weight_loads,
             last_epoch=self._engine.last_epoch,
-            busy_us=round(self._engine.busy_s * 1e6),
+            busy_us=round(self._engine.model.thread.busy_s * 1e6),
             num_speculative_tokens=facts.num_speculative_tokens,
             moves_blocks=bool(facts.cache_groups),
         )
@@ -144,7 +145,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self, request: pb.WorkerServiceGetModelAssetsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         files = self._progress.files  # which may be there before the model is loaded
-        assets = self._engine.assets() if files is None else iter(files.contents.items())
+        assets = self._engine.model.assets() if files is None else iter(files.contents.items())
         for name, content in await asyncio.to_thread(lambda: list(assets)):
             for start in range(0, max(len(content), 1), ASSET_CHUNK_BYTES):
                 data = content[start : start + ASSET_CHUNK_BYTES]
@@ -169,7 +170,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         await self._engine.initialize_cache(
             request.num_gpu_blocks, request.num_cpu_blocks, request.epoch
         )
-        return pb.InitializeCacheResponse(keeps_blocks=bool(self._engine.facts.cache_groups))
+        return pb.InitializeCacheResponse(keeps_blocks=bool(self._engine.model.facts.cache_groups))
 
     @_translates_errors
     async def GetCachedBlocks(  # type: ignore[override]
@@ -226,7 +227,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def GetAdapter(  # type: ignore[override]
         self, request: pb.GetAdapterRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        for data in self._engine.adapters.chunks(request.digest):
+        for data in self._engine.model.adapters.chunks(request.digest):
             await context.write(pb.GetAdapterResponse(data=data))
 
     @_translates_errors
@@ -246,14 +247,14 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def StartProfile(
         self, request: pb.StartProfileRequest, context: grpc.aio.ServicerContext
     ) -> pb.StartProfileResponse:
-        await self._engine.start_profile()
+        await self._engine.model.start_profile()
         return pb.StartProfileResponse()
 
     @_translates_errors
     async def StopProfile(
         self, request: pb.StopProfileRequest, context: grpc.aio.ServicerContext
     ) -> pb.StopProfileResponse:
-        return pb.StopProfileResponse(path=await self._engine.stop_profile())
+        return pb.StopProfileResponse(path=await self._engine.model.stop_profile())
 
 
 async def _read_plans(

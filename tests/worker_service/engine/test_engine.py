@@ -45,7 +45,7 @@ class CountingExecutor(TorchExecutor):
 async def test_memory_is_measured_once_for_each_size_of_batch() -> None:
     executor = CountingExecutor()
     engine = Engine(executor, NO_PEERS)
-    await engine.load()
+    await engine.model.load()
     try:
         counts = [(await engine.profile_blocks(n, 64)).num_gpu_blocks for n in (3, 3, 4, 3)]
     finally:
@@ -57,7 +57,7 @@ async def test_memory_is_measured_once_for_each_size_of_batch() -> None:
 async def test_a_batch_that_cannot_be_computed_is_an_error_that_says_why() -> None:
     executor = CountingExecutor()
     engine = Engine(executor, NO_PEERS)
-    await engine.load()
+    await engine.model.load()
     executor.failure = TypeError("failed to specialize an argument\nand more")
     says = "^the largest batch cannot be computed: TypeError: failed to specialize an argument$"
     try:
@@ -74,14 +74,14 @@ async def test_nothing_is_made_for_an_epoch_that_another_has_taken_over_meanwhil
     """A rank would wait for others that are at the newer one already."""
     executor = CountingExecutor()
     engine = Engine(executor, NO_PEERS)
-    await engine.load()
+    await engine.model.load()
     may_go_on = threading.Event()
 
     def be_at_something() -> None:
         may_go_on.wait(60)
 
     try:
-        engine._thread.post(be_at_something)
+        engine.model.thread.post(be_at_something)
         older = asyncio.create_task(engine.initialize_cache(4, 0, epoch=1))
         newer = asyncio.create_task(engine.initialize_cache(4, 0, epoch=2))
         await asyncio.sleep(0)
