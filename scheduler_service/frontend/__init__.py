@@ -9,7 +9,8 @@
 | `servicer` | `InferenceService` over gRPC |
 | `http/` | the same over HTTP: OpenAI's API, metrics, the dashboard |
 | `auth` | API keys, and what each allows |
-| `request_manager` | the open requests: admission, attempts, deadlines, cancellation |
+| `request_manager` | the open requests: attempts, deadlines, cancellation |
+| `capacity` | how many requests may be open, and whether new ones are accepted |
 | `multiplexer` | several requests in one call |
 | `pooling/` | calls for vectors, scores, ranks and labels of many texts |
 | `input/` | validation, tokenization, defaults: a request as the core gets it |

@@ -105,7 +105,7 @@ class RequestMultiplexer:
         `read` gives None at the client's end. Raises Unavailable if the service ends first.
         """
         reading = asyncio.create_task(self._read_all(read))
-        draining = asyncio.create_task(self._requests.is_draining.wait())
+        draining = asyncio.create_task(self._requests.capacity.is_draining.wait())
         for task in (reading, draining):
             task.add_done_callback(lambda _: self._wake.set())
         try:
@@ -129,7 +129,7 @@ class RequestMultiplexer:
             if not request.HasField("request_id"):
                 raise InvalidArgument("request_id", "required on a GenerateMany stream")
             tenant = self._tenant_now()
-            self._requests.check_call_share(len(opened))
+            self._requests.capacity.check_call_share(len(opened))
             number = next(self._numbers)
             on_update = partial(opened.record_update, number)
             opened.add(number, self._requests.open(request, self._deadline, on_update, tenant))
@@ -146,7 +146,7 @@ class RequestMultiplexer:
                 reading.result()  # raises the error that ended it
                 if not self._open_requests:
                     return
-            if not self._open_requests and self._requests.is_draining.is_set():
+            if not self._open_requests and self._requests.capacity.is_draining.is_set():
                 raise Unavailable("the frontend is shutting down", reason="SHUTTING_DOWN")
             await self._wake.wait()
 
@@ -218,7 +218,7 @@ class RequestBatch:
         self, requests: Sequence[inference_pb.GenerateRequest], request_id: str, tenant: Principal
     ) -> None:
         """Open all of them; raises the error of the first that is refused."""
-        share = self._manager.tenant_share
+        share = self._manager.capacity.tenant_share
         if len(requests) > share:
             raise InvalidArgument(
                 "prompt", f"expected at most {share} prompts in one call, got {len(requests)}"

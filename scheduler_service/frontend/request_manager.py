@@ -7,7 +7,6 @@ frees its capacity and cancels it at the core at once, whether or not its client
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -15,14 +14,9 @@ from typing import Protocol, TypeAlias
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service import attempts
-from scheduler_service.errors import (
-    DeadlineExceeded,
-    PagewireError,
-    QueueFull,
-    RequestAborted,
-    Unavailable,
-)
+from scheduler_service.errors import DeadlineExceeded, PagewireError, RequestAborted
 from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.capacity import RequestCapacity, shutting_down
 from scheduler_service.frontend.core_client import CoreClient
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.processor import (
@@ -43,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 CHECKED_INLINE_BYTES = 1 << 16
 """Requests up to this size are checked on the event loop, in a few milliseconds at most."""
-
-RETRY_DELAY_S = 1.0
-"""Retry delay that clients get when this frontend, or their share of it, is full."""
 
 CANCEL_LATENCY_S = 0.25
 """How long after a new call the cancellation of an earlier one may become visible here."""
@@ -78,27 +69,18 @@ class RequestManager:
     models: ModelDirectory
     checker: ConstraintChecker
     _: KW_ONLY
-    max_concurrent_requests: int
-    tenant_share: int
-    """Maximum number of open requests of one tenant or one call."""
+    capacity: RequestCapacity
     default_timeout_s: float | None
     metrics: FrontendMetrics
     tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
-        self._num_by_tenant: Counter[str] = Counter()
         self._open: dict[_Key, _Open] = {}
         self._calls: dict[OpenCall, None] = {}
         """Calls for vectors, scores and labels."""
-        self._none_open = asyncio.Event()
-        self._none_open.set()
-        self.is_draining = asyncio.Event()
-        """Set when no new requests are accepted any longer, except late ones."""
-        self._is_closed = False
-        """Whether those are refused as well."""
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._calls)
+        return self.capacity.num_open
 
     def open(
         self,
@@ -115,15 +97,15 @@ class RequestManager:
         client cannot see. Raises the error that refuses the request at once; errors that are found
         later are the stream's.
         """
-        with self._counting_refusals(request, tenant):
-            self._check_accepting(is_late=is_late)
+        with self._counting_refusals(tenant, request.priority):
+            self.capacity.check_accepting(is_late=is_late)
             validation.check_request_id(request)
             if request.ByteSize() <= CHECKED_INLINE_BYTES:
                 validation.check_request(request)
             request_id = request.request_id or draw_request_id()
             previous = self._open.get((tenant.name, request_id))
             if previous is None:
-                self._check_room(tenant)
+                self.capacity.check_room(tenant)
             else:
                 _check_takes_over(request, previous.request)
             deadline = self.deadline_or_default(deadline)
@@ -137,14 +119,13 @@ class RequestManager:
                 stream.submission.replace(previous.stream.submission)
                 self._fail(previous, attempts.taken_over(request_id, request.attempt))
             else:
-                self._num_by_tenant[tenant.name] += 1
+                self.capacity.add(tenant.name)
             self._open[_key(stream)] = _Open(
                 stream,
                 request,
                 preparing=asyncio.create_task(self._prepare(stream, request, tenant)),
                 timer=self._start_timer(stream),
             )
-            self._none_open.clear()
             return stream
 
     async def open_soon(
@@ -168,13 +149,11 @@ class RequestManager:
         return self.open(request, deadline, on_update, tenant, is_late)
 
     @contextmanager
-    def _counting_refusals(
-        self, request: inference_pb.GenerateRequest, tenant: Principal
-    ) -> Iterator[None]:
+    def _counting_refusals(self, tenant: Principal, priority: int) -> Iterator[None]:
         try:
             yield
         except PagewireError as error:
-            self.metrics.count_refused(tenant.name, request.priority, error)
+            self.metrics.count_refused(tenant.name, priority, error)
             raise
 
     def close(self, stream: RequestStream) -> None:
@@ -192,52 +171,27 @@ class RequestManager:
         del self._open[_key(stream)]
         opened.closed.set()
         self._stop(opened)
-        self._release(stream.tenant)
+        self.capacity.remove(stream.tenant)
 
     def enter(self, call: OpenCall, tenant: Principal, *, is_late: bool = False) -> None:
         """Count a call for vectors, scores or labels as an open request until `leave`. Raises
         Unavailable during a shutdown, and QueueFull."""
-        try:
-            self._check_accepting(is_late=is_late)
-            self._check_room(tenant)
-        except PagewireError as error:
-            self.metrics.count_refused(tenant.name, 0, error)
-            raise
-        self._num_by_tenant[tenant.name] += 1
+        with self._counting_refusals(tenant, priority=0):
+            self.capacity.check_accepting(is_late=is_late)
+            self.capacity.check_room(tenant)
+        self.capacity.add(tenant.name)
         self._calls[call] = None
-        self._none_open.clear()
 
     def leave(self, call: OpenCall, tenant: Principal) -> None:
         """Stop counting a call."""
         del self._calls[call]
-        self._release(tenant.name)
-
-    def share_of_call(self, tenant: Principal) -> int:
-        """How many inputs a call of a tenant may have at the core: as many requests as the frontend
-        and the tenant may have are shared by those that are open."""
-        num_of_tenant = self._num_by_tenant[tenant.name] if tenant.name else 1
-        return min(
-            self.max_concurrent_requests // max(1, len(self)),
-            self.tenant_share // max(1, num_of_tenant),
-        )
+        self.capacity.remove(tenant.name)
 
     def deadline_or_default(self, deadline: float | None) -> float | None:
         """A request's deadline on the monotonic clock, or the default one."""
         if deadline is None and self.default_timeout_s is not None:
             return time.monotonic() + self.default_timeout_s
         return deadline
-
-    def _release(self, tenant: str) -> None:
-        """Stop counting an open request of a tenant."""
-        self._num_by_tenant[tenant] -= 1
-        if not self._num_by_tenant[tenant]:
-            del self._num_by_tenant[tenant]
-        if not self:
-            self._none_open.set()
-
-    def _check_accepting(self, *, is_late: bool) -> None:
-        if self._is_closed or (self.is_draining.is_set() and not is_late):
-            raise _shutting_down()
 
     def abort(self, request_id: str, tenant: Principal) -> bool:
         """End a tenant's request from outside its call; False if it is not open here."""
@@ -249,44 +203,13 @@ class RequestManager:
     async def drain(self, grace_s: float, last_arrivals: Awaitable[object]) -> None:
         """Refuse new requests, except late ones until `last_arrivals` is done; give open requests
         `grace_s` seconds to finish, then end them."""
-        self.is_draining.set()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await last_arrivals
-                await self._none_open.wait()
-        self._is_closed = True
+        await self.capacity.drain(grace_s, last_arrivals)
         if self:
             logger.warning("ending open requests num_requests=%d", len(self))
         for opened in list(self._open.values()):
-            self._fail(opened, _shutting_down())
+            self._fail(opened, shutting_down())
         for call in list(self._calls):
-            call.fail(_shutting_down())
-
-    def check_call_share(self, num_open: int) -> None:
-        """Raise QueueFull unless a call that has `num_open` requests open may open another."""
-        if num_open >= self.tenant_share:
-            raise self._share_used(f"this call has {num_open}")
-
-    def _check_room(self, tenant: Principal) -> None:
-        """Raise QueueFull if the frontend is full, or one tenant has its share of it."""
-        if len(self) >= self.max_concurrent_requests:
-            raise QueueFull(
-                f"the frontend is full: it has {len(self)} open requests, and may have "
-                f"max_concurrent_requests={self.max_concurrent_requests}; try again later",
-                details={"max_concurrent_requests": self.max_concurrent_requests},
-                retry_delay_s=RETRY_DELAY_S,
-            )
-        num_open = self._num_by_tenant[tenant.name]
-        if tenant.name and num_open >= self.tenant_share:
-            raise self._share_used(f"the tenant {tenant.name!r} has {num_open}")
-
-    def _share_used(self, holder: str) -> QueueFull:
-        return QueueFull(
-            f"{holder} open requests, and may have max_tenant_requests={self.tenant_share}: "
-            "wait until some of them have ended",
-            details={"max_tenant_requests": self.tenant_share},
-            retry_delay_s=RETRY_DELAY_S,
-        )
+            call.fail(shutting_down())
 
     def _start_timer(self, stream: RequestStream) -> asyncio.TimerHandle | None:
         """End the request at its deadline, as the core does, even if the core is away."""
@@ -385,7 +308,3 @@ def _check_takes_over(
         live_attempt=live.attempt,
         is_same=fingerprint(request, request.lora) == fingerprint(live, live.lora),
     )
-
-
-def _shutting_down() -> Unavailable:
-    return Unavailable("the frontend is shutting down", reason="SHUTTING_DOWN")

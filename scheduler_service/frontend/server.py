@@ -18,6 +18,7 @@ from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_
 from scheduler_service.errors import Unavailable
 from scheduler_service.frontend import auth
 from scheduler_service.frontend.adapter_service import AdapterService
+from scheduler_service.frontend.capacity import RequestCapacity
 from scheduler_service.frontend.config import FrontendConfig, public_server_options
 from scheduler_service.frontend.core_client import CoreClient, CoreConnection
 from scheduler_service.frontend.http.middleware import HttpServices
@@ -125,8 +126,7 @@ def make_frontend(config: FrontendConfig) -> Frontend:
         core_client,
         models,
         ConstraintChecker(),
-        max_concurrent_requests=config.max_concurrent_requests,
-        tenant_share=config.tenant_share,
+        capacity=RequestCapacity(config.max_concurrent_requests, config.tenant_share),
         default_timeout_s=config.default_timeout_s,
         metrics=metrics,
         tracing=make_tracing("frontend", VERSION, config.otlp_endpoint, frontend_id),

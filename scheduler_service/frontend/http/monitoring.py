@@ -33,7 +33,7 @@ router = APIRouter(tags=["Operation"])
 )
 async def health(services: Services) -> Response:
     """200 when a model can be served; 503 before, and while shutting down."""
-    if services.requests.is_draining.is_set():
+    if services.requests.capacity.is_draining.is_set():
         return error_response(Unavailable("shutting down", reason="SHUTTING_DOWN"))
     if not services.models.is_serving:
         return error_response(services.models.unavailable("no model is served"))

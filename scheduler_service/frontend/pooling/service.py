@@ -102,7 +102,7 @@ class PoolingService:
             requests.core_client,
             tenant,
             requests.deadline_or_default(deadline),
-            lambda: min(MAX_OPEN_INPUTS, requests.share_of_call(tenant)),
+            lambda: min(MAX_OPEN_INPUTS, requests.capacity.share_of_call(tenant)),
         )
         requests.enter(call, tenant, is_late=is_late)
         outcome, reading = CANCELLED, None

@@ -149,7 +149,7 @@ async def test_a_shutdown_lets_open_requests_finish_and_takes_no_new_ones() -> N
         call = client.Generate(generate_request("hello"))
         request = await core.next_request()
         stopping = asyncio.create_task(frontend.stop())
-        await frontend.requests.is_draining.wait()
+        await frontend.requests.capacity.is_draining.wait()
         error = await error_of(client.Generate(generate_request("hello")))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert error_info(error).reason == "SHUTTING_DOWN"

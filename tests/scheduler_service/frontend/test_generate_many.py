@@ -167,7 +167,7 @@ async def test_a_shutdown_lets_the_streams_requests_finish(half_closed: bool) ->
         if half_closed:
             await call.done_writing()
         stopping = asyncio.create_task(frontend.stop())
-        await frontend.requests.is_draining.wait()
+        await frontend.requests.capacity.is_draining.wait()
         await request.complete(letters("ok"))
         answer: list[pb.GenerateResponse] = []
         while not answer or not answer[-1].HasField("usage"):

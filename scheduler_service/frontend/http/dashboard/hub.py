@@ -235,7 +235,7 @@ async def _until_draining(hub: Hub, services: HttpServices) -> AsyncIterator[byt
     """The lines until shutdown; one at least every few seconds shows that both sides are alive."""
     async with aclosing(hub.lines()) as lines:
         async for line in lines:
-            if services.requests.is_draining.is_set():
+            if services.requests.capacity.is_draining.is_set():
                 hub.close()
                 return
             yield line

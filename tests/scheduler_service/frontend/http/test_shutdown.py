@@ -30,7 +30,7 @@ STREAM = http_post("/v1/completions", b'{"prompt": "hello", "stream": true}')
 async def stopping(served: HttpServed) -> AsyncIterator[None]:
     """Stop the frontend, whose end is awaited at last."""
     stop = asyncio.create_task(served.frontend.stop())
-    await served.frontend.requests.is_draining.wait()
+    await served.frontend.requests.capacity.is_draining.wait()
     yield
     await stop
 

@@ -219,7 +219,7 @@ async def test_the_stream_ends_when_the_frontend_does(
     async with served.client.stream("GET", "/dashboard/stream") as response:
         lines = aiter(response.aiter_lines())
         await next_message(lines)
-        served.frontend.requests.is_draining.set()
+        served.frontend.requests.capacity.is_draining.set()
         core.statuses.put_nowait(make_status())
         with pytest.raises(StopAsyncIteration):
             await next_message(lines)
