@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from worker_service.loader.kernels import CACHE_DTYPES, choose_kernels, require_
 from worker_service.loader.loaded_model import LoadedModel
 from worker_service.loader.pooling.pooler import PoolerBuilder, pools
 from worker_service.loader.quantized.schemes import Schemes, quantization_method, read_schemes
-from worker_service.loader.texts import start_reading_texts
+from worker_service.loader.texts import Texts, start_reading_texts
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights.checkpoint import Checkpoint, open_checkpoint, warn_of_unused
 from worker_service.models.interface import Model, ModelContext, Pools
@@ -137,7 +137,39 @@ def load_model(
     """
     started = time.monotonic()
     cache = cache or CacheConfig()
-    progress = progress or LoadProgress()
+    builder = _prepare(config, cache, progress or LoadProgress())
+    texts = _start_reading_texts(builder, tokenizer)
+    model, pooler = _build(builder)
+    block_size = cache.block_size or builder.kernels.attention.abilities.default_block_size
+    eos_token_ids, bos_token_id = special_tokens(builder.model_dir, builder.hf_config)
+    assets, get_tokenizer = texts()
+    if (published := builder.progress.files) is not None:
+        of_model = published.fingerprint
+    else:
+        of_model = _fingerprint(builder, assets, None if pooler is None else pooler.pooling)
+    loaded = LoadedModel(
+        model=model,
+        config=_resolved(builder, model),
+        block_size=block_size,
+        model_dir=builder.model_dir,
+        hf_config=builder.hf_config,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        assets=assets,
+        tokenizer=get_tokenizer,
+        fingerprint=of_model,
+        pooler=pooler,
+        weights=builder.checkpoint.stored_as,
+        communicator=builder.context.communicator,
+        kernels=builder.kernels,
+        batch_invariant=_is_batch_invariant(builder, model, block_size),
+    )
+    _log(loaded, time.monotonic() - started)
+    return loaded
+
+
+def _prepare(config: ModelConfig, cache: CacheConfig, progress: LoadProgress) -> ModelBuilder:
+    """Find the model's files, and choose the kernels and everything else that it is built from."""
     device = _device_of(config, cache)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches there, whatever device its tensors are on
@@ -155,44 +187,23 @@ def load_model(
     if has_weights:  # report damaged files before anything is built
         checkpoint = open_checkpoint(model_dir, schemes)
         _warn_of_unused(config, hf_config, checkpoint)
+    return ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
+
+
+def _start_reading_texts(
+    builder: ModelBuilder, tokenizer: TokenizerProcess | None
+) -> Callable[[], Texts]:
+    """Read what frontends need, and publish it as soon as its fingerprint is known."""
+    generates, overrides = builder.context.generates, Overrides.from_options(builder.config)
 
     def on_files(files: Mapping[str, bytes]) -> None:
-        if context.generates:  # of others, the fingerprint depends on what follows the weights
-            progress.publish(FrontendFiles(_fingerprint(config, model_dir, files), files))
+        if generates:  # of others, the fingerprint depends on what follows the weights
+            builder.progress.publish(FrontendFiles(_fingerprint(builder, files), files))
 
     def reading() -> Iterator[tuple[str, bytes]]:
-        return overrides.of_files(iter_assets(model_dir, tokenizer))
+        return overrides.of_files(iter_assets(builder.model_dir, tokenizer))
 
-    texts = start_reading_texts(model_dir, reading, on_files, generates=context.generates)
-    builder = ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
-    model, pooler = _build(builder)
-    block_size = cache.block_size or kernels.attention.abilities.default_block_size
-    eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
-    assets, get_tokenizer = texts()
-    if (published := progress.files) is not None:
-        of_model = published.fingerprint
-    else:
-        facts = None if pooler is None else pooler.pooling
-        of_model = _fingerprint(config, model_dir, assets, facts)
-    loaded = LoadedModel(
-        model=model,
-        config=_resolved(config, context, model, kernels),
-        block_size=block_size,
-        model_dir=model_dir,
-        hf_config=hf_config,
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_id,
-        assets=assets,
-        tokenizer=get_tokenizer,
-        fingerprint=of_model,
-        pooler=pooler,
-        weights=checkpoint.stored_as,
-        communicator=context.communicator,
-        kernels=kernels,
-        batch_invariant=_is_batch_invariant(config, model, context, block_size),
-    )
-    _log(loaded, time.monotonic() - started)
-    return loaded
+    return start_reading_texts(builder.model_dir, reading, on_files, generates=generates)
 
 
 def _build(builder: ModelBuilder) -> tuple[Model, Pools | None]:
@@ -210,26 +221,22 @@ def _build(builder: ModelBuilder) -> tuple[Model, Pools | None]:
     return model, PoolerBuilder(*of_pooler).build(model)
 
 
-def _resolved(
-    config: ModelConfig, context: ModelContext, model: Model, kernels: Kernels
-) -> ModelConfig:
+def _resolved(builder: ModelBuilder, model: Model) -> ModelConfig:
     """The options with what was chosen where they leave it open."""
     return replace(
-        config,
-        device=str(context.device),
-        dtype=str(context.dtype).removeprefix("torch."),
+        builder.config,
+        device=str(builder.context.device),
+        dtype=str(builder.context.dtype).removeprefix("torch."),
         max_model_len=model.max_model_len,
-        attention_backend="+".join(backend.name for backend in kernels.backends),
+        attention_backend="+".join(backend.name for backend in builder.kernels.backends),
     )
 
 
 def _fingerprint(
-    config: ModelConfig,
-    model_dir: Path,
-    files: Mapping[str, bytes],
-    pooling: PoolingFacts | None = None,
+    builder: ModelBuilder, files: Mapping[str, bytes], pooling: PoolingFacts | None = None
 ) -> str:
-    return fingerprint(model_dir, files, config.load_format, config.quantization, pooling)
+    config = builder.config
+    return fingerprint(builder.model_dir, files, config.load_format, config.quantization, pooling)
 
 
 def _choose_cores(config: ModelConfig) -> None:
@@ -309,10 +316,9 @@ def _warn_of_unused(
         )
 
 
-def _is_batch_invariant(
-    config: ModelConfig, model: Model, context: ModelContext, block_size: int
-) -> bool:
+def _is_batch_invariant(builder: ModelBuilder, model: Model, block_size: int) -> bool:
     """Try the model. Raises UnsupportedModel if it is not as batch-invariant as requested."""
+    config, context = builder.config, builder.context
     same_bits = try_model(model, context.device, block_size)
     if config.batch_invariant and not same_bits:
         raise UnsupportedModel(
