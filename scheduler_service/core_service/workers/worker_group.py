@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from scheduler_service.core_service.workers.errors import CannotServe, GroupHung, WorkerTakenOver
+from scheduler_service.core_service.workers.worker import Worker
 from scheduler_service.core_service.workers.worker_session import WorkerSession
 from scheduler_service.tasks import run_until_first
 
@@ -30,36 +31,6 @@ _COMMON_FACTS = (
     "max_loras",
 )
 """Properties in which the ranks of a group must agree; a block's size in bytes may differ."""
-
-
-class Worker:
-    """A registered worker, from its first message to the end of its stream."""
-
-    def __init__(self, registration: pb.WorkerRegistration, now: float) -> None:
-        self.registration = registration
-        self.last_heartbeat = now
-        self.stop_reason: str | None = None
-        """The reason why the process must end, if it must."""
-        self.dismissed = asyncio.Event()
-        """Set when the core ends the stream."""
-        self.stop_sent = asyncio.Event()
-        """Set when a stop directive has been sent."""
-        self.directives: asyncio.Queue[pb.WorkerDirective] = asyncio.Queue()
-        """Directives to send. A stream takes one message at a time, so all pass through here."""
-
-    def dismiss(self, stop_reason: str | None) -> None:
-        """End the stream, and also the process if there is a reason. Only the first call has an
-        effect: the ranks of a drained group leave one by one."""
-        if self.dismissed.is_set():
-            return
-        self.stop_reason = stop_reason
-        if stop_reason is not None:
-            self.send_stop(stop_reason)
-        self.dismissed.set()
-
-    def send_stop(self, reason: str) -> None:
-        """Send a stop directive; the stream continues until the process ends it."""
-        self.directives.put_nowait(pb.WorkerDirective(stop=pb.Stop(reason=reason)))
 
 
 class WorkerGroup:
@@ -197,7 +168,7 @@ class WorkerGroup:
         """Accept no new requests; stop the ranks once running requests have moved or finished."""
         self.is_draining = True
         for worker in self.workers:
-            worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
+            worker.send(pb.WorkerDirective(drain=pb.Drain()))
         if self._session is not None and self.is_full:
             self._session.drain()
             if self._session.has_stream:

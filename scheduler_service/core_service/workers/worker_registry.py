@@ -9,9 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import grpc
 
@@ -20,8 +18,10 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.workers import models
 from scheduler_service.core_service.workers.step_watchdog import StepTimeout
-from scheduler_service.core_service.workers.worker_group import Worker, WorkerGroup
+from scheduler_service.core_service.workers.worker import Context, Worker, write
+from scheduler_service.core_service.workers.worker_group import WorkerGroup
 from scheduler_service.core_service.workers.worker_session import (
     MAX_EPOCH,
     Dial,
@@ -30,24 +30,12 @@ from scheduler_service.core_service.workers.worker_session import (
 )
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
 from scheduler_service.status_codes import rpc
-from scheduler_service.tasks import run_until_first, shielded
+from scheduler_service.tasks import run_until_first
 
 logger = logging.getLogger(__name__)
 
-Context: TypeAlias = grpc.aio.ServicerContext[pb.RegisterWorkerRequest, pb.RegisterWorkerResponse]
-
-LOOP_DELAY_SHARE = 0.1
-"""Extra share of the lease, in which a loop that was delayed reads waiting heartbeats."""
-
 MAX_LOSSES = 32
 """Losses kept for status pages."""
-
-_PARSERS = ("reasoning_parser", "tool_call_parser")
-_AGREED_FACTS = ("fingerprint", "dtype", "structured_output", "max_loras", *_PARSERS)
-"""Facts of a model that must be the same on all of its workers."""
-
-LAST_WRITE_TIMEOUT_S = 1.0
-"""Time limit for the last message to a worker, which may no longer read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +65,8 @@ class WorkerRegistry:
 
     def __post_init__(self) -> None:
         self._groups: dict[str, WorkerGroup] = {}
-        self._loading: dict[int, status_pb2.WorkerLoading] = {}
-        """Reports of workers that load their model, by the number of their stream."""
-        self._num_loads = 0
+        self._loading: dict[Context, status_pb2.WorkerLoading] = {}
+        """Reports of workers that load their model, by their stream."""
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_LOSSES)
         """The most recently lost workers, in order."""
         self.num_losses = 0
@@ -96,41 +83,12 @@ class WorkerRegistry:
     def served_models(self) -> list[model_pb2.ModelInfo]:
         """Models that can be served now, by name, each with the greatest length of its groups,
         because the core places a request where it fits, and the aliases of all of them."""
-        models: dict[str, model_pb2.ModelInfo] = {}
-        for group in self:
-            model = group.registration.model
-            if not group.is_ready:
-                continue
-            best = models.get(model.name, model)
-            longest = max(best, model, key=lambda info: info.max_model_len)
-            merged = models[model.name] = model_pb2.ModelInfo()
-            merged.CopyFrom(longest)
-            merged.max_cached_tokens = max(best.max_cached_tokens, group.max_cached_tokens)
-            merged.aliases[:] = dict.fromkeys((*best.aliases, *model.aliases))
-            if limit := self._text_limit(merged):
-                merged.pooling.max_text_tokens = limit
-        names = set(models)
-        for name in sorted(models):  # an alias belongs to one model
-            aliases = [alias for alias in models[name].aliases if alias not in names]
-            models[name].aliases[:] = aliases
-            names.update(aliases)
-        return [models[name] for name in sorted(models)]
-
-    def _text_limit(self, model: model_pb2.ModelInfo) -> int:
-        """Most tokens of a text that is pooled, if a step has fewer than the model takes and the
-        text must be computed in one; else 0."""
-        config = self.scheduler_config
-        if not model.HasField("pooling"):
-            return 0
-        if config.enable_chunked_prefill and not model.whole_prompt:
-            return 0
-        limit = model.pooling.max_text_tokens or model.max_model_len
-        return config.max_num_batched_tokens if config.max_num_batched_tokens < limit else 0
+        return models.served_models(self, self.scheduler_config)
 
     def registered_names(self) -> list[str]:
         """The names of the models of all groups, ready or not, in order."""
-        models = (group.registration.model for group in self._groups.values())
-        return sorted({name for model in models for name in (model.name, *model.aliases)})
+        infos = (group.registration.model for group in self)
+        return sorted({name for info in infos for name in (info.name, *info.aliases)})
 
     def groups_with(self, model: str) -> list[WorkerGroup]:
         """Groups that have a model loaded, ready ones first."""
@@ -178,14 +136,14 @@ class WorkerRegistry:
         refusal = self._refusal_of(registration)
         if refusal is not None:
             logger.warning("worker refused worker_id=%s reason=%s", registration.worker_id, refusal)
-            await _write(context, pb.WorkerDirective(stop=pb.Stop(reason=refusal)))
+            await write(context, pb.WorkerDirective(stop=pb.Stop(reason=refusal)))
             return
         worker, group = self._join(registration)
         try:
             await run_until_first(
-                self._await_dismissal(worker),
+                worker.wait_dismissed(),
                 self._read_heartbeats(worker, group, context),
-                self._write_directives(worker, context),
+                worker.write_directives(context),
                 self._watch_lease(worker),
                 group.step(),
             )
@@ -205,14 +163,12 @@ class WorkerRegistry:
 
     async def _follow_load(self, heartbeat: pb.WorkerHeartbeat, context: Context) -> None:
         """Keep a worker's reports of its load until its stream ends or is silent."""
-        self._num_loads += 1
-        number = self._num_loads
         first = heartbeat.loading
         logger.info("worker loading group_id=%s rank=%d", first.group_id, first.rank)
-        await _write(context, self._lease())
+        await write(context, self._lease())
         try:
             while True:
-                self._loading[number] = heartbeat.loading
+                self._loading[context] = heartbeat.loading
                 self.on_change()
                 async with asyncio.timeout(self.lease_s):
                     request = await context.read()
@@ -224,7 +180,7 @@ class WorkerRegistry:
                 f"no heartbeat for {self.lease_s:g} s", reason="LEASE_EXPIRED"
             ) from None
         finally:
-            self._loading.pop(number, None)
+            self._loading.pop(context, None)
             self.on_change()
 
     def _lease(self) -> pb.WorkerDirective:
@@ -234,33 +190,19 @@ class WorkerRegistry:
         """The reason why a worker cannot join, or None; does not count a worker that it would
         replace."""
         group = self._groups.get(registration.group_id) or self._make_group(registration)
-        return group.refusal_of(registration) or self._model_refusal(registration)
-
-    def _model_refusal(self, registration: pb.WorkerRegistration) -> str | None:
-        """Groups that serve a model of the same name must serve the same model."""
-        model = registration.model
-        for other in self.groups_with(model.name):
-            if other.group_id == registration.group_id:
-                continue
-            for fact in _AGREED_FACTS:
-                theirs, ours = _fact(model, fact), _fact(other.registration.model, fact)
-                if theirs != ours:
-                    return (
-                        f"model {model.name!r} is served with {fact} {ours} by group "
-                        f"{other.group_id!r}; this worker has {theirs}"
-                    )
-        return None
+        namesakes = self.groups_with(registration.model.name)
+        return group.refusal_of(registration) or models.refusal_of(registration, namesakes)
 
     def _join(self, registration: pb.WorkerRegistration) -> tuple[Worker, WorkerGroup]:
         """Add a worker; returns it and its group."""
-        worker = Worker(registration, self.driver.clock())
-        worker.directives.put_nowait(self._lease())
+        worker = Worker(registration, self.lease_s, self.driver.clock)
+        worker.send(self._lease())
         group = self._groups.get(registration.group_id)
         if group is None:
             group = self._groups[registration.group_id] = self._make_group(registration)
         group.join(worker)
         self.on_change()
-        if limit := self._text_limit(registration.model):
+        if limit := models.text_limit(registration.model, self.scheduler_config):
             logger.warning(
                 "texts are limited to a step's tokens: to take longer ones, set"
                 " max_num_batched_tokens to the model's length model=%s max_num_batched_tokens=%d"
@@ -321,37 +263,15 @@ class WorkerRegistry:
 
     async def _read_heartbeats(self, worker: Worker, group: WorkerGroup, context: Context) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
-            worker.last_heartbeat = self.driver.clock()
+            worker.renew_lease()
             if request.heartbeat.state == status_pb2.WORKER_STATE_DRAINING:
                 self._drain(group)
 
-    async def _await_dismissal(self, worker: Worker) -> None:
-        """Return when the worker is dismissed, and a stop directive was sent if its process must
-        end."""
-        await worker.dismissed.wait()
-        if worker.stop_reason is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
-                    await worker.stop_sent.wait()
-
-    async def _write_directives(self, worker: Worker, context: Context) -> None:
-        while True:
-            directive = await worker.directives.get()
-            await _write(context, directive)
-            if directive.HasField("stop"):
-                worker.stop_sent.set()
-
     async def _watch_lease(self, worker: Worker) -> None:
-        while (remaining_s := self._remaining_lease_s(worker)) > 0:
-            await asyncio.sleep(remaining_s)
-            if self._remaining_lease_s(worker) <= 0:
-                await asyncio.sleep(self.lease_s * LOOP_DELAY_SHARE)
+        await worker.wait_expired()
         self.counters.counts.num_lease_expiries += 1
         logger.warning("lease expired worker_id=%s", worker.registration.worker_id)
         raise Unavailable(f"no heartbeat for {self.lease_s:g} s", reason="LEASE_EXPIRED")
-
-    def _remaining_lease_s(self, worker: Worker) -> float:
-        return worker.last_heartbeat + self.lease_s - self.driver.clock()
 
 
 def _checked(first: pb.WorkerHeartbeat) -> pb.WorkerRegistration:
@@ -369,13 +289,3 @@ def _checked(first: pb.WorkerHeartbeat) -> pb.WorkerRegistration:
     if registration.last_epoch > MAX_EPOCH:
         raise InvalidArgument("registration.last_epoch", f"expected at most {MAX_EPOCH}")
     return registration
-
-
-async def _write(context: Context, directive: pb.WorkerDirective) -> None:
-    message = pb.RegisterWorkerResponse(directive=directive)
-    await shielded(context.write(message), LAST_WRITE_TIMEOUT_S)
-
-
-def _fact(model: model_pb2.ModelInfo, name: str) -> Any:
-    value = getattr(model, name)
-    return "auto" if name in _PARSERS and not value else value

@@ -1,6 +1,7 @@
 """A model's files are asked of workers that may go meanwhile."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -11,7 +12,8 @@ from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.model_assets import AssetCache
-from scheduler_service.core_service.workers.worker_group import Worker, WorkerGroup
+from scheduler_service.core_service.workers.worker import Worker
+from scheduler_service.core_service.workers.worker_group import WorkerGroup
 from scheduler_service.errors import Unavailable
 from service_common.cluster import NO_CLUSTER, Cluster
 
@@ -40,7 +42,7 @@ class OneGroup(list[WorkerGroup]):
 
 async def test_a_worker_that_goes_before_it_is_asked_is_one_that_does_not_answer() -> None:
     group = WorkerGroup(REGISTRATION, cast(Any, None))
-    worker = Worker(REGISTRATION, 0.0)
+    worker = Worker(REGISTRATION, lease_s=1.0, clock=time.monotonic)
     group.join(worker)
     dial = partial(Cluster(NO_CLUSTER).dial, WorkerServiceStub)
     cache = AssetCache(cast(Any, OneGroup([group])), dial)

@@ -1,10 +1,12 @@
 """Groups of several ranks: whole or not at all, the same plans to each, one that samples."""
 
+import time
+
 import pytest
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service.core_service.service import CoreService
-from scheduler_service.core_service.workers.worker_group import Worker
+from scheduler_service.core_service.workers.worker import Worker
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
 from tests.support.fake_worker import FakeWorker, counted
@@ -153,7 +155,7 @@ async def test_a_group_is_drained_as_one(service: CoreService, fleet: Fleet) -> 
 
 
 async def test_a_rank_that_leaves_later_than_others_is_told_once_to_stop() -> None:
-    worker = Worker(pb.WorkerRegistration(), 0.0)
+    worker = Worker(pb.WorkerRegistration(), lease_s=1.0, clock=time.monotonic)
     worker.dismiss("drained")
     worker.dismiss("drained")
     assert worker.directives.qsize() == 1
