@@ -172,7 +172,7 @@ class SimulatedRunner:
 
     def _move_blocks(self, plan: StepPlan) -> None:
         for lease_id in plan.ended_lease_ids.tolist():
-            self.memory.end_lease(lease_id)
+            self.memory.leases.end(lease_id)
         self._table.forget(plan.forget_seq_ids)
         self.memory.swap_out(plan.swap_out.tolist())
         self.memory.swap_in(plan.swap_in.tolist())

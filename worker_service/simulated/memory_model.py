@@ -50,39 +50,22 @@ Pairs = Sequence[Sequence[int]]
 _NO_IDS: frozenset[int] = frozenset()
 
 
-class MemoryModel:
-    """The contents of both caches and the holders of the device's blocks."""
+class BlockHolders:
+    """The sequences whose tables have a device block."""
 
-    def __init__(
-        self, *, num_gpu_blocks: int, num_cpu_blocks: int, groups: Sequence[CacheGroup]
-    ) -> None:
-        self.groups = groups
-        self._device: list[Content | None] = [None] * num_gpu_blocks
-        """Per block; None as long as nothing was written to it."""
-        self._host: list[Content | None] = [None] * num_cpu_blocks
+    def __init__(self) -> None:
         self._holders: dict[int, set[int]] = {}
         """Ids of the sequences that hold a block; blocks without holders are absent."""
         self._group_of: dict[int, int] = {}
         """The group whose tables a held block is in."""
-        self._leaving: dict[int, frozenset[int]] = {}
-        """Held blocks that this step swaps out, and their holders."""
-        self._arriving: frozenset[int] = _NO_IDS
-        """Blocks that this step swaps in."""
-        self._leases: dict[int, tuple[int, ...]] = {}
-        """The blocks of each lease, ~b for host block b."""
-        self._leased: Counter[int] = Counter()
-        """The number of leases of each block."""
 
-    def forget_sequences(self) -> None:
-        """Remove all tables and leases; what was written stays."""
-        for state in (self._holders, self._group_of, self._leaving, self._leases, self._leased):
-            state.clear()
-        self._arriving = _NO_IDS
+    def of(self, block: int) -> Collection[int]:
+        """The ids of the sequences that hold a block."""
+        return self._holders.get(block, _NO_IDS)
 
-    def check_block(self, block: int, field: str) -> None:
-        """Raises InvalidPlan unless this is a block of the device cache."""
-        if not 0 <= block < len(self._device):
-            raise InvalidPlan(field, _expected(len(self._device), "device", block))
+    def group_of(self, block: int) -> int | None:
+        """The group whose tables a block is in, if it is in any."""
+        return self._group_of.get(block)
 
     def hold(self, block: int, seq_id: int, group: int, field: str) -> None:
         """Enter a block into a sequence's table of a group. Raises InvalidPlan if it is in a table
@@ -102,6 +85,79 @@ class MemoryModel:
             if not holders:
                 del self._holders[block], self._group_of[block]
 
+    def check_none(self, field: str, pairs: Iterable[Sequence[int]]) -> None:
+        """Raises InvalidPlan if a sequence holds a target of these moves."""
+        for _, target in pairs:
+            if holders := self.of(target):
+                problem = f"device block {target} is in use by sequence {min(holders)}"
+                raise InvalidPlan(field, problem)
+
+    def check_exclusive(self, block: int, seq_id: int, row: int, forks: Collection[int]) -> None:
+        """Raises InvalidPlan if others than a sequence and its new forks hold a block."""
+        holders = self._holders[block]
+        if len(holders) > 1 and (others := holders.difference(forks, (seq_id,))):
+            raise InvalidPlan(
+                "seq_ids",
+                f"row {row}: sequence {seq_id} writes to device block {block}, which is shared"
+                f" with sequence {min(others)}",
+            )
+
+
+class BlockLeases:
+    """The blocks that other workers read, ~b for host block b."""
+
+    def __init__(self) -> None:
+        self._leases: dict[int, tuple[int, ...]] = {}
+        self._leased: Counter[int] = Counter()
+        """The number of leases of each block."""
+
+    def begin(self, lease_id: int, blocks: Iterable[int]) -> tuple[int, ...]:
+        """Keep blocks from being written; returns them."""
+        leased = self._leases[lease_id] = tuple(blocks)
+        self._leased.update(leased)
+        return leased
+
+    def end(self, lease_id: int) -> None:
+        """Let blocks be written again, unless another lease has them."""
+        for block in self._leases.pop(lease_id):
+            self._leased[block] -= 1
+            if self._leased[block] == 0:
+                del self._leased[block]
+
+    def check_none(self, block: int, field: str) -> None:
+        """Raises InvalidPlan if a block is leased."""
+        if block in self._leased:
+            name = f"device block {block}" if block >= 0 else f"host block {~block}"
+            raise InvalidPlan(field, f"{name} is leased and must not be written")
+
+
+class MemoryModel:
+    """The contents of both caches, and what a step may do with them."""
+
+    def __init__(
+        self, *, num_gpu_blocks: int, num_cpu_blocks: int, groups: Sequence[CacheGroup]
+    ) -> None:
+        self.groups = groups
+        self._device: list[Content | None] = [None] * num_gpu_blocks
+        """Per block; None as long as nothing was written to it."""
+        self._host: list[Content | None] = [None] * num_cpu_blocks
+        self.holders = BlockHolders()
+        self.leases = BlockLeases()
+        self._leaving: dict[int, frozenset[int]] = {}
+        """Held blocks that this step swaps out, and their holders."""
+        self._arriving: frozenset[int] = _NO_IDS
+        """Blocks that this step swaps in."""
+
+    def forget_sequences(self) -> None:
+        """Remove all tables and leases; what was written stays."""
+        self.holders, self.leases = BlockHolders(), BlockLeases()
+        self._leaving, self._arriving = {}, _NO_IDS
+
+    def check_block(self, block: int, field: str) -> None:
+        """Raises InvalidPlan unless this is a block of the device cache."""
+        if not 0 <= block < len(self._device):
+            raise InvalidPlan(field, _expected(len(self._device), "device", block))
+
     def release_unseen(self, sequence: SimulatedSequence) -> None:
         """Remove the blocks whose tokens no token of the sequence to come sees."""
         for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -110,57 +166,40 @@ class MemoryModel:
             end = min(group.first_visible(sequence.num_computed) // group.block_tokens, len(table))
             while end and table[end - 1] != NO_BLOCK:
                 end -= 1
-                self.release((table[end],), sequence.seq_id)
+                self.holders.release((table[end],), sequence.seq_id)
                 table[end] = NO_BLOCK
 
     def swap_out(self, pairs: Pairs) -> None:
         """Device to host."""
         self._move("swap_out", pairs, self._device, self._host)
         self._leaving = {
-            source: frozenset(self._holders[source])
-            for source, _ in pairs
-            if source in self._holders
+            source: frozenset(held) for source, _ in pairs if (held := self.holders.of(source))
         }
 
     def swap_in(self, pairs: Pairs) -> None:
         """Host to device."""
-        self._check_unheld("swap_in", pairs)
+        self.holders.check_none("swap_in", pairs)
         self._move("swap_in", pairs, self._host, self._device)
         self._arriving = frozenset(target for _, target in pairs)
 
     def copy(self, pairs: Pairs) -> None:
         """Device to device, after this step's swap-ins."""
-        self._check_unheld("copy", (pair for pair in pairs if not self._is_state(pair[1])))
+        self.holders.check_none("copy", (pair for pair in pairs if not self._holds_state(pair[1])))
         for block in self._arriving.intersection(block for pair in pairs for block in pair):
             raise InvalidPlan("copy", f"device block {block} is a target of swap_in, too")
         self._move("copy", pairs, self._device, self._device)
 
     def begin_lease(self, lease_id: int, blocks: Iterable[int], field: str) -> None:
         """Keep blocks from being written. Raises InvalidPlan if one was never written."""
-        self._leases[lease_id] = tuple(blocks)
-        self._leased.update(self._leases[lease_id])
-        for block in self._leases[lease_id]:
-            contents = self._device if block >= 0 else self._host
-            if contents[block if block >= 0 else ~block] is None:
+        for block in self.leases.begin(lease_id, blocks):
+            if self.content(block) is None:
                 raise InvalidPlan(field, f"block {block} was never written")
-
-    def end_lease(self, lease_id: int) -> None:
-        """Let blocks be written again, unless another lease has them."""
-        for block in self._leases.pop(lease_id):
-            self._leased[block] -= 1
-            if self._leased[block] == 0:
-                del self._leased[block]
 
     def check_fetch(self, pairs: Pairs, field: str) -> None:
         """Raises InvalidPlan unless a fetch may write its targets."""
-        self._check_unheld(field, pairs)
+        self.holders.check_none(field, pairs)
         for _, target in pairs:
-            self._check_not_leased(target, field)
-
-    def _check_not_leased(self, block: int, field: str) -> None:
-        if block in self._leased:
-            name = f"device block {block}" if block >= 0 else f"host block {~block}"
-            raise InvalidPlan(field, f"{name} is leased and must not be written")
+            self.leases.check_none(target, field)
 
     def content(self, block: int) -> Content | None:
         """What a block contains, ~b for host block b."""
@@ -306,8 +345,8 @@ class MemoryModel:
         """Write the state after the first `position` tokens of a sequence to a block."""
         field = "saved_states"
         self.check_block(block, field)
-        self._check_unheld(field, [(block, block)])
-        self._check_not_leased(block, field)
+        self.holders.check_none(field, [(block, block)])
+        self.leases.check_none(block, field)
         if block in self._arriving:
             raise InvalidPlan(field, f"device block {block} is a target of swap_in, too")
         self._device[block] = Content(group, [sequence.content(position - 1)])
@@ -316,25 +355,13 @@ class MemoryModel:
         self, block: int, seq_id: int, row: int, forks: Collection[int], group: int, size: int
     ) -> list[History | None]:
         """The slots of a block that a row of a sequence may write to."""
-        self._check_exclusive(block, seq_id, row, forks)
-        if self._leased:
-            self._check_not_leased(block, "seq_ids")
+        self.holders.check_exclusive(block, seq_id, row, forks)
+        self.leases.check_none(block, "seq_ids")
         self._check_stays(block, seq_id, row)
         content = self._device[block]
         if content is None or content.group != group:
             content = self._device[block] = Content(group, [None] * size)
         return content.slots
-
-    def _check_exclusive(self, block: int, seq_id: int, row: int, forks: Collection[int]) -> None:
-        holders = self._holders[block]
-        if len(holders) > 1:
-            others = holders.difference(forks, (seq_id,))
-            if others:
-                raise InvalidPlan(
-                    "seq_ids",
-                    f"row {row}: sequence {seq_id} writes to device block {block}, which is shared"
-                    f" with sequence {min(others)}",
-                )
 
     def _check_stays(self, block: int, seq_id: int, row: int) -> None:
         if self._leaving and seq_id in self._leaving.get(block, _NO_IDS):
@@ -344,18 +371,11 @@ class MemoryModel:
                 " swaps out",
             )
 
-    def _is_state(self, block: int) -> bool:
+    def _holds_state(self, block: int) -> bool:
         """Whether a block holds the state of one sequence."""
-        group = self._group_of.get(block)
+        group = self.holders.group_of(block)
         has_state = group is not None and self.groups[group].lifetime is CacheLifetime.STATE
-        return has_state and len(self._holders[block]) == 1
-
-    def _check_unheld(self, field: str, pairs: Iterable[Sequence[int]]) -> None:
-        for _, target in pairs:
-            holders = self._holders.get(target)
-            if holders:
-                problem = f"device block {target} is in use by sequence {min(holders)}"
-                raise InvalidPlan(field, problem)
+        return has_state and len(self.holders.of(block)) == 1
 
     def _move(
         self,
@@ -373,7 +393,7 @@ class MemoryModel:
                 raise InvalidPlan(field, _expected(len(targets), "target", target))
             if target in contents:
                 raise InvalidPlan(field, f"target block {target} is named twice")
-            self._check_not_leased(~target if targets is self._host else target, field)
+            self.leases.check_none(~target if targets is self._host else target, field)
             content = sources[source]
             if content is None:
                 raise InvalidPlan(field, f"source block {source} was never written")

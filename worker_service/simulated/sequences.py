@@ -148,7 +148,7 @@ class SimulatedSequenceTable:
         for seq_id in seq_ids.tolist():
             sequence = self.get(seq_id, "forget_seq_ids")
             for table in sequence.tables:
-                self._memory.release(table, seq_id)
+                self._memory.holders.release(table, seq_id)
             if self._adapters is not None and sequence.adapter:
                 self._adapters.release(sequence.adapter)
             del self._known[seq_id]
@@ -177,7 +177,7 @@ class SimulatedSequenceTable:
         self._known[new.seq_id] = sequence
         for table in new.tables:
             for block in table.block_ids.tolist():
-                self._memory.hold(block, new.seq_id, table.group, f"{field}.tables")
+                self._memory.holders.hold(block, new.seq_id, table.group, f"{field}.tables")
 
     def kept(self) -> list[KeptSequence]:
         """What the caches hold of the sequences that generate tokens and have not failed."""
@@ -245,11 +245,11 @@ class SimulatedSequenceTable:
         if any(block in blocks for blocks in sequence.tables):
             self._refuse_update(seq_id, index, f"gives it block {block} twice")
         if index < len(table):
-            self._memory.release((table[index],), seq_id)
+            self._memory.holders.release((table[index],), seq_id)
             num_kept = index * self._memory.groups[group].block_tokens
             sequence.num_checked = min(sequence.num_checked, num_kept)
         table[index : index + 1] = [block]
-        self._memory.hold(block, seq_id, group, "block_updates")
+        self._memory.holders.hold(block, seq_id, group, "block_updates")
 
     def _max_entries(self, group: int) -> int:
         facts = self._memory.groups[group]
