@@ -542,31 +542,31 @@ class ExpertWeights(nn.Module):
                 add_to_gate_up=self.products[0].adder(),
                 add_to_down=self.products[1].adder(),
             )
-
-        def product(part: int, linears: list[Linear], biases: Tensor | None) -> reference.Product:
-            additions = self.products[part].additions
-
-            def multiply(expert: int, inputs: Tensor, rows: Tensor) -> Tensor:
-                bias = None if biases is None else biases[expert]
-                y = linears[expert].multiply(inputs, bias)
-                return y if additions is None else additions.add_of_expert(y, inputs, expert, rows)
-
-            return multiply
-
         chosen, weights = reference.route(logits, routing, bias, factors)
-        first, second = product(0, self._gate_up, gate_up_bias), product(1, self._down, down_bias)
         total = reference.gated_experts(
             x,
             chosen,
             weights,
-            first,
-            second,
+            self._product(0, self._gate_up, gate_up_bias),
+            self._product(1, self._down, down_bias),
             self._gate,
             scales_inputs=routing.scales_inputs,
         )
         if shared is not None:
             total = reference.add_shared(total, shared, shared_gate)
         return total.to(x.dtype)
+
+    def _product(
+        self, part: int, linears: list[Linear], biases: Tensor | None
+    ) -> reference.Product:
+        """Multiplies rows by one expert's weights, without a kernel for all of them."""
+        additions = self.products[part].additions
+
+        def multiply(expert: int, inputs: Tensor, rows: Tensor) -> Tensor:
+            y = linears[expert].multiply(inputs, None if biases is None else biases[expert])
+            return y if additions is None else additions.add_of_expert(y, inputs, expert, rows)
+
+        return multiply
 
 
 Rows = TypeVar("Rows", Tensor, QuantizedWeight, Tensor | QuantizedWeight)
