@@ -915,6 +915,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "PhiForCausalLM",
         {"partial_rotary_factor": 0.5, "qk_layernorm": True},
     ),
+    "bert_generation": ("BertGenerationConfig", "BertGenerationDecoder", {"is_decoder": True}),
     "flex_olmo": ("FlexOlmoConfig", "FlexOlmoForCausalLM", {**_MOE, "intermediate_size": 96}),
     "vaultgemma": (
         "VaultGemmaConfig",

@@ -28,7 +28,7 @@ NATIVE_MODELS: dict[str, tuple[ReadSettings, type[NativeModel]]] = {
 """Native models by the class name in `config.json`."""
 
 
-_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "GenerationDecoder")
 """Ends of the names of architectures that generate."""
 
 _POOLERS = ("ForSequenceClassification", "ForTokenClassification", "Model")

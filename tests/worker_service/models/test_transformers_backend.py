@@ -98,6 +98,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
         "text encoder; supported families of these are Bert, ",
     ),
+    "BertGenerationDecoder": (
+        "BertGenerationConfig",
+        {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},
+        "text encoder; supported families of these are Bert, ",
+    ),
+    "MllamaForCausalLM": (
+        "MllamaTextConfig",
+        SHAPE,
+        "transformers builds no causal language model of a mllama_text_model alone",
+    ),
     "CamembertForCausalLM": (
         "CamembertConfig",
         {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"} | {"is_decoder": True},

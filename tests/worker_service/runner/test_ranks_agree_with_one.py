@@ -152,6 +152,7 @@ EVERY_KIND = (
     *("llama", "llama_bias", "opt_350m", "gpt2", "gpt_neox", "bloom", "phi3", "olmo2", "falcon"),
     *("lfm2", "recurrent_gemma", "mamba", "mamba2", "qwen3_5", "kimi_linear", "nemotron_h_latent"),
     *("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama4", "gemma3n", "gemma4_shared"),
+    *("mimo_v2_flash", "lfm3", "olmo_hybrid"),
 )
 """Families with every kind of layer that ranks divide: heads and their groups, latents, states,
 experts with their scores and biases, embeddings of positions, normed and fused projections."""

@@ -12,7 +12,12 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -38,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 
 _ALIBI_TYPES = ("bloom", "mpt")
+_ENCODER_TYPES = (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation")
+"""Types of models that are text encoders unless `is_decoder` says otherwise."""
+
 _LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
 _LAYER_TYPE_NAMES = {
     "linear_attention": "linear attention or a state space",
@@ -83,8 +91,8 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
         text = config.get_text_config().model_type
         yield f"it is a multimodal model, whose text model, {text}, cannot be served alone"
     has_generator = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    is_masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if is_masked and not getattr(config, "is_decoder", has_generator):
+    is_encoder = config.model_type in _ENCODER_TYPES
+    if is_encoder and not getattr(config, "is_decoder", has_generator):
         yield f"it is a text encoder; supported families of these are {', '.join(FAMILIES)}"
     if not getattr(config, "is_causal", True):
         yield "its attention is not causal (is_causal in config.json is false)"
@@ -95,6 +103,8 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
         yield "labels are computed of encoders, and of decoders, that have our own layers"
     if not has_generator and not is_remote:
         yield "transformers has no causal language model of this name"
+    if has_generator and not is_remote and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        yield f"transformers builds no causal language model of a {config.model_type} alone"
     yield from _layer_features(config)
     for parameters in _rope_parameters(config):
         if parameters.get("rope_type") == "dynamic":
