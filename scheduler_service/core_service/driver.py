@@ -1,8 +1,8 @@
-"""Runs the pure core on an event loop: passes it the time, wakes worker groups, and delivers its
-outputs.
+"""Runs the pure core on an event loop: passes it the time, delivers its outputs, and wakes worker
+groups.
 
 All calls into the core happen on the loop's thread, so the core needs no lock. `follow_up` comes
-after them: it wakes worker groups, hands each frontend its outputs and sets the timer for the next
+after them: it hands each frontend its outputs, wakes worker groups and sets the timer for the next
 deadline. The streams, which make most of the calls, call the core directly and follow up once per
 message; everything else goes through the driver's methods.
 """
@@ -115,17 +115,18 @@ class CoreDriver:
             self._alarm.cancel()
 
     def follow_up(self, *group_ids: str) -> None:
-        """Complete calls into the core: wake these worker groups, and those that the core names,
-        because it may have a plan for them; deliver outputs; set the timer for the next
+        """Complete calls into the core: deliver outputs; wake these worker groups, and those that
+        the core names, because it may have a plan for them; set the timer for the next
         deadline."""
-        for group_id in (*group_ids, *self.core.pop_woken()):
-            work = self._work.get(group_id)
-            if work is not None:
-                work.set()
+        # First the outputs, for which clients wait: the stream that is woken first runs first.
         for frontend_id, outbox in self.core.pop_outboxes().items():
             mailbox = self._mailboxes.get(frontend_id)
             if mailbox is not None:
                 mailbox.deliver(outbox)
+        for group_id in (*group_ids, *self.core.pop_woken()):
+            work = self._work.get(group_id)
+            if work is not None:
+                work.set()
         for traced in self.core.pop_traced():
             if self.on_traced is not None:  # later, so that its failure ends no stream
                 self._loop.call_soon(self.on_traced, traced)

@@ -77,11 +77,12 @@ class StepStream:
 
     async def _send_plans(self, work: asyncio.Event) -> None:
         while not self._is_drained():
-            work.clear()
-            while (request := self._next_request()) is not None:
-                for call in self.calls:
-                    await self._write(call, request)
-            await work.wait()
+            work.clear()  # also of what a plan's own routing has set
+            if (request := self._next_request()) is None:
+                await work.wait()
+                continue
+            for call in self.calls:
+                await self._write(call, request)
         # Now, because until then the core may route a request back that no other group can hold.
         self.driver.remove_worker_group(self.group_id)
 
