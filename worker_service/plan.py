@@ -174,6 +174,9 @@ class RowOutput(IntEnum):
     VECTOR = 3
 
 
+_IS_SAMPLED = np.array([kind in (RowOutput.TOKEN, RowOutput.CANDIDATES) for kind in RowOutput])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
     """One sampled token's log probability, and those of the most probable tokens."""
@@ -400,7 +403,8 @@ class StepPlan:
     @property
     def samples(self) -> BoolArray:
         """[num_rows]: rows that bring a token or candidates."""
-        return (self.output == RowOutput.TOKEN) | (self.output == RowOutput.CANDIDATES)
+        sampled: BoolArray = _IS_SAMPLED[self.output]
+        return sampled
 
 
 class RowErrorReason(Enum):

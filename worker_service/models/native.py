@@ -457,11 +457,11 @@ class NativeModel(LoadableModule):
         """Run a program, or if there is none, the layers operation by operation."""
         if program is None:
             return self._forward_eagerly(batch)
+        if not self._captured_layers:
+            return program.run(batch)
         self._captured = program.captured
         computed = program.run(batch)
         program.captured = self._captured
-        if not self._captured_layers:
-            return computed
         return computed._replace(captured=self._all_captured((), batch.token_ids.shape[0]))
 
     def _forward_eagerly(self, batch: StepBatch) -> Computed:

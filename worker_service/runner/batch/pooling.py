@@ -167,5 +167,5 @@ def _means(spans: list[_Span], sums: Tensor) -> Tensor:
     places = [span.place for span in spans]
     if len(places) < len(sums):
         sums = sums[upload(np.array(places), sums.device)]
-    lengths = np.array([span.position + span.end - span.start for span in spans])
+    lengths = np.array([span.position + span.end - span.start for span in spans], np.float32)
     return sums / upload(lengths, sums.device)[:, None]

@@ -16,6 +16,9 @@ from worker_service.runner.state.sequence_table import SequenceTable
 
 _NO_ROWS = np.empty(0, np.int64)
 
+# Not members of an enum, for which numpy takes several times as long as for integers.
+_NOTHING, _TOKEN, _CANDIDATES, _VECTOR = map(int, RowOutput)
+
 
 class Drafts(NamedTuple):
     """The drafts of a step's rows."""
@@ -121,7 +124,7 @@ def resolve_rows(plan: StepPlan, row_ids: Int64Array, table: SequenceTable) -> S
         num_tokens=plan.num_tokens,
         firsts=table.num_computed_tokens[row_ids],
         sample=planned,
-        brings_vector=plan.output == RowOutput.VECTOR,
+        brings_vector=plan.output == _VECTOR,
         computes=computes,
         are_decodes=bool((computes & planned & (plan.num_tokens == 1)).all()),
         forks=forks,
@@ -158,13 +161,13 @@ def _check_outputs(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
     """Sequences with num_candidates bring candidates, texts a vector, and others a token; or
     nothing. All rows of a text whose tokens have vectors bring some."""
     has_candidates = table.sampling.num_candidates[rows.row_ids] > 0
-    expected = np.where(has_candidates, RowOutput.CANDIDATES, RowOutput.TOKEN)
+    expected = np.where(has_candidates, _CANDIDATES, _TOKEN)
     may_be_idle = np.ones(len(expected), np.bool_)
     for row, row_id in enumerate(rows.row_ids.tolist()) if table.texts else ():
         if (text := table.texts.get(row_id)) is not None:
-            expected[row] = RowOutput.VECTOR
+            expected[row] = _VECTOR
             may_be_idle[row] = text.params.type is not PoolingType.ALL
-    is_wrong = (plan.output != expected) & ((plan.output != RowOutput.NOTHING) | ~may_be_idle)
+    is_wrong = (plan.output != expected) & ((plan.output != _NOTHING) | ~may_be_idle)
     if is_wrong.any():
         row = int(np.flatnonzero(is_wrong)[0])
         got, seq_id = plan.output[row], plan.seq_ids[row]

@@ -229,7 +229,7 @@ class SequenceTable:
     def forget(self, seq_ids: Int32Array) -> Int64Array:
         """Drop all state of these sequences. Returns the rows that they had."""
         row_ids = self.rows.of(seq_ids, "forget_seq_ids")
-        if len(np.unique(row_ids)) != len(row_ids):
+        if len(set(row_ids.tolist())) != len(row_ids):
             raise InvalidPlan("forget_seq_ids", "a sequence is named twice")
         for seq_id, row_id in zip(seq_ids.tolist(), row_ids.tolist(), strict=True):
             self.rows.release(seq_id)
