@@ -8,6 +8,7 @@ id* is a row of this table; a plain `row` elsewhere is a row of the step's batch
 
 from collections.abc import ItemsView, Sequence, Set
 from copy import copy
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -144,6 +145,51 @@ class RowIds:
         return row_ids % self.num_parts
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceChecks:
+    """The rules for new sequences that depend on the model alone. Each check raises InvalidPlan,
+    which names the field."""
+
+    vocab_size: int
+    adapters: AdapterStore[Any] | None
+    """Those that sequences may have; None: none."""
+
+    def check_new(self, new: NewSequence, field: str) -> None:
+        """Check a sequence's tokens, context and parameters."""
+        self.check_tokens(new.token_ids, f"{field}.token_ids")
+        computed = [ContextKind.SALT]
+        if self.adapters is not None:
+            self.adapters.adapter_of(new, field)
+            computed.append(ContextKind.ADAPTER)
+        for index, part in enumerate(new.context):
+            if part.kind not in computed:
+                only = "SALT, the only kind" if len(computed) == 1 else "SALT or ADAPTER, the kinds"
+                problem = f"expected {only} computed here, got {part.kind.name}"
+                raise InvalidPlan(f"{field}.context[{index}].kind", problem)
+        self._check_sampling(new.sampling, f"{field}.sampling")
+        num_tokens = len(new.token_ids)
+        if new.parent_seq_id is None and not 1 <= new.num_prompt_tokens <= num_tokens:
+            expected = f"expected 1 to {num_tokens}, the number of tokens"
+            got = f"got {new.num_prompt_tokens}"
+            raise InvalidPlan(f"{field}.num_prompt_tokens", f"{expected}, {got}")
+
+    def _check_sampling(self, params: SamplerParams, field: str) -> None:
+        """Check that all tokens that it names are of the vocabulary."""
+        for name in ("bias_token_ids", "suppressed_token_ids"):
+            self.check_tokens(getattr(params, name), f"{field}.{name}")
+        if (constraint := params.constraint) is not None:
+            for name in ("end_token_ids", "last_token_ids"):
+                path = f"{field}.constraint.{name}"
+                self.check_tokens(getattr(constraint, name), path)
+        for word in params.bad_words:
+            self.check_tokens(np.array(word), f"{field}.bad_words")
+
+    def check_tokens(self, token_ids: npt.NDArray[np.integer], field: str) -> None:
+        """Check that tokens are of the vocabulary."""
+        if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):
+            raise InvalidPlan(field, f"expected token ids from 0 to {self.vocab_size - 1}")
+
+
 class SequenceTable:
     """Tokens, block tables by cache group, progress and sampling state by row.
 
@@ -201,6 +247,7 @@ class SequenceTable:
         self.contexts: dict[int, tuple[ContextPart, ...]] = {}
         """By row, of sequences with a context."""
         self._adapters = adapters
+        self._checks = SequenceChecks(vocab_size, adapters)
         self._pooling = pooling
         self.sampling = SamplingTable(_INITIAL_ROWS)
 
@@ -259,7 +306,11 @@ class SequenceTable:
                 problem = f"sequence {new.parent_seq_id} is not known here"
                 raise InvalidPlan(f"{field}.parent_seq_id", problem)
             parent = self.rows[new.parent_seq_id]
-        self._check_new(new, field)
+        if not 0 < new.seq_id < 2**31:
+            raise InvalidPlan(f"{field}.seq_id", f"expected 1 to 2^31 - 1, got {new.seq_id}")
+        if new.seq_id in self.rows:
+            raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
+        self._checks.check_new(new, field)
         if self.rows.are_used:
             self._grow()
         row_id = self.rows.allocate(new.seq_id)
@@ -308,7 +359,7 @@ class SequenceTable:
         rows."""
         field = "appended_tokens"
         row_ids, tokens = self.rows.of(chosen[:, 0], field), chosen[:, 1]
-        self._check_tokens(tokens, field)
+        self._checks.check_tokens(tokens, field)
         if len(np.unique(row_ids)) != len(row_ids):
             raise InvalidPlan(field, "a sequence is named twice")
         if (self.sampling.num_candidates[row_ids] == 0).any():
@@ -426,42 +477,6 @@ class SequenceTable:
             if row_id in edits
         ]
 
-    def _check_new(self, new: NewSequence, field: str) -> None:
-        if not 0 < new.seq_id < 2**31:
-            raise InvalidPlan(f"{field}.seq_id", f"expected 1 to 2^31 - 1, got {new.seq_id}")
-        if new.seq_id in self.rows:
-            raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
-        self._check_tokens(new.token_ids, f"{field}.token_ids")
-        computed = [ContextKind.SALT]
-        if self._adapters is not None:
-            self._adapters.adapter_of(new, field)
-            computed.append(ContextKind.ADAPTER)
-        for index, part in enumerate(new.context):
-            if part.kind not in computed:
-                only = "SALT, the only kind" if len(computed) == 1 else "SALT or ADAPTER, the kinds"
-                problem = f"expected {only} computed here, got {part.kind.name}"
-                raise InvalidPlan(f"{field}.context[{index}].kind", problem)
-        self._check_sampling(new.sampling, f"{field}.sampling")
-        if new.parent_seq_id is not None:
-            return
-        num_tokens = len(new.token_ids)
-        if not 1 <= new.num_prompt_tokens <= num_tokens:
-            expected = f"expected 1 to {num_tokens}, the number of tokens"
-            raise InvalidPlan(
-                f"{field}.num_prompt_tokens", f"{expected}, got {new.num_prompt_tokens}"
-            )
-
-    def _check_sampling(self, params: SamplerParams, field: str) -> None:
-        """Raise InvalidPlan unless all tokens that it names are of the vocabulary."""
-        for name in ("bias_token_ids", "suppressed_token_ids"):
-            self._check_tokens(getattr(params, name), f"{field}.{name}")
-        if (constraint := params.constraint) is not None:
-            for name in ("end_token_ids", "last_token_ids"):
-                path = f"{field}.constraint.{name}"
-                self._check_tokens(getattr(constraint, name), path)
-        for word in params.bad_words:
-            self._check_tokens(np.array(word), f"{field}.bad_words")
-
     def _record_saves(self, plan: StepPlan, batch: Int64Array) -> None:
         """Check where the plan saves states, and record that they will be there. batch: the rows
         of the table that its rows have."""
@@ -476,10 +491,6 @@ class SequenceTable:
                 expected = f"expected a position from {first + 1} to {last}, which the row reaches"
                 raise InvalidPlan(field, f"{expected}, got {position}")
         self.blocks.record_saves(saved, field)
-
-    def _check_tokens(self, token_ids: npt.NDArray[np.integer], field: str) -> None:
-        if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):
-            raise InvalidPlan(field, f"expected token ids from 0 to {self.vocab_size - 1}")
 
     def _put_tokens(self, row_id: int, new: NewSequence, parent: int | None, field: str) -> None:
         inherited = 0 if parent is None else int(self.num_tokens[parent])
