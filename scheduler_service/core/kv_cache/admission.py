@@ -7,6 +7,7 @@ from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_table import Moves, SequenceTables, Table
 from scheduler_service.core.kv_cache.device_tables import DeviceTables
 from scheduler_service.core.kv_cache.host_cache import HostCache
+from scheduler_service.core.kv_cache.prefix_branches import PrefixBranches
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, JointStart, PrefixHit, S, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
@@ -21,9 +22,15 @@ class Admission:
     """
 
     def __init__(
-        self, tables: DeviceTables, host: HostCache, cache: PrefixCache, states: SavedStates
+        self,
+        tables: DeviceTables,
+        host: HostCache,
+        cache: PrefixCache,
+        branches: PrefixBranches,
+        states: SavedStates,
     ) -> None:
-        self._tables, self._host, self._cache, self._states = tables, host, cache, states
+        self._tables, self._host, self._states = tables, host, states
+        self._cache, self._branches = cache, branches
         self._device = tables.pool
         self._demand = tables.demand
         self._pinned: list[int] = []
@@ -84,7 +91,7 @@ class Admission:
         `num_forks` others; returns the `swap_in` and `copy` of its tokens that were found.
         Followers that share more of its tokens will wait for them."""
         self._count_found(seq, hit)
-        self._cache.expect(seq, hit.num_tokens)
+        self._branches.expect(seq, hit.num_tokens)
         num_new = self._num_new(seq.growth.length, hit, num_forks)
         taken = self._pin([hit], self._device.num_available - num_new)
         moves = Moves()
@@ -210,7 +217,7 @@ class Admission:
         pool.share(hit.shared)  # before others are evicted
         num_units = hit.num_tokens // self._cache.unit
         held = SequenceTables([], num_offered=num_units, num_offered_in_spans=num_units)
-        held.boundaries = self._cache.boundaries(seq)
+        held.boundaries = self._branches.boundaries(seq)
         held.is_prompt = True
         for group, found, number in zip(self._tables.groups, hit.groups, numbers, strict=True):
             table = Table(found.first, self._begin(found, taken, moves))

@@ -15,6 +15,7 @@ from scheduler_service.core.kv_cache.device_tables import DeviceTables
 from scheduler_service.core.kv_cache.exchange import CacheExchange
 from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 from scheduler_service.core.kv_cache.kept_sequences import adopt_sequences
+from scheduler_service.core.kv_cache.prefix_branches import PrefixBranches
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_tokens
 from scheduler_service.core.kv_cache.records import CacheRecords
@@ -71,15 +72,18 @@ class KVCacheManager:
         device, host = tables.pool, self.host.pool
         pools = [pool.cached for pool in (device, host) if pool.num_blocks]
         cache = PrefixCache(groups, pools, unit=unit, enabled=is_enabled, seed=seed)
+        branches = PrefixBranches(groups, cache)
         self.records = CacheRecords(
             kept, groups, device, host, unit=unit, key_seed=seed if is_enabled else None
         )
         if kept is not None and is_enabled:
             adopt_sequences(kept.sequences, groups, device, cache)
-        self.saved = SavedStates(groups, device, cache)
-        self.released = released = ReleasedBlocks(tables, cache)
-        self.prefixes = SharedPrefixes(tables, host, cache, self.saved, released, self.records)
-        self.admission = Admission(tables, self.host, cache, self.saved)
+        self.saved = SavedStates(groups, device, cache, branches)
+        self.released = released = ReleasedBlocks(tables, branches)
+        self.prefixes = SharedPrefixes(
+            tables, host, cache, branches, self.saved, released, self.records
+        )
+        self.admission = Admission(tables, self.host, cache, branches, self.saved)
         self.swap = SwapSpace(tables, self.host, released)
         self.exchange = CacheExchange(tables, host, cache)
         self._copy_ahead = CopyAhead(device, self.host)

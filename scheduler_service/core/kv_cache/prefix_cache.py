@@ -2,10 +2,8 @@
 
 A block is found by its tokens (see `prefix_keys.py`) once the results of the steps that computed
 them are in. Plans are executed in order, so an earlier use would find the right KV too, unless that
-step fails; because of the wait, blocks that were never confirmed are never found. A sequence whose
-tokens are mostly being computed for another one waits for it, so that among many simultaneous
-requests only the first one computes a shared prefix. The last token of a sequence is always
-computed, for its logits, even if all are found.
+step fails; because of the wait, blocks that were never confirmed are never found. The last token of
+a sequence is always computed, for its logits, even if all are found.
 
 The first p tokens can be used if every cache group has what a row at position p reads: all of them,
 those of its window, or those of its chunk. A block in which they end is copied, as the sequence
@@ -13,9 +11,7 @@ will write to it; so nothing that can be found is ever overwritten. Where a wind
 the hit is cut.
 """
 
-from bisect import bisect, insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.context import num_source_tokens
@@ -30,18 +26,6 @@ from scheduler_service.core.kv_cache.prefix_keys import (
     tail_key,
     unit_keys,
 )
-
-BOUNDARY_TOKENS = 512
-"""Windows that end at a multiple of this number of prompt tokens stay cached as long as the
-prompt."""
-
-MIN_BRANCH_TOKENS = 64
-"""Fewest tokens that it has to spare the next prompt to keep a window, or save a state, where one
-branches off from what was computed for others."""
-
-MAX_COMPUTED_UNITS = 65_536
-"""Units of tokens that have been computed and are remembered, whether or not anything of them is
-still cached: about 10 MiB."""
 
 
 class _GroupMatch:
@@ -174,21 +158,10 @@ class PrefixCache:
         self._seed = seed
         self._states = [number for number, group in enumerate(groups) if group.is_state]
         self._sources = [(number, group) for number, group in enumerate(groups) if group.is_fixed]
-        self._has_boundaries = any(group.is_state or group.span for group in groups)
-        self._computed: OrderedDict[BlockKey, None] = OrderedDict()
-        """Keys of the units that were computed last, the oldest first, if there are boundaries."""
-        self._unconfirmed: dict[CacheableSequence, None] = {}
-        """Sequences whose first tokens are being computed, and at most as many others."""
-        self._max_unconfirmed = 0
-        self._boundaries: dict[CacheableSequence, list[int]] = {}
-        """Where windows are to stay cached, in addition to the multiples of BOUNDARY_TOKENS in a
-        prompt: before its last tokens, where others branched off, and where it branched off from
-        others; in order."""
 
     def reseed(self, seed: int) -> None:
         """Make keys with another seed from now on; nothing has one yet."""
         self._seed = seed
-        self._computed.clear()
 
     def keys_to_withdraw(self, seq: CacheableSequence) -> set[BlockKey]:
         """The keys of all units of a sequence that were needed so far, that before them, and those
@@ -201,7 +174,7 @@ class PrefixCache:
     ) -> PrefixHit:
         """The longest usable prefix of a waiting sequence, on the device, or on host and device
         together, of a multiple of `multiple` tokens."""
-        limit = self._max_reusable_tokens(seq)
+        limit = self.max_reusable_tokens(seq)
         if not limit:
             return no_hit(len(self._groups), num_source_tokens(seq.context))
         pools = self._pools if on_host else self._pools[:1]
@@ -220,7 +193,7 @@ class PrefixCache:
     def found_by_group(self, seq: CacheableSequence) -> list[int]:
         """How many of a waiting sequence's first tokens each group has, on device or host; all of
         them in a group of sources that are found."""
-        limit, pools = self._max_reusable_tokens(seq), self._pools
+        limit, pools = self.max_reusable_tokens(seq), self._pools
         keys = self.keys(seq, limit // self.unit)[: limit // self.unit]
         found = [0] * len(self._groups)
         for number, match in self._matches(keys, pools).items():
@@ -371,120 +344,6 @@ class PrefixCache:
         """The key before a sequence's first unit."""
         return root_key(seq.context, self._seed, reads_source=bool(self._sources))
 
-    def is_to_come(
-        self,
-        seq: CacheableSequence,
-        num_found: int,
-        is_coming: Callable[[CacheableSequence, int], bool],
-    ) -> bool:
-        """Whether most of the tokens that a waiting sequence would compute after its first
-        `num_found` ones are those of another one whose first units, up to this number, are coming:
-        they will be found soon. It then keeps what the waiting sequence reads."""
-        num_units = self._max_reusable_tokens(seq) // self.unit
-        first = num_found // self.unit
-        if num_units <= first:
-            return False
-        keys = self.keys(seq, num_units)
-        most_shared, leader = first, None
-        for other in self._unconfirmed:
-            if other.is_prefilling or self._states:
-                end = self._num_common(keys, other, first, num_units)
-                if end > most_shared and is_coming(other, end):
-                    most_shared, leader = end, other
-        num_missing = seq.num_known - num_found
-        if leader is None or 2 * (most_shared - first) * self.unit <= num_missing:
-            return False
-        self.add_boundary(leader, most_shared * self.unit)
-        return True
-
-    def _num_common(
-        self, keys: Sequence[BlockKey], other: CacheableSequence, first: int, num_units: int
-    ) -> int:
-        """How many of the first `num_units` units another sequence has, of which it has `first`."""
-        others = other.prefix_keys[self.unit, self._seed]
-        end, most = first, min(num_units, len(others))
-        while end < most and keys[end] == others[end]:
-            end += 1
-        return end
-
-    def expect(self, seq: CacheableSequence, num_found: int) -> None:
-        """Record that a sequence is admitted: its tokens after the first `num_found` will be
-        computed.
-
-        If more of its first ones were computed for others, it shares that prefix, and so may more:
-        the next one is to find the window or the state that this one lacks."""
-        if len(self._unconfirmed) > self._max_unconfirmed:
-            self._unconfirmed = {other: None for other in self._unconfirmed if other.is_prefilling}
-            self._max_unconfirmed = 2 * len(self._unconfirmed)
-        self._unconfirmed[seq] = None
-        self.add_boundary(seq, (seq.num_prompt_tokens - 1) // self.unit * self.unit)
-        if self._has_boundaries:
-            num_units = self._max_reusable_tokens(seq) // self.unit
-            keys = self.keys(seq, num_units)
-            min_units = -(-(num_found + MIN_BRANCH_TOKENS) // self.unit)
-            ends = range(num_units, min_units - 1, -1)
-            branch = next((end for end in ends if keys[end - 1] in self._computed), 0)
-            if branch:
-                self.add_boundary(seq, branch * self.unit)
-
-    def record_computed(self, keys: Iterable[BlockKey]) -> None:
-        """Remember units that have been computed, so that it is seen where others branch off."""
-        if self._has_boundaries:
-            self._computed.update(dict.fromkeys(keys))
-            while len(self._computed) > MAX_COMPUTED_UNITS:
-                self._computed.popitem(last=False)
-
-    def forget(self, seq: CacheableSequence) -> None:
-        """Record that a sequence has lost its memory."""
-        self._unconfirmed.pop(seq, None)
-        self._boundaries.pop(seq, None)
-
-    def boundaries_within(self, seq: CacheableSequence, start: int, end: int) -> list[int]:
-        """The positions after `start` and up to `end` at which states of a prompt are saved."""
-        first = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
-        found = {*range(first, min(end + 1, seq.num_prompt_tokens), BOUNDARY_TOKENS)}
-        found.update(at for at in self._boundaries.get(seq, ()) if start < at <= end)
-        return sorted(found)
-
-    def add_boundary(self, seq: CacheableSequence, end: int) -> None:
-        """Keep what a row after a sequence's first `end` tokens reads."""
-        boundaries = self._boundaries.setdefault(seq, [])
-        if end not in boundaries:
-            insort(boundaries, end)
-
-    def boundaries(self, seq: CacheableSequence) -> list[int]:
-        """Where windows of an admitted sequence are to stay cached, in order, in addition to the
-        multiples of BOUNDARY_TOKENS in its prompt; others are added while it runs."""
-        return self._boundaries.get(seq, [])
-
-    def retained(
-        self,
-        seq: CacheableSequence,
-        number: int,
-        index: int,
-        boundaries: Sequence[int],
-        cached: Contents | None,
-    ) -> Contents | None:
-        """What to keep cached of a block that a sequence releases while it continues, if nothing
-        more than what is; None unless it is needed at a boundary, of which there are some."""
-        group = self._groups[number]
-        start = index * group.block_tokens
-        end = start + group.block_tokens
-        if start >= boundaries[-1]:
-            return None  # decoded tokens, as a rule
-        following = boundaries[bisect(boundaries, start)]
-        multiple = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
-        if multiple < seq.num_prompt_tokens:
-            following = min(following, multiple)
-        if group.first_needed(following) >= end:
-            return None
-        if cached is not None and cached.is_full:
-            return cached
-        if not self.is_enabled or end > seq.num_known:
-            return None
-        units = self.keys(seq, end // self.unit)[start // self.unit : end // self.unit]
-        return Contents(number, tuple(units), is_full=True)
-
     def keys(self, seq: KeyedTokens, num_units: int) -> list[BlockKey]:
         """Keys of at least `num_units` units, whose tokens are known; each is hashed once."""
         unit = self.unit
@@ -496,5 +355,6 @@ class PrefixCache:
             keys += unit_keys(parent, tokens, unit, self._seed, context=context, start=start)
         return keys
 
-    def _max_reusable_tokens(self, seq: CacheableSequence) -> int:
+    def max_reusable_tokens(self, seq: CacheableSequence) -> int:
+        """The most tokens of a sequence that may be found."""
         return min(seq.num_known - 1, seq.max_reusable_tokens) if self.is_enabled else 0

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from scheduler_service.core.kv_cache.block_pool import Contents
 from scheduler_service.core.kv_cache.block_table import Retained, SequenceTables
 from scheduler_service.core.kv_cache.device_tables import DeviceTables
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
+from scheduler_service.core.kv_cache.prefix_branches import PrefixBranches
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
 
 
 class ReleasedBlocks:
     """Releases blocks of one worker group's device."""
 
-    def __init__(self, tables: DeviceTables, prefixes: PrefixCache) -> None:
+    def __init__(self, tables: DeviceTables, branches: PrefixBranches) -> None:
         self._tables = tables
         self._groups = groups = tables.groups
         self._device = tables.pool
-        self._prefixes = prefixes
+        self._branches = branches
         self._spans = [(n, g, g.block_tokens) for n, g in enumerate(groups) if g.span]
         self._is_simple = len(groups) == 1 and not groups[0].is_state
 
@@ -51,7 +51,7 @@ class ReleasedBlocks:
         cached, boundaries = self._device.cached, held.boundaries
         for index, block in enumerate(blocks, held.tables[number].first):
             found = cached.contents[block]
-            contents = self._prefixes.retained(seq, number, index, boundaries, found)
+            contents = self._branches.retained(seq, number, index, boundaries, found)
             if contents is not None:
                 kept = found or cached.hold(block, contents)
                 held.retained.append(Retained((index + 1) * tokens, block, contents, kept))
@@ -71,7 +71,7 @@ class ReleasedBlocks:
         """Remove and return a sequence's tables, whose blocks are to be released. Nobody finds what
         it has not confirmed."""
         held = self._tables.remove(seq)
-        self._prefixes.forget(seq)
+        self._branches.forget(seq)
         for retained in held.unconfirmed:
             self._device.forget_contents(retained.block, retained.contents)
         for state in held.saved:

@@ -20,7 +20,8 @@ from itertools import count
 from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
 from scheduler_service.core.kv_cache.block_table import SavedState, SequenceTables
-from scheduler_service.core.kv_cache.prefix_cache import BOUNDARY_TOKENS, PrefixCache
+from scheduler_service.core.kv_cache.prefix_branches import BOUNDARY_TOKENS, PrefixBranches
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
 
@@ -35,10 +36,14 @@ class SavedStates:
     """Saves the states of one worker group's sequences."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup], device: BlockPool, prefixes: PrefixCache
+        self,
+        groups: Sequence[CacheGroup],
+        device: BlockPool,
+        prefixes: PrefixCache,
+        branches: PrefixBranches,
     ) -> None:
         self._device = device
-        self._prefixes = prefixes
+        self._prefixes, self._branches = prefixes, branches
         self._unit = prefixes.unit
         self._groups = {n: group.num_blocks for n, group in enumerate(groups) if group.is_state}
         num_blocks = sum(self._groups.values())
@@ -102,7 +107,7 @@ class SavedStates:
         copy: list[int] = []
         saved: list[int] = []
         for seq, held, start, end in chunks:
-            for position in self._prefixes.boundaries_within(seq, start, end):
+            for position in self._branches.boundaries_within(seq, start, end):
                 key = self._prefixes.key(seq, position)
                 if None not in [self._device.cached.find(key, number) for number in self._groups]:
                     continue

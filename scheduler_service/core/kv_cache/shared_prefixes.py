@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockPool, Contents
 from scheduler_service.core.kv_cache.block_table import SequenceTables
 from scheduler_service.core.kv_cache.device_tables import DeviceTables
+from scheduler_service.core.kv_cache.prefix_branches import PrefixBranches
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
@@ -21,14 +22,15 @@ class SharedPrefixes:
         tables: DeviceTables,
         host: BlockPool,
         cache: PrefixCache,
+        branches: PrefixBranches,
         states: SavedStates,
         released: ReleasedBlocks,
         records: CacheRecords,
     ) -> None:
         self._tables = tables
         self._device, self._host = tables.pool, host
-        self._cache, self._states, self._released = cache, states, released
-        self._records = records
+        self._cache, self._branches = cache, branches
+        self._states, self._released, self._records = states, released, records
         self.unit = cache.unit
         """Tokens that are found together."""
         groups = tables.groups
@@ -49,6 +51,7 @@ class SharedPrefixes:
         for held in self._tables.held.values():
             held.num_offered = held.num_offered_in_spans = 0
         self._cache.reseed(seed)
+        self._branches.reseed()
         self._records.reseed(seed)
 
     # What is found.
@@ -69,7 +72,7 @@ class SharedPrefixes:
     def is_to_come(self, seq: CacheableSequence, hit: PrefixHit) -> bool:
         """Whether most of the tokens that a waiting sequence would compute are being computed for
         another one, and will be found soon."""
-        return self._cache.is_to_come(seq, hit.num_tokens, self._is_coming)
+        return self._branches.is_to_come(seq, hit.num_tokens, self._is_coming)
 
     def _is_coming(self, seq: CacheableSequence, num_units: int) -> bool:
         """Whether a sequence's first units are being computed, or the state after them is saved."""
@@ -98,7 +101,7 @@ class SharedPrefixes:
         if end <= (held.num_offered_in_spans if in_spans else held.num_offered):
             return
         keys = self._cache.keys(seq, end)
-        self._cache.record_computed(keys[held.num_offered : end])
+        self._branches.record_computed(keys[held.num_offered : end])
         if not held.num_offered:
             self._offer_source(seq, held)
         for number in self._growing:
