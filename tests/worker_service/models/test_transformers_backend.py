@@ -93,6 +93,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**LATENT, "q_lora_rank": None, "attention_bias": True},
         "keys and values differ in size",
     ),
+    "LongcatFlashForCausalLM": (
+        "LongcatFlashConfig",
+        {
+            **{k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "v_head_dim": 16,
+            "moe_topk": 3,
+            "n_routed_experts": 6,
+            "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 40,
+        },
+        "its code reads weights of linear layers itself",
+    ),
     "BertLMHeadModel": (
         "BertConfig",
         {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"},

@@ -393,6 +393,11 @@ class TransformersModel:
                 f"{self.architecture} cannot be served: a trial run failed with"
                 f" {type(error).__name__}: {error}"
             ) from error
+        if hidden.isnan().any():
+            raise UnsupportedModel(
+                f"{self.architecture} cannot be served: its code reads weights of linear layers"
+                " itself, which are packed"
+            )
         spec = cache_spec(self.architecture, config, calls, self.max_model_len)
         self._require_given_positions(tokens)
         if context.generates:

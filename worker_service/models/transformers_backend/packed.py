@@ -77,7 +77,8 @@ _MAX_NAMES = 4
 class PackedLinear(nn.Module):
     """An `nn.Linear` whose weight is packed.
 
-    Its `weight` has shape and dtype, for code that reads them, but no content.
+    Its `weight` has shape and dtype, for code that reads them, but no content: products with it are
+    NaN, which a trial run finds. On the meta device they would be whatever the memory holds.
     """
 
     packed: PackedWeight
@@ -90,7 +91,7 @@ class PackedLinear(nn.Module):
         """What adapters add to the product."""
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = _outline(linear.weight)
+        self.weight = _outline(linear.weight, "cpu")
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
