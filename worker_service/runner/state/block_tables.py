@@ -167,9 +167,10 @@ class SequenceBlocks:
 
     def _capacities(self, row_ids: Int64Array) -> Int64Array:
         """Tokens for which sequences have blocks in all groups, within the model's length."""
-        ends = [tables.ends[row_ids] * tables.entry_tokens for tables in self.tables]
-        limit = np.full(len(row_ids), self._max_model_len)
-        return np.min([limit, *ends], axis=0)
+        capacities = np.full(len(row_ids), self._max_model_len)
+        for tables in self.tables:
+            np.minimum(capacities, tables.ends[row_ids] * tables.entry_tokens, out=capacities)
+        return capacities
 
     def _room(self, tables: Sequence[BlockTable]) -> int:
         """Tokens that a new sequence's tables, at most one of each group, have blocks for."""
