@@ -42,8 +42,6 @@ from scheduler_service.core.request import (
 )
 from scheduler_service.core.step_plan import (
     BlockFetch,
-    BlockLease,
-    BlockTable,
     CachedBlocks,
     FetchResult,
     NewSequence,
@@ -145,7 +143,9 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
         step_id=plan.step_id,
         new_sequences=[_encode_new_sequence(sequence) for sequence in plan.new_sequences],
         max_results=plan.max_results if plan.max_results > 1 else 0,
-        leases=[_encode_lease(lease) for lease in plan.leases],
+        leases=[
+            _copied(plan_pb2.BlockLease, lease, **_BLOCK_LEASE.pack(lease)) for lease in plan.leases
+        ],
         fetches=[_encode_fetch(fetch) for fetch in plan.fetches],
         cached_blocks=None if plan.cached_blocks is None else _encode_cached(plan.cached_blocks),
         key_seed=plan.key_seed,
@@ -158,10 +158,6 @@ def _encode_cached(cached: CachedBlocks) -> plan_pb2.CachedBlocks:
     return _copied(plan_pb2.CachedBlocks, cached, **_CACHED_BLOCKS.pack(cached))
 
 
-def _encode_lease(lease: BlockLease) -> plan_pb2.BlockLease:
-    return _copied(plan_pb2.BlockLease, lease, **_BLOCK_LEASE.pack(lease))
-
-
 def _encode_fetch(fetch: BlockFetch) -> plan_pb2.BlockFetch:
     columns = _BLOCK_FETCH.pack(fetch)
     return _copied(plan_pb2.BlockFetch, fetch, addresses=fetch.addresses, **columns)
@@ -171,18 +167,13 @@ def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
     return _copied(
         plan_pb2.NewSequence,
         sequence,
-        tables=[_encode_table(table) for table in sequence.tables],
-        context=[_encode_context_part(part) for part in sequence.context],
+        tables=[
+            _copied(plan_pb2.BlockTable, table, **_BLOCK_TABLE.pack(table))
+            for table in sequence.tables
+        ],
+        context=[_copied(context_pb2.ContextPart, part) for part in sequence.context],
         **_NEW_SEQUENCE.pack(sequence),
     )
-
-
-def _encode_context_part(part: ContextPart) -> context_pb2.ContextPart:
-    return _copied(context_pb2.ContextPart, part)
-
-
-def _encode_table(table: BlockTable) -> plan_pb2.BlockTable:
-    return _copied(plan_pb2.BlockTable, table, **_BLOCK_TABLE.pack(table))
 
 
 def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:

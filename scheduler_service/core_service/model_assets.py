@@ -57,7 +57,8 @@ class AssetCache:
         wanted = fingerprint or holders[0].fingerprint
         fetch = self._fetches.get(wanted)
         if fetch is None:
-            self._forget_all_but({wanted, *self._present_fingerprints()})
+            for other in self._fetches.keys() - self._present_fingerprints():
+                self._fetches.pop(other).cancel()
             # A group may have lost its workers by the time the task starts.
             workers = [holder for holder in holders if holder.fingerprint == wanted]
             fetch = self._fetches[wanted] = asyncio.create_task(_fetch_from_any(workers, self.dial))
@@ -82,10 +83,6 @@ class AssetCache:
     def _present_fingerprints(self) -> set[str]:
         registered = {group.registration.model.fingerprint for group in self.registry}
         return registered | {report.fingerprint for report in self.registry.loading()}
-
-    def _forget_all_but(self, fingerprints: set[str]) -> None:
-        for fingerprint in self._fetches.keys() - fingerprints:
-            self._fetches.pop(fingerprint).cancel()
 
     def _forget_failed(self, fingerprint: str, fetch: "asyncio.Task[Files]") -> None:
         failed = fetch.cancelled() or fetch.exception() is not None

@@ -387,7 +387,7 @@ class AdapterSlots:
         self._set(self._step, adapters, len(batch.token_ids))
         num_sampled = 0 if batch.sampled is None else len(batch.sampled)
         self.activate_head(batch.sampled_adapters(), num_sampled)
-        self._num_prepared = self._num_changed()
+        self._num_prepared = sum(added.is_changed for added in self._layers.values())
         return self._num_prepared > num_prepared
 
     def place(self, digests: Sequence[bytes]) -> list[int]:
@@ -445,9 +445,6 @@ class AdapterSlots:
         """Let the layers compute no adapters."""
         self._step.clear()
         self._head_step.clear()
-
-    def _num_changed(self) -> int:
-        return sum(added.is_changed for added in self._layers.values())
 
     def _fill_slot(self, digest: bytes, needed: set[bytes]) -> int:
         """Put an adapter into a free slot, or that of the one that was not needed for longest."""

@@ -33,7 +33,11 @@ COMMANDS = {
 
 def require(*services: str) -> None:
     """Raise LocalServiceError unless the extras that these services need are installed."""
-    missing = [service for service in services if not _is_installed(service)]
+    missing = [
+        service
+        for service in services
+        if not all(map(importlib.util.find_spec, _NEEDS.get(service, ())[1:]))
+    ]
     if missing:
         extras = ",".join(dict.fromkeys(_NEEDS[service][0] for service in missing))
         raise LocalServiceError(
@@ -45,10 +49,6 @@ def kind_of_worker(*, simulate: bool) -> str:
     """The kind of worker to `require`: a simulated one (by flag or environment) needs less."""
     from_environment = os.environ.get("PAGEWIRE_SIMULATE", "").lower() in _TRUE
     return "simulated worker" if simulate or from_environment else "worker"
-
-
-def _is_installed(service: str) -> bool:
-    return all(importlib.util.find_spec(module) for module in _NEEDS.get(service, ())[1:])
 
 
 def environment() -> dict[str, str]:

@@ -94,7 +94,7 @@ class Preemption:
         running, last = self.running, self.running.last()
         is_last = last.seq_group is seq_group
         is_lockstep = seq_group.strategy.is_lockstep
-        if is_last and is_lockstep and self._is_alone(seq_group):
+        if is_last and is_lockstep and running.num_places == seq_group.num_running:
             return False
         batch.has_preempted = True
         self.totals.num_preemptions += 1
@@ -118,10 +118,6 @@ class Preemption:
             self._swap_out(victims, batch)
         else:
             self._recompute(victims, batch)
-
-    def _is_alone(self, seq_group: SequenceGroup) -> bool:
-        """Whether the batch has no other group."""
-        return self.running.num_places == seq_group.num_running
 
     def _should_swap(self, seq_group: SequenceGroup) -> bool:
         """Whether to move a group's KV to the host, rather than free it."""

@@ -134,20 +134,17 @@ class ChoiceStream:
             if text:
                 self._message.push(text)
             return
-        message = self._message
+        message, may_stop = self._message, len(self.token_ids) > self._request.min_tokens
         # Where a thought begins and ends is known only after each character.
         for piece in text if message.may_think else (text,):
             is_space = message.follows_thought and not matcher.is_holding and piece.isspace()
             if is_space or message.in_reasoning:
                 message.push(matcher.flush() + piece)
-            elif shown := matcher.push(piece, may_stop=self._may_stop()):
+            elif shown := matcher.push(piece, may_stop=may_stop):
                 message.push(shown)
             if matcher.matched is not None:
                 self.finish = Finish(inference_pb.FINISH_REASON_STOP, stop_string=matcher.matched)
                 return
-
-    def _may_stop(self) -> bool:
-        return len(self.token_ids) > self._request.min_tokens
 
     def _is_complete(self) -> bool:
         """Whether the choice must end after the tokens so far."""
