@@ -916,6 +916,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"partial_rotary_factor": 0.5, "qk_layernorm": True},
     ),
     "bert_generation": ("BertGenerationConfig", "BertGenerationDecoder", {"is_decoder": True}),
+    "minicpm3_bias": (
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {**_LATENT, "q_lora_rank": None, "attention_bias": True},
+    ),
     "flex_olmo": ("FlexOlmoConfig", "FlexOlmoForCausalLM", {**_MOE, "intermediate_size": 96}),
     "vaultgemma": (
         "VaultGemmaConfig",

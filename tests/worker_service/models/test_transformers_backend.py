@@ -88,18 +88,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "share keys and values",
     ),
-    "MiniCPM3ForCausalLM": (
-        "MiniCPM3Config",
-        {**LATENT, "q_lora_rank": None, "attention_bias": True},
-        "keys and values differ in size",
-    ),
     "LongcatFlashForCausalLM": (
         "LongcatFlashConfig",
         {
             **{k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
             "num_hidden_layers": 4,
             "head_dim": 8,
-            "v_head_dim": 16,
             "moe_topk": 3,
             "n_routed_experts": 6,
             "zero_expert_num": 2,

@@ -46,8 +46,9 @@ class AttentionCall:
 
     layer: int
     num_kv_heads: int
-    key_dim: int
-    value_dim: int
+    head_dim: int
+    """Elements of the larger ones of keys and values."""
+
     dtype: torch.dtype
     sliding_window: int | None
     is_causal: bool
@@ -118,7 +119,8 @@ def attention_forward(
     """Write keys and values to the cache, and attend over it.
 
     query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens,
-    head_dim]. Returns [1, num_tokens, num_heads, head_dim], and None instead of weights.
+    head_dim], where those of values may have another size. Returns [1, num_tokens, num_heads, size
+    of values], and None instead of weights.
     """
     state: AttentionState = getattr(module, _STATE)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -134,8 +136,7 @@ def attention_forward(
             AttentionCall(
                 layer=layer,
                 num_kv_heads=key.shape[1],
-                key_dim=key.shape[3],
-                value_dim=value.shape[3],
+                head_dim=max(key.shape[3], value.shape[3]),
                 dtype=key.dtype,
                 sliding_window=sliding_window,
                 is_causal=bool(causal),
@@ -146,6 +147,8 @@ def attention_forward(
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     backend = state.kernels.attention_of(sliding_window)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    value_dim = value.shape[3]
+    query, key, value = _of_one_size(query, key, value)
     if not state.groups:  # no cache: a row sees its text, or fewer than a window's tokens each way
         output = backend.packed_attention(
             query[0].transpose(0, 1),
@@ -155,7 +158,7 @@ def attention_forward(
             scale=scale,
             window=None if sliding_window is None else sliding_window - 1,
         )
-        return output.unsqueeze(0), None
+        return output[None, :, :, :value_dim], None
     caches = cast(LayerCaches, state.batch.caches[layer])
     metadata = state.batch.attention[state.groups[layer]]
     backend.write_kv(
@@ -173,7 +176,17 @@ def attention_forward(
         soft_cap=softcap,
         sinks=s_aux,
     )
-    return output.unsqueeze(0), None
+    return output[None, :, :, :value_dim], None
+
+
+def _of_one_size(*parts: Tensor) -> list[Tensor]:
+    """The same heads, with zeros behind smaller ones: the cache has one size of them."""
+    size = max(part.shape[3] for part in parts)
+    missing = [size - part.shape[3] for part in parts]
+    return [
+        nn.functional.pad(part, (0, count)) if count else part
+        for part, count in zip(parts, missing, strict=True)
+    ]
 
 
 def cache_spec(
@@ -192,7 +205,9 @@ def cache_spec(
     for call in sorted(calls, key=lambda call: call.layer):
         window = call.sliding_window
         window = window if window is not None and window < max_model_len else None
-        layers.append(LayerKV(num_kv_heads=call.num_kv_heads, head_dim=call.key_dim, window=window))
+        layers.append(
+            LayerKV(num_kv_heads=call.num_kv_heads, head_dim=call.head_dim, window=window)
+        )
     return KVCacheSpec(layers=tuple(layers), dtype=calls[0].dtype)
 
 
@@ -202,8 +217,6 @@ def _obstacles(config: Any, calls: list[AttentionCall]) -> Iterator[str]:
         yield "not every layer attends once through transformers' attention interface"
     if len({call.dtype for call in calls}) > 1:
         yield "its layers differ in the dtype of keys"
-    if any(call.key_dim != call.value_dim for call in calls):
-        yield "its keys and values differ in size"
     if len({call.is_causal for call in calls}) > 1:
         yield "the attention of some layers is not causal"
     unknown = sorted({name for call in calls for name in call.unknown_arguments})
