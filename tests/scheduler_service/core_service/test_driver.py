@@ -1,4 +1,4 @@
-"""Which worker groups are woken, since there may be a plan for them."""
+"""Which worker groups are woken, since there may be a plan for them, and after what."""
 
 import asyncio
 
@@ -64,6 +64,38 @@ async def test_a_request_wakes_the_groups_of_its_model_that_can_plan() -> None:
     deployment.pop_woken()
     deployment.submit(make_request(handle=2, request_id="r2"))
     assert deployment.pop_woken() == {"idle"}
+    driver.close()
+
+
+class Awaited(asyncio.Event):
+    """A frontend's stream: its writer waits for outputs."""
+
+    def deliver(self, outbox: EngineOutputs) -> None:
+        self.set()
+
+
+async def test_the_outputs_of_a_result_are_written_before_the_next_step_is_planned() -> None:
+    driver = CoreDriver(SchedulerCore(SchedulerConfig()), clock=lambda: 0.0)
+    driver.add_frontend("f0", writer := Awaited())
+    planner = driver.add_worker_group(make_capacity("g"))
+    driver.core.submit(make_request(), 0.0)
+    driver.follow_up()
+    assert driver.core.schedule("g", 0.0) is not None
+    driver.follow_up()
+    ran: list[str] = []
+
+    async def run(name: str, event: asyncio.Event) -> None:
+        event.clear()
+        await event.wait()
+        ran.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(run("planner", planner))
+        tasks.create_task(run("writer", writer))
+        await asyncio.sleep(0)
+        driver.core.update("g", StepResult(step_id=1, token_ids=[7]), 0.0)
+        driver.follow_up("g")
+    assert ran == ["writer", "planner"]
     driver.close()
 
 
