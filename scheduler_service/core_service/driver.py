@@ -118,20 +118,28 @@ class CoreDriver:
         """Complete calls into the core: deliver outputs; wake these worker groups, and those that
         the core names, because it may have a plan for them; set the timer for the next
         deadline."""
-        # First the outputs, for which clients wait: the stream that is woken first runs first.
+        # First the outputs, for which clients wait: the stream that is woken first runs first. But
+        # before them, what a request needs that is new or goes from one group to another.
+        woken = self.core.pop_woken()
+        if woken:
+            self._wake(*group_ids, *woken)
         for frontend_id, outbox in self.core.pop_outboxes().items():
             mailbox = self._mailboxes.get(frontend_id)
             if mailbox is not None:
                 mailbox.deliver(outbox)
-        for group_id in (*group_ids, *self.core.pop_woken()):
-            work = self._work.get(group_id)
-            if work is not None:
-                work.set()
+        if not woken:
+            self._wake(*group_ids)
         for traced in self.core.pop_traced():
             if self.on_traced is not None:  # later, so that its failure ends no stream
                 self._loop.call_soon(self.on_traced, traced)
         self._set_alarm()
         self._followed_up.set()
+
+    def _wake(self, *group_ids: str) -> None:
+        for group_id in group_ids:
+            work = self._work.get(group_id)
+            if work is not None:
+                work.set()
 
     def _set_alarm(self) -> None:
         deadline = self.core.next_deadline()

@@ -65,8 +65,9 @@ def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
             and any(other.probe.has_room_for(seq_group) for other in others)
         )
 
-    here.start_moving(may_leave, MoveReason.HAND_OVER, now_us)
-    model.requeue(here.pop_moved())
+    if here.start_moving(may_leave, MoveReason.HAND_OVER, now_us):
+        model.requeue(here.pop_moved())
+        model.wake()
 
 
 def rebalance(model: ServedModel, transfers: Transfers, here: Scheduler, now_us: int) -> None:

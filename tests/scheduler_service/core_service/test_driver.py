@@ -1,6 +1,7 @@
 """Which worker groups are woken, since there may be a plan for them, and after what."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from scheduler_service.core import (
     SchedulerCore,
     StepResult,
 )
+from scheduler_service.core.config import MoveKV, Role
 from scheduler_service.core.request import Request
 from scheduler_service.core.step_plan import StepPlan
 from scheduler_service.core_service.driver import CoreDriver
@@ -128,6 +130,53 @@ async def test_a_group_that_drains_is_woken_when_nothing_can_come_to_it_any_more
     assert driver.is_drained("second")
     assert deployment.pop_woken() == {"first", "second"}
     driver.close()
+
+
+async def test_a_lease_and_its_fetch_are_planned_before_the_first_token_is_sent() -> None:
+    driver = CoreDriver(SchedulerCore(SchedulerConfig(move_kv=MoveKV.ALWAYS)), clock=lambda: 0.0)
+    layout = {"kv_layout": (("layout", "one"),), "addresses": ("there",), "epoch": 7}
+    work = {
+        role: driver.add_worker_group(replace(make_capacity(role), role=role, **layout))  # type: ignore[arg-type]
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    driver.core.submit(make_request(prompt_token_ids=[*range(20)]), 0.0)
+    assert driver.core.schedule(Role.PREFILL, 0.0) is not None
+    driver.follow_up()
+    mailbox = Bell()
+    driver.add_frontend("f0", mailbox)
+    done: list[str] = []
+
+    async def plan(role: Role) -> None:
+        work[role].clear()
+        await work[role].wait()
+        step = driver.core.schedule(role, 0.0)
+        driver.follow_up()
+        assert step is not None
+        done.extend(["lease"] * len(step.leases) + ["fetch"] * len(step.fetches))
+
+    async def send() -> None:
+        await mailbox.rung.wait()
+        done.append("token")
+
+    async with asyncio.TaskGroup() as tasks:
+        for role in work:
+            tasks.create_task(plan(role))
+        tasks.create_task(send())
+        await asyncio.sleep(0)
+        driver.core.update(Role.PREFILL, StepResult(step_id=1, token_ids=[7]), 0.0)
+        driver.follow_up(Role.PREFILL)
+    assert done == ["lease", "fetch", "token"]
+    driver.close()
+
+
+class Bell:
+    """Rings when there are outputs."""
+
+    def __init__(self) -> None:
+        self.rung = asyncio.Event()
+
+    def deliver(self, outbox: EngineOutputs) -> None:
+        self.rung.set()
 
 
 async def test_a_span_that_cannot_be_exported_disturbs_no_caller() -> None:
