@@ -230,8 +230,8 @@ class Fetch:
 class Transfers:
     """The leases and fetches of one stream of plans.
 
-    `begin` is called on the model thread, `serve`, `begin_fetches` and `collect` on the follow-up
-    thread, `close` on any.
+    `begin` is called on the model thread, `serve` and `collect` on the follow-up thread,
+    `begin_fetches` on either, `close` on any.
     """
 
     def __init__(self, memory: BlockMemory | None, peers: Peers) -> None:

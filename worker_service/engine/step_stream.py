@@ -181,7 +181,8 @@ class StepStream:
         """Begin a plan's fetches once the device is done with the steps launched so far, which may
         write to blocks that the core has freed since."""
         if plan.fetches:
-            self._thread.follow_up(lambda: self.transfers.begin_fetches(plan))
+            begin = partial(self.transfers.begin_fetches, plan)
+            self._thread.follow_up(begin, may_wait=False)
 
     def _collect(self, plan: StepPlan, step: Step) -> None:
         """Runs on the follow-up thread, or after the launch if there is nothing to wait for."""
