@@ -134,6 +134,8 @@ class Cluster:
         credentials = self.channel_credentials()
         options = [
             *channel_options(),
+            # The caller's thread receives: no other one begins with a call, or wakes it.
+            (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
             ("grpc.http2.max_frame_size", MAX_FRAME_BYTES),
             ("grpc.client_idle_timeout_ms", IDLE_TIMEOUT_MS),
         ]
