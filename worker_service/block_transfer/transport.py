@@ -74,6 +74,11 @@ class Parts(Protocol):
         ...
 
 
+COPIED_AHEAD_BYTES = 8 << 20
+"""Maximum number of bytes of the blocks that are copied from another process's memory before their
+digests arrive, which the source computes meanwhile; at least one block. The processors' caches
+still have these bytes when they are compared."""
+
 Connect = Callable[[str, ReadRequest, float], Parts]
 """Sends a request to the worker at an address, with a time limit in seconds for the answer."""
 
@@ -141,8 +146,7 @@ class ArrivingBlocks:
             rest = rest[len(some) :]
 
     def read_from(self, memory: SourceMemory) -> None:
-        """Copy blocks from another process's memory, those of a few digests at a time as these
-        arrive: the processors' caches still have what the source has just read. Raises
+        """Copy the first blocks from another process's memory, and the others in `check`. Raises
         MemoryUnreadable, as `check` does then."""
         probe = memoryview(bytearray(len(memory.probe)))
         read_memory(memory.pid, [Piece(memory.probe_address, probe)])
@@ -152,8 +156,17 @@ class ArrivingBlocks:
             expected = f"expected blocks of {self._block_bytes} bytes, got {memory.block_bytes}"
             raise FetchFailed(FetchFailure.MALFORMED, expected)
         self._source = memory
+        self._copy_ahead()
 
-    def _copy(self, memory: SourceMemory, indices: range) -> None:
+    def _copy_ahead(self) -> None:
+        num_ahead = max(1, COPIED_AHEAD_BYTES // self._block_bytes)
+        self._copy_until(min(self._num_checked + num_ahead, len(self.sources)))
+
+    def _copy_until(self, end: int) -> None:
+        """Copy the blocks before this index, if they do not come in messages."""
+        memory, indices = self._source, range(self.num_complete, end)
+        if memory is None or not indices:
+            return
         with self._guard:
             views = [self._view(index) for index in indices]
             addresses = [_address(memory, self.sources[index]) for index in indices]
@@ -166,12 +179,12 @@ class ArrivingBlocks:
         if len(digests) % DIGEST_BYTES:
             raise FetchFailed(FetchFailure.MALFORMED, "the source sent a part of a digest")
         end = self._num_checked + len(digests) // DIGEST_BYTES
-        if self._source is not None and end <= len(self.sources):
-            self._copy(self._source, range(self._num_checked, end))
+        self._copy_until(min(end, len(self.sources)))
         if end > self.num_complete:
             raise FetchFailed(FetchFailure.MALFORMED, "the source sent a digest before its block")
         for start in range(0, len(digests), DIGEST_BYTES):
             self._check_next(digests[start : start + DIGEST_BYTES])
+        self._copy_ahead()
 
     def _check_next(self, digest: bytes) -> None:
         index = self._num_checked

@@ -49,18 +49,11 @@ _FAILURES = {
 """Other statuses mean that the source was not reached or was lost."""
 
 
-def read_parts(blocks: LeasedBlocks, reader: Reader | None) -> Iterator[pb.ReadBlocksResponse]:
-    """The answer to a reader, which blocks while it is iterated. Raises LeaseDenied once the lease
-    is over."""
-    memory = None if reader is None else _memory_for(blocks, reader)
-    return _data_parts(blocks) if memory is None else _memory_parts(blocks, memory)
-
-
-def _memory_for(blocks: LeasedBlocks, reader: Reader) -> pb.ProcessMemory | None:
+def memory_for(blocks: LeasedBlocks, reader: Reader | None) -> pb.ProcessMemory | None:
     """Where a process of this machine finds the blocks; None if it cannot read them."""
     device, host = blocks.memory.addresses
     has_all = all(device if block >= 0 else host for block in blocks.blocks)
-    if not has_all or not reader.machine or reader.machine != machine_name():
+    if reader is None or not has_all or not reader.machine or reader.machine != machine_name():
         return None
     permit(reader.pid)
     return pb.ProcessMemory(
@@ -73,25 +66,22 @@ def _memory_for(blocks: LeasedBlocks, reader: Reader) -> pb.ProcessMemory | None
     )
 
 
-def _memory_parts(
-    blocks: LeasedBlocks, memory: pb.ProcessMemory
-) -> Iterator[pb.ReadBlocksResponse]:
-    """The reader copies the blocks of each message while the next ones are digested, so the first
-    message has few."""
+def digest_parts(blocks: LeasedBlocks) -> Iterator[pb.ReadBlocksResponse]:
+    """What follows the memory of the blocks; blocks while it is iterated. The reader compares the
+    blocks of each message while the next ones are digested, so the first message has fewer. Raises
+    LeaseDenied once the lease is over."""
     digests, num_left = blocks.digests(), len(blocks.blocks)
-    max_blocks = max(1, DIGESTED_BYTES // memory.block_bytes)
-    count = max(1, max_blocks // 16)
-    part = pb.ReadBlocksResponse(memory=memory)
+    max_blocks = max(1, DIGESTED_BYTES // blocks.memory.block_bytes)
+    count = max(1, max_blocks // 2)
     while num_left > 0:
-        part.digests = b"".join(islice(digests, count))
-        yield part
-        part = pb.ReadBlocksResponse()
+        yield pb.ReadBlocksResponse(digests=b"".join(islice(digests, count)))
         num_left -= count
-        count = min(2 * count, max_blocks)
+        count = max_blocks
 
 
-def _data_parts(blocks: LeasedBlocks) -> Iterator[pb.ReadBlocksResponse]:
-    """Messages of some small blocks, or of a part of a large one."""
+def data_parts(blocks: LeasedBlocks) -> Iterator[pb.ReadBlocksResponse]:
+    """The bytes of the blocks, in messages of some small blocks, or of a part of a large one;
+    blocks while it is iterated. Raises LeaseDenied once the lease is over."""
     data: list[bytes] = []
     digests, size = b"", 0
     for piece in blocks.pieces(CHUNK_BYTES):

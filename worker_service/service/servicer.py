@@ -25,7 +25,7 @@ from worker_service.load_progress import LoadProgress
 from worker_service.plan import monotonic_us
 from worker_service.service import wire
 from worker_service.service.adapters import AdapterTable
-from worker_service.service.block_connection import read_parts
+from worker_service.service.block_connection import data_parts, digest_parts, memory_for
 
 logger = logging.getLogger(__name__)
 
@@ -207,9 +207,13 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self, request: pb.ReadBlocksRequest, context: grpc.aio.ServicerContext
     ) -> None:
         wanted = wire.decode_read_request(request)
-        parts = read_parts(await self._engine.leased_blocks(wanted), wanted.reader)
+        blocks = await self._engine.leased_blocks(wanted)
+        memory = memory_for(blocks, wanted.reader)
+        parts = data_parts(blocks) if memory is None else digest_parts(blocks)
         following = asyncio.create_task(asyncio.to_thread(next, parts, None))
         try:
+            if memory is not None:  # from which the reader copies while the blocks are digested
+                await context.write(pb.ReadBlocksResponse(memory=memory))
             while (part := await following) is not None:
                 following = asyncio.create_task(asyncio.to_thread(next, parts, None))
                 await context.write(part)

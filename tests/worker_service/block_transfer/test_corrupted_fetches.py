@@ -16,6 +16,7 @@ from service_common.cluster import NO_CLUSTER, Cluster
 from tests.support.peers import TOKEN, keys_of, lease
 from tests.support.running_worker import RunningWorker, Steps, running_worker
 from tests.support.worker_driver import PlanBuilder, Row
+from worker_service.block_transfer import transport
 from worker_service.block_transfer.memory import CacheAddresses
 from worker_service.block_transfer.transfers import Fetch, FetchThreads, Peers
 from worker_service.block_transfer.transport import Part, Parts, ReadRequest, WriteGuard
@@ -264,9 +265,10 @@ class Source:
 
 @pytest.fixture
 async def source(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Source]:
-    # The blocks of the tiny model are to take several messages, and several digests.
+    # The blocks of the tiny model are to take several messages, digests and copies.
     monkeypatch.setattr(block_connection, "CHUNK_BYTES", 100)
     monkeypatch.setattr(block_connection, "DIGESTED_BYTES", 200)
+    monkeypatch.setattr(transport, "COPIED_AHEAD_BYTES", 200)
     async with running_worker() as worker:
         engine = worker.worker._engine
         engine._peers = replace(engine._peers, lease_wait_s=0.01)  # many tries are without a lease
