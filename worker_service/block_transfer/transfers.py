@@ -4,7 +4,9 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -16,6 +18,7 @@ from worker_service.block_transfer.transport import (
     ArrivingBlocks,
     Connect,
     FetchFailed,
+    Part,
     Parts,
     Reader,
     ReadRequest,
@@ -104,7 +107,8 @@ class Fetch:
         on_end: Callable[[FetchResult], None],
     ) -> None:
         """guard: of the writes to the targets; received_us: when the fetch's plan arrived; on_end:
-        called once on the fetch's thread when it writes no more, unless the guard was closed."""
+        called once on the fetch's thread when it writes no more, unless the guard was closed. The
+        call may end later."""
         self._fetch = fetch
         self._memory: BlockMemory | None = memory
         self._peers = peers
@@ -112,6 +116,8 @@ class Fetch:
         self._deadline_us = received_us + fetch.timeout_ms * 1000
         self._on_end = on_end
         self._parts: Parts | None = None
+        self._rest: Iterator[Part] = iter(())
+        """What follows once all blocks have arrived: the end of the call."""
         self._num_bytes = 0
         self._transport = ""
         self._progress_s = 0.0
@@ -129,19 +135,27 @@ class Fetch:
             parts.cancel()
 
     def _run(self) -> None:
+        try:
+            if (result := self._result()) is not None:
+                self._on_end(result)
+            self._end_call()
+        finally:
+            self._ended.set()
+
+    def _result(self) -> FetchResult | None:
+        """Copy the blocks; None if the guard was closed."""
         started_us = monotonic_us()
         failure, message = None, ""
         try:
             self._receive()
         except Stopped:
-            return
+            return None
         except FetchFailed as error:
             failure, message = self._reason(error), str(error)
         except Exception as error:
             logger.exception("fetch failed fetch_id=%d", self._fetch.fetch_id)
             failure, message = FetchFailure.INTERNAL, type(error).__name__
         finally:
-            self._ended.set()
             self._memory = None
         duration_us = monotonic_us() - started_us
         logger.log(
@@ -154,16 +168,20 @@ class Fetch:
             failure and failure.name,
             message,
         )
-        self._on_end(
-            FetchResult(
-                fetch_id=self._fetch.fetch_id,
-                failure=failure,
-                message=message,
-                num_bytes=self._num_bytes,
-                duration_us=duration_us,
-                transport=self._transport,
-            )
+        return FetchResult(
+            fetch_id=self._fetch.fetch_id,
+            failure=failure,
+            message=message,
+            num_bytes=self._num_bytes,
+            duration_us=duration_us,
+            transport=self._transport,
         )
+
+    def _end_call(self) -> None:
+        """Let the call end, so that its connection can be used again."""
+        with suppress(FetchFailed):
+            deque(self._rest, maxlen=0)
+        self.stop()
 
     def _reason(self, error: FetchFailed) -> FetchFailure:
         """The failure, or what made this worker end the call."""
@@ -202,8 +220,9 @@ class Fetch:
         if self._guard.is_closed:
             parts.cancel()
         self._transport = ""
+        received = iter(parts)
         try:
-            for part in parts:
+            for part in received:
                 self._progress_s = time.monotonic()
                 if part.memory is not None:
                     blocks.read_from(part.memory)
@@ -212,10 +231,14 @@ class Fetch:
                     blocks.write(part.data)
                     self._transport = self._transport or "grpc"
                 blocks.check(part.digests)
+                if blocks.have_arrived:
+                    break
             blocks.finish()
+            self._rest = received
         finally:
             self._num_bytes = blocks.num_bytes
-            parts.cancel()
+            if self._rest is not received:
+                parts.cancel()
 
     def _watch(self) -> None:
         """Cancel the call when its source has sent nothing for too long, or its time is over."""

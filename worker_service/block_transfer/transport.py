@@ -197,9 +197,14 @@ class ArrivingBlocks:
             self._memory.commit(self._targets[index], view)
         self._num_checked += 1
 
+    @property
+    def have_arrived(self) -> bool:
+        """Whether all have been compared with their digests, and committed."""
+        return self._num_checked == len(self._targets)
+
     def finish(self) -> None:
-        """Raises FetchFailed unless all blocks have arrived and were compared."""
-        if self._num_checked < len(self._targets):
+        """Raises FetchFailed unless all blocks have arrived."""
+        if not self.have_arrived:
             missing = f"{self._num_checked} of {len(self._targets)} blocks arrived"
             raise FetchFailed(FetchFailure.MALFORMED, f"the source ended after {missing}")
 

@@ -175,7 +175,8 @@ def some_fault(rng: random.Random, source: "Source") -> tuple[str, bool, Faults]
     data: dict[str, Callable[[], Faults]] = {
         "flipped data": lambda: Faults(MISMATCH, parts=changing_one(rng, "data")),
         "swapped blocks": lambda: Faults(MISMATCH, parts=swapped(rng)),
-        "repeated part": lambda: Faults(MISMATCH | MALFORMED, parts=repeated(rng)),
+        # Nothing is read after the last part.
+        "repeated part": lambda: Faults(MISMATCH | MALFORMED | {None}, parts=repeated(rng)),
     }
     memory: dict[str, Callable[[], Faults]] = {
         "moved address": lambda: Faults(
@@ -315,6 +316,28 @@ def attempt(source: Source, reads_memory: bool, faults: Faults) -> tuple[Target,
     assert ended.wait(SOON_S)
     threads.close()
     return target, results[0]
+
+
+@pytest.mark.parametrize("reads_memory", [True, False])
+async def test_a_fetch_ends_when_all_blocks_have_arrived_though_its_call_has_not(
+    source: Source, reads_memory: bool
+) -> None:
+    waiting, released = threading.Event(), threading.Event()
+
+    def open_at_the_end(parts: Iterator[Part], _: threading.Event) -> Iterator[Part]:
+        yield from parts
+        waiting.set()
+        assert released.wait(SOON_S)
+
+    source.restore()
+    faults = Faults({None}, parts=open_at_the_end)
+    target, result = await asyncio.to_thread(attempt, source, reads_memory, faults)
+    assert result.failure is None
+    assert [bytes(target.source(block + 2)) for block in range(NUM_BLOCKS)] == source.blocks
+    assert await asyncio.to_thread(waiting.wait, SOON_S), (
+        "the rest of the call is read, so that its channel is kept"
+    )
+    released.set()
 
 
 @pytest.mark.parametrize("num_tries", [250, pytest.param(1000, marks=pytest.mark.long)])
