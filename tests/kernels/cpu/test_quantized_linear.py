@@ -16,7 +16,12 @@ from pagewire_kernels.cpu.linear import (
     can_pack_codes,
 )
 from pagewire_kernels.cpu.native_library import Library, instruction_sets
-from pagewire_kernels.quantized_weight import SIGNED_TABLE, QuantizedWeight, stack
+from pagewire_kernels.quantized_weight import (
+    SIGNED_TABLE,
+    UNSIGNED_TABLE,
+    QuantizedWeight,
+    stack,
+)
 from tests.support.quantized_files import FP4, NF4
 from tests.support.quantized_weights import as_multiplied, random_weight
 
@@ -79,6 +84,38 @@ def test_products_agree_with_float64(
         assert torch.equal(alone, sums[:num_rows])
     rounded = packed.apply(rows, bias)
     assert torch.equal(rounded, sums.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("table", "group_size", "offsets"),
+    [(UNSIGNED_TABLE, 32, True), (SIGNED_TABLE, 16, False), (None, 16, False)],
+)
+@pytest.mark.parametrize("unit_inputs", [256, 640])
+def test_products_of_the_largest_codes_and_whole_scales_are_exact(
+    kernels: Library,
+    table: tuple[int, ...] | None,
+    group_size: int,
+    offsets: bool,
+    unit_inputs: int,
+) -> None:
+    """As those of K-quants: sums of 32 bits, which these almost fill, do not overflow."""
+    num_groups, num_units = 1280 // group_size, 1280 // unit_inputs
+    code = (0 if table is SIGNED_TABLE else 15) if table else -32
+    units = torch.full((70, num_units), 0.5) * 2.0 ** torch.arange(num_units)
+    weight = QuantizedWeight(
+        codes=torch.full((70, 1280), code, dtype=torch.int8).view(torch.uint8),
+        scales=torch.full((70, num_groups), -128.0),
+        offsets=torch.full((70, num_groups), 127.0) if offsets else None,
+        units=units,
+        offset_units=units * 4 if offsets else None,
+        table=table,
+    )
+    packed = NativeWeight(weight, kernels, HugeMemory(), torch.bfloat16)
+    rows = torch.full((17, 1280), 254.0) * 2.0 ** torch.arange(17)[:, None]
+    expected = rows.double() @ weight.dequantize().double().T
+    for num_rows in (1, 4, 5, 6, 7, 16, 17):
+        found = packed.apply(rows[:num_rows].bfloat16(), output_dtype=torch.float32)
+        assert found.double().equal(expected[:num_rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -98,9 +98,10 @@ inline void interleave(Words a, Words b, Floats& low, Floats& high) {
   high = as_floats(_mm256_permute2x128_si256(even, odd, 0x31));
 }
 
-inline Floats widen(const int8_t* from) {
-  return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+inline Words widen_to_words(const int8_t* from) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
+inline Floats widen(const int8_t* from) { return to_floats(widen_to_words(from)); }
 
 template <int kBits>
 inline Words shift_left(Words x) {
@@ -140,6 +141,37 @@ inline void add_pairs(Words a, Words b, Words& sums) {
   asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
       : "+x"(sums), "=&x"(products)
       : "x"(a), "x"(b));
+}
+
+// Of whole numbers.
+
+inline Words to_whole(Floats x) { return _mm256_cvtps_epi32(x); }
+inline Words greater_words(Words a, Words b) { return _mm256_max_epi32(a, b); }
+inline Words multiply_words(Words a, Words b) { return _mm256_mullo_epi32(a, b); }
+inline Words subtract_halves(Words a, Words b) { return _mm256_sub_epi16(a, b); }
+inline Words multiply_halves(Words a, Words b) { return _mm256_mullo_epi16(a, b); }
+template <int kBits>
+inline Words shift_right_halves(Words x) {
+  return _mm256_srli_epi16(x, kBits);
+}
+
+inline int32_t greatest_word(Words x) {
+  const __m128i a = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i b = _mm_max_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+inline int32_t sum_of_words(Words x) {
+  const __m128i a = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  const __m128i b = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(b, _mm_shuffle_epi32(b, 0xb1)));
+}
+
+// The lower halves of the words: of four the first, the third, the second and the fourth.
+inline void store_pairs(char* to, Words x) {
+  const __m128i places = _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+  const Words of_fours = _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(places));
+  const Words together = _mm256_permute4x64_epi64(of_fours, 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(together));
 }
 
 }  // namespace pagewire

@@ -120,9 +120,10 @@ inline void interleave(Words a, Words b, Floats& low, Floats& high) {
   high = as_floats(_mm512_permutex2var_epi16(a, later, b));
 }
 
-inline Floats widen(const int8_t* from) {
-  return to_floats(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+inline Words widen_to_words(const int8_t* from) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
+inline Floats widen(const int8_t* from) { return to_floats(widen_to_words(from)); }
 
 template <int kBits>
 inline Words shift_left(Words x) {
@@ -144,6 +145,40 @@ inline Words add_bytes_saturating(Words a, Words b) { return _mm512_adds_epu8(a,
 inline void interleave_bytes(Words a, Words b, Words& low, Words& high) {
   low = _mm512_unpacklo_epi8(a, b);
   high = _mm512_unpackhi_epi8(a, b);
+}
+
+// Of whole numbers, as in avx2.h.
+
+inline Words to_whole(Floats x) { return _mm512_cvtps_epi32(x); }
+inline Words greater_words(Words a, Words b) { return _mm512_max_epi32(a, b); }
+inline Words multiply_words(Words a, Words b) { return _mm512_mullo_epi32(a, b); }
+inline Words subtract_halves(Words a, Words b) { return _mm512_sub_epi16(a, b); }
+inline Words multiply_halves(Words a, Words b) { return _mm512_mullo_epi16(a, b); }
+template <int kBits>
+inline Words shift_right_halves(Words x) {
+  return _mm512_srli_epi16(x, kBits);
+}
+inline int32_t greatest_word(Words x) { return _mm512_reduce_max_epi32(x); }
+inline int32_t sum_of_words(Words x) { return _mm512_reduce_add_epi32(x); }
+
+inline Words broadcast_word_at(const void* from) {
+  int32_t word;
+  memcpy(&word, from, sizeof(word));
+  return broadcast_word(word);
+}
+
+#if defined(__AVX512VNNI__)
+// As assembly, since GCC 12 copies the sums for its intrinsic.
+inline void add_pairs(Words a, Words b, Words& sums) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+}
+#endif
+
+inline void store_pairs(char* to, Words x) {
+  const __m128i places = _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+  const Words of_fours = _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(places));
+  const Words together = _mm512_maskz_compress_epi64(0x55, of_fours);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(together));
 }
 
 }  // namespace pagewire

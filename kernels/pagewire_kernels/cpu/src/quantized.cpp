@@ -5,6 +5,10 @@
 //
 // Few rows unpack the codes in registers. For more, a group is unpacked into the first-level cache
 // once, and all rows of a block go over it there. Both add the same numbers in the same order.
+//
+// Scales that are whole numbers are multiplied as such where inputs are, too: either the sums by them,
+// or for many rows the codes beforehand, which gives the same whole number. These are added up for
+// the groups of a run (`GroupRun`), and then multiplied by the run's units.
 #include "quantized.h"
 
 #include "linear_multiply.h"
@@ -82,6 +86,8 @@ struct Unpacked {
 
 // The scales and offsets of a group's outputs, read once for all rows of a block.
 struct GroupNumbers {
+  static constexpr bool kAreWhole = false;
+
   GroupNumbers() = default;
   explicit GroupNumbers(const Group& group) : has_offsets(group.offsets.numbers != nullptr) {
     for (int64_t v = 0; v < kPanelVectors; ++v) {
@@ -90,15 +96,65 @@ struct GroupNumbers {
     }
   }
 
+  // Add a group's products to a register of a row's sums.
+  template <class Dot>
+  inline __attribute__((always_inline)) void add(
+      const typename Dot::Sum& a, const typename Dot::Sum& b, const typename Dot::Inputs& row,
+      int64_t v, float* sum) const {
+    const Floats scaled = multiply_add(scales[v], Dot::total(a, b, row), load_floats(sum));
+    store_floats(sum, has_offsets ? multiply_add(offsets[v], broadcast(row.sum), scaled) : scaled);
+  }
+
   Floats scales[kPanelVectors], offsets[kPanelVectors];
   bool has_offsets;
 };
 
-// Add a group's total to a register of a row's sums.
-inline void add_scaled(Floats total, Floats scale, bool has_offsets, Floats offset, float row_sum,
-                       float* at) {
-  const Floats scaled = multiply_add(scale, total, load_floats(at));
-  store_floats(at, has_offsets ? multiply_add(offset, broadcast(row_sum), scaled) : scaled);
+#if defined(PAGEWIRE_HAS_PAIRS)
+// The scales that are whole numbers.
+struct WholeScales {
+  static constexpr bool kAreWhole = true;
+
+  WholeScales() = default;
+  explicit WholeScales(const Group& group) {
+    for (int64_t v = 0; v < kPanelVectors; ++v) {
+      scales[v] = widen_to_words(group.scales.whole() + v * kLanes);
+    }
+  }
+
+  // Add a group's products to a register of those of its run.
+  template <class Dot>
+  inline __attribute__((always_inline)) void add(
+      const typename Dot::Sum& a, const typename Dot::Sum& b, const typename Dot::Inputs& row,
+      int64_t v, float* of_run) const {
+    const Floats scaled = to_floats(multiply_words(Dot::whole(a, b), scales[v]));
+    store_floats(of_run, multiply_add(scaled, broadcast(row.unit), load_floats(of_run)));
+  }
+
+  Words scales[kPanelVectors];
+};
+#endif
+
+// Add a run's products with `kRows` rows, and what its offsets add, to the rows' sums, [kRows, kPanel].
+// turned: of the run's first group
+template <class Dot, class Codes, int kRows>
+inline __attribute__((always_inline)) void add_run(
+    const GroupLayout<Codes>& layout, const GroupRun& run, const typename Dot::Inputs* turned,
+    int64_t num_rows, const Floats (&of_run)[kRows][kPanelVectors], float* sums) {
+  _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+    float* const to = sums + v * kLanes;
+    Floats all[kRows];
+    _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) all[r] = load_floats(to + r * kPanel);
+    for (int64_t i = 0; layout.offsets_at != 0 && i < run.count; ++i) {
+      const Floats offsets = layout.at(run, i).offsets.load(v * kLanes);
+      _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
+        all[r] = multiply_add(offsets, broadcast(turned[i * num_rows + r].sum), all[r]);
+      }
+    }
+    const Floats units = run.load_units(v * kLanes);
+    _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
+      store_floats(to + r * kPanel, multiply_add(units, of_run[r][v], all[r]));
+    }
+  }
 }
 
 // Sums of alternate registers, since an addition waits for the one before.
@@ -129,11 +185,12 @@ inline __attribute__((always_inline)) void add_registers(
   (add_register<Dot, Source, kRows, kRegister>(inputs, codes, table, sums), ...);
 }
 
-// Add a group's products to the sums of `kRows` rows from `row` on, [kRows, kPanel].
-template <class Dot, class Source, int kRows>
+// Add a group's products to the sums of `kRows` rows from `row` on, of all groups or of whole scales
+// those of the run, [kRows, kPanel].
+template <class Dot, class Source, int kRows, class Numbers>
 inline __attribute__((always_inline)) void add_group(
     const Block<Dot>& block, int64_t row, int64_t g, int64_t num_inputs, const char* codes,
-    const GroupNumbers& numbers, const ByteTable& table, float* kept) {
+    const Numbers& numbers, const ByteTable& table, float* kept) {
   asm("" : "+r"(kept));  // or GCC stores the sums a second time, for the group that follows
   const typename Dot::Inputs* turned = block.groups + g * block.num_rows + row;
   Sums<Dot, kRows> sums;
@@ -156,10 +213,8 @@ inline __attribute__((always_inline)) void add_group(
   }
   _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
     _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
-      const typename Dot::Inputs& of_row = turned[r];
-      const Floats total = Dot::total(sums[r][v][0], sums[r][v][1], of_row);
-      add_scaled(total, numbers.scales[v], numbers.has_offsets, numbers.offsets[v], of_row.sum,
-                 kept + r * kPanel + v * kLanes);
+      const int64_t at = r * kPanel + v * kLanes;
+      numbers.template add<Dot>(sums[r][v][0], sums[r][v][1], turned[r], v, kept + at);
     }
   }
 }
@@ -196,16 +251,24 @@ using MultiplyPanel = void (*)(const Block<Dot>& block, const GroupLayout<Codes>
                                const Quantization& q, const char* panel, const ByteTable& table,
                                float* sums);
 
-template <class Dot, class Codes, int kRows>
+template <class Dot, class Codes, class Numbers, int kRows>
 void multiply_few(const Block<Dot>& block, const GroupLayout<Codes>& layout, const Quantization& q,
                   const char* panel, const ByteTable& table, float* sums) {
   // A call for each group would cost as much as a tenth of a small group's products.
-  const auto add = [&](int64_t g, const Group& group) __attribute__((always_inline)) {
-    for (const char* at = group.scales.numbers; at < group.codes; at += 64) fetch_ahead<64>(at);
-    add_group<Dot, Packed<Dot, Codes>, kRows>(block, 0, g, q.group_size, group.codes,
-                                              GroupNumbers(group), table, sums);
-  };
-  layout.for_each_group(panel, add);
+  layout.for_each_run(panel, [&](const GroupRun& run) __attribute__((always_inline)) {
+    Floats of_run[kRows][kPanelVectors] = {};
+    float* const kept = Numbers::kAreWhole ? reinterpret_cast<float*>(of_run) : sums;
+    for (int64_t i = 0; i < run.count; ++i) {
+      const Group group = layout.at(run, i);
+      for (const char* at = group.scales.numbers; at < group.codes; at += 64) fetch_ahead<64>(at);
+      add_group<Dot, Packed<Dot, Codes>, kRows>(block, 0, run.first + i, q.group_size, group.codes,
+                                                Numbers(group), table, kept);
+    }
+    if constexpr (Numbers::kAreWhole) {
+      add_run<Dot, Codes, kRows>(layout, run, block.groups + run.first * block.num_rows,
+                                 block.num_rows, of_run, sums);
+    }
+  });
 }
 
 template <class Dot, int kRows>
@@ -238,17 +301,164 @@ void multiply_many(const Block<Dot>& block, const GroupLayout<Codes>& layout, co
   });
 }
 
+#if defined(PAGEWIRE_HAS_PAIRS)
+// Whether scales are whole numbers, and the products of bfloat16 rows with a group's codes times scales
+// are exact in 32 bits. Inputs become at most 32639 (`WholeNumbers`).
+template <class Codes>
+bool has_whole_products(const Quantization& q) {
+  const int64_t most = q.zero > Codes::kMost - q.zero ? q.zero : Codes::kMost - q.zero;
+  return q.scale_bytes == 1 && most * 128 * q.group_size <= 1 << 16;
+}
+#endif
+
+#if defined(PAGEWIRE_HAS_PAIRS) && !defined(PAGEWIRE_HAS_TILES)
+// A run whose codes are multiplied by their scales: by the first rows, which store these products for
+// the others.
+template <class Dot, class Codes>
+struct ScaledRun {
+  const GroupLayout<Codes>& layout;
+  GroupRun run;
+  int64_t group_size;
+  Words zero;
+  char* operands;  // [count][group_size / 4][kPanelVectors]
+};
+
+template <class Dot, int kRows>
+using WholeSums = typename Dot::Sum[kRows][kPanelVectors];
+
+template <class Dot, class Codes, int kRows, bool kIsFirst, int... kRegister>
+inline __attribute__((always_inline)) void add_scaled_registers(
+    const char* inputs, const char* words, Words zero, const Words (&scales)[kPanelVectors],
+    char* operands, WholeSums<Dot, kRows>& sums, std::integer_sequence<int, kRegister...>) {
+  const auto add = [&](auto number) __attribute__((always_inline)) {
+    constexpr int kAt = decltype(number)::value;
+    typename Dot::Operand weights[kPanelVectors];
+    _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+      char* const stored = operands + (kAt * kPanelVectors + v) * kOperandBytes<Dot>;
+      if constexpr (kIsFirst) {
+        const auto codes = Packed<Dot, Codes>::template operand<kAt>(words, v, ByteTable());
+        weights[v] = {multiply_halves(subtract_halves(codes.even, zero), scales[v]),
+                      multiply_halves(subtract_halves(codes.odd, zero), scales[v])};
+        Dot::store(stored, weights[v]);
+      } else {
+        weights[v] = Dot::load(stored);
+      }
+    }
+    _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
+      const auto step = Dot::load_step(inputs + (kAt * kRows + r) * kTurnedStep<Dot>);
+      _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+        Dot::add(step, weights[v], sums[r][v]);
+      }
+    }
+  };
+  (add(std::integral_constant<int, kRegister>()), ...);
+}
+
+// Add a run's products to the sums of `num_rows` rows from `row` on, [num_rows, kPanel].
+template <class Dot, class Codes, bool kIsFirst, int kRows = Dot::kRegisterRows>
+void add_scaled_run(const Block<Dot>& block, int64_t row, int64_t num_rows,
+                    const ScaledRun<Dot, Codes>& from, float* sums) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) {
+      return add_scaled_run<Dot, Codes, kIsFirst, kRows - 1>(block, row, num_rows, from, sums);
+    }
+  }
+  const typename Dot::Inputs* turned = block.groups + from.run.first * block.num_rows + row;
+  const Words zero = from.zero;
+  char* operands = from.operands;
+  Floats of_run[kRows][kPanelVectors];
+  _Pragma("GCC unroll 16") for (int i = 0; i < kRows * kPanelVectors; ++i) {
+    of_run[i / kPanelVectors][i % kPanelVectors] = zeros();
+  }
+  for (int64_t g = 0; g < from.run.count; ++g) {
+    const char* words = nullptr;
+    Words scales[kPanelVectors];
+    if constexpr (kIsFirst) {
+      const Group group = from.layout.at(from.run, g);
+      words = group.codes;
+      const WholeScales whole_scales(group);
+      _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+        const Words words_of_v = whole_scales.scales[v];
+        scales[v] = or_words(and_words(words_of_v, broadcast_word(0xffff)), shift_left<16>(words_of_v));
+      }
+    }
+    const char* inputs = block.inputs + ((from.run.first + g) * block.num_rows + row) *
+                                            from.group_size * Dot::kTurnedBytes;
+    WholeSums<Dot, kRows> whole;
+    _Pragma("GCC unroll 16") for (int i = 0; i < kRows * kPanelVectors; ++i) {
+      whole[i / kPanelVectors][i % kPanelVectors] = Dot::no_sum();
+    }
+    for (int64_t i = 0; i < from.group_size; i += Codes::kInputs) {
+      constexpr int kRegisters = Codes::kInputs / 4;
+      if constexpr (kIsFirst) fetch_ahead<Packed<Dot, Codes>::kBytes>(words);
+      add_scaled_registers<Dot, Codes, kRows, kIsFirst>(
+          inputs, words, zero, scales, operands, whole,
+          std::make_integer_sequence<int, kRegisters>());
+      inputs += kRegisters * kRows * kTurnedStep<Dot>;
+      if constexpr (kIsFirst) words += Packed<Dot, Codes>::kBytes;
+      operands += kRegisters * kPanelVectors * kOperandBytes<Dot>;
+    }
+    _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
+      const Floats unit = broadcast(turned[g * block.num_rows + r].unit);
+      _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+        of_run[r][v] = multiply_add(to_floats(whole[r][v]), unit, of_run[r][v]);
+      }
+    }
+  }
+  add_run<Dot, Codes, kRows>(from.layout, from.run, turned, block.num_rows, of_run, sums);
+}
+
+template <class Dot, class Codes>
+void multiply_scaled(const Block<Dot>& block, const GroupLayout<Codes>& layout,
+                     const Quantization& q, const char* panel, float* sums) {
+  const int64_t most = rows_together<Dot>(block.num_rows);
+  const Words zero = broadcast_word(static_cast<int32_t>(q.zero * 0x00010001));
+  alignas(64) char operands[kMaxGroup / 4 * kPanelVectors * kOperandBytes<Dot>];
+  layout.for_each_run(panel, [&](const GroupRun& run) {
+    const ScaledRun<Dot, Codes> from = {layout, run, q.group_size, zero, operands};
+    add_scaled_run<Dot, Codes, true>(block, 0, most, from, sums);
+    for (int64_t row = most; row < block.num_rows; row += most) {
+      const int64_t left = block.num_rows - row;
+      add_scaled_run<Dot, Codes, false>(block, row, left < most ? left : most, from,
+                                        sums + row * kPanel);
+    }
+  });
+}
+
+#endif
+
 #if defined(PAGEWIRE_HAS_TILES)
-// Scale a group's sums of some rows and add them to the rows', [num_rows, kPanel].
-template <class Dot, bool kHasOffsets>
+// Add a group's products to the sums of some rows, of all groups or of whole scales those of the run,
+// [num_rows, kPanel].
+template <class Dot, class Numbers>
 inline __attribute__((always_inline)) void add_sums(
-    const GroupTiles<Dot>& tiles, const char* sums, const GroupNumbers& numbers,
+    const GroupTiles<Dot>& tiles, const char* sums, const Numbers& numbers,
     const typename Dot::Inputs* rows, int64_t num_rows, float* kept) {
   for (int64_t r = 0; r < num_rows; ++r, kept += kPanel) {
     _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
-      const Floats total = Dot::total(tiles.load(sums, v, r), rows[r]);
-      add_scaled(total, numbers.scales[v], kHasOffsets, numbers.offsets[v], rows[r].sum,
-                 kept + v * kLanes);
+      numbers.template add<Dot>(tiles.load(sums, v, r), Dot::no_sum(), rows[r], v, kept + v * kLanes);
+    }
+  }
+}
+
+// As `add_run`, whose products are in memory, and are cleared.
+template <class Dot, class Codes>
+inline __attribute__((always_inline)) void add_run_in_memory(
+    const GroupLayout<Codes>& layout, const GroupRun& run, const typename Dot::Inputs* turned,
+    int64_t num_rows, int64_t count, float* of_run, float* sums) {
+  for (int64_t v = 0; v < kPanelVectors; ++v) {
+    for (int64_t i = 0; layout.offsets_at != 0 && i < run.count; ++i) {
+      const Floats offsets = layout.at(run, i).offsets.load(v * kLanes);
+      for (int64_t r = 0; r < count; ++r) {
+        float* const to = sums + r * kPanel + v * kLanes;
+        const Floats row_sum = broadcast(turned[i * num_rows + r].sum);
+        store_floats(to, multiply_add(offsets, row_sum, load_floats(to)));
+      }
+    }
+    const Floats units = run.load_units(v * kLanes);
+    for (int64_t at = v * kLanes; at < count * kPanel; at += kPanel) {
+      store_floats(sums + at, multiply_add(units, load_floats(of_run + at), load_floats(sums + at)));
+      store_floats(of_run + at, zeros());
     }
   }
 }
@@ -258,7 +468,7 @@ inline __attribute__((always_inline)) void add_sums(
 // after the products that follow.
 //
 // A call between the instructions for tiles would wait for them: everything is inlined.
-template <class Dot, class Codes, bool kHasOffsets>
+template <class Dot, class Codes, class Numbers>
 void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layout,
                          const Quantization& q, const char* panel, const ByteTable& table,
                          float* kept) {
@@ -270,17 +480,30 @@ void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layo
   const auto less_zero = [zero](Words bytes) { return _mm512_sub_epi8(bytes, zero); };
   alignas(64) char codes[2][kMaxGroup * kPanel], sums[2][Tiles::kSumsBytes];
   const char* inputs = block.inputs;
-  GroupNumbers numbers[4];  // of group `g` at g % 4: those of three groups are needed at a time
+  struct {
+    Numbers numbers;
+    GroupRun run;
+  } groups[4];  // group `g` at g % 4: three are needed at a time
+  alignas(64) float of_run[Numbers::kAreWhole ? kBlockRows * kPanel : 1];
+  if constexpr (Numbers::kAreWhole) memset(of_run, 0, block.num_rows * kPanel * sizeof(float));
   struct Product {
     int64_t g, row;
   } last{};
   int64_t num_products = 0;
   const auto add_last = [&]() __attribute__((always_inline)) {
     if (num_products == 0) return;
-    const int64_t left = block.num_rows - last.row;
-    add_sums<Dot, kHasOffsets>(tiles, sums[(num_products - 1) % 2], numbers[last.g % 4],
-                               block.groups + last.g * block.num_rows + last.row,
-                               left < tile_rows ? left : tile_rows, kept + last.row * kPanel);
+    const int64_t left = block.num_rows - last.row, count = left < tile_rows ? left : tile_rows;
+    const typename Dot::Inputs* rows = block.groups + last.row;
+    float* const sums_of_rows = kept + last.row * kPanel;
+    float* const run_of_rows = Numbers::kAreWhole ? of_run + last.row * kPanel : sums_of_rows;
+    const auto [numbers, run] = groups[last.g % 4];
+    add_sums<Dot>(tiles, sums[(num_products - 1) % 2], numbers, rows + last.g * block.num_rows, count,
+                  run_of_rows);
+    if constexpr (Numbers::kAreWhole) {
+      if (last.g + 1 < run.first + run.count) return;
+      add_run_in_memory<Dot>(layout, run, rows + run.first * block.num_rows, block.num_rows, count,
+                             run_of_rows, sums_of_rows);
+    }
   };
   const auto multiply_group = [&](int64_t g) __attribute__((always_inline)) {
     for (int64_t row = 0; row < block.num_rows; row += tile_rows) {
@@ -291,30 +514,30 @@ void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layo
       ++num_products;
     }
   };
-  layout.for_each_group(panel, [&](int64_t g, const Group& group) {
-    unpack_group<Dot, Codes>(group.codes, q.group_size, table, less_zero, codes[g % 2]);
-    numbers[g % 4] = GroupNumbers(group);
-    if (g > 0) multiply_group(g - 1);
+  layout.for_each_run(panel, [&](const GroupRun& run) {
+    for (int64_t g = run.first; g < run.first + run.count; ++g) {
+      const Group group = layout.at(run, g - run.first);
+      unpack_group<Dot, Codes>(group.codes, q.group_size, table, less_zero, codes[g % 2]);
+      groups[g % 4] = {Numbers(group), run};
+      if (g > 0) multiply_group(g - 1);
+    }
   });
   multiply_group(layout.num_groups - 1);
   add_last();
 }
 #endif
 
-template <class Dot, class Codes, int kRows = kFewRows<Dot>>
-MultiplyPanel<Dot, Codes> panel_product_of(int64_t num_rows, [[maybe_unused]] bool has_offsets) {
+template <class Dot, class Codes, class Numbers, int kRows = kFewRows<Dot>>
+MultiplyPanel<Dot, Codes> panel_product_of(int64_t num_rows) {
 #if defined(PAGEWIRE_HAS_TILES)
-  if (num_rows > kFewRows<Dot>) {
-    return has_offsets ? multiply_with_tiles<Dot, Codes, true>
-                       : multiply_with_tiles<Dot, Codes, false>;
-  }
+  if (num_rows > kFewRows<Dot>) return multiply_with_tiles<Dot, Codes, Numbers>;
 #else
   if (num_rows > kFewRows<Dot>) return multiply_many<Dot, Codes>;
 #endif
   if constexpr (kRows > 1) {
-    if (num_rows < kRows) return panel_product_of<Dot, Codes, kRows - 1>(num_rows, has_offsets);
+    if (num_rows < kRows) return panel_product_of<Dot, Codes, Numbers, kRows - 1>(num_rows);
   }
-  return multiply_few<Dot, Codes, kRows>;
+  return multiply_few<Dot, Codes, Numbers, kRows>;
 }
 
 #if defined(PAGEWIRE_HAS_TILES)
@@ -396,6 +619,13 @@ class CodesProduct {
   }
 
   void set_rows(const InputRows<Input>& rows, int64_t count) {
+#if defined(PAGEWIRE_HAS_PAIRS) && !defined(PAGEWIRE_HAS_TILES)
+    if (is_whole_ && count > kFewRows<Dot>) {
+      scaled_ = turn_rows<PairsDot, Input>(rows, count, layout_.num_groups, q_);
+      block_.num_rows = count;
+      return;
+    }
+#endif
     block_ = turn_rows<Dot, Input>(rows, count, layout_.num_groups, q_);
 #if defined(PAGEWIRE_HAS_TILES)
     block_.tiles = &tiles_;
@@ -403,21 +633,38 @@ class CodesProduct {
   }
 
   void operator()(const char* panel, const char*, float* sums) {
-    memset(sums, 0, block_.num_rows * kPanel * sizeof(float));
-    const auto product = panel_product_of<Dot, Codes>(block_.num_rows, q_.has_offsets);
+    const int64_t num_rows = block_.num_rows;
+    memset(sums, 0, num_rows * kPanel * sizeof(float));
+    auto product = panel_product_of<Dot, Codes, GroupNumbers>(num_rows);
+#if defined(PAGEWIRE_HAS_PAIRS)
+    if constexpr (kMayBeWhole) {
+#if !defined(PAGEWIRE_HAS_TILES)
+      if (is_whole_ && num_rows > kFewRows<Dot>) {
+        return multiply_scaled<PairsDot>(scaled_, layout_, q_, panel, sums);
+      }
+#endif
+      if (is_whole_) product = panel_product_of<Dot, Codes, WholeScales>(num_rows);
+    }
+#endif
     product(block_, layout_, q_, panel, table_, sums);
   }
 
  private:
   using Dot = QuantizedDot<Input>;
+  static constexpr bool kMayBeWhole = std::is_same_v<Input, BFloat16> && Codes::kMost < 64;
 
   const int64_t in_features_;
   const Quantization& q_;
   const GroupLayout<Codes> layout_;
   const ByteTable table_;
+#if defined(PAGEWIRE_HAS_PAIRS)
+  const bool is_whole_ = kMayBeWhole && has_whole_products<Codes>(q_);
+#endif
   Block<Dot> block_{};
 #if defined(PAGEWIRE_HAS_TILES)
   GroupTiles<Dot> tiles_;
+#elif defined(PAGEWIRE_HAS_PAIRS)
+  Block<PairsDot> scaled_{};
 #endif
 };
 

@@ -47,6 +47,7 @@ inline int half_byte(const uint8_t* codes, int i) {
 
 struct Codes4 {
   static constexpr int64_t kInputs = 8, kWords = 1;  // of what is unpacked at a time
+  static constexpr int32_t kMost = 15;  // what a register's bytes may be
 
   template <int kRegister>
   static Words bytes(const char* words, const ByteTable&) {
@@ -61,6 +62,8 @@ struct Codes4 {
 
 // Four bits, with a table of the codes that they mean.
 struct TableCodes4 : Codes4 {
+  static constexpr int32_t kMost = 255;
+
   template <int kRegister>
   static Words bytes(const char* words, const ByteTable& table) {
     return look_up(table, half_bytes<kRegister>(words));
@@ -74,6 +77,7 @@ struct TableCodes4 : Codes4 {
 template <int kUpper>
 struct LongCodes {
   static constexpr int64_t kInputs = 32 / kUpper, kWords = kInputs / 8 + 1;
+  static constexpr int32_t kMost = (16 << kUpper) - 1;
 
   template <int kRegister>
   static Words bytes(const char* words, const ByteTable&) {
@@ -98,6 +102,7 @@ using Codes6 = LongCodes<2>;
 
 struct Codes8 {
   static constexpr int64_t kInputs = 8, kWords = 2;
+  static constexpr int32_t kMost = 255;
 
   template <int kRegister>
   static Words bytes(const char* words, const ByteTable&) {
@@ -223,12 +228,14 @@ constexpr int64_t place_of(int64_t output, int half) {
 
 // The scales or the offsets of a group's outputs.
 struct Scales {
+  const int8_t* whole() const { return reinterpret_cast<const int8_t*>(numbers); }
+
   // Of output `first` and those after it.
   Floats load(int64_t first) const {
     if (number_bytes == 4) return widen(reinterpret_cast<const float*>(numbers) + first);
     if (number_bytes == 2) return widen(reinterpret_cast<const Float16*>(numbers) + first);
     const Floats unit = widen(reinterpret_cast<const Float16*>(units) + first);
-    return multiply(widen(reinterpret_cast<const int8_t*>(numbers) + first), unit);
+    return multiply(widen(whole() + first), unit);
   }
 
   const char* numbers;  // null of offsets that a weight does not have
@@ -241,6 +248,18 @@ struct Group {
   Scales scales, offsets;
 };
 
+// Consecutive groups that share units.
+struct GroupRun {
+  int64_t first, count;
+  const char* groups;
+  const char* units;
+
+  // Of scales.
+  Floats load_units(int64_t first) const {
+    return widen(reinterpret_cast<const Float16*>(units) + first);
+  }
+};
+
 // Where a panel's groups are.
 template <class Codes>
 struct GroupLayout {
@@ -248,6 +267,7 @@ struct GroupLayout {
       : num_words(q.group_size / Codes::kInputs * Codes::kWords),
         num_groups(in_features / q.group_size),
         groups_per_unit(q.unit_groups ? q.unit_groups : num_groups),
+        run_groups(kMaxGroup / q.group_size),
         number_bytes(q.scale_bytes),
         offsets_at(q.has_offsets ? kPanel * q.scale_bytes : 0),
         codes_at(kPanel * q.scale_bytes * (q.has_offsets ? 2 : 1)),
@@ -280,8 +300,28 @@ struct GroupLayout {
     }
   }
 
-  const int64_t num_words, num_groups, groups_per_unit, number_bytes, offsets_at, codes_at;
-  const int64_t group_bytes, units_bytes, panel_bytes;
+  // Calls `visit` with runs of groups, at most `kMaxGroup` inputs, one after the other.
+  template <class Visit>
+  inline __attribute__((always_inline)) void for_each_run(const char* panel, Visit visit) const {
+    for (int64_t g = 0; g < num_groups;) {
+      const char* units = panel;
+      panel += units_bytes;
+      for (const int64_t end = g + groups_per_unit; g < end;) {
+        const int64_t count = end - g < run_groups ? end - g : run_groups;
+        visit(GroupRun{g, count, panel, units});
+        g += count;
+        panel += count * group_bytes;
+      }
+    }
+  }
+
+  // Group `i` of a run.
+  Group at(const GroupRun& run, int64_t i) const {
+    return group_at(run.groups + i * group_bytes, run.units);
+  }
+
+  const int64_t num_words, num_groups, groups_per_unit, run_groups, number_bytes, offsets_at;
+  const int64_t codes_at, group_bytes, units_bytes, panel_bytes;
 };
 
 }  // namespace pagewire

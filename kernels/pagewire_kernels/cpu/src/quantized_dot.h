@@ -39,6 +39,73 @@ struct WholeNumbers {
   float unit;  // NaN if an input is NaN or infinite
 };
 
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define PAGEWIRE_HAS_PAIRS
+
+// Inputs of bfloat16 as whole numbers of 15 bits and a sign, whose products with whole numbers of 16
+// bits are summed exactly, two at a time. The sums are those of `DigitsDot<2>`, and so are the results.
+struct PairsDot {
+  static constexpr bool kIsExact = true;
+  static constexpr int kRegisterRows = kLanes == 16 ? 6 : 4;
+  static constexpr int64_t kTurnedBytes = 2;
+  struct Operand {
+    Words even, odd;  // of four inputs the first and the third, and the others
+  };
+  using Step = Operand;
+  using Sum = Words;
+
+  struct Inputs {
+    float unit, sum;
+    int32_t start;
+  };
+
+  template <class Input>
+  static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, char* pairs) {
+    Words most = broadcast_word(0);
+    for (int64_t i = 0; i < num_inputs; i += kLanes) {
+      const Words magnitude = and_words(as_words(widen(x + i)), broadcast_word(0x7fffffff));
+      most = greater_words(most, magnitude);
+    }
+    const WholeNumbers<2> whole(static_cast<uint32_t>(greatest_word(most)));
+    const Floats units_per_one = broadcast(whole.units_per_one);
+    Words sums = broadcast_word(0);
+    for (int64_t i = 0; i < num_inputs; i += kLanes, pairs += kLanes * kTurnedBytes) {
+      const Words numbers = to_whole(multiply(widen(x + i), units_per_one));
+      store_pairs(pairs, numbers);
+      sums = add_words(sums, numbers);
+    }
+    const int32_t total = sum_of_words(sums);
+    return {whole.unit, static_cast<float>(total) * whole.unit, -zero * total};
+  }
+
+  static Sum first_sum(const Inputs& inputs) { return broadcast_word(inputs.start); }
+  static Sum no_sum() { return broadcast_word(0); }
+
+  static Operand operand(Words bytes) {
+    return {and_words(bytes, broadcast_word(0x00ff00ff)), shift_right_halves<8>(bytes)};
+  }
+  static void store(char* to, const Operand& x) {
+    store_words(to, x.even);
+    store_words(to + sizeof(Words), x.odd);
+  }
+  static Operand load(const char* from) { return {load_words(from), load_words(from + sizeof(Words))}; }
+
+  static Step load_step(const char* turned) {
+    return {broadcast_word_at(turned), broadcast_word_at(turned + 4)};
+  }
+  static void add(const Step& step, const Operand& weights, Sum& sum) {
+    add_pairs(step.even, weights.even, sum);
+    add_pairs(step.odd, weights.odd, sum);
+  }
+
+  static Words whole(Sum a, Sum b) { return add_words(a, b); }
+  static Floats total(Sum a, Sum b, const Inputs& inputs) {
+    return multiply(to_floats(whole(a, b)), broadcast(inputs.unit));
+  }
+};
+
+#endif
+
 #if defined(__AVX512VNNI__)
 
 // Inputs are rounded to multiples of a power of two, so they are whole numbers of some digits of 8
@@ -143,15 +210,17 @@ struct DigitsDot {
     }
   }
 
+  static inline __attribute__((always_inline)) Words whole(const Sum& a, const Sum& b) {
+    static_assert(kDigits == 2, "whole numbers of 32 bits");
+    const Words upper = add_words(a.of_digits[1], b.of_digits[1]);
+    return add_words(add_words(a.of_digits[0], b.of_digits[0]), shift_left<8>(upper));
+  }
   // GCC keeps the sums of some numbers of rows in memory, for a call, unless this is inlined.
   static inline __attribute__((always_inline)) Floats total(const Sum& a, const Sum& b,
                                                             const Inputs& inputs) {
     Sum sum;
 #pragma GCC unroll 3
     for (int d = 0; d < kDigits; ++d) sum.of_digits[d] = add_words(a.of_digits[d], b.of_digits[d]);
-    return total(sum, inputs);
-  }
-  static inline __attribute__((always_inline)) Floats total(const Sum& sum, const Inputs& inputs) {
     Floats all = to_floats(add_words(sum.of_digits[0], shift_left<8>(sum.of_digits[1])));
     if constexpr (kDigits == 3) {
       all = multiply_add(to_floats(sum.of_digits[2]), broadcast(65536.0f), all);
@@ -164,80 +233,6 @@ template <class Input>
 using QuantizedDot = DigitsDot<std::is_same_v<Input, BFloat16> ? 2 : 3>;
 
 #else
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
-
-// Inputs of bfloat16 as whole numbers of 15 bits and a sign, whose products with the codes are summed
-// exactly, two at a time. The sums are those of `DigitsDot<2>`, and so are the results.
-struct PairsDot {
-  static constexpr bool kIsExact = true;
-  static constexpr int kRegisterRows = 4;
-  static constexpr int64_t kTurnedBytes = 2;
-  struct Operand {
-    Words even, odd;  // of four inputs the first and the third, and the others
-  };
-  using Step = Operand;
-  using Sum = Words;
-
-  struct Inputs {
-    float unit, sum;
-    int32_t start;
-  };
-
-  template <class Input>
-  static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, char* pairs) {
-    Words most = broadcast_word(0);
-    for (int64_t i = 0; i < num_inputs; i += kLanes) {
-      const Words magnitude = and_words(as_words(widen(x + i)), broadcast_word(0x7fffffff));
-      most = _mm256_max_epi32(most, magnitude);
-    }
-    alignas(32) int32_t lanes[kLanes];
-    store_words(lanes, most);
-    int32_t largest = 0;
-    for (const int32_t lane : lanes) largest = lane > largest ? lane : largest;
-    const WholeNumbers<2> whole(static_cast<uint32_t>(largest));
-    const Floats units_per_one = broadcast(whole.units_per_one);
-    const __m128i places = _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
-    Words sums = broadcast_word(0);
-    for (int64_t i = 0; i < num_inputs; i += kLanes, pairs += kLanes * kTurnedBytes) {
-      const Words numbers = _mm256_cvtps_epi32(multiply(widen(x + i), units_per_one));
-      const Words of_fours = _mm256_shuffle_epi8(numbers, _mm256_broadcastsi128_si256(places));
-      const Words together = _mm256_permute4x64_epi64(of_fours, 0x08);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(pairs), _mm256_castsi256_si128(together));
-      sums = add_words(sums, numbers);
-    }
-    store_words(lanes, sums);
-    int32_t total = 0;
-    for (const int32_t lane : lanes) total += lane;
-    return {whole.unit, static_cast<float>(total) * whole.unit, -zero * total};
-  }
-
-  static Sum first_sum(const Inputs& inputs) { return broadcast_word(inputs.start); }
-  static Sum no_sum() { return broadcast_word(0); }
-
-  static Operand operand(Words bytes) {
-    return {and_words(bytes, broadcast_word(0x00ff00ff)), _mm256_srli_epi16(bytes, 8)};
-  }
-  static void store(char* to, const Operand& x) {
-    store_words(to, x.even);
-    store_words(to + sizeof(Words), x.odd);
-  }
-  static Operand load(const char* from) { return {load_words(from), load_words(from + sizeof(Words))}; }
-
-  static Step load_step(const char* turned) {
-    return {broadcast_word_at(turned), broadcast_word_at(turned + 4)};
-  }
-  static void add(const Step& step, const Operand& weights, Sum& sum) {
-    add_pairs(step.even, weights.even, sum);
-    add_pairs(step.odd, weights.odd, sum);
-  }
-
-  static Floats total(Sum a, Sum b, const Inputs& inputs) {
-    return multiply(to_floats(add_words(a, b)), broadcast(inputs.unit));
-  }
-};
-
-#endif
 
 // Products of float32. Bytes become numbers where they are in their words, which makes them 1, 2^8 or
 // 2^16 times too large; the inputs are as much smaller, and nothing is rounded by that.
