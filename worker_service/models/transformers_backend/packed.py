@@ -77,8 +77,9 @@ _MAX_NAMES = 4
 class PackedLinear(nn.Module):
     """An `nn.Linear` whose weight is packed.
 
-    Its `weight` has shape and dtype, for code that reads them, but no content: products with it are
-    NaN, which a trial run finds. On the meta device they would be whatever the memory holds.
+    Its `weight` has shape and dtype, for code that reads them, but no content. Once the layer is
+    filled, products with it are NaN, which a trial run finds; until then it is on the meta device,
+    where what initializes weights may write.
     """
 
     packed: PackedWeight
@@ -91,8 +92,13 @@ class PackedLinear(nn.Module):
         """What adapters add to the product."""
 
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = _outline(linear.weight, "cpu")
+        self.weight = _outline(linear.weight)
         self.bias = linear.bias
+
+    def fill(self, packed: PackedWeight) -> None:
+        """Set the weight."""
+        self.packed = packed
+        self.weight = _outline(self.weight, "cpu")
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -374,13 +380,13 @@ class Packing:
                 if isinstance(owner, PackedExperts):
                     owner.packed[part][i] = packed
                 elif isinstance(owner, PackedLinear):
-                    owner.packed = packed
+                    owner.fill(packed)
                 else:
                     assert isinstance(packed, PackedTable)
                     _remove_weight(owner, "cpu")
                     self.tables[owner.weight] = packed
                     for tied in self._shared():
-                        model.get_submodule(tied.rpartition(".")[0]).packed = packed
+                        model.get_submodule(tied.rpartition(".")[0]).fill(packed)
         if self._dequantized:
             first = sorted(self._dequantized, key=dot_natural_key)[:_MAX_NAMES]
             logger.info(
@@ -454,7 +460,7 @@ class Packing:
         if not can_pack(weight.dtype, weight.device):
             return
         packed = self._pack_dense(f"{name}.weight", weight.detach())
-        _replace(model, name).packed = packed
+        _replace(model, name).fill(packed)
         if embedding.weight is weight and isinstance(packed, PackedTable):
             _remove_weight(embedding, "cpu")
             self.tables[embedding.weight] = packed
