@@ -35,13 +35,15 @@ class ModelHost:
     async def load(self) -> None:
         """Load the model on the model thread; raises what the executor raises."""
         self._is_loading = True
-        try:
-            self.facts_if_loaded = await self.thread.run(self.executor.load)
-        except Exception:
-            self._is_loading = False
-            raise
-        self._is_loading = False
+        self.facts_if_loaded = await self.thread.run(self._load)
         self.num_weight_loads += 1
+
+    def _load(self) -> ModelFacts:
+        """On the model thread, where it continues if the caller of `load` is cancelled."""
+        try:
+            return self.executor.load()
+        finally:
+            self._is_loading = False
 
     def check_loaded(self) -> None:
         """Raise NotReady before the model is loaded."""
