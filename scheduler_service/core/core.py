@@ -249,7 +249,8 @@ class SchedulerCore:
         self.expire(now)
         plan = None
         may_retry = True
-        while plan is None and may_retry:  # requests that ended may have made room for others
+        # Requests that ended, and copies that were given up, may have made room for others.
+        while plan is None and may_retry:
             # Routing may end requests in other groups, which have all the tokens possible there.
             changed = model.schedulers if model.waiting else [scheduler]
             late, placed = model.route(
@@ -262,7 +263,9 @@ class SchedulerCore:
             may_retry = moves.settle_exceeding(model, scheduler, to_us(now))
             may_retry |= self._endings.close_ended(changed, now)
             self._fail_unroutable(model, now)
-        self._transfers.settle(scheduler, is_idle=plan is None and scheduler.is_idle)
+            if plan is not None or not may_retry:
+                is_idle = plan is None and scheduler.is_idle
+                may_retry = self._transfers.settle(scheduler, is_idle=is_idle)
         return plan
 
     def newest_work(self, worker_group_id: str) -> StepWork:

@@ -339,14 +339,17 @@ class Transfers:
         here = transfer.target.seq_groups
         transfer.waiting = {g: None for g in transfer.waiting if g in here and g.waiting()}
 
-    def settle(self, scheduler: Scheduler, *, is_idle: bool) -> None:
+    def settle(self, scheduler: Scheduler, *, is_idle: bool) -> bool:
         """Give up what is kept for requests that have been admitted or are gone; `is_idle`: for
-        all, because nothing runs and nothing was admitted."""
+        all, because nothing runs and nothing was admitted. Returns whether there was any."""
+        given_up = []
         for transfer in [t for t in self._arrived if t.target is scheduler]:
             self._drop_gone(transfer)
             if not transfer.waiting or is_idle:
                 scheduler.port.release_copies(transfer.copies)
+                given_up.append(transfer)
                 del self._arrived[transfer]
+        return bool(given_up)
 
     def remove(self, scheduler: Scheduler, now_us: int) -> set[str]:
         """End the transfers of a worker group that is gone; returns the ids of others that have

@@ -185,3 +185,18 @@ def test_a_request_that_waits_for_kv_has_that_time_in_its_timings(is_lost: bool)
     assert record.finished is not None
     assert 2_000_000 <= record.finished.transfer_us < 2_100_000
     assert record.finished.recovery_us < 100_000
+
+
+def test_copies_that_leave_no_memory_for_their_request_are_given_up_at_once() -> None:
+    """The other group has four blocks. Three come with the request: one that its choices share, and
+    one of each. Then each of them needs another one."""
+    driver = two_groups(changes={"num_gpu_blocks": 4})
+    fetched: list[int] = []
+    driver.on_plan = lambda _, plan: fetched.extend(len(f.blocks) // 2 for f in plan.fetches)
+    record = driver.submit(prompt=[n % 32 for n in range(33)], max_tokens=60, n=2)
+    driver.step("g0", times=32)
+    driver.core.drain_worker_group("g0", driver.now)
+    driver.run_until_idle()
+    assert fetched == [3]
+    assert record.finished is not None
+    driver.check_empty()
