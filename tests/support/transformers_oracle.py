@@ -1,32 +1,38 @@
-"""What `transformers` itself makes of a checkpoint, in float32."""
+"""What `transformers` itself makes of a checkpoint, in float32 and in float64."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.support.float64 import Float64
+
 
 class Oracle:
     """A checkpoint's model as the library runs it, one sequence at a time."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self.model = self._load()
+
+    def _load(self, **options: Any) -> Any:
         import transformers
         from transformers import AutoConfig
 
         # The eager attention of Falcon adds ALiBi biases twice.
-        config = AutoConfig.from_pretrained(path)
-        has_alibi = getattr(config, "alibi", False)
+        config = AutoConfig.from_pretrained(self._path)
+        attention = "sdpa" if getattr(config, "alibi", False) else "eager"
         # Not all classes are among those of AutoModelForCausalLM.
-        self.model: Any = (
-            getattr(transformers, config.architectures[0])
-            .from_pretrained(
-                path, attn_implementation="sdpa" if has_alibi else "eager", dtype=torch.float32
-            )
-            .eval()
-        )
+        model_class = getattr(transformers, config.architectures[0])
+        options |= {"attn_implementation": attention, "dtype": torch.float32}
+        return model_class.from_pretrained(self._path, **options).eval()
+
+    @cached_property
+    def _exact_model(self) -> Any:
+        return self._load(experts_implementation="eager").double()  # others lack float64
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -57,14 +63,11 @@ class Oracle:
         return logits[0]
 
     @torch.inference_mode()
-    def logits_by_token(self, token_ids: Sequence[int]) -> Tensor:
-        """The same, computed one token after the other."""
-        state, logits = None, []
-        for token in token_ids:
-            output = self.model(torch.tensor([[token]]), cache=state, use_cache=True)
-            state = output.past_key_values
-            logits.append(output.logits[0, -1])
-        return torch.stack(logits)
+    def exact_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """The same, computed in float64."""
+        with Float64():
+            logits: Tensor = self._exact_model(torch.tensor([list(token_ids)])).logits
+        return logits[0]
 
 
 @cache

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from tests.support.cases import each_with_one_of
-from tests.support.checkpoints import NATIVE_FAMILIES, TRANSFORMERS_FAMILIES, VOCAB_SIZE, checkpoint
+from tests.support.checkpoints import (
+    MAX_POSITIONS,
+    NATIVE_FAMILIES,
+    TRANSFORMERS_FAMILIES,
+    VOCAB_SIZE,
+    checkpoint,
+)
 from tests.support.loading import load
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle, oracle
@@ -20,7 +26,7 @@ NUM_TOKENS = 8
 LOGITS_TOLERANCE = 1e-4
 DELTA_NETS = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid")
 """Which transformers computes in chunks of 64 tokens, with larger errors of rounding than token by
-token. Queries and keys of length 1 magnify errors in these small heads."""
+token, as here. Queries and keys of length 1 magnify errors in these small heads."""
 
 STORED_BUFFERS = ("correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
 """Which are parameters here."""
@@ -69,11 +75,25 @@ def test_logits_are_those_of_transformers(family: str) -> None:
     tokens = _prompts()[-1]
     (logits,) = PagedDriver(_loaded(family).model).run([(0, 0, tokens)])
     reference = oracle(checkpoint(family))
-    by_token = family.startswith(DELTA_NETS)
-    expected = reference.logits_by_token(tokens) if by_token else reference.logits(tokens)
+    is_delta_net = family.startswith(DELTA_NETS)
+    expected = reference.exact_logits(tokens) if is_delta_net else reference.logits(tokens)
     assert logits.dtype == torch.float32
-    tolerance = (2 if by_token else 1) * LOGITS_TOLERANCE
-    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
+    tolerance = (2 if is_delta_net else 1) * LOGITS_TOLERANCE
+    torch.testing.assert_close(logits.to(expected), expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith(DELTA_NETS)])
+def test_delta_nets_are_at_least_as_exact_as_in_transformers(family: str) -> None:
+    reference, generator = oracle(checkpoint(family)), torch.Generator().manual_seed(7)
+    driver = PagedDriver(_loaded(family).model, max_tokens=MAX_POSITIONS)
+    ours, theirs = [], []
+    for i, length in enumerate((40, 80, 130, MAX_POSITIONS)):
+        tokens = torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+        exact = reference.exact_logits(tokens).log_softmax(1)
+        ours.append(driver.run([(i, 0, tokens)])[0].double().log_softmax(1) - exact)
+        theirs.append(reference.logits(tokens).double().log_softmax(1) - exact)
+    assert torch.cat(ours).norm() <= torch.cat(theirs).norm()
+    assert torch.cat(ours).square().mean().sqrt() < 1e-5
 
 
 @pytest.mark.parametrize(
