@@ -125,6 +125,12 @@ class CoreDriver:
         self.adapters: dict[bytes, str] = {}
         """Names by digest, of the adapters that the workers have."""
         self.on_plan: Callable[[str, StepPlan], None] = lambda group_id, plan: None
+        self.work: dict[str, None] = {}
+        """The groups that may have a plan, as the service knows it: the others do not plan."""
+
+    def _follow_up(self, *group_ids: str) -> None:
+        """After a call into the core: these groups may have a plan, and those that it names."""
+        self.work |= dict.fromkeys([*group_ids, *sorted(self.core.pop_woken())])
 
     # Worker groups.
 
@@ -156,6 +162,7 @@ class CoreDriver:
         if former is not None and records is not None:
             worker.inherit(former.worker)
         self.links[capacity.worker_group_id] = WorkerLink(capacity, worker, records=records)
+        self._follow_up(*self.links)
         self.promises.max_model_len = capacity.max_model_len
         self.promises.workers.append(capacity)
 
@@ -169,7 +176,14 @@ class CoreDriver:
     def lose_worker_group(self, group_id: str) -> None:
         """A worker dies, and with it the results that are on the wire."""
         del self.links[group_id]
+        self.work.pop(group_id, None)
         self.core.remove_worker_group(group_id, self.now)
+        self._follow_up(*self.links)
+
+    def drain_worker_group(self, group_id: str) -> None:
+        """A worker is to get nothing new, and to give away what it has."""
+        self.core.drain_worker_group(group_id, self.now)
+        self._follow_up(*self.links)
 
     def set_adapters(self, adapters: dict[bytes, str]) -> None:
         """The workers have these adapters from now on: names by digest."""
@@ -183,7 +197,7 @@ class CoreDriver:
         self.config = replace(self.config, key_seed=self.config.key_seed + 1)
         self.core = self._make_core(self.config)
         self.set_adapters(self.adapters)
-        links, self.links = self.links, {}
+        links, self.links, self.work = self.links, {}, {}
         for link in links.values():
             self.add_worker_group(link.capacity, link)
         for record in self.records.values():
@@ -202,6 +216,7 @@ class CoreDriver:
         record.num_prompt_logprobs = 0
         try:
             self.core.submit(request, self.now)
+            self._follow_up()
         except PagewireError as error:
             record.error = error
         self.collect()
@@ -262,6 +277,7 @@ class CoreDriver:
             ),
         )
         self.core.submit(request, self.now)
+        self._follow_up()
         record = RequestRecord(request, self.now, [ChoiceRecord() for _ in range(n)])
         self.records[frontend_id, handle] = record
         return record
@@ -287,6 +303,7 @@ class CoreDriver:
         )
         was_live = record.is_live
         self.core.submit(request, self.now)
+        self._follow_up()
         self.next_handle += request.work.num_choices
         later = RequestRecord(
             request,
@@ -321,6 +338,7 @@ class CoreDriver:
         values |= {"fingerprint": b"of this request"} | fields
         request = Request(handle=handle, prompt_token_ids=prompt, work=work, **values)
         self.core.submit(request, self.now)
+        self._follow_up()
         record = RequestRecord(request, self.now, [ChoiceRecord()])
         self.records[request.frontend_id, handle] = record
         self.collect()
@@ -332,12 +350,14 @@ class CoreDriver:
         if record.is_live:
             record.cancelled = True
             self.core.cancel(record.request.frontend_id, record.request.handle, self.now)
+            self._follow_up()
 
     def abort(self, record: RequestRecord) -> None:
         """Somebody ends it by its id."""
         self.collect()
         if record.is_live:
             self.core.abort(record.request.tenant, record.request.request_id, self.now)
+            self._follow_up()
             self.collect()
             assert isinstance(record.error, RequestAborted)
 
@@ -353,6 +373,7 @@ class CoreDriver:
             del choice.tokens[num_tokens:]
             handle = record.request.handle + index
             self.core.stop_choice(record.request.frontend_id, handle, num_tokens, self.now)
+            self._follow_up()
 
     def remove_frontend(self, frontend_id: str) -> None:
         """A frontend goes away."""
@@ -361,12 +382,15 @@ class CoreDriver:
             if record.request.frontend_id == frontend_id and record.is_live:
                 record.cancelled = True
         self.core.remove_frontend(frontend_id, self.now)
+        self._follow_up()
 
     # Steps.
 
     def schedule(self, group_id: str) -> StepPlan | None:
         """Plan and execute a group's next step; its result stays on the wire."""
+        self.work.pop(group_id, None)
         plan = self.core.schedule(group_id, self.now)
+        self._follow_up(*([] if plan is None else [group_id]))
         if plan is not None:
             self.on_plan(group_id, plan)
             link = self.links[group_id]
@@ -388,6 +412,7 @@ class CoreDriver:
         self.now += 0.001
         link.worker.num_results_taken += 1
         self.core.update(group_id, link.results.popleft(), self.now)
+        self._follow_up(group_id)
         return True
 
     def step(self, group_id: str, times: int = 1) -> None:
@@ -401,20 +426,27 @@ class CoreDriver:
         """Let time pass."""
         self.now += seconds
         self.core.expire(self.now)
+        self._follow_up()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no group plans, or computes, until something else happens."""
+        return not self.work and not any(link.results for link in self.links.values())
 
     def run_until_idle(self, max_rounds: int = 2_000) -> None:
-        """Step all groups until nothing is left to do."""
+        """Step the groups that have work until none has any."""
         for _ in range(max_rounds):
-            planned = [self.schedule(group_id) for group_id in self.links]
-            delivered = [self.deliver(group_id) for group_id in self.links]
+            for group_id in [*self.work]:
+                self.schedule(group_id)
+            for group_id in self.links:
+                self.deliver(group_id)
             self.collect()
-            woken = self.core.pop_woken()
-            if not any(delivered) and not any(planned) and not woken:
-                self._check_rest()
+            if self.is_at_rest:
+                self.check_rest()
                 return
         raise AssertionError("the core does not come to rest")
 
-    def _check_rest(self) -> None:
+    def check_rest(self) -> None:
         """Nothing is running, and what waits fits no group that takes anything; of what has begun,
         groups that drain take what no other can."""
         status = self.core.snapshot()

@@ -411,7 +411,7 @@ class CoreMachine(RuleBasedStateMachine):
         """When its steps have ended, nothing is left that others can hold as well, except for
         blocks that they want to copy."""
         driver = self.driver
-        driver.core.drain_worker_group(group_id, driver.now)
+        driver.drain_worker_group(group_id)
         if waits:
             while driver.deliver(group_id):
                 driver.collect()
@@ -458,16 +458,20 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.links)
     @rule(num_moves=st.integers(1, 80), seed=st.integers(0, 1000))
     def run(self, num_moves: int, seed: int) -> None:
-        """Plans leave and results arrive in any order that the wire allows."""
-        rng = Random(seed)
-        groups = self.group_ids()
+        """Plans leave and results arrive in any order that the wire allows, of groups that have
+        work."""
+        rng, driver = Random(seed), self.driver
         for _ in range(num_moves):
-            group_id = rng.choice(groups)
-            if rng.random() < 0.5:
-                self.driver.deliver(group_id)
+            if driver.is_at_rest:
+                driver.collect()
+                driver.check_rest()
+                break
+            answering = [group_id for group_id, link in driver.links.items() if link.results]
+            if answering and (not driver.work or rng.random() < 0.5):
+                driver.deliver(rng.choice(answering))
             else:
-                self.driver.schedule(group_id)
-        self.driver.collect()
+                driver.schedule(rng.choice([*driver.work]))
+        driver.collect()
 
     @invariant()
     def holds(self) -> None:

@@ -253,7 +253,7 @@ class Scenario:
         return printed
 
     def do_drain(self, group_id: str) -> None:
-        self.driver.core.drain_worker_group(group_id, self.driver.now)
+        self.driver.drain_worker_group(group_id)
 
     def do_wait(self, seconds: str) -> None:
         self.driver.expire(float(seconds))

@@ -76,7 +76,7 @@ def test_asking_whether_a_group_is_drained_changes_nothing() -> None:
         driver.add_worker_group(make_capacity(group_id))
     for num_tokens in (11, 5):  # the second would exceed the tenant's blocks
         driver.submit(prompt=[1] * num_tokens, max_tokens=4, tenant="small")
-    driver.core.drain_worker_group("g2", driver.now)
+    driver.drain_worker_group("g2")
     driver.schedule("g0")
     driver.lose_worker_group("g0")
     assert driver.core.is_drained("g2")

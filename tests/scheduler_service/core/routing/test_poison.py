@@ -42,8 +42,9 @@ class Fleet:
         deadly: dict[str, list[bool]] = {}
         for _ in range(max_rounds):
             for group_id in list(driver.links):
-                while (plan := driver.schedule(group_id)) is not None:
-                    deadly.setdefault(group_id, []).append(kills(plan))
+                while group_id in driver.work:
+                    if (plan := driver.schedule(group_id)) is not None:
+                        deadly.setdefault(group_id, []).append(kills(plan))
                 if deadly.get(group_id) and deadly[group_id].pop(0):
                     self.num_deaths += 1
                     del deadly[group_id]
@@ -52,7 +53,6 @@ class Fleet:
                 else:
                     driver.deliver(group_id)
             driver.collect()
-            driver.core.pop_woken()
             if not any(record.is_live for record in driver.records.values()):
                 return
         raise AssertionError("requests do not end")

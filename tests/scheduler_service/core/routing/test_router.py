@@ -461,7 +461,7 @@ def test_one_that_came_later_and_takes_precedence_less_is_room_for_a_refused_req
     for token in (2, 3, 4):  # the last of them is refused by both
         driver.submit(prompt=[token], max_tokens=4, n=3)
     driver.submit(prompt=[5], max_tokens=4, priority=1)
-    driver.core.drain_worker_group("leaving", driver.now)
+    driver.drain_worker_group("leaving")
     driver.schedule("leaving")
     driver.core.check()
     driver.run_until_idle()

@@ -139,7 +139,7 @@ def test_a_group_without_a_partner_does_everything_and_is_logged(
     caplog.clear()
     driver = two_groups(Role.PREFILL, Role.DECODE)
     assert kv_moves(driver) == ["with all"] * 2
-    driver.core.drain_worker_group("g0", driver.now)
+    driver.drain_worker_group("g0")
     assert kv_moves(driver)[1] == "no group for prefills, so it does both"
     assert [r.levelname for r in caplog.records if "group_id=g1" in r.message] == ["WARNING"]
 
@@ -173,7 +173,7 @@ def test_a_request_that_waits_for_kv_has_that_time_in_its_timings(is_lost: bool)
     record = driver.submit(prompt=PROMPT, max_tokens=30)
     driver.step("g0", times=6)
     assert len(record.choices[0].tokens) > 0
-    driver.core.drain_worker_group("g0", driver.now)
+    driver.drain_worker_group("g0")
     driver.step("g0")  # which begins the lease
     plan = driver.schedule("g1")
     assert plan is not None
@@ -195,7 +195,7 @@ def test_copies_that_leave_no_memory_for_their_request_are_given_up_at_once() ->
     driver.on_plan = lambda _, plan: fetched.extend(len(f.blocks) // 2 for f in plan.fetches)
     record = driver.submit(prompt=[n % 32 for n in range(33)], max_tokens=60, n=2)
     driver.step("g0", times=32)
-    driver.core.drain_worker_group("g0", driver.now)
+    driver.drain_worker_group("g0")
     driver.run_until_idle()
     assert fetched == [3]
     assert record.finished is not None

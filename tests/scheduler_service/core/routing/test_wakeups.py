@@ -54,14 +54,10 @@ def interrupt(driver: CoreDriver, random: Random) -> None:
         driver.stop_choice(record, 0, len(record.choices[0].tokens))
 
 
-def plan(driver: CoreDriver, group_ids: set[str]) -> None:
-    """All there is for these groups, and for those that are given requests by it."""
-    while group_ids:
-        group_id = min(group_ids)
-        group_ids.remove(group_id)
-        while driver.schedule(group_id) is not None:
-            pass
-        group_ids |= driver.core.pop_woken()
+def plan(driver: CoreDriver) -> None:
+    """All there is for the groups that have work, and for those that are given requests by it."""
+    while driver.work:
+        driver.schedule(min(driver.work))
 
 
 @pytest.mark.parametrize("policy", PolicyName)
@@ -73,18 +69,15 @@ def test_all_requests_end_though_only_those_groups_plan_that_are_named(
     num_submitted = 0
     while True:
         answering = [group_id for group_id, link in driver.links.items() if link.results]
-        woken: set[str] = set()
         if num_submitted < NUM_REQUESTS and (not answering or random.random() < 0.3):
             submit(driver, random)
             num_submitted += 1
         elif random.random() < 0.1:
             interrupt(driver, random)
         elif answering:
-            group_id = random.choice(answering)
-            driver.deliver(group_id)
-            woken.add(group_id)
+            driver.deliver(random.choice(answering))
         else:
             break
-        plan(driver, woken | driver.core.pop_woken())
+        plan(driver)
         driver.collect()
     driver.check_empty()

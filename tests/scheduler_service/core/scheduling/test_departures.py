@@ -31,7 +31,7 @@ def test_a_request_cancelled_on_its_way_is_gone_with_its_last_step() -> None:
     driver.schedule("g0")
     driver.schedule("g0")
     driver.add_worker_group(make_capacity("g1"))
-    driver.core.drain_worker_group("g0", driver.now)
+    driver.drain_worker_group("g0")
     driver.cancel(record)
     while driver.deliver("g0"):
         driver.core.check()
