@@ -50,24 +50,43 @@ def migrate_from_draining(model: ServedModel, now_us: int) -> None:
 
 
 def hand_over(model: ServedModel, here: Scheduler, now_us: int) -> None:
-    """Send requests whose prompts are computed to worker groups for what follows, if any of these
-    has room and can read what is computed here. The rest stay until one has."""
+    """Send requests whose prompts are computed to worker groups for what follows, as far as these
+    have room and can read what is computed here. The rest stay until one has."""
     others = [other for other in model.schedulers if other.is_partner_of(here)]
-    prefilling = here.prefilling_seq_groups()
-
-    def may_leave(seq_group: SequenceGroup) -> bool:
-        is_ready = seq_group.has_output and seq_group not in prefilling
-        return (
-            is_ready
-            and bool(seq_group.running())
-            and not (seq_group.waiting() or seq_group.stays_where_it_began)
-            and _fits_any(seq_group, here.capacity, [o.capacity for o in others], fitting.reach)
-            and any(other.probe.has_room_for(seq_group) for other in others)
-        )
-
-    if here.start_moving(may_leave, MoveReason.HAND_OVER, now_us):
+    capacities = [other.capacity for other in others]
+    prefilling = here.prefilling_seq_groups() if others else ()
+    ready = [
+        seq_group
+        for seq_group in (here.seq_groups if others else ())
+        if seq_group.has_output
+        and seq_group not in prefilling
+        and seq_group.running()
+        and not (seq_group.waiting() or seq_group.stays_where_it_began)
+        and _fits_any(seq_group, here.capacity, capacities, fitting.reach)
+    ]
+    entering = _entering(model, others) if ready else {}
+    leaving: set[SequenceGroup] = set()
+    for seq_group in ready:
+        target = next((o for o in others if o.probe.has_room_for(seq_group, entering[o])), None)
+        if target is not None:
+            entering[target].append(seq_group)
+            leaving.add(seq_group)
+    if leaving:
+        here.start_moving(leaving.__contains__, MoveReason.HAND_OVER, now_us)
         model.requeue(here.pop_moved())
         model.wake()
+
+
+def _entering(
+    model: ServedModel, schedulers: list[Scheduler]
+) -> dict[Scheduler, list[SequenceGroup]]:
+    """The requests that have begun elsewhere and wait for room in these worker groups."""
+    waiting = model.waiting
+    kinds = [{*chain.from_iterable(kind)} for kind in waiting.kinds]
+    if all(kind.isdisjoint(schedulers) for kind in kinds):
+        return {scheduler: [] for scheduler in schedulers}
+    begun = [(g, {*chain.from_iterable(waiting.kind_of(g))}) for g in waiting if g.has_output]
+    return {s: [g for g, groups in begun if s in groups] for s in schedulers}
 
 
 def rebalance(model: ServedModel, transfers: Transfers, here: Scheduler, now_us: int) -> None:

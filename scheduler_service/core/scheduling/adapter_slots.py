@@ -8,6 +8,7 @@ Workers keep the adapters that were used last. `is_resident` predicts which thes
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 
 class AdapterSlots:
@@ -20,9 +21,11 @@ class AdapterSlots:
         self._resident: dict[bytes, None] = {}
         """The adapters that were used last, at most one for each slot, in order of use."""
 
-    def has_room_for(self, adapter: bytes) -> bool:
-        """Whether a request with this adapter may enter."""
-        return adapter in self._num_requests or len(self._num_requests) < self._num_slots
+    def has_room_for(self, adapter: bytes, before: Iterable[bytes] = ()) -> bool:
+        """Whether a request with this adapter may enter. `before`: those of requests that enter
+        first."""
+        used = self._num_requests.keys() | set(before)
+        return adapter in used or len(used) < self._num_slots
 
     def is_resident(self, adapter: bytes) -> bool:
         """Whether the workers most likely have the adapter on their devices."""

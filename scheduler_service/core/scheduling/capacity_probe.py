@@ -1,5 +1,6 @@
 """Questions of the router about the capacity of a worker group."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -73,21 +74,25 @@ class CapacityProbe:
         # Beyond that it would only wait here, and could not go elsewhere.
         return self.num_tokens_to_prefill < self.config.max_num_batched_tokens
 
-    def estimate(self, seq_group: SequenceGroup) -> CapacityEstimate:
-        """The estimate for a group that fits here."""
+    def estimate(
+        self, seq_group: SequenceGroup, before: Collection[SequenceGroup] = ()
+    ) -> CapacityEstimate:
+        """The estimate for a group that fits here. `before`: groups of other worker groups that
+        come here first."""
         longest, waiting = seq_group.longest, self.placed.waiting
         is_fetched = partial(is_fetch_cheaper, self.rates)
         hit = self.running.cache.prefixes.match(longest, is_fetched=is_fetched)
         memory_shortage = self.running.cache.admission.shortage(
             longest.num_known,
             hit,
-            num_waiting_tokens=waiting.num_tokens,
-            num_waiting_source_tokens=waiting.num_source_tokens,
-            num_waiting=len(waiting),
+            num_waiting_tokens=waiting.num_tokens + sum(g.max_known_tokens for g in before),
+            num_waiting_source_tokens=waiting.num_source_tokens
+            + sum(g.num_source_tokens for g in before),
+            num_waiting=len(waiting) + len(before),
             num_forks=self._num_forks(seq_group),
         )
-        num_sequences = self.num_sequences
-        places_short = num_sequences + len(seq_group.waiting()) - self.config.max_num_seqs
+        num_sequences = self.num_sequences + sum(g.num_unfinished for g in before)
+        places_short = num_sequences + seq_group.num_unfinished - self.config.max_num_seqs
         return CapacityEstimate(
             num_tokens_to_compute=longest.num_known - hit.num_tokens,
             num_moves=hit.num_moves,
@@ -97,16 +102,23 @@ class CapacityProbe:
     def has_places_for(self, seq_group: SequenceGroup) -> bool:
         """Whether all sequences of a group of another worker group, and its adapter, would have
         places here."""
-        adapter = seq_group.adapter
         num_sequences = self.num_sequences + seq_group.num_unfinished
-        return num_sequences <= self.config.max_num_seqs and (
-            adapter is None or self.placed.adapters.has_room_for(adapter)
-        )
+        return num_sequences <= self.config.max_num_seqs and self._has_slot_for(seq_group)
 
-    def has_room_for(self, seq_group: SequenceGroup) -> bool:
-        """Whether a group that fits would have capacity here now, if necessary by preemption."""
-        has_room = self.has_room and self.estimate(seq_group).shortage == 0
-        return has_room or self.can_preempt_for(seq_group)
+    def has_room_for(
+        self, seq_group: SequenceGroup, before: Collection[SequenceGroup] = ()
+    ) -> bool:
+        """Whether a group that fits would have capacity here now, if necessary by preemption.
+        `before`: groups of other worker groups that come here first; none is preempted for them."""
+        if not self._has_slot_for(seq_group, before):
+            return False
+        has_room = self.has_room and self.estimate(seq_group, before).shortage == 0
+        return has_room or (not before and self.can_preempt_for(seq_group))
+
+    def _has_slot_for(self, seq_group: SequenceGroup, before: Iterable[SequenceGroup] = ()) -> bool:
+        adapters = {group.adapter for group in before if group.adapter is not None}
+        adapter = seq_group.adapter
+        return adapter is None or self.placed.adapters.has_room_for(adapter, adapters)
 
     def can_preempt_for(self, seq_group: SequenceGroup) -> bool:
         """Whether the group would have capacity here now by preempting running or waiting groups.

@@ -190,7 +190,9 @@ class Scheduler:
     def prefilling_seq_groups(self) -> set[SequenceGroup]:
         """Running groups whose prompts are not computed yet, or whose KV is being swapped
         in."""
-        return {seq.seq_group for seq in (*self.running.prefilling, *self.running.swap_in_pending)}
+        sequences = (*self.running.prefilling, *self.running.swap_in_pending)
+        # Those that have ended stay in the lists until the next plan.
+        return {seq.seq_group for seq in sequences if seq.status is SequenceStatus.RUNNING}
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         """End a sequence and free what it held."""

@@ -2,24 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from scheduler_service.core import ContextKind, ContextPart
 from scheduler_service.core.config import CacheGroup, MoveKV, Role
 from scheduler_service.core.step_plan import StepPlan
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
+from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling
 
 PROMPT = list(range(20))
 
 
 def two_groups(
-    *roles: Role, changes: Mapping[str, object] | None = None, **config: object
+    *roles: Role, changes: Mapping[str, object] | None = None, max_loras: int = 0, **config: object
 ) -> CoreDriver:
     """Two worker groups that can read each other's KV, but for `changes` of the second one."""
     groups = [
         replace(
-            make_capacity(group_id, block_size=32, max_model_len=256),
+            make_capacity(group_id, block_size=32, max_model_len=256, max_loras=max_loras),
             role=role,
             kv_layout=(("layout", "one"),),
             addresses=(f"at {group_id}",),
@@ -199,4 +202,61 @@ def test_copies_that_leave_no_memory_for_their_request_are_given_up_at_once() ->
     driver.run_until_idle()
     assert fetched == [3]
     assert record.finished is not None
+    driver.check_empty()
+
+
+def run_beside(driver: CoreDriver, records: list[RequestRecord], num_pauses: int) -> None:
+    """Run all groups until a request has ended, all of which have begun; each gets a token in every
+    round but for this number."""
+    rounds: list[list[int]] = []
+    while all(record.is_live for record in records):
+        for group_id in driver.links:
+            driver.step(group_id)
+        rounds.append([len(choice.tokens) for r in records for choice in r.choices])
+    for counts in zip(*rounds, strict=True):
+        assert sum(a == b for a, b in pairwise(counts)) <= num_pauses
+
+
+def test_as_many_requests_are_handed_over_as_others_have_places_for() -> None:
+    driver = two_groups(Role.PREFILL, Role.DECODE, max_num_batched_tokens=64)
+    decoding = [driver.submit(prompt=[n, *range(6)], max_tokens=50) for n in range(2)]
+    for _ in range(12):
+        driver.step("g0")
+        driver.step("g1")
+    choices = driver.submit(prompt=[9, *range(6)], max_tokens=20, n=3)
+    others = [driver.submit(prompt=[n, *range(8)], max_tokens=20) for n in (20, 21)]
+    for _ in range(2):
+        driver.step("g0")
+    assert driver.core.snapshot().num_by_tenant.total() == 5
+    run_beside(driver, [*decoding, choices, *others], num_pauses=3)
+    driver.run_until_idle()
+    driver.check_empty()
+
+
+def test_a_request_is_handed_over_once_there_is_a_slot_for_its_adapter() -> None:
+    driver = two_groups(Role.PREFILL, Role.DECODE, max_loras=1)
+    digests = [bytes([number]) * 32 for number in (1, 2)]
+    driver.set_adapters({digest: str(digest[0]) for digest in digests})
+    contexts = [(ContextPart(ContextKind.ADAPTER, digest),) for digest in digests]
+    holding = driver.submit(prompt=PROMPT[:9], max_tokens=60, context=contexts[0])
+    for _ in range(12):
+        driver.step("g0")
+        driver.step("g1")
+    other = driver.submit(prompt=PROMPT[:9], max_tokens=20, context=contexts[1])
+    driver.step("g0")
+    run_beside(driver, [holding, other], num_pauses=1)
+    assert holding.is_live
+    driver.run_until_idle()
+    driver.check_empty()
+
+
+def test_a_choice_that_ends_while_its_prompt_is_computed_is_not_copied_ahead() -> None:
+    driver = two_groups(Role.PREFILL, Role.DECODE, max_num_batched_tokens=64)
+    record = driver.submit(prompt=[n % 32 for n in range(224)], max_tokens=9, n=2)
+    driver.schedule("g0")
+    driver.stop_choice(record, 0, 0)
+    driver.deliver("g0")
+    driver.run_until_idle()
+    assert record.finished is not None
+    assert [len(choice.tokens) for choice in record.choices] == [0, 9]
     driver.check_empty()
