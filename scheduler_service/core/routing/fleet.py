@@ -160,7 +160,7 @@ class ServedModel:
             self.waiting.discard(seq_group)
         self.recovery.set_aside(unfit, now_us)
         self.woken.update(routed.capacity.worker_group_id for routed in round_.routed.values())
-        if round_.routed:
+        if round_.routed or unfit:
             self.wake_drained()
         self.throughput.observe(
             now_us,

@@ -81,3 +81,24 @@ def test_all_requests_end_though_only_those_groups_plan_that_are_named(
         plan(driver)
         driver.collect()
     driver.check_empty()
+
+
+def test_a_draining_group_is_woken_when_its_last_request_waits_for_a_larger_one() -> None:
+    driver = CoreDriver(SchedulerConfig())
+    driver.add_worker_group(make_capacity("small", num_gpu_blocks=4))
+    driver.add_worker_group(make_capacity("large", num_gpu_blocks=12))
+    record = driver.submit(prompt=[1, 2, 3, 4, 5], max_tokens=30)
+    driver.step("large", times=3)
+    driver.lose_worker_group("large")
+    driver.core.drain_worker_group("small", driver.now)
+    driver.schedule("small")
+    while driver.deliver("small"):
+        assert not driver.core.is_drained("small")
+        driver.core.pop_woken()
+        while driver.schedule("small") is not None:
+            pass
+    assert driver.core.is_drained("small")
+    assert "small" in driver.core.pop_woken()
+    driver.add_worker_group(make_capacity("large again", num_gpu_blocks=12))
+    driver.run_until_idle()
+    assert record.finished is not None
