@@ -67,6 +67,16 @@ _WITHOUT_EFFECT = {
 }
 """Settings of training, and those that the names and shapes of tensors say again."""
 
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "rank_pattern": (dict,),
+    "alpha_pattern": (dict,),
+    "target_modules": (list, str),
+    "target_parameters": (list,),
+}
+"""The JSON values of settings that have parts."""
+
+_NAMES_OF_KINDS: Mapping[type, str] = {dict: "an object", list: "an array", str: "a string"}
+
 _PROMPT_TYPES = ("PROMPT_TUNING", "P_TUNING")
 """Types of adapters that are the embeddings of virtual tokens. Of P-tuning, PEFT saves what its
 encoder has computed."""
@@ -263,7 +273,7 @@ def read_peft(folder: Path, check_base: CheckBase = _refuse_base) -> ModelAdapte
         raise AdapterNotFound(f"path: expected a folder with {CONFIG_FILE}, got {str(folder)!r}")
     try:
         settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadAdapter(f"{CONFIG_FILE}: expected JSON: {error}") from None
     if not isinstance(settings, dict):
         raise BadAdapter(f"{CONFIG_FILE}: expected an object, got {type(settings).__name__}")
@@ -292,9 +302,21 @@ def _is_target(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether PEFT changes a module, as far as it depends on names alone."""
     targets = settings.get("target_modules") or []
     if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, name) is not None
+        return (
+            targets == "all-linear"
+            or _pattern("target_modules", targets).fullmatch(name) is not None
+        )
     ends = [*targets, *(settings.get("target_parameters") or [])]
     return not ends or any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+def _pattern(field: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise BadAdapter(
+            f"{field}: expected regular expressions, got {pattern!r}: {error}"
+        ) from None
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
@@ -311,6 +333,11 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
                 raise BadAdapter(f"bias: expected 'none', got {value!r}")
         elif name not in _READ | _WITHOUT_EFFECT and value:
             raise BadAdapter(f"{name}: expected none, which is not computed, got {value!r}")
+    for name, kinds in _KINDS.items():
+        value = settings.get(name)
+        if value is not None and not isinstance(value, kinds):
+            expected = " or ".join(_NAMES_OF_KINDS[kind] for kind in kinds)
+            raise BadAdapter(f"{name}: expected {expected}, got {value!r}")
 
 
 def _prompt(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
@@ -352,7 +379,12 @@ def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
             expected = "only base_model.model.MODULE.lora_A.weight and lora_B.weight"
             raise BadAdapter(f"{WEIGHTS_FILE}: expected {expected}, got {name!r}")
         check_tensor(name, tensor, num_dims=1 if match[4] else 2)
-        pairs.setdefault(match[1], {})[match[2] or match[3] or match[4]] = tensor
+        pair, kind = pairs.setdefault(match[1], {}), match[2] or match[3] or match[4]
+        if kind in pair:
+            raise BadAdapter(
+                f"{WEIGHTS_FILE}: expected one {kind} of {match[1]}, got {name!r}, too"
+            )
+        pair[kind] = tensor
     if not pairs:
         raise BadAdapter(f"{WEIGHTS_FILE}: expected at least one module, got none")
     found = {_parameter_of(name, pairs, settings): pair for name, pair in pairs.items()}
@@ -362,7 +394,11 @@ def _modules(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict
 def _of_text(modules: Mapping[str, LoraModule]) -> dict[str, LoraModule]:
     """The modules of a multimodal model's text model, with their names in that alone; of other
     models, all modules."""
-    found = {text_name(name): module for name, module in modules.items()}
+    found: dict[str, LoraModule] = {}
+    for name, module in modules.items():
+        if text_name(name) in found:
+            raise BadAdapter(f"{name}: expected one change of {text_name(name)}, got two")
+        found[text_name(name)] = module
     if others := of_other_parts(found, modules):
         logger.warning(
             "adapter changes modules that are not of the text model, which are not used num=%d"
@@ -449,11 +485,15 @@ def _number(settings: Mapping[str, Any], field: str, patterns: str, name: str) -
     adapter's. PEFT's default for both is 8."""
     found = settings.get(patterns) or {}
     for pattern, value in found.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
+        if _pattern(patterns, rf"(.*\.)?({pattern})$").match(name):
             field, number = patterns, value
             break
     else:
         number = settings.get(field, 8)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
-        raise BadAdapter(f"{field}: expected a positive number, got {number!r}")
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, int | float)
+        or not 0 < number <= torch.finfo(torch.float32).max
+    ):
+        raise BadAdapter(f"{field}: expected a positive number, finite in float32, got {number!r}")
     return float(number)

@@ -1,6 +1,7 @@
 """Sequences with LoRA adapters get the tokens of PEFT, and the same bits in any batch."""
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -732,7 +733,15 @@ def test_an_adapter_of_a_multimodal_model_changes_the_text_model(
         ("alora_invocation_tokens", [1], "alora_invocation_tokens: expected none"),
         ("a_setting_of_tomorrow", 1, "a_setting_of_tomorrow: expected none"),
         ("r", 8, "expected matrices of rank 8"),
-        ("lora_alpha", -1, "lora_alpha: expected a positive number, got -1"),
+        ("lora_alpha", -1, "lora_alpha: expected a positive number, finite in float32, got -1"),
+        ("lora_alpha", math.inf, "lora_alpha: expected a positive number, .* got inf"),
+        ("lora_alpha", 10**400, "lora_alpha: expected a positive number, .* got 1000"),
+        ("r", 0, "r: expected a positive number, .* got 0"),
+        ("rank_pattern", ["q_proj"], r"rank_pattern: expected an object, got \['q_proj'\]"),
+        ("alpha_pattern", {"(": 8}, "alpha_pattern: expected regular expressions, got"),
+        ("target_modules", 5, "target_modules: expected an array or a string, got 5"),
+        ("target_modules", "*", r"target_modules: expected regular expressions, got '\*'"),
+        ("target_parameters", "up_proj", "target_parameters: expected an array, got 'up_proj'"),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(
@@ -757,6 +766,11 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (NAME, torch.zeros(4), "expected a matrix"),
         ("base_model.model.lm_head.weight", torch.zeros(4, 4), "expected only base_model"),
         (NAME.replace("q_proj", "x_proj"), torch.zeros(4, 64), "x_proj: expected lora_A and"),
+        (
+            NAME.replace("lora_A.weight", "lora_embedding_A"),
+            torch.zeros(4, 64),
+            "expected one A of model.layers.0.self_attn.q_proj, got .*lora_embedding_A', too",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
@@ -766,6 +780,24 @@ def test_tensors_that_do_not_fit_are_refused(
     save_file(tensors | {name: tensor}, edited / WEIGHTS_FILE)
     with pytest.raises(BadAdapter, match=message):
         executor("llama").adapters.load(str(edited))
+
+
+def test_two_changes_of_one_module_are_refused(edited: Path) -> None:
+    tensors = load_file(edited / WEIGHTS_FILE)
+    again = {
+        name.replace(".model.model.", ".model.model.language_model."): tensor.clone()
+        for name, tensor in tensors.items()
+    }
+    save_file(tensors | again, edited / WEIGHTS_FILE)
+    with pytest.raises(BadAdapter, match=r"expected one change of model.layers.\d.*, got two"):
+        read_peft(edited)
+
+
+def test_settings_that_are_no_json_object_are_refused(edited: Path) -> None:
+    for text in ("", "[]", "[" * 100_000):
+        (edited / CONFIG_FILE).write_text(text)
+        with pytest.raises(BadAdapter, match=f"{CONFIG_FILE}: expected"):
+            read_peft(edited)
 
 
 def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) -> None:
