@@ -58,6 +58,7 @@ class ModelBuilder:
     context: ModelContext
     kernels: Kernels
     progress: LoadProgress
+    overrides: Overrides
 
     def build(self) -> Model:
         """The model with its weights. Raises a `WorkerError` that names the option, or the file and
@@ -182,7 +183,7 @@ class ModelBuilder:
             tensors=self.checkpoint.tensors,
             source=files[0] if len(files) == 1 else self.model_dir,
             reader=reader,
-            edit_config=Overrides.from_options(config).of_config if config.hf_overrides else None,
+            edit_config=self.overrides.of_config if self.overrides.config else None,
         )
 
 

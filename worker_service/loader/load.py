@@ -187,21 +187,22 @@ def _prepare(config: ModelConfig, cache: CacheConfig, progress: LoadProgress) ->
     if has_weights:  # report damaged files before anything is built
         checkpoint = open_checkpoint(model_dir, schemes)
         _warn_of_unused(config, hf_config, checkpoint)
-    return ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
+    parts = config, hf_config, model_dir, checkpoint, context, kernels, progress, overrides
+    return ModelBuilder(*parts)
 
 
 def _start_reading_texts(
     builder: ModelBuilder, tokenizer: TokenizerProcess | None
 ) -> Callable[[], Texts]:
     """Read what frontends need, and publish it as soon as its fingerprint is known."""
-    generates, overrides = builder.context.generates, Overrides.from_options(builder.config)
+    generates = builder.context.generates
 
     def on_files(files: Mapping[str, bytes]) -> None:
         if generates:  # of others, the fingerprint depends on what follows the weights
             builder.progress.publish(FrontendFiles(_fingerprint(builder, files), files))
 
     def reading() -> Iterator[tuple[str, bytes]]:
-        return overrides.of_files(iter_assets(builder.model_dir, tokenizer))
+        return builder.overrides.of_files(iter_assets(builder.model_dir, tokenizer))
 
     return start_reading_texts(builder.model_dir, reading, on_files, generates=generates)
 

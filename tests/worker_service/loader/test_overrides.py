@@ -169,6 +169,13 @@ def test_a_chat_template_replaces_that_of_a_gguf_file(tmp_path: Path) -> None:
             {"default_chat_template_kwargs": "1"},
             "default_chat_template_kwargs: expected a JSON object, got 1",
         ),
+        *(
+            (
+                {"default_chat_template_kwargs": f'{{"tone": "dry", "{name}": []}}'},
+                f"default_chat_template_kwargs: expected no '{name}', which each request sets",
+            )
+            for name in ("messages", "tools", "add_generation_prompt", "continue_final_message")
+        ),
         ({"hf_overrides": "[1]"}, "hf_overrides: expected a JSON object, got \\[1\\]"),
         (
             {"override_generation_config": '{"temperatur": 1}'},

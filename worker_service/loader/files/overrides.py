@@ -19,6 +19,9 @@ _ENDS = ("bos_token_id", "eos_token_id")
 """Keys of `generation_config.json` that are no defaults."""
 
 _MAX_TOKENS = "max_new_tokens"
+_CONVERSATION = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Variables of chat templates that every request sets."""
+
 _ROTARY, _SCALING, _THETA = "rope_parameters", "rope_scaling", "rope_theta"
 
 
@@ -53,7 +56,7 @@ class Overrides:
             generation=generation,
             keeps_generation=options.generation_config == "auto",
             chat_template=None if template is None else read_template("chat_template", template),
-            template_variables=_object("default_chat_template_kwargs", variables),
+            template_variables=_template_variables("default_chat_template_kwargs", variables),
         )
 
     def of_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +113,14 @@ def read_template(option: str, text: str) -> str:
 
 def _object(option: str, text: str | None) -> dict[str, Any]:
     return {} if text is None else parse_object(option, text)
+
+
+def _template_variables(option: str, text: str | None) -> dict[str, Any]:
+    variables = _object(option, text)
+    for name in _CONVERSATION:
+        if name in variables:
+            raise InvalidOption(f"{option}: expected no {name!r}, which each request sets itself")
+    return variables
 
 
 def _read(content: bytes) -> dict[str, Any]:
