@@ -240,6 +240,7 @@ _NO_OPTIONS = {
     "logit_bias",
     "stop_token_ids",
     "bad_words",
+    "allowed_token_ids",
     "prompt_logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",

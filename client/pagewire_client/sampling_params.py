@@ -71,6 +71,8 @@ class SamplingParams:
     """An answer ends with any of these tokens."""
     bad_words: Sequence[str] | None = None
     """Texts that never appear."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The answer contains no other tokens."""
     min_tokens: int | None = None
     """Fewest tokens per answer."""
     max_tokens: int | None = _Default(16)
@@ -151,6 +153,10 @@ def _set(proto: sampling_pb2.SamplingParams, name: str, value: Any) -> None:
             proto.stop.extend([value] if isinstance(value, str) else value)
         case "stop_token_ids":
             proto.stop_token_ids.extend(value)
+        case "allowed_token_ids":
+            if len(value) == 0:
+                raise ValueError("expected at least one")
+            proto.allowed_token_ids.extend(value)
         case "bad_words":
             proto.bad_words.extend(_texts(value))
         case "choice":
@@ -207,6 +213,7 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     bad_words: Sequence[str] | None
+    allowed_token_ids: Sequence[int] | None
     min_tokens: int | None
     max_tokens: int | None
     ignore_eos: bool | None

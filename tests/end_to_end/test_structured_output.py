@@ -128,6 +128,29 @@ def test_a_schema_may_allow_any_json_object(
         assert isinstance(json.loads(text), dict)
 
 
+def test_an_output_has_allowed_tokens_only_and_ends_by_one_of_them(
+    stub: InferenceServiceStub, reference: Reference
+) -> None:
+    end = reference.tokenizer.eos_token_id
+    bias = [{"token_id": end, "bias": 60.0}]
+    free = answer_to(stub, temperature=0.0, max_tokens=9, ignore_eos=True).choices[0].token_ids
+    allowed = sorted({*free[1:], end} - {free[0]})
+    got = answer_to(stub, temperature=1.5, n=3, seed=5, max_tokens=30, allowed_token_ids=allowed)
+    for choice in got.choices.values():
+        assert set(choice.token_ids) <= set(allowed)
+    ended = answer_to(stub, temperature=0.0, logit_bias=bias, allowed_token_ids=allowed)
+    assert ended.choices[0].finish_reason == STOP
+    assert ended.choices[0].token_ids == [end]
+    without = answer_to(
+        stub, temperature=0.0, max_tokens=9, logit_bias=bias, allowed_token_ids=list(set(free))
+    )
+    assert without.choices[0].token_ids == free, "those that it would choose anyway"
+    ignored = answer_to(
+        stub, max_tokens=4, logit_bias=bias, allowed_token_ids=allowed, ignore_eos=True
+    )
+    assert ignored.choices[0].token_ids == [end] * 4
+
+
 def test_stop_strings_and_max_tokens_cut_an_answer_short(stub: InferenceServiceStub) -> None:
     cut = answer_to(stub, regex="a{50}xb{50}", temperature=0.0, stop=["x"])
     assert matches(cut) == ["a" * 50]

@@ -33,7 +33,7 @@ from scheduler_service.frontend.models.tokenizer import ModelTokenizer, TooManyT
 from scheduler_service.frontend.output.detokenizer import ByteLevelDetokenizer, Detokenizer
 from scheduler_service.frontend.output.message import MessageStream
 from scheduler_service.frontend.output.stop_strings import StopStrings
-from scheduler_service.frontend.structured_output.constraint import constraint_of
+from scheduler_service.frontend.structured_output.constraint import constraint_of, only_tokens
 
 FINGERPRINT_BYTES = 16
 
@@ -241,13 +241,15 @@ def check_against_model(request: inference_pb.GenerateRequest, info: model_pb2.M
     structured output where its workers have none."""
     params = request.sampling_params
     check_token_ids("token_ids.ids", request.token_ids.ids, info.vocab_size)
-    check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, info.vocab_size)
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(f"sampling_params.{field}", getattr(params, field), info.vocab_size)
     for index, bias in enumerate(params.logit_bias):
         if bias.token_id >= info.vocab_size:
             path = f"sampling_params.logit_bias[{index}].token_id"
             expected = f"{_below_vocab(info.vocab_size)}, got {bias.token_id}"
             raise InvalidArgument(path, expected)
-    if params.HasField("structured_output") and not info.structured_output:
+    is_constrained = params.HasField("structured_output") or params.allowed_token_ids
+    if is_constrained and not info.structured_output:
         raise UnsupportedByModel(
             "the model's workers do not support structured output", reason="NO_STRUCTURED_OUTPUT"
         )
@@ -418,6 +420,9 @@ def _sampler_params(
     sampler = sampling_pb2.SamplerParams(**values, seed=seed, bad_words=_bad_words(params, model))
     if params.HasField("structured_output"):
         sampler.constraint.CopyFrom(_constraint(params, model, stop_token_ids, answer))
+    elif params.allowed_token_ids:
+        allowed = frozenset(params.allowed_token_ids)
+        sampler.constraint.CopyFrom(only_tokens(allowed, allowed & stop_token_ids))
     elif params.min_tokens:
         sampler.suppressed_token_ids = pack(sorted(stop_token_ids))
     if not params.HasField("logprobs") and params.best_of > value_or(params, "n", 1):

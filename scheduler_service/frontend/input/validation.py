@@ -104,6 +104,11 @@ def check_structured_output(params: sampling_pb2.SamplingParams, field: str) -> 
             "expected to be absent without structured output, which it precedes",
         )
         return
+    _expect(
+        not params.allowed_token_ids,
+        "sampling_params.allowed_token_ids",
+        "expected to be absent with structured output and with a required call",
+    )
     thought = params.thought
     starts = (thought.start, *thought.other_starts)
     _expect(

@@ -44,6 +44,23 @@ def constraint_of(
     return constraint
 
 
+def only_tokens(token_ids: Iterable[int], end_token_ids: Iterable[int]) -> sampling_pb2.Constraint:
+    """The constraint of an output that consists of some tokens, whatever their text.
+
+    end_token_ids: those of them that end it.
+    """
+    ranges: list[list[int]] = []
+    for token_id in sorted(token_ids):
+        if ranges and token_id == ranges[-1][1] + 1:
+            ranges[-1][1] = token_id
+        else:
+            ranges.append([token_id, token_id])
+    terminal = ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
+    return sampling_pb2.Constraint(
+        grammar=f"start: <[{terminal}]>*", end_token_ids=pack(sorted(end_token_ids))
+    )
+
+
 def to_lark(constraint: sampling_pb2.Constraint) -> None:
     """Convert a grammar in GBNF, which has been checked: workers get Lark only."""
     if constraint.grammar:

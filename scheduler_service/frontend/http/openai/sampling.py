@@ -221,6 +221,12 @@ class SamplingFields(_Parameters):
     stop_token_ids: ListOf[TokenId] | None = Field(
         None, max_length=SAMPLING_LIMITS["stop_token_ids"].max_items
     )
+    allowed_token_ids: ListOf[TokenId] | None = Field(
+        None,
+        min_length=1,
+        max_length=SAMPLING_LIMITS["allowed_token_ids"].max_items,
+        description="The output contains no other tokens.",
+    )
     bad_words: ListOf[Text] | None = Field(None, max_length=SAMPLING_LIMITS["bad_words"].max_items)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -273,6 +273,22 @@ def test_an_end_of_sequence_that_is_ignored_ends_what_cannot_go_on() -> None:
     assert EOS_ID in request.stop_token_ids
 
 
+def test_only_allowed_tokens_may_be_in_the_output_and_end_it() -> None:
+    constraint = constraint_of(allowed_token_ids=[9, 5, 4, 9, 6, EOS_ID], stop_token_ids=[6, 7])
+    assert constraint.grammar == f"start: <[{EOS_ID},4-6,9]>*"
+    assert ends_of(constraint) == ({6, EOS_ID}, set())
+    assert not constraint.HasField("thought")
+    assert ends_of(constraint_of(allowed_token_ids=[5], min_tokens=2)) == (set(), set())
+    ignored = constraint_of(allowed_token_ids=[5, EOS_ID], ignore_eos=True)
+    assert ends_of(ignored) == (set(), set()), "a token like others"
+    with pytest.raises(InvalidArgument, match="vocabulary size") as caught:
+        resolved(allowed_token_ids=[1, 10**6])
+    assert caught.value.field == "sampling_params.allowed_token_ids[1]"
+    plain = build_model(model_info(), model_files(byte_level()))
+    with pytest.raises(UnsupportedByModel, match="structured output"):
+        resolved(plain, allowed_token_ids=[1])
+
+
 def test_structured_output_needs_a_token_that_ends_it() -> None:
     info = model_info(eos_token_ids=b"", structured_output=True)
     endless = build_model(info, model_files(byte_level()) | {"tokenizer_config.json": b"{}"})

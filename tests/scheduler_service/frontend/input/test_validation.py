@@ -82,6 +82,7 @@ LONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"stop": ["x" * 1025]}, "stop[0]"),
     ({}, {"stop_token_ids": [1] * 129}, "stop_token_ids"),
     ({}, {"bad_words": ["x"] * 129}, "bad_words"),
+    ({}, {"allowed_token_ids": [1] * 131_073}, "allowed_token_ids"),
     ({}, {"choice": {"choices": ["a"] * 1025}}, "choice.choices"),
     ({}, {"choice": {"choices": ["é" * 70_000, "a" * 130_000]}}, "choice"),
     ({}, {"regex": "a" * 262_145}, "regex"),

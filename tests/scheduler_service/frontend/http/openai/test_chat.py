@@ -236,6 +236,7 @@ def test_two_constraints_are_one_too_many() -> None:
         translated(guided_regex="a", response_format={"type": "json_object"})
     with pytest.raises(InvalidArgument, match="tool_choice"):
         translated(guided_regex="a", tools=[TOOL], tool_choice="required")
+    assert list(translated(allowed_token_ids=[7, 5]).sampling_params.allowed_token_ids) == [7, 5]
 
 
 def core_with_tools() -> FakeCore:
