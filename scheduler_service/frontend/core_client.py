@@ -185,7 +185,9 @@ class CoreClient:
     # Called for requests.
 
     def submit(self, request: CoreRequest) -> None:
-        """Submit a resolved request, and again to later cores, until `close`."""
+        """Submit a resolved request, and again to later cores, until `close`; also one that a core
+        has refused before."""
+        request.submission.has_ended = False
         request.submission.handle = handle = self._allocate_handles(len(request.choices) or 1)
         self._requests[handle] = request
         if isinstance(request, RequestStream):

@@ -281,8 +281,6 @@ class PoolingCall:
             self.usage.prompt_tokens += text.num_tokens
             self.usage.cached_tokens += cached_tokens
         self._end_text(text)
-        for _ in range(min(2, len(self._refused))):  # one in its place, and one more
-            self._submit(self._refused.popleft())
 
     def receive_failed(self, text: PooledText, error: PagewireError) -> None:
         """See `TextOwner`. A text that the core has no room for waits until another one has ended;
@@ -313,6 +311,8 @@ class PoolingCall:
         indexes, text.indexes = text.indexes, []
         for index in indexes:
             self._end_input(index)
+        for _ in range(min(2, len(self._refused))):  # one in its place, and one more
+            self._submit(self._refused.popleft())
 
     def _end_input(self, index: int) -> None:
         """Make the result of an input if all of its texts have ended."""

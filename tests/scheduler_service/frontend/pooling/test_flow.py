@@ -171,6 +171,37 @@ async def test_texts_that_the_core_has_no_room_for_wait_until_others_have_ended(
         assert len(refused) > 10
 
 
+async def test_texts_that_wait_for_room_are_sent_again_when_the_others_have_failed() -> None:
+    async with serving() as (core, _, client):
+        call = await started(client, pb.EmbedRequest(inputs=texts([5], [6], [7])))
+        failing, *waiting = await next_requests(core, 3)
+        await failing.accept()
+        for request in waiting:
+            await request.fail(**FULL)
+        await failing.fail(grpc.StatusCode.INTERNAL, "NOT_FINITE")
+        for request in await next_requests(core, 2):
+            await answer(request)
+        responses = await _rest(call)
+    assert {i: error.code for i, error in errors_of(responses).items()} == {0: 13}
+    assert vectors_of(responses).keys() == {1, 2}
+
+
+async def test_texts_that_are_sent_again_continue_on_a_new_core_or_are_cancelled() -> None:
+    async with serving() as (core, _, client):
+        call = await started(client, pb.EmbedRequest(inputs=texts([5], [6])))
+        first, second = await next_requests(core, 2)
+        await first.accept()
+        await second.fail(**FULL)
+        await answer(first)
+        await (await core.next_request()).accept()
+        (await core.attachment()).break_off()
+        again = await core.next_request()
+        assert again.submit.prompt_token_ids == second.submit.prompt_token_ids
+        assert again.submit.was_accepted
+        call.cancel()
+        await again.cancelled()
+
+
 async def test_a_call_of_which_nothing_was_accepted_is_refused_as_a_whole() -> None:
     async with serving() as (core, _, client):
         call = await started(client, pb.EmbedRequest(inputs=texts([5], [6])))
