@@ -203,6 +203,9 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     for index, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{index}].content")
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    if begun and _is_blank(messages[-1], f"messages[{len(body.messages) - 1}].content"):
+        messages.pop()
+        begun = False
     fields = {"model": body.model, "messages": messages, **_tool_fields(body)}
     fields["continue_final_message"] = begun or None  # as Anthropic's models do
     if body.thinking is not None:
@@ -264,6 +267,18 @@ def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
             "tool_calls": parts["tool_use"] or None,
             "reasoning_content": PART_SEPARATOR.join(parts["thinking"]) or None,
         }
+
+
+def _is_blank(last: dict[str, Any], where: str) -> bool:
+    """Whether the assistant's last turn, which only it may leave empty, has nothing to continue.
+
+    Raises InvalidArgument for white space or a thought alone, which no answer continues.
+    """
+    parts = last["content"]
+    text = parts if isinstance(parts, str) else parts[-1]["text"]
+    if not text.strip() and (text or last.get("reasoning_content")):
+        raise InvalidArgument(where, "expected to be empty, or to end with a text to continue")
+    return not text
 
 
 def _json_text(value: Any) -> str:

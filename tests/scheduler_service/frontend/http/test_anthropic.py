@@ -13,7 +13,7 @@ from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from tests.support.http_frontends import HttpServed, http_served
 from tests.support.tokenizers import byte_level
 
-WISH = {"max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+WISH: dict[str, Any] = {"max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
 
 
 def post(served: HttpServed, wish: dict[str, Any]) -> "asyncio.Task[httpx.Response]":
@@ -89,6 +89,16 @@ def test_thoughts_and_parts_of_earlier_turns_are_passed_on() -> None:
         ("tool", ["a", "b"], ""),
         ("assistant", [], "why"),
     ]
+
+
+@pytest.mark.parametrize("blank", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_last_turn_of_the_assistant_begins_an_answer(blank: Any) -> None:
+    wish = WISH | {"messages": [*WISH["messages"], {"role": "assistant", "content": blank}]}
+    assert chat_request(MessagesRequest.model_validate(wish)) == chat_request(
+        MessagesRequest.model_validate(WISH)
+    )
+    wish["messages"][-1]["content"] = "The"
+    assert chat_request(MessagesRequest.model_validate(wish)).continue_final_message
 
 
 def test_system_turns_and_what_other_servers_write_are_taken() -> None:
