@@ -199,8 +199,10 @@ def error_response(error: Exception) -> JSONResponse:
 
 def param_of(field: str) -> str:
     """The HTTP name of a field that an error names as the proto does."""
-    name = field.removeprefix("sampling_params.").removeprefix("chat.")
+    name = re.sub(r"^chat\.tool_choice\.name$", "tool_choice.function.name", field)
+    name = name.removeprefix("sampling_params.").removeprefix("chat.")
     name = re.sub(r"^token_ids\.ids", "prompt", name)
+    name = re.sub(r"^logit_bias\[\d+\]\.token_id$", "logit_bias", name)
     name = re.sub(r"\.(arguments|parameters)_json$", r".function.\1", name)
     return PROTO_NAMES.get(name, name)
 
