@@ -117,11 +117,9 @@ def _message(message: inference_pb.ChatMessage) -> dict[str, Any]:
 
 
 def _call(call: inference_pb.ToolCall) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
-    }
+    function = {"name": call.name, "arguments": _arguments(call.arguments_json)}
+    own_id = {"id": call.id} if call.id else {}
+    return {**own_id, "type": "function", "function": function}
 
 
 def _arguments(text: str) -> str:

@@ -4,6 +4,7 @@ Requests are models, which validate. Responses are typed dictionaries: the endpo
 type checker compares both, and the OpenAPI document describes the same types.
 """
 
+import json
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field
@@ -173,17 +174,39 @@ class TextPart(Strict):
     text: str
 
 
+def refusal_as_text(part: Any) -> Any:
+    """A part of an earlier answer that refuses, as the text that the model sees."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        others = {name: value for name, value in part.items() if name != "refusal"}
+        return others | {"type": "text", "text": part.get("refusal")}
+    return part
+
+
+def _as_text_part(part: Any) -> Any:
+    """A text part that is a text alone, or has its name at `/v1/responses`, as vLLM allows."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+        return part | {"type": "text"}
+    return refusal_as_text(part)
+
+
+def _as_json_text(value: Any) -> Any:
+    """Arguments as JSON text, where they are the object that templates see."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
 class FunctionCall(Strict):
-    """A function and its arguments, as JSON text."""
+    """A function and its arguments, as JSON text or the object itself."""
 
     name: Text
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_as_json_text)] = ""
 
 
 class ToolCallBody(Strict):
     """A call that the model made."""
 
-    id: str
+    id: str = Field("", description="A call without one has none in the template.")
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -192,7 +215,7 @@ class ChatMessageBody(Strict):
     """One turn. Fields of an answer may be sent back, even if they are ignored."""
 
     role: Text = Field(description="`developer` is `system` to the model.")
-    content: str | ListOf[TextPart] | None = None
+    content: str | ListOf[Annotated[TextPart, BeforeValidator(_as_text_part)]] | None = None
     name: str | None = None
     tool_calls: ListOf[ToolCallBody] | None = None
     tool_call_id: str | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -36,7 +36,7 @@ class Part(Strict):
     text: str
 
 
-Content = str | ListOf[Part]
+Content = str | ListOf[Annotated[Part, BeforeValidator(protocol.refusal_as_text)]]
 
 
 class Item(Strict):

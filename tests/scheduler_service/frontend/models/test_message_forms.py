@@ -156,6 +156,17 @@ def test_a_call_without_text_keeps_its_arguments(template: str, call: str, conte
     assert prompt_of(model_with(template), calling(content)) == f"q|{call}|r|"
 
 
+def test_a_call_without_an_id_has_none_in_the_template() -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.id | default('none') }} {{ c.function.arguments.city }};{% endfor %}{% endfor %}"
+    )
+    call = {"function": {"name": "f", "arguments": {"city": "Bonn"}}}
+    calls = [call, {"id": "c2", **call}]
+    turn = {"role": "assistant", "tool_calls": calls}
+    assert prompt_of(model_with(template), [turn]) == "none Bonn;c2 Bonn;"
+
+
 def test_a_call_that_a_text_would_hide_is_a_turn_of_its_own() -> None:
     assert prompt_of(model_with(IF_NULL), calling("t")) == 'q|t|(look {"at":  1})|r|'
     beside = calls_by("{{ c.function.arguments.at }}")

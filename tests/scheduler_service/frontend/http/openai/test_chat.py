@@ -71,6 +71,33 @@ def test_every_part_of_a_conversation_is_translated() -> None:
     assert chat.add_generation_prompt is False
 
 
+def test_parts_and_calls_may_be_written_as_vllm_allows() -> None:
+    call = {"function": {"name": "f", "arguments": {"city": "é"}}}
+    chat = translated(
+        messages=[
+            {"role": "user", "content": ["a", {"type": "input_text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "output_text", "text": "c", "annotations": [], "logprobs": []},
+                    {"type": "refusal", "refusal": "no"},
+                ],
+            },
+            {"role": "assistant", "tool_calls": [call, {"id": "2", "function": {"name": "g"}}]},
+        ]
+    ).chat
+    assert [[part.text for part in turn.content_parts] for turn in chat.messages] == [
+        ["a", "b"],
+        ["c", "no"],
+        [],
+    ]
+    calls = chat.messages[2].tool_calls
+    assert [(call.id, call.name, call.arguments_json) for call in calls] == [
+        ("", "f", '{"city": "é"}'),
+        ("2", "g", ""),
+    ]
+
+
 def test_a_required_call_is_a_schema_of_calls() -> None:
     request = translated(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
     schema = json.loads(request.sampling_params.json_schema)

@@ -76,5 +76,10 @@ def test_thoughts_belong_to_the_turn_that_follows_them(
 
 def test_parts_stay_parts() -> None:
     parts = [{"type": "input_text", "text": text} for text in ("a", "b")]
-    turns = translated({"role": "user", "content": parts}, {**RESULT, "output": parts})
-    assert turns == [("user", ["a", "b"], "", 0), ("tool", ["a", "b"], "", 0)]
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    turns = translated({"role": "user", "content": parts}, {**RESULT, "output": parts}, refused)
+    assert turns == [
+        ("user", ["a", "b"], "", 0),
+        ("tool", ["a", "b"], "", 0),
+        ("assistant", ["no"], "", 0),
+    ]
