@@ -3,11 +3,11 @@
 Nothing here sleeps or uses gRPC: the clients do the waiting.
 """
 
-import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pagewire_client import errors
 
@@ -39,22 +39,37 @@ NO_RETRIES = RetryPolicy(max_retries=0, recovery_timeout_s=0.0)
 """No retries."""
 
 
+NEVER_S = 1e9
+"""From this timeout on, some 30 years, a call has no deadline: gRPC's clock ends in 2262, and an
+instant after that counts as passed."""
+
+
 class Deadline:
-    """The instant by which a call with all its retries must be over; None and infinity: never."""
+    """The instant by which a call with all its retries must be over; None and `NEVER_S`: never.
+
+    Raises ValueError for what is no number above 0.
+    """
 
     def __init__(
         self, timeout_s: float | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if timeout_s is not None and not timeout_s > 0:
+        if timeout_s is not None and not _is_positive(timeout_s):
             raise ValueError(f"timeout: expected a number of seconds above 0, got {timeout_s!r}")
         self._clock = clock
         self._end: float | None = None
-        if timeout_s is not None and timeout_s < math.inf:
+        if timeout_s is not None and timeout_s < NEVER_S:
             self._end = clock() + timeout_s
 
     def remaining_s(self) -> float | None:
         """Seconds left, not below 0; None without a deadline."""
         return None if self._end is None else max(0.0, self._end - self._clock())
+
+
+def _is_positive(value: Any) -> bool:
+    try:
+        return bool(value > 0)
+    except TypeError:
+        return False
 
 
 class Attempts:

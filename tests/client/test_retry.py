@@ -1,5 +1,7 @@
 """Which failures are worth another attempt, when, and for how long."""
 
+from typing import Any
+
 import pytest
 
 from pagewire_client import errors
@@ -145,7 +147,13 @@ def test_no_retries_means_none(clock: Clock) -> None:
         begun.delay_after(UNAVAILABLE)
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
-def test_a_timeout_must_be_positive(timeout_s: float) -> None:
+@pytest.mark.parametrize("timeout_s", [1e9, 9e9, 1e18, 10**400, float("inf")])
+def test_a_timeout_of_decades_is_no_deadline(timeout_s: float) -> None:
+    assert Deadline(timeout_s).remaining_s() is None
+    assert Deadline(1e8, clock=lambda: 5.0).remaining_s() == 1e8
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), "1", [1]])
+def test_a_timeout_must_be_positive(timeout_s: Any) -> None:
     with pytest.raises(ValueError, match="timeout"):
         Deadline(timeout_s)
