@@ -27,6 +27,8 @@ _RANGES = {
 }
 """The numbers that the fields of counts can hold."""
 _RANGES["beam_width"] = _RANGES["n"]
+_RANGES["seed"] = f"an integer from {-(2**63)} to {_MAXIMA[FieldDescriptor.TYPE_UINT64]}"
+_NUMBERS = (int | None, float | None)
 _MODULES = re.compile(r"collections\.abc\.|typing\.")
 
 
@@ -64,7 +66,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids."""
     seed: int | None = None
-    """Makes the answer repeatable. None: the server draws one and reports it."""
+    """Makes the answer repeatable. It may be negative. None and, as in vLLM, -1: the server draws
+    one and reports it."""
     stop: str | Sequence[str] | None = None
     """An answer ends before any of these texts."""
     stop_token_ids: Sequence[int] | None = None
@@ -132,6 +135,8 @@ class SamplingParams:
             try:
                 if kind == bool | None and value not in (True, False):
                     raise TypeError("expected True or False")
+                if kind in _NUMBERS and isinstance(value, bool):
+                    raise TypeError("expected a number")
                 _set(proto, name, value)
             except (TypeError, ValueError, LookupError, AttributeError) as error:
                 allowed = _RANGES.get(name) or f"{_MODULES.sub('', str(kind))} ({error})"
@@ -149,6 +154,9 @@ def _set(proto: sampling_pb2.SamplingParams, name: str, value: Any) -> None:
                 proto.logit_bias.add(token_id=token_id, bias=bias)
         case "top_k" | "truncate_prompt_tokens":
             setattr(proto, name, 0 if value == -1 else value)
+        case "seed":
+            if value != -1:
+                proto.seed = value + 2**64 if -(2**63) <= value < 0 else value
         case "stop":
             proto.stop.extend([value] if isinstance(value, str) else value)
         case "stop_token_ids":

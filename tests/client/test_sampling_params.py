@@ -122,7 +122,9 @@ def test_a_thought_arrives_as_its_start_and_its_ends() -> None:
         ("thought", 5, "tuple"),
         ("skip_special_tokens", "no", "bool"),
         ("ignore_eos", 2, "bool"),
-        ("seed", 2**64, "an integer from 0 to 18446744073709551615"),
+        ("seed", 2**64, "an integer from -9223372036854775808 to 18446744073709551615"),
+        ("max_tokens", True, "an integer from 0"),
+        ("temperature", False, "float"),
         ("include_stop_str_in_output", "no", "bool"),
     ],
 )
@@ -136,6 +138,15 @@ def test_a_parameter_of_another_type_is_named_with_what_is_expected(
 def test_an_answer_matches_one_thing_only() -> None:
     with pytest.raises(ValueError, match="json_schema, regex: expected at most one of them"):
         SamplingParams(json_schema="{}", regex="a")
+
+
+@pytest.mark.parametrize(("seed", "carried"), [(-2, 2**64 - 2), (-(2**63), 2**63), (0, 0)])
+def test_a_seed_may_be_negative(seed: int, carried: int) -> None:
+    assert SamplingParams(seed=seed).to_proto().seed == carried
+
+
+def test_the_seed_minus_one_is_none() -> None:
+    assert not SamplingParams(seed=-1).to_proto().HasField("seed")
 
 
 def test_a_single_stop_string_needs_no_list() -> None:
@@ -155,7 +166,7 @@ def test_early_stopping_is_spelled_as_in_transformers(value: Any, expected: int)
         ("n", 1.5),
         ("max_tokens", 2**32),
         ("top_k", -2),
-        ("seed", -1),
+        ("seed", -(2**63) - 1),
         ("seed", 2**64),
         ("temperature", "hot"),
         ("stop", [1]),
