@@ -25,7 +25,7 @@ from pagewire_client.pooling import (
 )
 from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
 from pagewire_client.retry import RetryPolicy
-from pagewire_client.sampling_params import SamplingParams
+from pagewire_client.sampling_params import SamplingParams, message_of
 
 if TYPE_CHECKING:
     from pagewire_client.pooling import Float32Array
@@ -308,9 +308,9 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> str:
         """Text of token ids."""
-        request = pb.DetokenizeRequest(
-            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-        )
+        values = {"token_ids": token_ids, "model": model}
+        request = message_of(pb.DetokenizeRequest, values)
+        request.skip_special_tokens = skip_special_tokens
         text: str = (await self._caller.unary("Detokenize", request, timeout)).text
         return text
 

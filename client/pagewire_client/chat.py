@@ -1,7 +1,7 @@
 """Conversations: turns, tools and calls as in OpenAI's API, and the message built from them."""
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -17,7 +17,7 @@ class FunctionCall(TypedDict):
 class ToolCall(TypedDict):
     """A call that the model requested."""
 
-    id: str
+    id: NotRequired[str]
     type: NotRequired[Literal["function"]]
     function: FunctionCall
 
@@ -100,7 +100,7 @@ class ChatPrompt(ChatOptions):
 
 def chat_proto(messages: Messages, **options: Unpack[ChatOptions]) -> pb.Chat:
     """The message for a conversation. Raises ValueError that names the wrong part."""
-    if isinstance(messages, str | bytes | Mapping):
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         kind = type(messages).__name__
         raise ValueError(
             f'messages must be a list of {{"role": text, "content": text}}, not {kind}'
@@ -191,8 +191,10 @@ def _call(path: str, call: Any) -> pb.ToolCall:
     arguments = function.get("arguments")
     if isinstance(arguments, Mapping):
         arguments = _json(f"{path}.function.arguments", arguments)
-    texts = {"id": values.get("id"), "name": function.get("name"), "arguments_json": arguments}
-    return pb.ToolCall(**_texts(path, _CALL, texts, texts.keys()))
+    texts = {"name": function.get("name"), "arguments_json": arguments}
+    required = texts.keys()
+    own_id = {"id": values["id"]} if "id" in values else {}
+    return pb.ToolCall(**_texts(path, _CALL, texts | own_id, required, {"id"}))
 
 
 def _tool(path: str, tool: Any) -> pb.Tool:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 import grpc
 
@@ -147,7 +147,10 @@ def connection_options(
         address = os.environ.get("PAGEWIRE_ADDRESS", "").split() or DEFAULT_ADDRESS
     if api_key is None:
         api_key = os.environ.get("PAGEWIRE_API_KEY", "")
-    texts = (address,) if isinstance(address, str) else address
+    texts = address if isinstance(address, Sequence) and not isinstance(address, str) else [address]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"address: expected HOST:PORT or unix:PATH, got {text!r}")
     addresses = tuple(address for text in texts for address in text.split(","))
     key = next(iter(api_key.split()), None)
     if key is not None and not is_bearer_token(key):
@@ -239,6 +242,8 @@ class Mode:
     make_event: Callable[[], Event]
     make_queue: Callable[[], Any]
     """A queue with the methods `put_nowait` and `get`, which is awaited."""
+    find_loop: Callable[[], object]
+    """The event loop that channels belong to; None: they belong to none."""
 
 
 ASYNCIO = Mode(
@@ -247,6 +252,7 @@ ASYNCIO = Mode(
     make_stub=InferenceServiceStub,
     make_event=TaskEvent,
     make_queue=asyncio.Queue,
+    find_loop=asyncio.get_running_loop,
 )
 BLOCKING = Mode(
     open_channel=sync_channel,
@@ -254,6 +260,7 @@ BLOCKING = Mode(
     make_stub=BlockingStub,
     make_event=ThreadEvent,
     make_queue=ThreadQueue,
+    find_loop=lambda: None,
 )
 
 
@@ -269,19 +276,28 @@ class Connections:
         self._was_connected = False
         self._progressed_at = -math.inf
         self._closed = False
+        self._loop: object = None
+        """That of the channels, once there are any."""
         self._lock = threading.Lock()
 
     def current(self, number: int = 0) -> tuple[Address, InferenceServiceStub]:
         """The address in use and the stub of one of its channels; raises RuntimeError after
-        `close`."""
+        `close`, and in another event loop than the first call's."""
+        loop = self.mode.find_loop()
         with self._lock:
             if self._closed:
                 raise RuntimeError("this client is closed")
+            if self._channels and loop is not self._loop:
+                raise RuntimeError("this client is of another event loop: create one in each")
+            self._loop = loop
             address = self.options.addresses[self._current]
             if (address, number) not in self._channels:
                 channel = self.mode.open_channel(self.options, address)
                 self._channels[address, number] = (channel, self.mode.make_stub(channel))
             return address, self._channels[address, number][1]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a client cannot be pickled or copied deeply: create one in each process")
 
     def record(self, failure: PagewireError | None) -> None:
         """Record a call's response or failure. A failure to connect counts as the end of a

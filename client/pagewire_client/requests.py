@@ -247,7 +247,7 @@ def tokenize_request(
     """The request for the token ids of a text or a conversation."""
     request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
-        request.text = text
+        request.text = encodable(text)
     elif isinstance(text, Mapping):
         request.chat.CopyFrom(chat_proto(**text))
     else:

@@ -25,6 +25,19 @@ async def test_cancelling_the_task_cancels_the_request(frontend: FakeFrontend) -
         assert await ended(frontend)
 
 
+def test_a_client_of_another_event_loop_says_so(frontend: FakeFrontend) -> None:
+    client = AsyncClient(frontend.address)
+
+    async def generate() -> None:
+        await client.generate("Hello", TEN)
+
+    with asyncio.Runner() as first, asyncio.Runner() as second:
+        first.run(generate())
+        with pytest.raises(RuntimeError, match="another event loop"):
+            second.run(generate())
+        first.run(client.close())
+
+
 async def test_another_task_may_close_a_stream_that_waits(frontend: FakeFrontend) -> None:
     frontend.hold.clear()
     async with AsyncClient(frontend.address) as client, client.stream("Hello", TEN) as stream:

@@ -1,5 +1,6 @@
 """Both clients against a server that misbehaves on cue."""
 
+import pickle
 import threading
 from typing import Any
 
@@ -423,7 +424,9 @@ def test_closing_a_stream_cancels_the_request(client: Any, frontend: FakeFronten
     assert len(frontend.requests) == 1
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "host:", "host:0", "host:99999", "unix:", []])
+@pytest.mark.parametrize(
+    "address", ["", "localhost", "host:", "host:0", "host:99999", "unix:", [], 5, [b"x"]]
+)
 def test_a_malformed_address_is_refused_before_any_call(make_client: Any, address: Any) -> None:
     with pytest.raises(ValueError, match="address"):
         make_client(address)
@@ -433,6 +436,10 @@ def test_the_small_calls_answer(client: Any) -> None:
     assert client.tokenize("ab") == [1, 97, 98]
     assert client.tokenize([{"role": "user", "content": "b"}], add_special_tokens=False) == [98]
     assert client.detokenize([97, 98]) == "ab"
+    with pytest.raises(ValueError, match="token_ids cannot be"):
+        client.detokenize([-1])
+    with pytest.raises(ValueError, match="messages must be a list"):
+        client.tokenize(5)
     assert client.get_model().max_model_len == 100
     assert client.get_status().version == "1.2.3"
     with pytest.raises(errors.NotFound, match="other"):
@@ -476,6 +483,12 @@ def test_a_client_shows_its_addresses_and_no_key() -> None:
     for kind in (Client, AsyncClient):
         client = kind(["127.0.0.1:1", "unix:/x"], api_key="secret")
         assert repr(client) == f"{kind.__name__}('127.0.0.1:1,unix:/x')"
+
+
+def test_a_client_that_is_pickled_says_what_to_do(frontend: FakeFrontend) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(TypeError, match="create one in each process"):
+            pickle.dumps(kind(frontend.address))
 
 
 def test_a_closed_client_says_so(frontend: FakeFrontend) -> None:

@@ -96,6 +96,12 @@ def test_content_may_have_parts_and_reasoning_another_name() -> None:
         generate_request({"messages": [{"role": "user", "content": image}]})
 
 
+def test_a_call_may_have_no_id() -> None:
+    call = {"function": {"name": "add", "arguments": "{}"}}
+    (turn,) = chat_proto([{"role": "assistant", "tool_calls": [call]}]).messages
+    assert list(turn.tool_calls) == [pb.ToolCall(name="add", arguments_json="{}")]
+
+
 def test_a_chat_with_tools_and_variables_is_a_prompt() -> None:
     as_object = CALL | {"function": {"name": "add", "arguments": {"a": 1}}}
     prompt: Any = {
