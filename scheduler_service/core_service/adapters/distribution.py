@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -143,17 +144,18 @@ class AdapterDistribution:
     async def _relay(
         self, digest: bytes, holder: pb.WorkerRegistration, receiver: pb.WorkerRegistration
     ) -> None:
-        """Send a content from a worker to another."""
+        """Send a content from a worker to another. Raises SessionFailed if the first one cannot."""
         async with self.dial(holder.address) as source, self.dial(receiver.address) as target:
             reading = source.GetAdapter(
                 worker_pb.GetAdapterRequest(digest=digest), timeout=LOAD_TIMEOUT_S
             )
-
-            async def chunks() -> AsyncIterator[worker_pb.PutAdapterRequest]:
-                async for response in reading:
-                    yield worker_pb.PutAdapterRequest(data=response.data)
-
-            await target.PutAdapter(chunks(), timeout=LOAD_TIMEOUT_S)
+            # Not by a generator of requests: gRPC answers its failure with CancelledError.
+            writing = target.PutAdapter(timeout=LOAD_TIMEOUT_S)
+            with suppress(asyncio.InvalidStateError):  # the call has ended; its status says why
+                async for response in _read(holder, reading):
+                    await writing.write(worker_pb.PutAdapterRequest(data=response.data))
+                await writing.done_writing()
+            await writing
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -165,6 +167,17 @@ async def _joining(worker: pb.WorkerRegistration, call: Coroutine[Any, Any, Any]
     """The result of a call to a worker that joins. Raises SessionFailed."""
     try:
         return await call
+    except grpc.aio.AioRpcError as error:
+        raise SessionFailed(_failure(worker, error)) from error
+
+
+async def _read(
+    worker: pb.WorkerRegistration, call: AsyncIterable[worker_pb.GetAdapterResponse]
+) -> AsyncIterator[worker_pb.GetAdapterResponse]:
+    """The answers of a worker. Raises SessionFailed."""
+    try:
+        async for response in call:
+            yield response
     except grpc.aio.AioRpcError as error:
         raise SessionFailed(_failure(worker, error)) from error
 

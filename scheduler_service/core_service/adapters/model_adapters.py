@@ -73,11 +73,12 @@ class ModelAdapters:
         if not self._behind:
             return
         async with self._lock:
-            for worker_id in sorted(self._behind & self._members.keys()):
+            for worker_id in sorted(self._behind):
+                if (worker := self._members.get(worker_id)) is None:  # it has left meanwhile
+                    continue
                 others = [w for i, w in self._members.items() if i not in self._behind]
-                workers = [self._members[worker_id]]
                 try:
-                    table = await self.distribution.supply(self.table, workers, others)
+                    table = await self.distribution.supply(self.table, [worker], others)
                 except SessionFailed as error:
                     logger.warning("adapters not restored reason=%s", error)
                     continue

@@ -1,7 +1,7 @@
 """Changes of tables that a worker does not complete are undone on all workers, in the end."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -31,6 +31,9 @@ class Worker:
         self.num_put = 0
         self.answered = asyncio.Event()
         """Set when it has set a table."""
+        self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
+        """Set when it is to set a table, and unless it lets such a call wait."""
+        self.may_answer.set()
         self.registration = pb.WorkerRegistration(worker_id=name, address=name)
         self.registration.model.name, self.registration.model.max_loras = MODEL, 1
 
@@ -44,6 +47,8 @@ class Worker:
     async def SetAdapters(
         self, request: worker_pb.SetAdaptersRequest, **_: float
     ) -> worker_pb.SetAdaptersResponse:
+        self.is_asked.set()
+        await self.may_answer.wait()
         wanted = contents(request.adapters).keys()
         if missing := wanted - self.contents.keys():
             return worker_pb.SetAdaptersResponse(missing=missing)
@@ -61,12 +66,26 @@ class Worker:
     ) -> AsyncIterator[worker_pb.GetAdapterResponse]:
         yield worker_pb.GetAdapterResponse(data=self.contents[request.digest].encode())
 
-    async def PutAdapter(
-        self, requests: AsyncIterator[worker_pb.PutAdapterRequest], **_: float
-    ) -> None:
-        path = b"".join([request.data async for request in requests])
-        self.contents[path.ljust(32)] = path.decode()
-        self.num_put += 1
+    def PutAdapter(self, **_: float) -> "Putting":
+        return Putting(self)
+
+
+class Putting:
+    """A call of `PutAdapter`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.path = b""
+
+    async def write(self, request: worker_pb.PutAdapterRequest) -> None:
+        self.path += request.data
+
+    async def done_writing(self) -> None:
+        self.worker.contents[self.path.ljust(32)] = self.path.decode()
+        self.worker.num_put += 1
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
 
 
 @pytest.mark.parametrize("has_lost_content", [False, True])
@@ -110,3 +129,39 @@ async def test_a_worker_whose_answers_were_lost_gets_the_valid_table_later(
         assert two.num_put == has_lost_content
         usage = [(adapter.name, state, number) for _, adapter, state, number in directory.usage()]
         assert usage == [("kept", "running", 0), ("kept", "waiting", 0)]
+
+
+async def test_a_worker_may_leave_while_others_get_the_valid_table() -> None:
+    workers = {name: Worker(name) for name in "ab"}
+
+    @asynccontextmanager
+    async def dial(address: str) -> AsyncIterator[Any]:
+        yield workers[address]
+
+    directory = AdapterDirectory(
+        CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock()),
+        dial,
+        on_change=lambda: None,
+        settle_s=0.0,
+        collect_interval_s=0.001,
+    )
+    one, two = workers.values()
+    async with directory.joined([one.registration]):
+        async with directory.joined([two.registration]):
+            one.loses_answers = two.loses_answers = True
+            with pytest.raises(Unavailable, match="lost"):
+                await directory.load("new", "/new", MODEL, replace=False, names=())
+            one.loses_answers = two.loses_answers = False
+            one.is_asked.clear()
+            one.may_answer.clear()
+            running = asyncio.create_task(directory.run())
+            async with asyncio.timeout(10):
+                await one.is_asked.wait()
+        one.answered.clear()
+        one.may_answer.set()
+        async with asyncio.timeout(10):
+            await one.answered.wait()
+        await directory.load("later", "/later", MODEL, replace=False, names=())
+        assert [adapter.name for adapter in one.table.adapters] == ["later"]
+        assert not running.done()
+        running.cancel()
