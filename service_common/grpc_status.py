@@ -77,15 +77,23 @@ class Statuses:
 
 @contextmanager
 def cancel_if_ended() -> Iterator[None]:
-    """Cancel a call's handler if the call is already over.
+    """Cancel a call's handler if the call is already over, and only then.
 
     A caller may disconnect while a response is written, before gRPC has cancelled the handler. The
     write then fails, which is not an error.
+
+    A handler that raises CancelledError although nobody has cancelled it, as it does when something
+    that it awaits was cancelled, raises RuntimeError instead: gRPC would give the call no status,
+    and its caller would wait for ever.
     """
     try:
         yield
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise RuntimeError("what the call was waiting for has been cancelled") from error
 
 
 def _details(error: errors.PagewireError) -> list[Any]:

@@ -23,6 +23,26 @@ async def test_a_call_that_is_over_is_cancelled_rather_than_failed() -> None:
         raise grpc.aio.InternalError("the call is over")
 
 
+async def test_a_call_is_not_cancelled_by_the_end_of_what_it_waits_for() -> None:
+    """gRPC gives a call no status whose handler raises CancelledError."""
+    other = asyncio.get_running_loop().create_future()
+    other.cancel()
+    with pytest.raises(RuntimeError, match="has been cancelled"), cancel_if_ended():
+        await other
+
+
+async def test_the_cancellation_of_a_call_stays_one() -> None:
+    async def serve() -> None:
+        with cancel_if_ended():
+            await asyncio.Event().wait()
+
+    serving = asyncio.create_task(serve())
+    await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.wait([serving])
+    assert serving.cancelled()
+
+
 def test_what_is_wrong_otherwise_stays_what_it_is() -> None:
     with pytest.raises(ZeroDivisionError), cancel_if_ended():
         raise ZeroDivisionError
