@@ -130,7 +130,8 @@ class CoreDriver:
 
     def _follow_up(self, *group_ids: str) -> None:
         """After a call into the core: these groups may have a plan, and those that it names."""
-        self.work |= dict.fromkeys([*group_ids, *sorted(self.core.pop_woken())])
+        named = [*group_ids, *sorted(self.core.pop_woken())]
+        self.work |= {group_id: None for group_id in named if group_id in self.links}
 
     # Worker groups.
 
