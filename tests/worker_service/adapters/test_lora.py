@@ -451,7 +451,13 @@ def test_experts_without_gates_are_those_of_peft(family: str) -> None:
     assert_core_equals_peft(base_of(family), made, [0, 1, 0, None, 1, 0], [0] * 6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+@pytest.mark.parametrize("family", ["flint", "mimo_v2_flash"])
+def test_experts_behind_windows_and_sinks_are_those_of_peft(family: str) -> None:
+    made = of_experts(family, base_of(family))
+    assert_core_equals_peft(base_of(family), made, [0, 1, 2, None, 1, 0], [0] * 6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
 def test_delta_nets_are_those_of_peft(family: str) -> None:
     base, folder = base_of(family), _folder()
     made = [make_adapter(base, folder / f"{family}-{r}", seed=r, r=r) for r in (4, 8)]
