@@ -371,8 +371,11 @@ class AdapterSlots:
             return not layout.is_last_stage
         layers = re.escape(model.layers_name)
         match = re.fullmatch(rf"{layers}\.(\d+)\..+", name)
-        here = {int(name.rpartition(".")[2]) for name, _ in model.named_layers()}
-        return match is not None and int(match[1]) in {*range(model.num_layers)} - here
+        layers_here = {int(name.rpartition(".")[2]) for name, _ in model.named_layers()}
+        elsewhere = {*range(model.num_layers)} - layers_here
+        if model.layers_share_names and elsewhere:
+            elsewhere |= layers_here
+        return match is not None and int(match[1]) in elsewhere
 
     def activate(self, batch: StepBatch) -> bool:
         """Let the layers compute the adapters of a batch in the next forward pass.

@@ -86,7 +86,8 @@ class LayerInputs(NamedTuple):
     """Of the cache group of `memory`."""
 
     embedding: Tensor | None = None
-    """[num_tokens, size], the embedding that the layer has of its own; None: it has none."""
+    """[num_tokens, size], the embedding that the layer has of its own, or that of tokens; None: it
+    has none."""
 
     further: "tuple[LayerInputs, ...]" = ()
     """Of the other parts of a layer that keeps several things, in the order of
@@ -116,6 +117,9 @@ class MixerPlace(NamedTuple):
     kernels: Kernels
     rotary: RotaryTable | None
     """The table of `decoder.MixerSpec.rotary`."""
+
+    shared: dict[int, nn.Module]
+    """Modules of earlier layers of this rank that later ones use, too, by numbers of their own."""
 
 
 class NativeLayer(nn.Module, ABC):
@@ -189,11 +193,14 @@ def part_targets(
     """Destinations of the checkpoint's tensors of a layer's parts.
 
     names: of the tensors by the path of attributes, those of stacked layers separated by spaces;
-    an attribute that is None has no tensors; prefix: of all names; transposed: see `HasTargets`.
+    an attribute that is None has no tensors; prefix: of all names that do not begin with `model.`,
+    as those of tensors that layers share do; transposed: see `HasTargets`.
     """
     for path, stored in names.items():
         part = attrgetter(path)(layer)
-        full_names = [f"{prefix}{name}" for name in stored.split()]
+        full_names = [
+            name if name.startswith("model.") else f"{prefix}{name}" for name in stored.split()
+        ]
         if isinstance(part, RMSNorm | LayerNorm):
             yield from norm_targets(full_names[0], part)
         elif part is not None:
@@ -280,6 +287,9 @@ class NativeModel(LoadableModule):
     """How the model makes vectors where no file says it."""
 
     pooling: PoolingFacts
+
+    layers_share_names: bool = False
+    """Whether the checkpoint's modules of some layers have the names of another layer's."""
 
     virtual_token_size: int | None = None
     """Width of the embeddings that adapters may have in place of those of tokens; None: they may

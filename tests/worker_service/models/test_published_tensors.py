@@ -47,3 +47,17 @@ def test_mimo_counts_the_tokens_before_one_in_a_window(tmp_path: Path) -> None:
     edit_config(path, sliding_window=100, sliding_window_size=5, routed_scaling_factor=None)
     edit_tensors(path, lambda tensors: tensors.update({"model.mtp.norm.weight": torch.ones(64)}))
     assert_same(path, path)
+
+
+def test_zamba2_may_have_copies_of_its_blocks_and_plain_attention(tmp_path: Path) -> None:
+    plain = {"use_shared_attention_adapter": False, "use_mem_rope": False, "add_bias_linear": False}
+    path = make_checkpoint("zamba2", tmp_path, num_mem_blocks=1, **plain)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        first = "model.layers.1.shared_transformer."
+        for name in [name for name in tensors if name.startswith(first)]:
+            tensors[name.replace(".1.", ".2.", 1)] = tensors[name].clone()
+
+    edit_tensors(path, edit)
+    edit_config(path, layers_block_type=["mamba", "hybrid", "hybrid"] * 2)
+    assert_same(path, path)

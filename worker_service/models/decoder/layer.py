@@ -27,10 +27,11 @@ class DecoderLayer(NativeLayer):
         *,
         attention_inputs: int | None = None,
         is_transposed: bool = False,
+        shared: dict[int, nn.Module] | None = None,
     ) -> None:
         """size: of the hidden states; rotary: the table of `spec.attention.rotary`;
         attention_inputs: width of the inputs of attention, None for the size; is_transposed: see
-        `DecoderSettings`."""
+        `DecoderSettings`; shared: see `MixerPlace`, None for a layer that shares nothing."""
         super().__init__()
         place, mixer, feed_forward = spec.norm_place, spec.attention, spec.feed_forward
 
@@ -39,7 +40,8 @@ class DecoderLayer(NativeLayer):
 
         is_shared = spec.is_parallel and "feed_forward_norm" not in spec.names
         has_norm = feed_forward is not None and spec.norms_feed_forward and not is_shared
-        self.attention_norm = norm(place is not NormPlace.AFTER and mixer is not None)
+        has_attention_norm = mixer is not None and spec.norms_attention
+        self.attention_norm = norm(place is not NormPlace.AFTER and has_attention_norm)
         self.feed_forward_norm = norm(place is not NormPlace.AFTER and has_norm)
         has_output_norms = place in (NormPlace.AROUND, NormPlace.AFTER)
         self.attention_output_norm = norm(has_output_norms)
@@ -49,7 +51,8 @@ class DecoderLayer(NativeLayer):
         self.attention: Mixer | None = None
         if mixer is not None:
             inputs = attention_inputs or size
-            self.attention = mixer.build(MixerPlace(inputs, size, context, kernels, rotary))
+            parts = {} if shared is None else shared
+            self.attention = mixer.build(MixerPlace(inputs, size, context, kernels, rotary, parts))
         self.feed_forward: nn.Module | None = None
         if feed_forward is not None:
             self.feed_forward = feed_forward.build(size, context, kernels)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
@@ -15,7 +15,7 @@ from worker_service.models.decoder.altup import Streams
 from worker_service.models.decoder.inputs import InputParts
 from worker_service.models.decoder.layer import DecoderLayer
 from worker_service.models.decoder.names import KV_SCALE_NAMES, canonical_name, unused_names
-from worker_service.models.decoder.per_layer import LayerEmbeddings
+from worker_service.models.decoder.per_layer import KeptEmbedding, LayerEmbeddings
 from worker_service.models.decoder.specs import DecoderSettings, PagedMixer
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
@@ -54,23 +54,34 @@ class DecoderModel(NativeModel):
             self.head_names = re.compile(s.draft_head.tensor_names)
         self._logits_scale, self._logits_soft_cap = s.logits_scale, s.logits_soft_cap
         self._sources = s.sources
+        of_layers = chain.from_iterable(layer.names.values() for layer in s.layers)
+        self.layers_share_names = any(name.startswith("model.") for name in of_layers)
         self.inputs = InputParts(s, context, kernels)
         self.virtual_token_size = self.inputs.virtual_token_size
         if s.scales_virtual_tokens:
             self.virtual_token_scale = self.inputs.scale
-        tables = RotaryTables(max_model_len, context)
+        tables, shared = RotaryTables(max_model_len, context), dict[int, nn.Module]()
         for layer in (s.layers[i] for i in self._layer_range):
             rotary = None if layer.attention is None else tables.table(layer.attention.rotary)
             self.layers.append(
                 DecoderLayer(
-                    layer, s.hidden_size, context, kernels, rotary, is_transposed=s.is_transposed
+                    layer,
+                    s.hidden_size,
+                    context,
+                    kernels,
+                    rotary,
+                    is_transposed=s.is_transposed,
+                    shared=shared,
                 )
             )
         self.streams: Streams | None = None
         if s.altup is not None:
             self.streams = Streams(s.altup, s.hidden_size, context, kernels.layers)
             self._received_width *= s.altup.num_streams
-        self.layer_embeddings: LayerEmbeddings | None = None
+        self.layer_embeddings: LayerEmbeddings | KeptEmbedding | None = None
+        if s.keeps_embedding:
+            self.layer_embeddings = KeptEmbedding(s.hidden_size, context, kernels)
+            self._received_width += self.layer_embeddings.received_width
         if s.per_layer is not None:
             mixer = s.layers[self._layer_range.start].attention
             table = None if mixer is None else tables.table(mixer.rotary)

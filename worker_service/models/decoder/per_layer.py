@@ -179,6 +179,42 @@ class LayerEmbeddings(nn.Module):
             yield from self.all.weight_targets()
 
 
+class KeptEmbedding(nn.Module):
+    """The input of the first layer in the present step, which all layers get. Each stage sends it
+    on, beside the residual stream. Used as `LayerEmbeddings` is."""
+
+    def __init__(self, hidden_size: int, context: ModelContext, kernels: Kernels) -> None:
+        super().__init__()
+        layout = context.communicator.layout
+        self._is_first, self._is_last = layout.is_first_stage, layout.is_last_stage
+        self.received_width, self._kernels = hidden_size, kernels.layers
+        self._present: Tensor | None = None
+
+    def begin(self, residual: Tensor, batch: StepBatch) -> Tensor:
+        """Copy the input of the first layer, or take it from what was received. Returns the
+        residual stream."""
+        if self._is_first:
+            self._present = self._kernels.copy(residual)
+            return residual
+        residual, self._present = residual.tensor_split([-self.received_width], dim=1)
+        return residual
+
+    def of_layer(self, index: int) -> Tensor:
+        """[num_tokens, hidden_size]."""
+        assert self._present is not None, "begin() comes first"
+        return self._present
+
+    def end(self, x: Tensor) -> Tensor:
+        """What a stage with this output sends."""
+        assert self._present is not None, "begin() comes first"
+        present, self._present = self._present, None
+        return x if self._is_last else torch.cat([x, present], dim=1)
+
+    def weight_targets(self) -> Iterator[WeightTarget]:
+        """None."""
+        return iter(())
+
+
 class PerLayerGate(nn.Module):
     """What a layer adds to the residual stream for its embedding: a gated product."""
 

@@ -105,6 +105,9 @@ class LayerSpec:
     `DecoderLayer`; see `native.part_targets`."""
 
     norm_place: NormPlace = NormPlace.BEFORE
+    norms_attention: bool = True
+    """Whether attention gets the norm of the residual stream, not the stream itself."""
+
     norms_feed_forward: bool = True
     """Whether the feed-forward part gets the norm of the residual stream, not the stream itself."""
 
@@ -193,6 +196,9 @@ class DecoderSettings(ModelSettings):
 
     altup: AltUpSpec | None = None
     """See `LayerSpec`."""
+
+    keeps_embedding: bool = False
+    """Whether every layer gets the input of the first one, as `LayerInputs.embedding`."""
 
     @property
     def activations(self) -> set[str]:

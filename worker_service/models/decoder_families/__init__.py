@@ -116,6 +116,7 @@ from worker_service.models.decoder_families.scored_kin import (
     solar_open_settings,
 )
 from worker_service.models.decoder_families.scored_mixtures import dots1_settings, glm4_moe_settings
+from worker_service.models.decoder_families.zamba import zamba2_settings
 
 DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "LlamaForCausalLM": llama_settings,
@@ -208,6 +209,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "GraniteMoeHybridForCausalLM": granite_hybrid_settings,
     "JambaForCausalLM": jamba_settings,
     "NemotronHForCausalLM": nemotron_h_settings,
+    "Zamba2ForCausalLM": zamba2_settings,
     "KimiLinearForCausalLM": kimi_linear_settings,
     "OlmoHybridForCausalLM": olmo_hybrid_settings,
     "Qwen3NextForCausalLM": qwen3_next_settings,

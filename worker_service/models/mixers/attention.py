@@ -154,7 +154,7 @@ class Attention(nn.Module):
             num_written * s.head_dim,
             num_written * value_dim,
         ]
-        self.qkv = _projection(s, heads, kv_heads, place)
+        self.qkv: nn.Module = _projection(s, heads, kv_heads, place)
         attended = heads.times(value_dim)
         self._value_scale = s.value_scale
         self._wide_values = self._narrow_values = self._wide_gates = None
