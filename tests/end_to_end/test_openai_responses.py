@@ -109,6 +109,60 @@ def test_a_stream_adds_up_to_the_whole(openai_client: openai.OpenAI) -> None:
     assert "".join(deltas) == whole.output_text
 
 
+LOGPROBS: Any = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+def test_log_probabilities_are_those_of_a_chat(openai_client: openai.OpenAI) -> None:
+    wish = WISH | {"input": ASK, "include": LOGPROBS, "top_logprobs": 2}
+    response = openai_client.responses.create(**wish)
+    (item,) = response.output
+    assert item.type == "message"
+    (part,) = item.content
+    assert part.type == "output_text"
+    assert part.logprobs
+    chat = openai_client.chat.completions.create(
+        model="embedded",
+        temperature=0,
+        messages=[{"role": "user", "content": ASK}],
+        logprobs=True,
+        top_logprobs=2,
+    )
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    found = [entry.model_dump() for entry in part.logprobs]
+    assert found == [entry.model_dump() for entry in logprobs.content]
+    assert "".join(entry["token"] for entry in found[:-1]) == part.text, "then the end"
+    assert response.top_logprobs == 2
+    streamed: list[Any] = []
+    for event in openai_client.responses.create(**wish, stream=True):
+        if event.type == "response.output_text.delta":
+            streamed += event.logprobs
+        elif event.type == "response.output_text.done":
+            assert [entry.logprob for entry in event.logprobs] == [
+                entry.logprob for entry in streamed
+            ]
+    assert [entry.logprob for entry in streamed] == [entry["logprob"] for entry in found]
+    plain = openai_client.responses.create(**WISH, input=ASK).model_dump()
+    assert plain["output"][0]["content"][0]["logprobs"] == [], "of this answer, too"
+
+
+def test_tokens_are_chosen_as_in_a_chat(openai_client: openai.OpenAI) -> None:
+    more = {"seed": 7, "top_k": 40, "repetition_penalty": 1.1, "stop": ["9"], "min_tokens": 3}
+    hot = WISH | {"temperature": 1.3}
+    response = openai_client.responses.create(**hot, input=ASK, extra_body=more)
+    chat = openai_client.chat.completions.create(
+        model="embedded",
+        temperature=1.3,
+        max_tokens=200,
+        messages=[{"role": "user", "content": ASK}],
+        extra_body=more,
+    )
+    assert response.output_text == chat.choices[0].message.content
+    only = {"structured_outputs": {"choice": ["maybe"]}}
+    assert openai_client.responses.create(**WISH, input=ASK, extra_body=only).output_text == "maybe"
+
+
 def test_a_response_that_is_cut_is_incomplete(openai_client: openai.OpenAI) -> None:
     short = WISH | {"max_output_tokens": 3}
     response = openai_client.responses.create(**short, input=ASK)

@@ -65,6 +65,7 @@ class PartsBuilder(ResponseBuilder):
         if response.HasField("started"):
             yield from self.start()
         for delta in response.choices:
+            self.record_tokens(delta)
             yield from self._delta_events(delta)
             if delta.finish_reason:
                 self.record_end(delta)
@@ -91,6 +92,9 @@ class PartsBuilder(ResponseBuilder):
     @abstractmethod
     def end_part(self, kind: Kind) -> Iterator[dict[str, Any]]:
         """Complete the last part."""
+
+    def record_tokens(self, delta: inference_pb.ChoiceDelta) -> None:
+        """Record the tokens of new output, if the answer reports any."""
 
     @abstractmethod
     def record_end(self, delta: inference_pb.ChoiceDelta) -> None:

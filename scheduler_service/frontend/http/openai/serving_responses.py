@@ -5,10 +5,10 @@ A call is converted to the equivalent chat completion, whose pieces become items
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 from typing_extensions import TypedDict
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -20,8 +20,10 @@ from scheduler_service.frontend.http.openai.sampling import (
     CacheSalt,
     JsonObject,
     ListOf,
+    SamplingFields,
     Strict,
     Text,
+    constraint_field,
     proto_range,
 )
 from scheduler_service.frontend.http.openai.serving_chat import generate_request
@@ -94,7 +96,32 @@ class Reasoning(Strict):
     )
 
 
-class ResponsesRequest(Strict):
+LOGPROBS = "message.output_text.logprobs"
+"""The entry of `include` that asks for log probabilities."""
+
+_SAMPLING = (
+    *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids", "min_tokens"),
+    *("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "structured_outputs"),
+    *("priority", "request_id"),
+)
+"""Fields of chat completions that vLLM's users send here, too."""
+
+if TYPE_CHECKING:
+    _SamplingFields = Strict
+else:
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        __base__=Strict,
+        **{
+            name: (field.annotation, field)
+            for name, field in SamplingFields.model_fields.items()
+            if name in _SAMPLING
+        },
+    )
+
+
+class ResponsesRequest(_SamplingFields):
     """A conversation to answer."""
 
     model: str | None = Field(None, description="May be absent when one model is served.")
@@ -106,6 +133,12 @@ class ResponsesRequest(Strict):
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_UINT32)
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
     top_p: Annotated[float, proto_range("top_p")] | None = None
+    include: ListOf[str] | None = Field(
+        None, description=f"`{LOGPROBS}`: log probabilities of the text. Others are ignored."
+    )
+    top_logprobs: Annotated[int, proto_range("logprobs")] | None = Field(
+        None, description="Most probable tokens at each position of the text."
+    )
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
@@ -141,6 +174,7 @@ class ResponsesAnswer(TypedDict):
     max_output_tokens: int | None
     temperature: float | None
     top_p: float | None
+    top_logprobs: int
     text: dict[str, Any]
     reasoning: dict[str, Any]
     metadata: dict[str, Any]
@@ -153,7 +187,8 @@ class ResponsesAnswer(TypedDict):
 
 _SAME_IN_CHAT = (
     *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "tool_choice"),
-    "cache_salt",
+    *("cache_salt", "top_logprobs"),
+    *_SAMPLING,
 )
 
 
@@ -169,6 +204,9 @@ def chat_request(body: ResponsesRequest) -> protocol.ChatRequest:
             _add_item(messages, item, f"input[{index}]")
     fields = {name: getattr(body, name) for name in _SAME_IN_CHAT}
     fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
+    fields["logprobs"] = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not fields["logprobs"]:
+        raise InvalidArgument("top_logprobs", f"requires {LOGPROBS!r} in include")
     if body.tools:
         fields["tools"] = parts.chat_tools(body.tools)
     if isinstance(body.tool_choice, NamedTool):
@@ -256,7 +294,7 @@ class _ItemForm:
     part: str = ""
     """The type of its part, which also names events, of an item with a text."""
     part_fields: dict[str, Any] = field(default_factory=dict)
-    event_fields: dict[str, Any] = field(default_factory=dict)
+    """The other fields of its part."""
 
 
 _FORMS: dict[parts.Kind, _ItemForm] = {
@@ -266,7 +304,6 @@ _FORMS: dict[parts.Kind, _ItemForm] = {
         {"role": "assistant", "content": []},
         "output_text",
         {"annotations": [], "logprobs": []},
-        {"logprobs": []},
     ),
     "reasoning": _ItemForm("reasoning", "rs", {"summary": [], "content": []}, "reasoning_text"),
     "call": _ItemForm("function_call", "fc", {"call_id": "", "name": "", "arguments": ""}),
@@ -282,6 +319,8 @@ class ResponsesBuilder(parts.PartsBuilder):
         self._is_cut = False
         """Whether the output ended by its length."""
         self._num_events = 0
+        self._logprobs: list[Any] = []
+        """Of tokens whose text is to come."""
 
     def start(self) -> Iterator[dict[str, Any]]:
         """The response's start."""
@@ -324,6 +363,7 @@ class ResponsesBuilder(parts.PartsBuilder):
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
+            "top_logprobs": body.top_logprobs or 0,
             "text": text,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "metadata": dict(body.metadata or {}),
@@ -348,6 +388,14 @@ class ResponsesBuilder(parts.PartsBuilder):
 
     # PartsBuilder.
 
+    def record_tokens(self, delta: inference_pb.ChoiceDelta) -> None:
+        """Keep the log probabilities of a text's tokens, which may come before the text."""
+        is_other = bool(delta.reasoning or delta.tool_calls)
+        if is_other:
+            self._logprobs = []
+        if delta.text or not is_other:
+            self._logprobs += serving.chat_logprobs(delta.logprobs, as_ids=False)["content"]
+
     def begin_part(
         self, kind: parts.Kind, call: inference_pb.ToolCallDelta | None
     ) -> Iterator[dict[str, Any]]:
@@ -361,7 +409,7 @@ class ResponsesBuilder(parts.PartsBuilder):
         yield self._of_last("response.output_item.added", item=dict(item))
         if form.part:
             part = {"type": form.part, "text": "", **form.part_fields}
-            item["content"] = [part]
+            item["content"] = [part | {"logprobs": []} if kind == "text" else part]
             yield self._item_event("response.content_part.added", content_index=0, part=dict(part))
 
     def grow_part(self, kind: parts.Kind, text: str) -> dict[str, Any]:
@@ -370,18 +418,24 @@ class ResponsesBuilder(parts.PartsBuilder):
         if not form.part:
             item["arguments"] += text
             return self._item_event("response.function_call_arguments.delta", delta=text)
-        item["content"][0]["text"] += text
-        return self._item_event(
-            f"response.{form.part}.delta", content_index=0, delta=text, **form.event_fields
-        )
+        [part] = item["content"]
+        part["text"] += text
+        fields: dict[str, Any] = {"content_index": 0, "delta": text}
+        if kind == "text":
+            fields["logprobs"], self._logprobs = self._logprobs, []
+            part["logprobs"] += fields["logprobs"]
+        return self._item_event(f"response.{form.part}.delta", **fields)
 
     def end_part(self, kind: parts.Kind) -> Iterator[dict[str, Any]]:
         """Complete the last item."""
+        if kind == "text" and self._logprobs:  # of tokens without text, such as the last one
+            yield self.grow_part(kind, "")
         form, item = _FORMS[kind], self.parts[-1]
         item["status"] = "incomplete" if self._is_cut else "completed"
         if form.part:
             [part] = item["content"]
-            text = {"content_index": 0, "text": part["text"], **form.event_fields}
+            text = {"content_index": 0, "text": part["text"]}
+            text |= {"logprobs": part["logprobs"]} if kind == "text" else {}
             yield self._item_event(f"response.{form.part}.done", **text)
             yield self._item_event("response.content_part.done", content_index=0, part=part)
         else:
@@ -423,4 +477,5 @@ def answer_items(body: ResponsesRequest, call: serving.Call) -> serving.Generati
     """A conversation, by the model's chat template."""
     chat = chat_request(body)
     builder = ResponsesBuilder(body, chat, call.request_id)
-    return serving.Generation([generate_request(chat)], builder, "text.format")
+    constraint = "text.format" if chat.response_format else constraint_field(chat)
+    return serving.Generation([generate_request(chat)], builder, constraint)
