@@ -292,8 +292,6 @@ class CoreClient:
             self.is_attached = True
             self._failures.end()
             logger.info("attached to core num_requests=%d", len(self._requests))
-        if message.HasField("models"):
-            self._receive_models(message.models)
         for handle in from_column(message.accepted, "accepted"):
             if request := self._requests.get(handle):
                 request.receive_accepted()
@@ -316,6 +314,8 @@ class CoreClient:
         for failed in message.requests_failed:
             if request := self._requests.get(failed.handle):
                 self._fail(request, _error_of(failed, request))
+        if message.HasField("models"):  # after refusals because they were missing
+            self._receive_models(message.models)
 
     def _deliver(self, message: scheduler_pb.SchedulerMessage) -> Iterable[RequestStream]:
         """Deliver each output to its choice or request; return the requests that got any, in

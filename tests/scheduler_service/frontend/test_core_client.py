@@ -139,6 +139,25 @@ async def test_a_core_that_does_not_know_the_model_yet_gets_the_request_when_it_
     assert (await read_all(call))[-1].usage.completion_tokens == 2
 
 
+async def test_a_model_that_comes_with_the_refusal_for_its_absence_is_not_waited_for(
+    served: Served,
+) -> None:
+    """A core merges what it has not sent yet into one message."""
+    call, request = await started(served)
+    request.attachment.break_off()
+    again = await served.core.next_request()
+    unknown = scheduler_pb.RequestFailed(
+        handle=again.handle, code=grpc.StatusCode.NOT_FOUND.value[0], reason="UNKNOWN_MODEL"
+    )
+    await again.attachment.send(
+        requests_failed=[unknown], models=scheduler_pb.ServedModels(models=[model_info()])
+    )
+    last = await served.core.next_request()
+    assert last.attachment is again.attachment
+    await last.complete(letters("ok"))
+    assert text_of(await read_all(call)) == "ok"
+
+
 @pytest.mark.parametrize(
     ("sampling", "field", "name"),
     [
