@@ -236,7 +236,6 @@ async def _until_draining(hub: Hub, services: HttpServices) -> AsyncIterator[byt
     async with aclosing(hub.lines()) as lines:
         async for line in lines:
             if services.requests.capacity.is_draining.is_set():
-                hub.close()
                 return
             yield line
 

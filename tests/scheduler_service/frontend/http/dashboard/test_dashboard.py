@@ -18,7 +18,7 @@ from scheduler_service.errors import Unauthenticated
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.app import make_app
-from scheduler_service.frontend.http.dashboard.hub import FILE_PATHS, Hub
+from scheduler_service.frontend.http.dashboard.hub import FILE_PATHS, Hub, _until_draining
 from scheduler_service.frontend.http.middleware import HttpServices
 from service_common.cluster import NO_CLUSTER, Cluster
 from tests.support.fake_core import FakeCore
@@ -225,6 +225,30 @@ async def test_the_stream_ends_when_the_frontend_does(
             await next_message(lines)
         await eventually(lambda: core.num_cancelled == 1)
     assert len(core.watches) == 1
+
+
+async def test_a_page_that_ends_at_a_shutdown_lets_the_others_end_too(
+    core: WatchedCore, served: HttpServed
+) -> None:
+    """One may have read the last line before the shutdown began, another one reads it later."""
+    services = served.frontend.http_services
+    hub = Hub(services.core)
+    async with (
+        asyncio.timeout(60),
+        aclosing(_until_draining(hub, services)) as prompt,
+        aclosing(_until_draining(hub, services)) as slow,
+    ):
+        for lines in (prompt, slow):
+            await anext(lines)
+        core.statuses.put_nowait(make_status())
+        await anext(prompt)
+        served.frontend.requests.capacity.is_draining.set()
+        with pytest.raises(StopAsyncIteration):
+            await anext(slow)
+        core.statuses.put_nowait(make_status(uptime_s=2.0))
+        with pytest.raises(StopAsyncIteration):
+            await anext(prompt)
+    await eventually(lambda: core.num_cancelled == len(core.watches))
 
 
 @pytest.mark.parametrize(("key", "status"), [(None, 401), ("wrong", 401), ("user", 403)])
