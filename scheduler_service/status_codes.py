@@ -47,6 +47,11 @@ to_status = _STATUSES.status
 abort = _STATUSES.abort
 
 
+def malformed_message() -> errors.InvalidArgument:
+    """The error of a call with bytes that are no message."""
+    return errors.InvalidArgument("request", "expected messages of the method's type")
+
+
 Rpc = TypeVar("Rpc", bound=Callable[..., Awaitable[Any]])
 
 
@@ -67,8 +72,7 @@ def rpc(method: Rpc) -> Rpc:
         except errors.PagewireError as error:
             await abort(context, error)
         except DecodeError:
-            expected = "expected messages of the method's type"
-            await abort(context, errors.InvalidArgument("request", expected))
+            await abort(context, malformed_message())
         except Exception as error:
             logger.exception("call failed method=%s", method.__name__)
             await abort(context, error)

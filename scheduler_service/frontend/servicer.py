@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pagewire.connection_errors import in_words
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -26,7 +27,7 @@ from scheduler_service.frontend.pooling.call import PoolingResult
 from scheduler_service.frontend.pooling.service import PoolingService
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.requests.request_stream import RequestStream
-from scheduler_service.status_codes import rpc
+from scheduler_service.status_codes import malformed_message, rpc
 from service_common.metadata import TRACEPARENT, authorization, traceparent
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,10 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         credentials = authorization(context.invocation_metadata())
 
         async def read() -> Any:
-            message = await context.read()
+            try:
+                message = await context.read()
+            except DecodeError:
+                raise malformed_message() from None
             self.authentication.authenticate(credentials)
             return None if message is grpc.aio.EOF else message
 

@@ -32,6 +32,7 @@ MANY = [
 """1,200 texts of one token in six messages."""
 
 FULL = {"code": grpc.StatusCode.RESOURCE_EXHAUSTED, "reason": "QUEUE_FULL"}
+EMBED = "/pagewire.v1.InferenceService/Embed"
 ALL = pb.EmbedOptions(type=pooling_pb2.POOLING_TYPE_ALL)
 
 
@@ -275,3 +276,19 @@ async def test_calls_and_their_texts_are_counted() -> None:
     assert found.sum("pagewire_requests_total", outcome="ok") == 1
     assert found.sum("pagewire_tenant_tokens_total", kind="prompt") == 3
     assert found.sum("vllm:prompt_tokens_total", model_name="embedder") == 3
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+async def test_a_message_that_is_no_message_is_the_clients_error(num_good: int) -> None:
+    async with (
+        serving() as (core, frontend, _),
+        answering(core),
+        grpc.aio.insecure_channel(frontend.runner.address) as channel,
+    ):
+        call = channel.stream_stream(EMBED, None, pb.EmbedResponse.FromString)()
+        for _ in range(num_good):
+            await call.write(pb.EmbedRequest(inputs=texts([5])).SerializeToString())
+        await call.write(b"\xff")
+        _, error = await read_until_error(call)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "expected messages of the method's type" in str(error.details())
