@@ -80,6 +80,11 @@ class DeviceTables:
         )
         return sum(self.pool.num_references(block) == n for block, n in counts.items())
 
+    def are_alone(self, sequences: Iterable[CacheableSequence]) -> bool:
+        """Whether all memory in use is that of these sequences: none is another one's, leased, or
+        kept for copies of another group's."""
+        return self.memory_freed(sequences) + self.pool.num_free_blocks == self.pool.num_blocks
+
     def num_short(self, num_new: int, num_promised: int) -> int:
         """Number of blocks that must be freed before these can be provided in addition to those
         promised to others; 0 or less if none. Blocks up to the watermark are kept for running

@@ -94,7 +94,7 @@ class Preemption:
         running, last = self.running, self.running.last()
         is_last = last.seq_group is seq_group
         is_lockstep = seq_group.strategy.is_lockstep
-        if is_last and is_lockstep and running.num_places == seq_group.num_running:
+        if is_last and is_lockstep and running.cache.tables.are_alone(seq_group.running()):
             return False
         batch.has_preempted = True
         self.totals.num_preemptions += 1

@@ -9,11 +9,12 @@ from scheduler_service.core import (
     BeamParams,
     EarlyStopping,
     GeneratedTokens,
+    PolicyName,
     ResultMismatch,
     SchedulerConfig,
 )
 from scheduler_service.core.admission.deadlines import _work_us
-from scheduler_service.core.config import PreemptionMode
+from scheduler_service.core.config import PoolingType, PreemptionMode
 from scheduler_service.core.step_plan import RowCandidates, StepResult
 from scheduler_service.errors import InvalidArgument
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -123,6 +124,22 @@ def test_a_search_has_come_as_far_as_the_beams_that_it_has() -> None:
         seq.suspect(len(PROMPT) + 2)
     assert not group.is_suspect
     assert _work_us(group, driver.core._fleet.models["m"]) == 1000, "two tokens more"
+
+
+def test_a_search_waits_for_memory_of_texts_whose_vectors_are_in_flight() -> None:
+    """They have left the batch, so that the beams are alone there, and hold memory all the same."""
+    driver = CoreDriver(dataclasses.replace(CONFIG, policy=PolicyName.PRIORITY))
+    driver.add_worker_group(make_capacity(num_gpu_blocks=7))
+    search = driver.submit(prompt=PROMPT, max_tokens=9, beam_search=THREE)
+    driver.schedule("g0")
+    text = driver.submit_pooled(list(range(16)), PoolingType.LAST, priority=-1)
+    driver.schedule("g0")
+    [group] = driver.core.snapshot().worker_groups
+    assert group.num_free_gpu_blocks == 1
+    driver.run_until_idle()
+    assert text.finished is not None
+    assert search.finished is not None
+    driver.check_empty()
 
 
 def test_a_search_whose_constraints_leave_nothing_fails_by_name() -> None:
