@@ -123,7 +123,8 @@ class StepPlanner:
         num_rows = len(self.running.decoding)
         if not max_drafts or not 0 < num_rows <= self.config.max_speculative_seqs:
             return 0
-        return min(max_drafts, batch.budget // num_rows - 1)
+        # Texts whose vectors are in flight have no rows, and may be more than a step has tokens.
+        return max(0, min(max_drafts, batch.budget // num_rows - 1))
 
     def _add_speculative_decodes(self, batch: Batch, num_drafts: int) -> None:
         """Like `extend_all`, with drafts."""

@@ -9,7 +9,7 @@ import pytest
 
 from scheduler_service.core import StepPlan, StepResult
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.config import PolicyName, PreemptionMode
+from scheduler_service.core.config import PolicyName, PoolingType, PreemptionMode
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 from tests.support.symbolic_worker import Sampling, logprobs_of
@@ -49,6 +49,20 @@ def test_a_decode_may_have_as_many_drafts_as_the_worker_makes() -> None:
     assert len(record.choices[0].tokens) == 40
     assert max(grants(plans)) == NUM_DRAFTS
     assert len(plans) < 30, "some drafts were kept"
+    driver.check_empty()
+
+
+def test_texts_whose_vectors_are_in_flight_leave_a_row_without_drafts() -> None:
+    driver, plans = make(max_num_batched_tokens=4, pipeline_depth=3)
+    record = driver.submit(prompt=[1], max_tokens=5)
+    for _ in range(9):
+        driver.submit_pooled([7], PoolingType.LAST)
+    for _ in range(3):
+        driver.schedule("g0")
+    assert [len(plan.seq_ids) for plan in plans] == [4, 4, 4]
+    assert grants(plans) == [0, 0, 0]
+    driver.run_until_idle()
+    assert len(record.choices[0].tokens) == 5
     driver.check_empty()
 
 
