@@ -36,9 +36,10 @@ class Worker(WorkerServiceServicer):
         yield worker_pb.GetAdapterResponse(data=b"tent")
 
     def PutAdapter(self, requests: Any, context: Any) -> worker_pb.PutAdapterResponse:
-        if self.fails:
+        content = b"".join(request.data for request in requests)
+        if self.fails:  # only now, as a worker does: gRPC's error of a write hides the status
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
-        self.content = b"".join(request.data for request in requests)
+        self.content = content
         return worker_pb.PutAdapterResponse()
 
     def SetAdapters(self, request: Any, context: Any) -> worker_pb.SetAdaptersResponse:
