@@ -38,8 +38,9 @@ class AdapterDistribution:
     # Workers that join.
 
     async def supply(self, table: AdapterSet, workers: Workers, others: Workers) -> AdapterSet:
-        """Set a table on workers, with its contents, which the others have; returns the table
-        without those that no worker has, and that cannot be read any more. Raises SessionFailed."""
+        """Set a table on workers, with its contents, which the others have. Returns it, or if no
+        worker has some of the contents and they cannot be read any more, one without these, which
+        no worker has yet. Raises SessionFailed."""
         while True:
             missing = {w.worker_id: await _joining(w, self._set(w, table)) for w in workers}
             if not any(missing.values()):
@@ -60,7 +61,7 @@ class AdapterDistribution:
                         adapter.path,
                     )
             if lost:
-                table = without_contents(table, lost)
+                return without_contents(table, lost)
 
     async def _spread(self, adapter: Adapter, holders: Workers, receivers: Workers) -> bool:
         """Send a content to workers, or make them read it if no other has it. Returns whether any

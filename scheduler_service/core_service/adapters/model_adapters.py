@@ -39,6 +39,8 @@ class ModelAdapters:
     """Workers that have the table, by worker id."""
     _behind: set[str] = field(default_factory=set)
     """Those of them that did not answer when a change was undone, or have lost a content."""
+    _highest_sent: int = 0
+    """The greatest version that a worker may have, also of a table that did not become valid."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the table changes."""
     _retained_at: dict[bytes, float] = field(default_factory=dict)
@@ -52,11 +54,14 @@ class ModelAdapters:
         joining = {rank.worker_id: rank for rank in ranks}
         async with self._lock:
             others = [w for i, w in self._members.items() if i not in joining]
+            supplied: AdapterSet | None = None
             table = merged(self.table, [rank.adapters for rank in ranks])
-            if table.version == self.table.version:  # the others have it
-                table = await self.distribution.supply(table, ranks, others)
-            if table.version != self.table.version:
-                table = await self.distribution.supply(table, [*ranks, *others], ())
+            while supplied is not table:  # it may be without contents that are lost
+                supplied = self._numbered(table)
+                if supplied.version == self.table.version:  # the others have it
+                    table = await self.distribution.supply(supplied, ranks, others)
+                else:
+                    table = await self.distribution.supply(supplied, [*ranks, *others], ())
             self._members |= joining
             self._behind -= joining.keys()
             self._commit(table)
@@ -78,13 +83,14 @@ class ModelAdapters:
                     continue
                 others = [w for i, w in self._members.items() if i not in self._behind]
                 try:
-                    table = await self.distribution.supply(self.table, [worker], others)
+                    table = self._numbered(self.table)
+                    table = await self.distribution.supply(table, [worker], others)
                 except SessionFailed as error:
                     logger.warning("adapters not restored reason=%s", error)
                     continue
                 self._behind.discard(worker_id)
-                if table.version != self.table.version:  # a content is lost
-                    await self._impose(others, table)
+                if table.version != self.table.version:  # a content is lost, or it is a later one
+                    await self._impose([worker, *others], table)
 
     # Operators.
 
@@ -175,27 +181,39 @@ class ModelAdapters:
 
     async def _change(self, workers: Workers, table: AdapterSet) -> None:
         """Set a table on all workers, then here. Raises AdapterRefused or Unavailable."""
+        table = self._numbered(table)
         for error in (await self.distribution.set_on_all(workers, table)).values():
             raise error
         self._commit(table)
 
     async def _restore(self, workers: Workers) -> None:
-        """Undo what workers have of a change that failed: as a later version, because a worker may
-        have its table."""
-        newer = AdapterSet()
-        newer.CopyFrom(self.table)
-        newer.version += 2
-        await self._impose(workers, newer)
+        """Undo what workers have of a change that failed."""
+        await self._impose(workers, self.table)
 
     async def _impose(self, workers: Workers, table: AdapterSet) -> None:
         """Make a table valid, and set it on workers. Those that do not answer, or lack a content,
         get it later, or when they join again."""
+        table = self._numbered(table)
         failed = await self.distribution.set_on_all(workers, table)
         for error in failed.values():
             logger.warning("adapters not restored reason=%s", error)
         self._behind |= failed.keys()
         self._behind &= self._members.keys()  # a worker may have left meanwhile
         self._commit(table)
+
+    def _numbered(self, table: AdapterSet) -> AdapterSet:
+        """A table as it is sent: with a later version if workers may have another table of its own
+        version, or a later one, as when a change or the supply of workers that join has failed.
+        They refuse earlier versions."""
+        if table.version == self.table.version == self._highest_sent:
+            return table
+        if table.version <= self._highest_sent:
+            later = AdapterSet()
+            later.CopyFrom(table)
+            later.version = self._highest_sent + 1
+            table = later
+        self._highest_sent = table.version
+        return table
 
     def _commit(self, table: AdapterSet) -> None:
         """Make a table valid, which all workers have."""

@@ -15,10 +15,17 @@ from scheduler_service.core import SchedulerConfig, SchedulerCore
 from scheduler_service.core_service.adapters.directory import AdapterDirectory
 from scheduler_service.core_service.adapters.tables import contents
 from scheduler_service.core_service.driver import CoreDriver
+from scheduler_service.core_service.workers.errors import SessionFailed
 from scheduler_service.errors import Unavailable
 from tests.support.clocks import Clock
 
 MODEL = "m"
+
+
+def error_of_call(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    """How a call to a worker ends."""
+    none = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, none, none, details)
 
 
 class Worker:
@@ -27,6 +34,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.table = AdapterSet()
         self.contents: dict[bytes, str] = {}
+        self.files = {"/kept", "/new", "/later"}
         self.loses_answers = False
         self.num_put = 0
         self.answered = asyncio.Event()
@@ -40,6 +48,8 @@ class Worker:
     async def LoadAdapter(
         self, request: worker_pb.WorkerServiceLoadAdapterRequest, **_: float
     ) -> worker_pb.WorkerServiceLoadAdapterResponse:
+        if request.path not in self.files:
+            raise error_of_call(grpc.StatusCode.NOT_FOUND, "no such file")
         info = AdapterInfo(digest=request.path.encode().ljust(32), rank=1, num_bytes=1)
         self.contents[info.digest] = request.path
         return worker_pb.WorkerServiceLoadAdapterResponse(adapter=info)
@@ -52,12 +62,12 @@ class Worker:
         wanted = contents(request.adapters).keys()
         if missing := wanted - self.contents.keys():
             return worker_pb.SetAdaptersResponse(missing=missing)
-        assert request.adapters.version >= self.table.version
+        if request.adapters.version < self.table.version:
+            raise error_of_call(grpc.StatusCode.ABORTED, "stale")
         self.table.CopyFrom(request.adapters)
         self.contents = {digest: self.contents[digest] for digest in wanted}
         if self.loses_answers:
-            none = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, "lost")
+            raise error_of_call(grpc.StatusCode.UNAVAILABLE, "lost")
         self.answered.set()
         return worker_pb.SetAdaptersResponse()
 
@@ -165,3 +175,43 @@ async def test_a_worker_may_leave_while_others_get_the_valid_table() -> None:
         assert [adapter.name for adapter in one.table.adapters] == ["later"]
         assert not running.done()
         running.cancel()
+
+
+@pytest.mark.parametrize("was_lost", [False, True])
+async def test_workers_agree_after_one_could_not_join(was_lost: bool) -> None:
+    """Those that were there may have a later table then than the one that is valid."""
+    workers = {name: Worker(name) for name in "abc"}
+    one, two, three = workers.values()
+
+    @asynccontextmanager
+    async def dial(address: str) -> AsyncIterator[Any]:
+        yield workers[address]
+
+    directory = AdapterDirectory(
+        CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock()),
+        dial,
+        on_change=lambda: None,
+        settle_s=0.0,
+    )
+    digest = b"/other".ljust(32)
+    table = two.registration.adapters
+    table.version = 7
+    table.adapters.add(name="other", digest=digest, path="/other")
+    if not was_lost:
+        two.contents[digest] = "/other"
+    async with directory.joined([one.registration]):
+        one.loses_answers = True
+        for _ in range(2):
+            with pytest.raises(SessionFailed, match="lost"):
+                async with directory.joined([two.registration]):
+                    pass
+        one.loses_answers = False
+        async with directory.joined([three.registration]):
+            await directory.load("new", "/new", MODEL, replace=False, names=())
+            assert one.table == three.table
+            async with directory.joined([two.registration]):
+                [announced] = directory.announced()
+                assert one.table == two.table == three.table == announced.adapters
+                assert "new" in [adapter.name for adapter in one.table.adapters]
+                held = {*contents(one.table)}
+                assert (digest in held) == (not was_lost)
