@@ -58,7 +58,8 @@ class AssetCache:
         fetch = self._fetches.get(wanted)
         if fetch is None:
             for other in self._fetches.keys() - self._present_fingerprints():
-                self._fetches.pop(other).cancel()
+                if self._fetches[other].done():  # else callers still wait for it
+                    del self._fetches[other]
             # A group may have lost its workers by the time the task starts.
             workers = [holder for holder in holders if holder.fingerprint == wanted]
             fetch = self._fetches[wanted] = asyncio.create_task(_fetch_from_any(workers, self.dial))

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.model_assets import AssetCache
 from scheduler_service.core_service.workers.worker import Worker
@@ -51,4 +53,32 @@ async def test_a_worker_that_goes_before_it_is_asked_is_one_that_does_not_answer
     group.leave(worker)
     with pytest.raises(Unavailable):
         await asking
+    await cache.close()
+
+
+async def test_a_fetch_goes_on_when_its_worker_has_gone_and_another_model_is_asked_for() -> None:
+    may_answer = asyncio.Event()
+
+    class Stub:
+        async def GetModelAssets(
+            self, request: worker_pb.WorkerServiceGetModelAssetsRequest, **_: float
+        ) -> AsyncIterator[worker_pb.WorkerServiceGetModelAssetsResponse]:
+            await may_answer.wait()
+            chunk = model_pb2.ModelAssetChunk(file_name="config.json", data=b"{}")
+            yield worker_pb.WorkerServiceGetModelAssetsResponse(chunk=chunk)
+
+    @asynccontextmanager
+    async def dial(_address: str) -> AsyncIterator[Any]:
+        yield Stub()
+
+    registry = OneGroup()
+    cache = AssetCache(cast(Any, registry), dial)
+    asking = []
+    for name in "mn":
+        report = status_pb2.WorkerLoading(model=name, fingerprint=name, address=name)
+        registry.reports = [report]
+        asking.append(asyncio.create_task(cache.get(name)))
+        await asyncio.sleep(0)  # it has begun
+    may_answer.set()
+    assert await asyncio.gather(*asking) == [{"config.json": b"{}"}] * 2
     await cache.close()
