@@ -50,7 +50,7 @@ class Engine:
         self._runner: Runner | None = None
         self._profiles: dict[tuple[int, int], BlockCounts] = {}
         """Numbers of blocks that fit together with the largest batch, by its sequences and
-        tokens."""
+        tokens. Added to on the model thread."""
         self._stream: StepStream | None = None
         self._stream_epoch = 0
         self._cached_blocks = CachedBlocks()
@@ -84,9 +84,7 @@ class Engine:
             if self._stream is not None:  # of a core that has died, perhaps
                 self._stream.keep_no_sequences()
             try:
-                self._profiles[batch] = await self.model.thread.run(
-                    lambda: self._measure_blocks(max_num_seqs, max_num_batched_tokens)
-                )
+                await self.model.thread.run(lambda: self._measure_blocks(*batch))
             except WorkerError:
                 raise
             except Exception as error:  # compilers and drivers raise anything
@@ -95,11 +93,14 @@ class Engine:
                 raise ProfilingFailed(f"the largest batch cannot be computed: {what}") from error
         return self._profiles[batch]
 
-    def _measure_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
-        self._cached_blocks.clear()  # the batch may use the caches
-        return self.model.executor.profile_blocks(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-        )
+    def _measure_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Runs on the model thread, also to the end of a call that is cancelled or late."""
+        batch = (max_num_seqs, max_num_batched_tokens)
+        if batch not in self._profiles:  # such a call may have added it meanwhile
+            self._cached_blocks.clear()  # the batch may use the caches
+            self._profiles[batch] = self.model.executor.profile_blocks(
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            )
 
     async def cached_blocks(
         self, epoch: int

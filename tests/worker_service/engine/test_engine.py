@@ -54,6 +54,28 @@ async def test_memory_is_measured_once_for_each_size_of_batch() -> None:
     assert executor.num_profiles == 2
 
 
+async def test_memory_is_measured_once_even_if_the_call_does_not_wait_for_it() -> None:
+    """As when it takes longer than the core waits: the next call must not begin again."""
+    executor = CountingExecutor()
+    engine = Engine(executor, NO_PEERS)
+    await engine.model.load()
+    try:
+        may_measure = threading.Event()
+        engine.model.thread.post(lambda: may_measure.wait() and None)
+        impatient = asyncio.create_task(engine.profile_blocks(3, 64))
+        await asyncio.sleep(0)  # it is queued
+        impatient.cancel()
+        patient = asyncio.create_task(engine.profile_blocks(3, 64))
+        await asyncio.sleep(0)
+        may_measure.set()
+        counts = await patient
+    finally:
+        engine.stop()
+    assert counts.num_gpu_blocks == 192
+    assert executor.num_profiles == 1
+    assert impatient.cancelled()
+
+
 async def test_a_batch_that_cannot_be_computed_is_an_error_that_says_why() -> None:
     executor = CountingExecutor()
     engine = Engine(executor, NO_PEERS)
