@@ -112,9 +112,6 @@ class PoolingCall:
         self._max_open = max_open
         self._deadline = deadline
         self._timers: list[asyncio.TimerHandle] = []
-        if deadline is not None:
-            late = DeadlineExceeded("the call's deadline has passed")
-            self._call_later(deadline - self.arrived, self.fail, late)
         self._beginning = Interruptible()
         self._live: dict[PooledText, None] = {}
         """Texts at the core."""
@@ -132,7 +129,11 @@ class PoolingCall:
 
     async def begin(self, reading: Coroutine[Any, Any, _First]) -> None:
         """Resolve the work of the call, whose first message, model and adapter `reading` returns.
-        Raises PagewireError; the end of the call ends the wait."""
+        Raises PagewireError; the end of the call ends the wait. From here on `close` must follow.
+        """
+        if self._deadline is not None:
+            late = DeadlineExceeded("the call's deadline has passed")
+            self._call_later(self._deadline - time.monotonic(), self.fail, late)
         try:
             with self._beginning:
                 self.first, model, self.adapter = await reading

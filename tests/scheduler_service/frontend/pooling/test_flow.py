@@ -1,6 +1,8 @@
 """The texts of a call at the core: how many, what becomes of them after a loss, and their end."""
 
 import asyncio
+import gc
+import time
 from typing import Any
 
 import grpc
@@ -9,7 +11,9 @@ from prometheus_client import generate_latest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import pooling_pb2
+from scheduler_service.errors import QueueFull
 from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.pooling.call import PoolingCall
 from scheduler_service.frontend.pooling.service import MAX_OPEN_INPUTS
 from tests.support.fake_core import FakeCore, FakeRequest
 from tests.support.frontends import error_info, error_of, eventually, read_until_error
@@ -263,6 +267,23 @@ async def test_calls_share_the_requests_that_a_frontend_may_have() -> None:
                 await answer(request)
             for call in (alone, other):
                 assert len(vectors_of(await _rest(call))) == 200
+
+
+async def test_nothing_is_kept_of_a_refused_call_until_its_deadline() -> None:
+    async def read() -> pb.EmbedRequest | None:
+        raise AssertionError("it was refused")
+
+    async with serving(max_concurrent_requests=1) as (_, frontend, client):
+        held = client.Embed()
+        await eventually(lambda: len(frontend.requests) == 1)
+        deadline = time.monotonic() + 3600
+        with pytest.raises(QueueFull):
+            async with frontend.http_services.pooling.open(read, Principal(), deadline=deadline):
+                pass
+        gc.collect()
+        (kept,) = [known for known in gc.get_objects() if type(known) is PoolingCall]
+        assert frontend.requests._calls == {kept: None}
+        held.cancel()
 
 
 async def test_calls_and_their_texts_are_counted() -> None:
