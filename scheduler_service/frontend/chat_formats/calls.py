@@ -11,7 +11,7 @@ from scheduler_service.frontend.chat_formats.events import Functions, Part
 from scheduler_service.frontend.chat_formats.schemas import parameter_types, typed_value
 from scheduler_service.frontend.chat_formats.source import Reading, Source
 from scheduler_service.frontend.chat_formats.syntax import JSON, CallFormat, Dialect
-from scheduler_service.frontend.chat_formats.values import BrokenValue, ValueReader
+from scheduler_service.frontend.chat_formats.values import BrokenValue, ValueReader, converted
 
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -239,12 +239,8 @@ def _decoded(text: str) -> str:
 
 def _unpacked(value: str) -> str:
     """Arguments that are a string with JSON in it as that JSON."""
-    text = _decoded(value)
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return value
-    return text
+    inner = converted(_decoded(value), JSON)
+    return value if inner is None else inner
 
 
 def _json_text(text: str) -> str:

@@ -219,6 +219,17 @@ def test_half_a_character_in_arguments_is_a_replacement_character(written: str) 
         assert values(found) == [("get_weather", {"city": HALVES[written]})]
 
 
+@pytest.mark.parametrize(
+    ("inner", "expected"),
+    [(r'{"city": "\ud83d!"}', '{"city": "\\ufffd!"}'), ('{"days": 3,}', '{"days": 3}')]
+    + [(text, json.dumps(text)) for text in ('{"days": NaN}', "[" * 300 + "]" * 300, "Paris")],
+)
+def test_arguments_in_a_string_are_as_valid_as_others(inner: str, expected: str) -> None:
+    wish = json.dumps({"name": "get_weather", "arguments": inner})
+    found = parsed(chat_format("hermes"), f"<tool_call>{wish}</tool_call>")
+    assert found.calls == [("get_weather", expected)]
+
+
 @pytest.mark.parametrize("end", range(1, 13))
 def test_required_arguments_that_are_cut_within_an_escape_are_as_they_were(end: int) -> None:
     arguments = '{"city": "' + r"\ud83d\ude00"[:end]
