@@ -164,6 +164,8 @@ ResponseFormat = Annotated[
 
 _DIFFERENT = {"best_of", "max_tokens", "logprobs", "include_stop_in_output"}
 """Sampling parameters that differ between endpoints, or are named differently over HTTP."""
+MAX_ID_DIGITS = 20
+"""Python refuses to read a number of thousands of digits."""
 _KINDS = {
     FieldDescriptor.TYPE_FLOAT: float,
     FieldDescriptor.TYPE_UINT32: int,
@@ -333,7 +335,8 @@ def _set_beam_search(params: sampling_pb2.SamplingParams, fields: SamplingFields
 
 
 def _logit_bias(token_id: str, bias: float) -> sampling_pb2.LogitBias:
-    if not (token_id.isascii() and token_id.isdecimal() and int(token_id) < 2**31):
+    is_number = token_id.isascii() and token_id.isdecimal() and len(token_id) <= MAX_ID_DIGITS
+    if not is_number or int(token_id) >= 2**31:
         raise InvalidArgument("logit_bias", f"expected token ids as keys, got {token_id[:40]!r}")
     return sampling_pb2.LogitBias(token_id=int(token_id), bias=bias)
 

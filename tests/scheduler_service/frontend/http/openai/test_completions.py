@@ -98,6 +98,12 @@ async def test_a_malformed_request_id_is_refused(served: HttpServed) -> None:
     assert refused.json()["error"]["param"] == "X-Request-Id"
 
 
+async def test_a_token_id_of_thousands_of_digits_is_refused(served: HttpServed) -> None:
+    wish = {"prompt": "hello", "logit_bias": {"9" * 5000: 1}}
+    refused = await served.client.post("/v1/completions", json=wish)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logit_bias")
+
+
 async def test_a_client_that_does_not_read_and_then_goes_frees_its_request(
     served: HttpServed,
 ) -> None:
