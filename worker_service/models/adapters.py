@@ -250,7 +250,7 @@ def layers_of(model: Model) -> Iterator[AdaptableLayer]:
         yield from model.adaptable_layers
         return
     for layer in model.modules():
-        if isinstance(layer, VocabEmbedding) and not layer.can_adapt:
+        if isinstance(layer, Linear | VocabEmbedding) and not layer.can_adapt:
             continue
         if isinstance(layer, Linear | VocabEmbedding) and layer not in (model.head, model.score):
             yield layer
@@ -371,11 +371,9 @@ class AdapterSlots:
             return not layout.is_last_stage
         layers = re.escape(model.layers_name)
         match = re.fullmatch(rf"{layers}\.(\d+)\..+", name)
-        layers_here = {int(name.rpartition(".")[2]) for name, _ in model.named_layers()}
-        elsewhere = {*range(model.num_layers)} - layers_here
-        if model.layers_share_names and elsewhere:
-            elsewhere |= layers_here
-        return match is not None and int(match[1]) in elsewhere
+        here = {int(name.rpartition(".")[2]) for name, _ in model.named_layers()}
+        is_there = match is not None and int(match[1]) in {*range(model.num_layers)} - here
+        return is_there or name in model.names_elsewhere
 
     def activate(self, batch: StepBatch) -> bool:
         """Let the layers compute the adapters of a batch in the next forward pass.

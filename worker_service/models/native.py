@@ -288,8 +288,8 @@ class NativeModel(LoadableModule):
 
     pooling: PoolingFacts
 
-    layers_share_names: bool = False
-    """Whether the checkpoint's modules of some layers have the names of another layer's."""
+    names_elsewhere: frozenset[str] = frozenset()
+    """Modules of other stages' layers that the checkpoint names as those of another layer."""
 
     virtual_token_size: int | None = None
     """Width of the embeddings that adapters may have in place of those of tokens; None: they may

@@ -457,6 +457,23 @@ def test_experts_behind_windows_and_sinks_are_those_of_peft(family: str) -> None
     assert_core_equals_peft(base_of(family), made, [0, 1, 2, None, 1, 0], [0] * 6)
 
 
+def test_layers_that_share_modules_have_adapters_of_their_own_ones() -> None:
+    base, folder = base_of("zamba2"), _folder()
+    targets: dict[str, Any] = {"target_modules": ["in_proj", "linear"], "init_lora_weights": False}
+    made = [make_adapter(base, folder / f"zamba2-{r}", seed=r, r=r, **targets) for r in (4, 8)]
+    assert_core_equals_peft(base, made, [0, 1, 0, None, 1, 0], [0] * 6)
+    of_shared = make_adapter(base, folder / "zamba2-shared", target_modules=["q_proj"]).folder
+    message = "target_modules: expected linear layers of Zamba2ForCausalLM.*shared_transformer"
+    for num_stages in (1, 2):
+        adapted = AdapterConfig(enable_lora=True)
+        engine = ParallelEngine(base, pipeline_parallel_size=num_stages, adapters=adapted)
+        try:
+            with pytest.raises(BadAdapter, match=message):
+                engine.group.add_adapter(read_peft(of_shared))
+        finally:
+            engine.group.close()
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
 def test_delta_nets_are_those_of_peft(family: str) -> None:
     base, folder = base_of(family), _folder()

@@ -16,7 +16,7 @@ from worker_service.models.decoder.inputs import InputParts
 from worker_service.models.decoder.layer import DecoderLayer
 from worker_service.models.decoder.names import KV_SCALE_NAMES, canonical_name, unused_names
 from worker_service.models.decoder.per_layer import KeptEmbedding, LayerEmbeddings
-from worker_service.models.decoder.specs import DecoderSettings, PagedMixer
+from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, PagedMixer
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers.paged_attention import PagedAttention
@@ -54,8 +54,9 @@ class DecoderModel(NativeModel):
             self.head_names = re.compile(s.draft_head.tensor_names)
         self._logits_scale, self._logits_soft_cap = s.logits_scale, s.logits_soft_cap
         self._sources = s.sources
-        of_layers = chain.from_iterable(layer.names.values() for layer in s.layers)
-        self.layers_share_names = any(name.startswith("model.") for name in of_layers)
+        here = self._layer_range
+        others = (*s.layers[: here.start], *s.layers[here.stop :])
+        self.names_elsewhere = _whole_names(others) - _whole_names(s.layers[here.start : here.stop])
         self.inputs = InputParts(s, context, kernels)
         self.virtual_token_size = self.inputs.virtual_token_size
         if s.scales_virtual_tokens:
@@ -177,3 +178,9 @@ class DecoderModel(NativeModel):
             holder = name if source is None else f"{self.layers_name}.{source}"
             if isinstance(layer.attention, PagedMixer):
                 yield f"{holder}.self_attn", layer.attention.paged
+
+
+def _whole_names(layers: Sequence[LayerSpec]) -> frozenset[str]:
+    """Names of layers' modules that do not depend on the layer's number."""
+    names = chain.from_iterable(stored.split() for x in layers for stored in x.names.values())
+    return frozenset(name for name in names if name.startswith("model."))

@@ -52,12 +52,12 @@ def zamba2_settings(config: Config) -> DecoderSettings:
             f" {num_layers} layers, got {', '.join(map(str, kinds))}"
         )
     norm, bias = NormSpec(eps=config.get("rms_norm_eps", 1e-5)), config.get("add_bias_linear")
-    head_dim = 2 * size // config["num_attention_heads"]
+    head_dim = config.get("attention_head_dim") or 2 * size // config["num_attention_heads"]
     num_heads, inner = config.get("n_mamba_heads", 8), int(config.get("mamba_expand", 2) * size)
     mamba = mamba2_of(
         {"time_step_limit": (config.get("time_step_min", 0.001), float("inf"))},
         num_heads=num_heads,
-        head_dim=inner // num_heads,
+        head_dim=config.get("mamba_headdim") or inner // num_heads,
         num_groups=config.get("mamba_ngroups", 1),
         state_size=config.get("mamba_d_state", 64),
         width=config.get("mamba_d_conv", 4),

@@ -44,6 +44,9 @@ from worker_service.models.linear.packing import (
 class Linear(nn.Module):
     """y = x @ W.T + b. The weight may be a stack of several weights."""
 
+    can_adapt = True
+    """Whether adapters may change the product."""
+
     def __init__(
         self,
         inputs: Shard,

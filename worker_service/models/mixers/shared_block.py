@@ -96,6 +96,8 @@ class SharedBlock(nn.Module):
             full, consecutive([inner] * 2), bias=spec.bias, context=context, sources=[0] * 2
         )
         self.down = RowParallelLinear(inner, place.size, bias=spec.bias, context=context)
+        for product in (self.qkv, self.output, self.up, self.down):
+            product.can_adapt = False  # an adapter would change all layers, or one of them
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destinations of the tensors of modules with these names, in the order of
