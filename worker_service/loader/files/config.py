@@ -35,10 +35,13 @@ def read_config(model_dir: Path, overrides: Overrides = NO_OVERRIDES) -> dict[st
         raise BadCheckpoint(f"config.json: text_config: expected an object, got {text!r}")
     for holder in (config, text):
         _require_sizes(holder)
+        _require_types(holder)
     return _text_part(config)
 
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_MAX_SIZE = 1 << 31
+"""More than any size is."""
 
 
 def _require_sizes(config: Mapping[str, Any]) -> None:
@@ -46,8 +49,21 @@ def _require_sizes(config: Mapping[str, Any]) -> None:
     given."""
     for key in _SIZES:
         value = config.get(key)
-        if value is not None and (type(value) is not int or value < 1):
+        if value is not None and not (type(value) is int and 0 < value < _MAX_SIZE):
             raise BadCheckpoint(f"config.json: {key}: expected a positive number, got {value!r}")
+
+
+def _require_types(config: Mapping[str, Any]) -> None:
+    """Raise BadCheckpoint for other sizes that are no numbers, and activations that are no names,
+    which some models leave out, or have as 0."""
+    for key in ("head_dim", "max_position_embeddings"):
+        value = config.get(key)
+        if value is not None and not (type(value) is int and 0 <= value < _MAX_SIZE):
+            raise BadCheckpoint(f"config.json: {key}: expected a number, got {value!r}")
+    for key in ("hidden_act", "hidden_activation"):
+        value = config.get(key)
+        if value is not None and not isinstance(value, str):
+            raise BadCheckpoint(f"config.json: {key}: expected a name, got {value!r}")
 
 
 _TEXT_MODELS = {
@@ -121,10 +137,6 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     return {**inner.to_dict(), **outer, **tied, **fixed, **names}
 
 
-_MAX_TOKENS = 1 << 31
-"""More than any vocabulary has."""
-
-
 def special_tokens(
     model_dir: Path, config: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], int | None]:
@@ -136,7 +148,7 @@ def special_tokens(
     generation_file = model_dir / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     inner = config.get("text_config") or {}
-    num_tokens = config.get("vocab_size") or inner.get("vocab_size") or _MAX_TOKENS
+    num_tokens = config.get("vocab_size") or inner.get("vocab_size") or _MAX_SIZE
 
     def ids(key: str) -> list[int]:
         value = next((h[key] for h in (generation, config, inner) if h.get(key) is not None), None)
