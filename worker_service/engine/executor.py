@@ -236,6 +236,9 @@ class ModelThread:
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
+            except BaseException as panic:  # of a library in Rust; callers expect an Exception
+                what = f"{type(panic).__name__}: {panic}"
+                future.set_exception(RuntimeError(what).with_traceback(panic.__traceback__))
 
         self.post(job)
         return await asyncio.wrap_future(future)
@@ -279,7 +282,7 @@ class ModelThread:
         self._busy_since[name] = time.monotonic()
         try:
             job()
-        except Exception:  # a bug in a job; later streams need this thread
+        except BaseException:  # a bug in a job; later streams need this thread
             logger.exception("unhandled error thread=%s", name)
         finally:
             del self._busy_since[name]

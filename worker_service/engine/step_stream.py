@@ -161,7 +161,7 @@ class StepStream:
         except WorkerError as error:
             self._is_intact = False
             self._end(error)
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             self._fail(_failure(plan, error))
         else:
             self._cached_blocks.finish(plan)
@@ -190,7 +190,7 @@ class StepStream:
             return
         try:
             result = step.collect()
-        except Exception as error:
+        except BaseException as error:
             self._has_failed = True
             if isinstance(error, WorkerError):
                 ending = partial(self._end, error)
@@ -302,7 +302,7 @@ def _has_no_work(plan: StepPlan) -> bool:
     return not plan.leases and not any(map(len, columns))
 
 
-def _failure(plan: StepPlan, error: Exception) -> StepFailed:
+def _failure(plan: StepPlan, error: BaseException) -> StepFailed:
     """The failure as reported to the core; the traceback stays in our log."""
     logger.error("step failed epoch=%d step_id=%d", plan.epoch, plan.step_id, exc_info=error)
     return StepFailed(f"step {plan.step_id} failed: {type(error).__name__}")

@@ -128,3 +128,21 @@ async def test_a_thread_that_is_stuck_is_not_waited_for() -> None:
     assert not thread.stop(wait_s=0.01)
     hang.may_end.set()
     assert thread.stop(wait_s=10)
+
+
+async def test_no_failure_of_a_job_ends_the_threads() -> None:
+    class Panic(BaseException):
+        """That of a library in Rust, which is no Exception."""
+
+    def fail() -> None:
+        raise Panic("oh")
+
+    thread = ModelThread()
+    with pytest.raises(RuntimeError, match=r"^Panic: oh$"):
+        await thread.run(fail)
+    thread.post(fail)
+    thread.post(lambda: thread.follow_up(fail))
+    done = threading.Event()
+    thread.post(lambda: thread.follow_up(done.set))
+    assert await asyncio.to_thread(done.wait, 10)
+    assert thread.stop(wait_s=10)

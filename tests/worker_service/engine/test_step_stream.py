@@ -25,12 +25,12 @@ class Launched:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.is_done = threading.Event()
-        self.breaks = False
+        self.failure: BaseException | None = None
 
     def collect(self) -> StepResult:
         assert self.is_done.wait(SOON_S)
-        if self.breaks:
-            raise RuntimeError("the device is gone")
+        if self.failure is not None:
+            raise self.failure
         timings = StepTimings(
             received_us=0, started_us=0, finished_us=0, cache_ops_us=0, forward_us=0, sample_us=0
         )
@@ -43,18 +43,20 @@ class Launched:
 
 
 class Launcher:
-    """A runner that records its calls. Refuses step `bad_step`."""
+    """A runner that records its calls. Cannot launch step `bad_step`."""
 
     block_memory = None
 
-    def __init__(self, bad_step: int | None = None) -> None:
+    def __init__(self, bad_step: int | None = None, failure: BaseException | None = None) -> None:
+        """failure: None refuses the step's plan."""
         self.bad_step = bad_step
+        self.failure = failure or InvalidPlan("seq_ids", "made up")
         self.steps: list[Launched] = []
         self.num_resets = 0
 
     def launch(self, plan: StepPlan) -> Launched:
         if plan.step_id == self.bad_step:
-            raise InvalidPlan("seq_ids", "made up")
+            raise self.failure
         self.steps.append(Launched(plan))
         return self.steps[-1]
 
@@ -124,18 +126,31 @@ async def test_a_plan_that_is_refused_ends_the_stream_after_the_results_before_i
     assert len(runner.steps) == 2
 
 
+class Panic(BaseException):
+    """That of a library in Rust, which is no Exception."""
+
+
+async def test_a_failure_of_any_kind_to_launch_a_step_ends_the_stream(thread: ModelThread) -> None:
+    stream = StepStream(1, Launcher(1, Panic("oh")), no_transfers(), thread, StepMeter())
+    await submit(stream, thread, 2)
+    step_ids, error = await collected(stream)
+    assert (step_ids, type(error)) == ([], StepFailed)
+    assert "step 1 failed: Panic" in str(error)
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("the device is gone"), Panic("oh")])
 async def test_a_failure_of_the_device_ends_the_stream_and_later_results_do_not_count(
-    thread: ModelThread,
+    thread: ModelThread, failure: BaseException
 ) -> None:
     runner = Launcher()
     stream = StepStream(1, runner, no_transfers(), thread, StepMeter())
     await submit(stream, thread, 3)
-    runner.steps[1].breaks = True
+    runner.steps[1].failure = failure
     for step in runner.steps:
         step.is_done.set()
     step_ids, error = await collected(stream)
     assert (step_ids, type(error)) == ([1], StepFailed)
-    assert "step 2 failed: RuntimeError" in str(error)
+    assert f"step 2 failed: {type(failure).__name__}" in str(error)
     assert runner.num_resets == 1
 
 
