@@ -81,6 +81,8 @@ class Connection(HttpToolsProtocol):
         self._num_field_bytes = 0
         """Bytes of the present request's headers and trailers."""
         self._head_timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+        """The exchange that was begun last; those of requests that were sent ahead follow."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -139,7 +141,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()
-        super().connection_lost(error)
+        super().connection_lost(error)  # which ends the newest exchange, not the one that runs
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     # What the parser calls.
 

@@ -10,7 +10,14 @@ from uvicorn.server import ServerState
 
 from scheduler_service.frontend.http.connection import Connection
 from tests.support.frontends import eventually
-from tests.support.http_frontends import HttpServed, exchange, http_post, none_open, raw_connection
+from tests.support.http_frontends import (
+    HttpServed,
+    exchange,
+    http_post,
+    http_served,
+    none_open,
+    raw_connection,
+)
 from tests.support.tokenizers import letters
 
 
@@ -299,6 +306,19 @@ async def test_the_request_of_a_client_that_goes_away_is_cancelled(
             await reader.readuntil(b"\n\n")
     await at_core.cancelled()
     await none_open(served.frontend)
+
+
+async def test_a_client_that_goes_away_has_its_request_cancelled_though_it_sent_another() -> None:
+    """What was sent ahead is not read yet, so only a write shows that the client has gone."""
+    async with http_served(sse_keep_alive_s=0.05) as served:
+        async with raw_connection(served.frontend) as (reader, writer):
+            writer.write(http_post("/v1/completions", STREAM) * 2)
+            at_core = await served.core.next_request()
+            await at_core.accept()
+            await reader.readuntil(b"\n\n")
+        await at_core.cancelled()
+        await none_open(served.frontend)
+        assert len(served.core.requests) == 1
 
 
 @pytest.mark.parametrize(
