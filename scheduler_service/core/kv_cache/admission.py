@@ -152,9 +152,9 @@ class Admission:
             hit = start.hit
             if start.source is not None:
                 hit = self._demand.hit_of(start.num_tokens, hit.num_source_tokens)
-            upfront = _num_upfront(start.seq, starts)
+            branches = _branches(start.seq, starts)
             length = start.seq.growth.length
-            num_blocks += sum(self._demand.after(length, hit, lambda _: True, num_upfront=upfront))
+            num_blocks += sum(self._demand.after(length, hit, lambda _: True, branches=branches))
         return num_blocks
 
     def admit_jointly(self, starts: Sequence[JointStart[S]]) -> Moves:
@@ -170,9 +170,9 @@ class Admission:
             self._count_found(start.seq, hit)
             if start.source is not None:
                 hit = self._hit_in(start.source, start.num_tokens, hit.num_source_tokens)
-            held = self._allocate(start.seq, hit, taken, moves, _num_upfront(start.seq, starts))
+            held = self._allocate(start.seq, hit, taken, moves, _branches(start.seq, starts))
             self._tables.begin(start.seq, held)
-            if start.source is not None and self._tables.has_states:
+            if start.source is not None and (self._tables.has_states or self._tables.has_spans):
                 branch = start.num_tokens, start.seq.seq_id
                 self._tables.held[start.source.seq_id].branches.append(branch)
         self._device.release(found)
@@ -180,10 +180,14 @@ class Admission:
 
     def _hit_in(self, seq: CacheableSequence, num_tokens: int, num_source_tokens: int) -> PrefixHit:
         """The first tokens of a sequence, which fill blocks in every group, to share them with
-        another one. They may still have to be computed."""
+        another one. They may still have to be computed: what windows and chunks have of them is
+        shared then."""
         hits, tables = [], self._tables.held[seq.seq_id].tables
         shape = self._demand.hit_of(num_tokens, num_source_tokens)
-        for table, hit in zip(tables, shape.groups, strict=True):
+        for group, table, hit in zip(self._tables.groups, tables, shape.groups, strict=True):
+            if group.span:
+                hits.append(GroupHit(num_tokens // group.block_tokens))
+                continue
             first = hit.first - table.first if hit.blocks else 0
             assert first >= 0
             hits.append(GroupHit(hit.first, table.blocks[first : first + len(hit.blocks)]))
@@ -205,13 +209,13 @@ class Admission:
         hit: PrefixHit,
         taken: set[int],
         moves: Moves,
-        num_upfront: int = 0,
+        branches: Sequence[int] = (),
     ) -> SequenceTables:
         """Allocate blocks for a sequence, the first tokens of which were found; those of windows
-        and chunks are only to be reserved, but for the first `num_upfront` tokens. What was found
-        on the host is swapped in. `taken`: see `_pin`."""
+        and chunks are only to be reserved. What was found on the host is swapped in. `taken`: see
+        `_pin`; `branches`: where others go on from it."""
         pool = self._device
-        numbers = self._demand.after(seq.growth.length, hit, pool.is_used, num_upfront=num_upfront)
+        numbers = self._demand.after(seq.growth.length, hit, pool.is_used, branches=branches)
         used = set(filter(pool.is_used, hit.shared))
         self._host.fetch(hit.host_blocks)
         pool.share(hit.shared)  # before others are evicted
@@ -226,11 +230,12 @@ class Admission:
                 end = group.max_blocks(0, 0, hit.num_source_tokens)
                 table.blocks += pool.allocate(end - len(table.blocks))
                 continue
-            end = -(-(num_upfront if group.span else seq.growth.length) // group.block_tokens)
-            table.blocks += pool.allocate(max(0, end - table.end))
             if group.span:
                 num_held = sum(block not in used for block in table.blocks)
                 held.num_reserved += max(0, number - num_held)
+            else:
+                end = -(-seq.growth.length // group.block_tokens)
+                table.blocks += pool.allocate(max(0, end - table.end))
         self._states.begin(held, hit)
         return held
 
@@ -267,6 +272,6 @@ class Admission:
         return blocks
 
 
-def _num_upfront(seq: S, starts: Sequence[JointStart[S]]) -> int:
-    """Tokens that others share with a sequence before they are computed."""
-    return max((start.num_tokens for start in starts if start.source is seq), default=0)
+def _branches(seq: S, starts: Sequence[JointStart[S]]) -> list[int]:
+    """Where others go on from a sequence: their numbers of tokens that it computes."""
+    return [start.num_tokens for start in starts if start.source is seq]

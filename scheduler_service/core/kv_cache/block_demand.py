@@ -45,12 +45,12 @@ class BlockDemand:
         hit: PrefixHit,
         is_shared: Callable[[int], bool],
         *,
-        num_upfront: int = 0,
+        branches: Sequence[int] = (),
         num_forks: int = 0,
     ) -> list[int]:
         """By group: most blocks that a sequence of `num_tokens` tokens has at a time, and its forks
-        at first, without those of a hit that `is_shared`. `num_upfront`: tokens for which all are
-        allocated at once."""
+        at first, without those of a hit that `is_shared`. `branches`: positions at which others go
+        on from it, which keep what is read there."""
         numbers = []
         for group, found in zip(self._groups, hit.groups, strict=True):
             if group.is_state:
@@ -63,7 +63,7 @@ class BlockDemand:
                 continue
             first = found.first + (shared.index(False) if False in shared else len(shared))
             number = min(group.max_blocks(num_tokens, self._max_chunk), end - first)
-            numbers.append(max(number, -(-num_upfront // group.block_tokens) - first))
+            numbers.append(min(number + _num_read_at(group, branches), end - first))
         return numbers
 
     def hit_of(self, num_tokens: int, num_source_tokens: int) -> PrefixHit:
@@ -78,3 +78,10 @@ class BlockDemand:
             end = group.max_blocks(num_tokens, 0, num_source_tokens)
             groups.append(GroupHit(first, [0] * (end - first)))
         return PrefixHit(num_tokens, groups, num_source_tokens)
+
+
+def _num_read_at(group: CacheGroup, positions: Sequence[int]) -> int:
+    """Number of blocks that rows at any of these positions read of the tokens before it."""
+    tokens = group.block_tokens
+    ranges = (range(group.first_needed(at) // tokens, at // tokens) for at in positions)
+    return len({index for indices in ranges for index in indices})

@@ -99,7 +99,8 @@ class SequenceTables:
     num_forks: int = 0
     """Sequences that will fork from it, for whose states blocks are reserved."""
     branches: list[tuple[int, int]] = field(default_factory=list)
-    """Positions at which others, by id, begin with a copy of its state."""
+    """Positions at which others, by id, begin with a copy of its state, and with what windows and
+    chunks have of the tokens before."""
     state_position: int = 0
     """Position at which its state was saved last while it decodes."""
     saved: list[SavedState] = field(default_factory=list)

@@ -38,8 +38,9 @@ class DeviceTables:
         self.states = SharedStates(groups, self.pool)
         self.has_states = bool(self.states.groups)
         """Whether the model keeps states, which a row changes for good."""
-        self.has_spans = any(group.span for group in groups)
-        """Whether it has windows or chunks."""
+        self.spans = [number for number, group in enumerate(groups) if group.span]
+        """The groups of windows and chunks."""
+        self.has_spans = bool(self.spans)
         self.block_tokens = {n: g.block_tokens for n, g in enumerate(groups) if g.has_tokens}
         """By group that holds tokens."""
         reach = {*self.block_tokens.values()}
@@ -192,8 +193,20 @@ class DeviceTables:
 
     def chunk_end(self, seq: CacheableSequence, start: int, end: int) -> int:
         """Where the chunk of a prompt must end that begins at `start` and may have tokens up to
-        `end`: its state is copied where others that were admitted with it branch off."""
+        `end`: others that were admitted with it get its state and windows where they branch off."""
         return min([end, *(at for at, _ in self.held[seq.seq_id].branches if at > start)])
+
+    def share_spans(self, held: SequenceTables, position: int) -> None:
+        """Let others that branch off at a position have what windows and chunks have there. The
+        tokens before it are computed or planned, and those after it have no memory yet."""
+        for at, seq_id in held.branches:
+            if at != position or seq_id not in self.held:
+                continue
+            for number in self.spans:
+                source, table = held.tables[number], self.held[seq_id].tables[number]
+                if not table.blocks:  # else they have it, and there was no memory for the rest
+                    table.first, table.blocks = source.first, list(source.blocks)
+                    self.pool.share(table.blocks)
 
     def extend(self, held: SequenceTables, end: int) -> list[BlockUpdate] | None:
         """Allocate blocks for a prompt's tokens up to `end`, out of what is reserved; None if

@@ -99,6 +99,7 @@ class KVCacheManager:
         updates: list[BlockUpdate] | None = []
         if self.tables.has_spans:
             self.released.slide(seq, start)
+            self.tables.share_spans(held, start)
             updates = self.tables.extend(held, end)
         if self.tables.has_states and updates is not None:
             for position, seq_id in held.branches:

@@ -14,7 +14,7 @@ from scheduler_service.core import (
     SchedulerConfig,
 )
 from scheduler_service.core.admission.deadlines import _work_us
-from scheduler_service.core.config import PoolingType, PreemptionMode
+from scheduler_service.core.config import CacheGroup, CacheLifetime, PoolingType, PreemptionMode
 from scheduler_service.core.step_plan import RowCandidates, StepResult
 from scheduler_service.errors import InvalidArgument
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -138,6 +138,30 @@ def test_a_search_waits_for_memory_of_texts_whose_vectors_are_in_flight() -> Non
     assert group.num_free_gpu_blocks == 1
     driver.run_until_idle()
     assert text.finished is not None
+    assert search.finished is not None
+    driver.check_empty()
+
+
+def test_beams_with_windows_need_no_more_memory_when_they_are_computed_again() -> None:
+    """Those that go on from another beam share the window there, not all of the prompt."""
+    window = CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=4, span=9)
+    config = dataclasses.replace(
+        CONFIG,
+        max_num_batched_tokens=8,
+        policy=PolicyName.PRIORITY,
+        enable_prefix_caching=False,
+        preemption_mode=PreemptionMode.RECOMPUTE,
+    )
+    driver = CoreDriver(config)
+    driver.add_worker_group(make_capacity(num_gpu_blocks=9, cache_groups=(window,)))
+    beams = dataclasses.replace(THREE, width=2)
+    search = driver.submit(prompt=[n % 32 for n in range(40)], max_tokens=12, beam_search=beams)
+    driver.step("g0", times=6)
+    other = driver.submit(prompt=list(range(20)), max_tokens=8, priority=-1)
+    driver.run_until_idle()
+    [model] = driver.core.snapshot().models
+    assert model.totals.num_preemptions > 0
+    assert other.finished is not None
     assert search.finished is not None
     driver.check_empty()
 
