@@ -33,6 +33,7 @@ from scheduler_service.errors import (
     GenerationFailed,
     PagewireError,
     RequestAborted,
+    UnknownAdapter,
     UnknownRequest,
 )
 
@@ -147,12 +148,20 @@ class SchedulerCore:
 
     # Adapters.
 
-    def set_adapters(self, model: str, adapters: dict[str, str], now: float) -> None:
+    def set_adapters(
+        self, model: str, adapters: dict[str, str], now: float, *, is_settling: bool = False
+    ) -> None:
         """Set the adapters that all worker groups of a model have: names by the digest, in
-        hexadecimal digits. Requests with other ones are refused. `now`: for recordings."""
-        del now
+        hexadecimal digits. Requests with other ones are refused, and end if they are live; or they
+        wait, if more may become known soon (`is_settling`)."""
         by_digest = {bytes.fromhex(digest): name for digest, name in adapters.items()}
-        self._fleet.adapters[model] = by_digest
+        self._fleet.set_adapters(model, by_digest, is_settling=is_settling)
+        for seq_group in self.requests.seq_groups():
+            try:
+                if seq_group.request.model == model:
+                    self._fleet.check_adapter(seq_group.request)
+            except UnknownAdapter as error:
+                self._endings.end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
 
     # Requests.
 
@@ -254,7 +263,9 @@ class SchedulerCore:
             # Routing may end requests in other groups, which have all the tokens possible there.
             changed = model.schedulers if model.waiting else [scheduler]
             late, placed = model.route(
-                lambda seq_group: self._late_error(seq_group, now), to_us(now)
+                lambda seq_group: self._late_error(seq_group, now),
+                self._fleet.adapters.get(model.name, {}),
+                to_us(now),
             )
             for seq_group, error in late:
                 self._endings.end(seq_group, ABORTED, error, now)

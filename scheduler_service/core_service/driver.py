@@ -62,6 +62,12 @@ class CoreDriver:
 
     # Worker groups
 
+    def set_adapters(self, model: str, adapters: dict[str, str], *, is_settling: bool) -> None:
+        """Set the adapters that all worker groups of a model have, and end the requests that have
+        others; see `SchedulerCore.set_adapters`."""
+        self.core.set_adapters(model, adapters, self.clock(), is_settling=is_settling)
+        self.follow_up()
+
     def add_worker_group(self, capacity: WorkerGroupCapacity) -> asyncio.Event:
         """Plan for a group from now on; the event is set whenever there may be a plan.
 

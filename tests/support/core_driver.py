@@ -190,7 +190,8 @@ class CoreDriver:
         """The workers have these adapters from now on: names by digest."""
         self.adapters = adapters
         by_digest = {digest.hex(): name for digest, name in adapters.items()}
-        self.core.set_adapters(MODEL, by_digest, self.now)
+        self.core.set_adapters(MODEL, by_digest, self.now, is_settling=False)
+        self._follow_up()
 
     def lose_core(self) -> None:
         """The core dies: workers join a new one, frontends submit their open requests again."""

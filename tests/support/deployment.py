@@ -179,7 +179,7 @@ class Deployment:
 
     def _announce_adapters(self) -> None:
         digests = {self._adapters[n].info.digest.hex(): str(n) for n in sorted(self._loaded)}
-        self._core.set_adapters(MODEL, digests, now=0.0)
+        self._core.set_adapters(MODEL, digests, now=0.0, is_settling=False)
 
     def _context(self, job: Job) -> tuple[ContextPart, ...]:
         if job.adapter is None:

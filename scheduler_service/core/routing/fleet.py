@@ -1,7 +1,7 @@
 """The worker groups, the models that they serve, and the requests that wait for each model."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -137,11 +137,15 @@ class ServedModel:
                     )
 
     def route(
-        self, late_error: Callable[[SequenceGroup], PagewireError | None], now_us: int
+        self,
+        late_error: Callable[[SequenceGroup], PagewireError | None],
+        adapters: Container[bytes],
+        now_us: int,
     ) -> tuple[list[TooLate], Mapping[SequenceGroup, Scheduler]]:
         """Hand waiting requests, in order, to worker groups that have room. Returns those for which
         `late_error` has an error when their turn comes, which are in no queue any more, and must be
-        ended; and those that were handed over, with their worker groups."""
+        ended; and those that were handed over, with their worker groups. `adapters`: digests of
+        those that all worker groups have; requests with others wait."""
         if not self.waiting:
             self.throughput.interrupt()
             return [], {}
@@ -151,6 +155,7 @@ class ServedModel:
             self.equivalent,
             self.policy,
             self.router,
+            adapters,
         )
         too_late = round_.run(late_error, now_us)
         unfit = round_.unfit
@@ -235,6 +240,8 @@ class Fleet:
         """Totals of all models that were ever served, by name."""
         self.adapters: dict[str, Mapping[bytes, str]] = {}
         """Names of the adapters that all worker groups of a model have, by model and digest."""
+        self._settling: set[str] = set()
+        """Models of which more adapters may become known."""
 
     # Worker groups.
 
@@ -361,10 +368,18 @@ class Fleet:
                 details={"model": name, "served": served},
             )
 
+    def set_adapters(self, name: str, adapters: Mapping[bytes, str], *, is_settling: bool) -> None:
+        """Set the adapters that all worker groups of a model have; `is_settling`: more may become
+        known soon."""
+        self.adapters[name] = adapters
+        (self._settling.add if is_settling else self._settling.discard)(name)
+        self.wake(name)
+
     def check_adapter(self, request: Request) -> None:
         """Raise UnknownAdapter if a request is for an adapter that the workers do not have."""
         adapter, model = adapter_of(request.context), self.models.get(request.model)
-        if adapter is None or model is None or not model.was_served:
+        is_known = request.model in self.adapters or (model is not None and model.was_served)
+        if adapter is None or not is_known or request.model in self._settling:
             return
         present = self.adapters.get(request.model, {})
         if adapter not in present:

@@ -36,12 +36,13 @@ meanwhile. It does not preempt others. See `poison.py`.
 A request with an adapter goes only to groups with a slot for it. If there is none, requests with
 other adapters may pass it, so that those with an adapter that has a slot are computed together; but
 only for `MAX_SLOT_WAIT_US`. From then on no later request with another adapter is handed over, so
-that a slot becomes free. Requests without adapters always pass.
+that a slot becomes free. Requests without adapters always pass. One whose adapter the workers do
+not have waits until they have it, and holds up nothing.
 
 Routing reads no clock and uses no randomness: the same calls give the same routes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
@@ -298,6 +299,8 @@ class RoutingRound:
     """The same schedulers, in sets to which the same requests may go."""
     policy: Policy
     router: Router
+    adapters: Container[bytes]
+    """Digests of those that all worker groups have."""
 
     def __post_init__(self) -> None:
         # Room in groups that no waiting request may go to is no reason to look at the queue.
@@ -352,6 +355,9 @@ class RoutingRound:
         if not suitable:
             self.waiting.discard(seq_group)
             self.unfit.append(seq_group)
+            return None
+        if seq_group.adapter is not None and seq_group.adapter not in self.adapters:
+            self.waiting.skip_queue(seq_group)
             return None
         allowed = [
             scheduler

@@ -75,13 +75,16 @@ class AdapterDirectory:
 
     async def run(self) -> NoReturn:
         """Announce that the tables are settled, and drop retained contents that nobody uses."""
+        was_settling = True
         while True:
-            was_settling = self.is_settling
             pause_s = self.collect_interval_s
             if was_settling:
                 pause_s = min(pause_s, self._settled_at - self.driver.clock())
             await asyncio.sleep(max(0.0, pause_s))
             if was_settling and not self.is_settling:
+                was_settling = False
+                for model in self._models.values():
+                    model.settle()
                 self.on_change()
             for model in list(self._models.values()):
                 await model.bring_up()
@@ -98,7 +101,14 @@ class AdapterDirectory:
             yield
             return
         model = self._models.setdefault(
-            info.name, ModelAdapters(info.name, self.driver, self._distribution, self.on_change)
+            info.name,
+            ModelAdapters(
+                info.name,
+                self.driver,
+                self._distribution,
+                self.on_change,
+                lambda: self.is_settling,
+            ),
         )
         await model.join(ranks)
         try:

@@ -33,6 +33,8 @@ class ModelAdapters:
     distribution: AdapterDistribution
     on_change: Callable[[], None]
     """Called when the table has changed."""
+    is_settling: Callable[[], bool]
+    """Whether workers may register that have tables which this core does not know."""
     table: AdapterSet = field(default_factory=AdapterSet)
 
     _members: dict[str, pb.WorkerRegistration] = field(default_factory=dict)
@@ -155,8 +157,10 @@ class ModelAdapters:
             workers = list(self._members.values())
             if not unused or not workers:
                 return
+            table = without_contents(self.table, unused)
+            self._allow(table)  # no request that needs them may come while workers drop them
             try:
-                await self._change(workers, without_contents(self.table, unused))
+                await self._change(workers, table)
             except PagewireError as error:
                 logger.warning("retained adapters not dropped model=%s error=%s", self.name, error)
                 await self._restore(workers)
@@ -224,6 +228,14 @@ class ModelAdapters:
         self._retained_at = {
             adapter.digest: self._retained_at.get(adapter.digest, now) for adapter in table.retained
         }
-        names = {digest.hex(): adapter.name for digest, adapter in contents(table).items()}
-        self.driver.core.set_adapters(self.name, names, now)
+        self._allow(table)
         self.on_change()
+
+    def settle(self) -> None:
+        """End requests with adapters that no worker has brought, now that all have registered."""
+        self._allow(self.table)
+
+    def _allow(self, table: AdapterSet) -> None:
+        """Let the core have requests for the contents of a table, and no others."""
+        names = {digest.hex(): adapter.name for digest, adapter in contents(table).items()}
+        self.driver.set_adapters(self.name, names, is_settling=self.is_settling())

@@ -17,7 +17,9 @@ DIGESTS = {name: bytes([number]) * 32 for number, name in enumerate("abcd")}
 def make_driver(*max_loras: int, config: SchedulerConfig = SMALL_CONFIG) -> CoreDriver:
     """A core with all adapters, and a worker group for each number of slots."""
     driver = CoreDriver(config)
-    driver.core.set_adapters(MODEL, {digest.hex(): name for name, digest in DIGESTS.items()}, 0.0)
+    driver.core.set_adapters(
+        MODEL, {digest.hex(): name for name, digest in DIGESTS.items()}, 0.0, is_settling=False
+    )
     for index, number in enumerate(max_loras):
         driver.add_worker_group(make_capacity(f"g{index}", max_loras=number))
     return driver
@@ -108,7 +110,7 @@ def test_a_status_names_the_adapters_of_requests_and_those_in_slots() -> None:
     assert sorted(request.lora for request in seen.requests) == ["", "a", "a", "b"]
     driver.run_until_idle()
     assert adapters() == "b 0, a 0"
-    driver.core.set_adapters(MODEL, {DIGESTS["a"].hex(): "new"}, 0.0)
+    driver.core.set_adapters(MODEL, {DIGESTS["a"].hex(): "new"}, 0.0, is_settling=False)
     assert adapters() == f"{DIGESTS['b'].hex()[:12]} 0, new 0"
     ended = driver.core.inspect(detail).ended_requests
     assert sorted(request.lora for request in ended) == ["", "a", "a", "b"]
@@ -129,7 +131,9 @@ def test_adapters_that_workers_lack_and_too_many_of_a_tenant_are_refused() -> No
         max_num_seqs=4, max_num_batched_tokens=16, tenants={"t": TenantConfig(max_loras=1)}
     )
     driver = make_driver(2, config=config)
-    driver.core.set_adapters(MODEL, {DIGESTS[name].hex(): name for name in "ab"}, 0.0)
+    driver.core.set_adapters(
+        MODEL, {DIGESTS[name].hex(): name for name in "ab"}, 0.0, is_settling=False
+    )
     with pytest.raises(UnknownAdapter, match="adapters: a, b"):
         submit(driver, "c")
     submit(driver, "a", tenant="t")
@@ -142,4 +146,42 @@ def test_adapters_that_workers_lack_and_too_many_of_a_tenant_are_refused() -> No
     assert driver.core.requests.by_adapter() == found
     driver.run_until_idle()
     assert not driver.core.requests.by_adapter()
+    driver.check_empty()
+
+
+def test_requests_with_an_adapter_that_is_lost_end_and_others_go_on() -> None:
+    driver = make_driver(2)
+    ending, staying = submit(driver, "a", 20), submit(driver, "b", 20)
+    driver.step("g0", 3)
+    waiting = submit(driver, "a", 20)
+    driver.set_adapters({DIGESTS["b"]: "b"})
+    driver.collect()
+    for record in (ending, waiting):
+        assert isinstance(record.error, UnknownAdapter)
+    driver.run_until_idle()
+    assert staying.finished is not None
+    driver.check_empty()
+
+
+def test_requests_wait_while_more_adapters_may_become_known() -> None:
+    """As at a core that has started, to which the worker that has the adapter comes later."""
+    driver = CoreDriver(SMALL_CONFIG)
+    driver.core.set_adapters(MODEL, {}, driver.now, is_settling=True)
+    first = submit(driver, "a")
+    driver.add_worker_group(make_capacity("g0", max_loras=1))
+    others = [submit(driver, "b"), submit(driver, "c"), submit(driver, "")]
+    driver.step("g0", 8)
+    driver.core.check()
+    assert others[2].finished is not None
+    known = {DIGESTS[name].hex(): name for name in "ab"}
+    driver.core.set_adapters(MODEL, known, driver.now, is_settling=True)
+    assert driver.core.pop_woken() == {"g0"}
+    driver.step("g0", 12)
+    assert first.finished is not None
+    assert others[0].finished is not None
+    driver.core.set_adapters(MODEL, known, driver.now, is_settling=False)
+    driver.collect()
+    assert isinstance(others[1].error, UnknownAdapter)
+    with pytest.raises(UnknownAdapter):
+        submit(driver, "c")
     driver.check_empty()

@@ -73,7 +73,7 @@ class Deployment:
 
     def place(self) -> None:
         """Give what waits to worker groups."""
-        self.model.route(lambda group: None, self.now_us)
+        self.model.route(lambda group: None, (), self.now_us)
         self.model.check()
 
     def where(self, group: SequenceGroup) -> str | None:
@@ -265,7 +265,7 @@ def test_a_request_that_is_too_late_is_returned_for_its_caller_to_end() -> None:
     deployment = Deployment(make_scheduler("g0"))
     late, other = deployment.submit(prompt(1, 8)), deployment.submit(prompt(2, 8))
     error = DeadlineExceeded("too late")
-    too_late, placed = deployment.model.route(lambda group: error if group is late else None, 0)
+    too_late, placed = deployment.model.route(lambda group: error if group is late else None, (), 0)
     assert too_late == [(late, error)]
     assert list(placed) == [other]
     assert late not in deployment.model.waiting
@@ -348,7 +348,7 @@ def count_looks(deployment: Deployment) -> int:
     probes = [CountedProbe(scheduler.probe) for scheduler in deployment.schedulers]
     for scheduler, probe in zip(deployment.schedulers, probes, strict=True):
         scheduler.probe = cast(CapacityProbe, probe)
-    deployment.model.route(lambda group: None, 0)
+    deployment.model.route(lambda group: None, (), 0)
     for scheduler, probe in zip(deployment.schedulers, probes, strict=True):
         scheduler.probe = probe.inner
     return sum(probe.num_looks for probe in probes)

@@ -1,7 +1,7 @@
 """Changes of tables that a worker does not complete are undone on all workers, in the end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -11,13 +11,14 @@ import pytest
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.adapter_pb2 import AdapterInfo, AdapterSet
-from scheduler_service.core import SchedulerConfig, SchedulerCore
+from scheduler_service.core import ContextKind, ContextPart, SchedulerConfig, SchedulerCore
 from scheduler_service.core_service.adapters.directory import AdapterDirectory
 from scheduler_service.core_service.adapters.tables import contents
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.workers.errors import SessionFailed
-from scheduler_service.errors import Unavailable
+from scheduler_service.errors import Unavailable, UnknownAdapter
 from tests.support.clocks import Clock
+from tests.support.core_driver import make_request
 
 MODEL = "m"
 
@@ -34,9 +35,10 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.table = AdapterSet()
         self.contents: dict[bytes, str] = {}
-        self.files = {"/kept", "/new", "/later"}
+        self.files = {"/kept", "/new", "/later", "/x"}
         self.loses_answers = False
         self.num_put = 0
+        self.on_set: Callable[[], None] = lambda: None
         self.answered = asyncio.Event()
         """Set when it has set a table."""
         self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
@@ -60,6 +62,7 @@ class Worker:
         self.is_asked.set()
         await self.may_answer.wait()
         wanted = contents(request.adapters).keys()
+        self.on_set()
         if missing := wanted - self.contents.keys():
             return worker_pb.SetAdaptersResponse(missing=missing)
         if request.adapters.version < self.table.version:
@@ -215,3 +218,65 @@ async def test_workers_agree_after_one_could_not_join(was_lost: bool) -> None:
                 assert "new" in [adapter.name for adapter in one.table.adapters]
                 held = {*contents(one.table)}
                 assert (digest in held) == (not was_lost)
+
+
+def make_directory(worker: Worker, **settings: float) -> AdapterDirectory:
+    @asynccontextmanager
+    async def dial(address: str) -> AsyncIterator[Any]:
+        yield worker
+
+    driver = CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock())
+    return AdapterDirectory(
+        driver, dial, on_change=lambda: None, collect_interval_s=0.001, **settings
+    )
+
+
+def submit(directory: AdapterDirectory, digest: bytes) -> None:
+    context = (ContextPart(ContextKind.ADAPTER, digest),)
+    driver = directory.driver
+    driver.core.submit(make_request(model=MODEL, context=context), driver.clock())
+
+
+@asynccontextmanager
+async def running(directory: AdapterDirectory) -> AsyncIterator[None]:
+    task = asyncio.create_task(directory.run())
+    yield
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_no_request_gets_a_content_that_workers_are_dropping() -> None:
+    worker = Worker("a")
+    directory = make_directory(worker, settle_s=0.0, retain_s=0.0)
+    async with directory.joined([worker.registration]):
+        adapter = await directory.load("x", "/x", MODEL, replace=False, names=())
+        await directory.unload("x")
+        refused = asyncio.Event()
+
+        def try_now() -> None:
+            with pytest.raises(UnknownAdapter):
+                submit(directory, adapter.digest)
+            refused.set()
+
+        worker.on_set = try_now
+        async with running(directory), asyncio.timeout(10):
+            await refused.wait()
+            while worker.contents:
+                await worker.answered.wait()
+
+
+async def test_requests_end_whose_adapter_no_worker_has_brought_until_tables_are_settled() -> None:
+    worker = Worker("a")
+    directory = make_directory(worker, settle_s=2.0)
+    requests, clock = directory.driver.core.requests, directory.driver.clock
+    assert isinstance(clock, Clock)
+    async with directory.joined([worker.registration]):
+        submit(directory, bytes(32))
+        assert len(requests) == 1
+        clock.now += 3.0
+        settled = asyncio.Event()
+        directory.on_change = settled.set
+        async with running(directory), asyncio.timeout(10):
+            await settled.wait()
+        assert len(requests) == 0
