@@ -27,6 +27,21 @@ MAX_UNKNOWN_WAIT_S = 30.0
 """How long a continued request waits for a model that no core has announced to this frontend."""
 
 
+class _Patience:
+    """The end of a wait that is bounded while models are served, and then since the first was."""
+
+    def __init__(self) -> None:
+        self._ends_at: float | None = None
+
+    def ends_at(self, *, is_bounded: bool) -> float | None:
+        """When the wait ends, on the event loop's clock; None if it is not bounded now."""
+        if not is_bounded:
+            self._ends_at = None
+        elif self._ends_at is None:
+            self._ends_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
+        return self._ends_at
+
+
 class ModelDirectory:
     """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
 
@@ -98,7 +113,7 @@ class ModelDirectory:
         after `MAX_UNKNOWN_WAIT_S` that raises Unavailable, which clients retry. So does waiting
         without a name while only models are served that the tenant may not use.
         """
-        give_up_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
+        patience = _Patience()
         while True:
             changed = self.changed
             model = self._find(name, tenant, work, is_continued=is_continued)
@@ -113,7 +128,7 @@ class ModelDirectory:
                 wanted, may_come = f"model {name!r} is not", name in self._known
             is_bounded = bool(self._served) and not may_come
             try:
-                async with asyncio.timeout_at(give_up_at if is_bounded else None):
+                async with asyncio.timeout_at(patience.ends_at(is_bounded=is_bounded)):
                     await changed.wait()
             except TimeoutError:
                 raise self.unavailable(f"{wanted} being served now") from None
@@ -135,7 +150,7 @@ class ModelDirectory:
         model. The answer never comes from the model alone when an adapter is named.
         """
         name = model_name if lora is None else lora
-        give_up_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
+        patience = _Patience()
         while name is not None and (lora is not None or name not in self._named):
             changed = self.changed
             adapter = self.adapters.find(name, lora_digest)
@@ -145,7 +160,7 @@ class ModelDirectory:
             if is_serving and not (is_continued or self.adapters.may_come(name)):
                 break
             try:
-                async with asyncio.timeout_at(give_up_at if is_serving else None):
+                async with asyncio.timeout_at(patience.ends_at(is_bounded=is_serving)):
                     await changed.wait()
             except TimeoutError:
                 if self.adapters.may_come(name):

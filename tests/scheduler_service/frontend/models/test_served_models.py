@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.v1 import model_pb2
+from pagewire.v1 import adapter_pb2, model_pb2
 from pagewire.v1.status_pb2 import WorkerLoading
 from scheduler_service.errors import (
     InvalidArgument,
@@ -257,6 +257,27 @@ async def test_a_continued_request_waits_a_bounded_time_for_a_model_that_nobody_
     directory.update([model_info("b")])
     with pytest.raises(Unavailable, match="model 'a' is not being served now"):
         await directory.resolve("a", ANYBODY, is_continued=True)
+
+
+async def test_the_time_without_a_core_is_not_part_of_a_bounded_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An adapter comes with a worker that registers later than the first one."""
+    loop = asyncio.get_running_loop()
+    directory = ModelDirectory(Fetch())
+    table = adapter_pb2.ModelAdapters(model="a", settling=True)
+    with_adapter = asyncio.create_task(directory.resolve_with_adapter(None, ANYBODY, lora="x"))
+    continued = asyncio.create_task(directory.resolve("b", ANYBODY, is_continued=True))
+    await asyncio.sleep(0)
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now + 2 * served_models.MAX_UNKNOWN_WAIT_S)
+    directory.update([model_info("a")], adapters=[table])
+    for _ in range(3):
+        await asyncio.sleep(0)
+    table.adapters.adapters.add(name="x", digest=bytes(32))
+    directory.update([model_info("a"), model_info("b")], adapters=[table])
+    assert (await with_adapter)[0].info.name == "a"
+    assert (await continued).info.name == "b"
 
 
 async def test_a_key_whose_models_are_not_served_waits_a_bounded_time_for_one(
