@@ -14,8 +14,8 @@ from scheduler_service.core_service.adapters.tables import (
     find,
     merged,
     with_adapter,
-    without_contents,
     without_name,
+    without_retained,
 )
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.workers.errors import SessionFailed
@@ -157,7 +157,7 @@ class ModelAdapters:
             workers = list(self._members.values())
             if not unused or not workers:
                 return
-            table = without_contents(self.table, unused)
+            table = without_retained(self.table, unused)
             self._allow(table)  # no request that needs them may come while workers drop them
             try:
                 await self._change(workers, table)

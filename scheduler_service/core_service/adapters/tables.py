@@ -37,14 +37,16 @@ def _changed(
     retained: Iterable[Adapter],
     unloaded: Iterable[str] | None = None,
 ) -> AdapterSet:
-    """The next version of a table. No content is both named and retained. `unloaded`: None: as
-    before."""
+    """The next version of a table. No name means a content that is retained for it. `unloaded`:
+    None: as before."""
     named = sorted(adapters, key=lambda adapter: adapter.name)
-    digests = {adapter.digest for adapter in named}
+    kept = {(adapter.name, adapter.digest): adapter for adapter in retained}
+    for adapter in named:
+        kept.pop((adapter.name, adapter.digest), None)
     return AdapterSet(
         version=table.version + 1,
         adapters=named,
-        retained=[adapter for adapter in retained if adapter.digest not in digests],
+        retained=kept.values(),
         unloaded=sorted(set(table.unloaded if unloaded is None else unloaded)),
     )
 
@@ -56,7 +58,7 @@ def with_adapter(table: AdapterSet, adapter: Adapter) -> AdapterSet:
     return _changed(
         table,
         adapters=[*others, adapter],
-        retained=[*(a for a in table.retained if a.digest != adapter.digest), *previous],
+        retained=[*table.retained, *previous],
         unloaded=set(table.unloaded) - {adapter.name},
     )
 
@@ -76,6 +78,15 @@ def without_contents(table: AdapterSet, digests: set[bytes]) -> AdapterSet:
     return _changed(
         table,
         adapters=[adapter for adapter in table.adapters if adapter.digest not in digests],
+        retained=[adapter for adapter in table.retained if adapter.digest not in digests],
+    )
+
+
+def without_retained(table: AdapterSet, digests: set[bytes]) -> AdapterSet:
+    """A table in which these contents are retained for no name."""
+    return _changed(
+        table,
+        adapters=table.adapters,
         retained=[adapter for adapter in table.retained if adapter.digest not in digests],
     )
 

@@ -11,6 +11,7 @@ from scheduler_service.core_service.adapters.tables import (
     with_adapter,
     without_contents,
     without_name,
+    without_retained,
 )
 from scheduler_service.errors import InvalidArgument
 
@@ -38,14 +39,19 @@ def test_a_name_that_gets_another_content_retains_the_previous_one() -> None:
     assert (names(table), retained(table)) == ({"a": 1}, [])
 
 
-def test_a_content_under_two_names_is_retained_with_the_last_of_them() -> None:
+def test_a_content_under_two_names_is_retained_for_each_of_them() -> None:
     table = with_adapter(with_adapter(AdapterSet(), adapter("a", 1)), adapter("b", 1))
     table = without_name(table, "a")
-    assert (names(table), retained(table), table.unloaded) == ({"b": 1}, [], ["a"])
+    assert (names(table), retained(table), table.unloaded) == ({"b": 1}, [1], ["a"])
     assert find(table, "a") is None
+    assert names(without_retained(table, {bytes([1]) * 32})) == {"b": 1}
     table = without_name(table, "b")
-    assert (names(table), retained(table), table.unloaded) == ({}, [1], ["a", "b"])
+    assert (names(table), retained(table), table.unloaded) == ({}, [1, 1], ["a", "b"])
+    assert [entry.name for entry in table.retained] == ["a", "b"]
     assert contents(table).keys() == {bytes([1]) * 32}
+    table = with_adapter(table, adapter("a", 1))
+    assert [entry.name for entry in table.retained] == ["b"]
+    assert retained(without_retained(table, {bytes([1]) * 32})) == []
 
 
 def test_the_greatest_version_is_valid_and_keeps_what_requests_may_use() -> None:
