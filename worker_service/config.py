@@ -5,6 +5,7 @@ Nothing here imports torch.
 """
 
 import json
+import re
 import uuid
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -472,6 +473,10 @@ class AdapterModule:
         return cls(**values)
 
 
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+"""What the core allows."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
     """LoRA adapters."""
@@ -500,6 +505,10 @@ class AdapterConfig:
         _expect(self.max_cpu_loras >= self.max_loras, "max_cpu_loras", at_least, self.max_cpu_loras)
         names = [module.name for module in self.modules]
         _expect(len(set(names)) == len(names), "lora_modules", "each name once", names)
+        for name in names:
+            expected = "names of 1 to 128 characters of [A-Za-z0-9._:/-]"
+            is_valid = _ADAPTER_NAME.fullmatch(name) is not None
+            _expect(is_valid, "lora_modules", expected, repr(name))
         if not self.enable_lora:
             for other in fields(self):
                 make, got = other.default_factory, getattr(self, other.name)

@@ -43,6 +43,8 @@ class AdapterDirectory:
         self._distribution = AdapterDistribution(self.dial)
         self.num_changes: Counter[tuple[str, ...]] = Counter()
         """Loads and unloads by outcome, `done` or `failed`."""
+        self._loads: list[tuple[str, str]] = []
+        """The names of adapters that are being loaded, with their models."""
         self._settled_at = self.driver.clock() + self.settle_s
 
     @property
@@ -108,6 +110,7 @@ class AdapterDirectory:
                 self._distribution,
                 self.on_change,
                 lambda: self.is_settling,
+                lambda: self._names_elsewhere(info.name),
             ),
         )
         await model.join(ranks)
@@ -132,13 +135,13 @@ class AdapterDirectory:
             raise InvalidArgument("path", "required")
         if name in set(names):
             raise InvalidArgument("name", f"expected no model's name, got {name!r}")
-        for other in self._models.values():
-            if other.name != model_name and find(other.table, name) is not None:
-                raise DuplicateAdapter(
-                    f"the name {name!r} means an adapter of the model {other.name!r}: unload it, "
-                    "or use another name",
-                    details={"name": name, "model": other.name},
-                )
+        other = self._names_elsewhere(model_name).get(name)
+        if other is not None:
+            raise DuplicateAdapter(
+                f"the name {name!r} means an adapter of the model {other!r}: unload it, or use "
+                "another name",
+                details={"name": name, "model": other},
+            )
         model = self._models.get(model_name)
         if model is None:
             able = ", ".join(sorted(self._models)) or "none"
@@ -148,7 +151,21 @@ class AdapterDirectory:
             )
             self.require_settled(unknown)
             raise UnknownModel(unknown, details={"model": model_name})
-        return await self._complete("load", model.load(name, path, replace=replace))
+        self._loads.append((name, model_name))
+        return await self._complete("load", self._load(model, name, path, replace=replace))
+
+    async def _load(self, model: ModelAdapters, name: str, path: str, *, replace: bool) -> Adapter:
+        try:
+            return await model.load(name, path, replace=replace)
+        finally:
+            self._loads.remove((name, model.name))
+
+    def _names_elsewhere(self, model_name: str) -> dict[str, str]:
+        """The names of adapters of other models, and those that are being loaded there, with their
+        models."""
+        tables = {name: model.table for name, model in self._models.items()}
+        names = [(a.name, name) for name, table in tables.items() for a in table.adapters]
+        return {name: model for name, model in [*names, *self._loads] if model != model_name}
 
     async def unload(self, name: str) -> int:
         """Make a name mean nothing; returns how many live requests still use the content. Raises

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -35,6 +35,8 @@ class ModelAdapters:
     """Called when the table has changed."""
     is_settling: Callable[[], bool]
     """Whether workers may register that have tables which this core does not know."""
+    names_elsewhere: Callable[[], Container[str]] = tuple
+    """The names of other models' adapters."""
     table: AdapterSet = field(default_factory=AdapterSet)
 
     _members: dict[str, pb.WorkerRegistration] = field(default_factory=dict)
@@ -57,7 +59,8 @@ class ModelAdapters:
         async with self._lock:
             others = [w for i, w in self._members.items() if i not in joining]
             supplied: AdapterSet | None = None
-            table = merged(self.table, [rank.adapters for rank in ranks])
+            tables = [rank.adapters for rank in ranks]
+            table = merged(self.table, tables, self.names_elsewhere())
             while supplied is not table:  # it may be without contents that are lost
                 supplied = self._numbered(table)
                 if supplied.version == self.table.version:  # the others have it

@@ -1,7 +1,7 @@
 """Tables of adapters: values, of which a change makes a new one with a greater version."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from pagewire.v1.adapter_pb2 import Adapter, AdapterSet
 from scheduler_service.errors import InvalidArgument
@@ -12,9 +12,14 @@ _NAME_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwx
 MAX_NAME_LENGTH = 128
 
 
+def is_name(name: str) -> bool:
+    """Whether this can be an adapter's name."""
+    return 1 <= len(name) <= MAX_NAME_LENGTH and _NAME_CHARACTERS.issuperset(name)
+
+
 def check_name(name: str) -> None:
     """Raise InvalidArgument unless this can be an adapter's name."""
-    if not 1 <= len(name) <= MAX_NAME_LENGTH or not _NAME_CHARACTERS.issuperset(name):
+    if not is_name(name):
         raise InvalidArgument(
             "name", f"expected 1 to {MAX_NAME_LENGTH} characters of [A-Za-z0-9._:/-], got {name!r}"
         )
@@ -91,12 +96,14 @@ def without_retained(table: AdapterSet, digests: set[bytes]) -> AdapterSet:
     )
 
 
-def merged(table: AdapterSet, others: Iterable[AdapterSet]) -> AdapterSet:
+def merged(
+    table: AdapterSet, others: Iterable[AdapterSet], elsewhere: Container[str] = ()
+) -> AdapterSet:
     """The valid one of a core's table and those of workers, and what they were started with.
 
     What a table of a lower version has beyond it is retained, because requests may use it. Workers
     that have never had a table add the adapters that they were started with, unless their names are
-    taken or were unloaded.
+    taken, here or for another model (`elsewhere`), or were unloaded.
     """
     others = list(others)
     newest = max([table, *others], key=lambda candidate: candidate.version)
@@ -112,10 +119,21 @@ def merged(table: AdapterSet, others: Iterable[AdapterSet]) -> AdapterSet:
         retained = [*result.retained, *replaced]
         result = _changed(result, adapters=result.adapters, retained=retained)
     for adapter in (a for other in others if other.version == 0 for a in other.adapters):
-        taken = find(result, adapter.name)
-        if taken is None and adapter.name not in result.unloaded:
+        reason = _refusal_of(adapter, result, elsewhere)
+        if reason is None:
             result = with_adapter(result, adapter)
-        elif taken is None or taken.digest != adapter.digest:
-            reason = "unloaded by an operator" if taken is None else "the name is taken"
-            logger.warning("adapter of a worker ignored name=%s reason=%s", adapter.name, reason)
+        elif reason:
+            logger.warning("adapter of a worker ignored name=%r reason=%s", adapter.name, reason)
     return result
+
+
+def _refusal_of(adapter: Adapter, table: AdapterSet, elsewhere: Container[str]) -> str | None:
+    """Why a table does not get the adapter of a worker; empty if it has it."""
+    taken = find(table, adapter.name)
+    if taken is not None:
+        return "" if taken.digest == adapter.digest else "the name is taken"
+    if not is_name(adapter.name):
+        return "no name of an adapter"
+    if adapter.name in elsewhere:
+        return "the name means an adapter of another model"
+    return "unloaded by an operator" if adapter.name in table.unloaded else None

@@ -115,6 +115,9 @@ def test_modules_are_named_as_users_of_vllm_name_them() -> None:
     for text in ("sql", "=x", "x=", '{"name": "x"}', '{"name": "x", "path": "y", "rank": 1}', "{"):
         with pytest.raises(InvalidOption, match="lora_modules: expected NAME=PATH"):
             AdapterConfig(enable_lora=True, lora_modules=[text])
+    for name in ("a b", "ä", "x" * 129, "a\n"):
+        with pytest.raises(InvalidOption, match="lora_modules: expected names of 1 to 128"):
+            AdapterConfig(enable_lora=True, lora_modules=[f"{name}=/a"])
     with pytest.raises(InvalidOption, match="each name once"):
         AdapterConfig(enable_lora=True, lora_modules=["x=y", "x=z"])
     with pytest.raises(InvalidOption, match="none without --enable-lora"):

@@ -1,7 +1,7 @@
 """Changes of tables that a worker does not complete are undone on all workers, in the end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from scheduler_service.core_service.adapters.directory import AdapterDirectory
 from scheduler_service.core_service.adapters.tables import contents
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.workers.errors import SessionFailed
-from scheduler_service.errors import Unavailable, UnknownAdapter
+from scheduler_service.errors import DuplicateAdapter, Unavailable, UnknownAdapter
 from tests.support.clocks import Clock
 from tests.support.core_driver import make_request
 
@@ -35,9 +35,10 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.table = AdapterSet()
         self.contents: dict[bytes, str] = {}
-        self.files = {"/kept", "/new", "/later", "/x"}
+        self.files = {"/kept", "/new", "/later", "/x", "/own"}
         self.loses_answers = False
         self.num_put = 0
+        self.on_load: Callable[[], Awaitable[None]] | None = None
         self.on_set: Callable[[], None] = lambda: None
         self.answered = asyncio.Event()
         """Set when it has set a table."""
@@ -50,6 +51,8 @@ class Worker:
     async def LoadAdapter(
         self, request: worker_pb.WorkerServiceLoadAdapterRequest, **_: float
     ) -> worker_pb.WorkerServiceLoadAdapterResponse:
+        if self.on_load is not None:
+            await self.on_load()
         if request.path not in self.files:
             raise error_of_call(grpc.StatusCode.NOT_FOUND, "no such file")
         info = AdapterInfo(digest=request.path.encode().ljust(32), rank=1, num_bytes=1)
@@ -220,10 +223,12 @@ async def test_workers_agree_after_one_could_not_join(was_lost: bool) -> None:
                 assert (digest in held) == (not was_lost)
 
 
-def make_directory(worker: Worker, **settings: float) -> AdapterDirectory:
+def make_directory(*workers: Worker, **settings: float) -> AdapterDirectory:
+    by_address = {worker.registration.address: worker for worker in workers}
+
     @asynccontextmanager
     async def dial(address: str) -> AsyncIterator[Any]:
-        yield worker
+        yield by_address[address]
 
     driver = CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock())
     return AdapterDirectory(
@@ -280,3 +285,34 @@ async def test_requests_end_whose_adapter_no_worker_has_brought_until_tables_are
         async with running(directory), asyncio.timeout(10):
             await settled.wait()
         assert len(requests) == 0
+
+
+async def test_a_name_means_the_adapter_of_one_model() -> None:
+    """Also while it is being loaded, and if a worker was started with such an adapter."""
+    first, second = Worker("a"), Worker("b")
+    second.registration.model.name = "other"
+    started = await second.LoadAdapter(worker_pb.WorkerServiceLoadAdapterRequest(path="/own"))
+    second.registration.adapters.adapters.add(name="x", digest=started.adapter.digest, path="/own")
+    directory = make_directory(first, second, settle_s=0.0)
+
+    async def load(model: str) -> None:
+        await directory.load("x", "/x", model, replace=False, names=())
+
+    async def load_elsewhere() -> None:
+        async with directory.joined([second.registration]):
+            with pytest.raises(DuplicateAdapter, match="an adapter of the model 'm'"):
+                await load("other")
+        tried.set()
+
+    tried = asyncio.Event()
+    first.on_load = load_elsewhere
+    async with directory.joined([first.registration]):
+        await load(MODEL)
+        assert tried.is_set()
+        with pytest.raises(DuplicateAdapter):
+            await load("other")
+        assert [len(table.adapters.adapters) for table in directory.announced()] == [1, 0]
+        await directory.unload("x")
+        second.registration.adapters.Clear()
+        async with directory.joined([second.registration]):
+            await load("other")

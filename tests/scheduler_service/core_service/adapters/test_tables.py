@@ -70,8 +70,10 @@ def test_workers_add_the_adapters_they_were_started_with_unless_names_are_taken_
     table = merged(AdapterSet(), [started])
     assert names(table) == {"a": 1, "b": 2}
     assert merged(table, [started]) == table
+    assert names(merged(AdapterSet(), [started], elsewhere={"b"})) == {"a": 1}
     table = without_name(with_adapter(table, adapter("a", 5)), "b")
     assert merged(table, [started]) == table
+    assert merged(table, [AdapterSet(adapters=[adapter("no name", 3)])]) == table
     assert names(merged(with_adapter(table, adapter("b", 2)), [started])) == {"a": 5, "b": 2}
 
 
