@@ -120,6 +120,7 @@ class SchedulerCore:
             if seq_group.request.model == model.name and seq_group not in intact:
                 seq_group.error = error
                 self._endings.close(seq_group, now)
+        scheduler.empty_queues()
         model.sort_queue()
 
     def drain_worker_group(self, worker_group_id: str, now: float) -> None:

@@ -170,8 +170,7 @@ class Scheduler:
         Nothing may be scheduled here afterwards."""
         self._num_changes += 1
         computing = {seq.seq_group for seq in self.pipeline.open_rows()}
-        self.placed.waiting.pop_all()
-        self.placed.preempting.pop_all()
+        self.empty_queues()
         for seq_group in self.seq_groups:
             seq_group.record_event(RequestEvent.WORKER_LOST, now_us)
             if seq_group.num_running:
@@ -186,6 +185,11 @@ class Scheduler:
             for seq in seq_group.unfinished():
                 seq.restart()
         return list(self.seq_groups), computing
+
+    def empty_queues(self) -> None:
+        """Take all groups out of the queues, and their tokens off their tenants' accounts."""
+        self.placed.waiting.pop_all()
+        self.placed.preempting.pop_all()
 
     def prefilling_seq_groups(self) -> set[SequenceGroup]:
         """Running groups whose prompts are not computed yet, or whose KV is being swapped

@@ -173,3 +173,17 @@ def test_a_fault_while_results_are_processed_fails_the_requests_of_that_worker_g
     assert sound.finished is not None
     assert later.finished is not None
     driver.check_empty()
+
+
+def test_a_fault_takes_what_was_queued_off_the_accounts_of_tenants() -> None:
+    driver = make_driver(make_capacity(num_gpu_blocks=6), max_num_seqs=2)
+    running, preempted, waiting = [
+        driver.submit(prompt=[number, *range(9)], max_tokens=10) for number in range(3)
+    ]
+    driver.step("g0", times=9)
+    assert [len(r.choices[0].tokens) for r in (running, preempted, waiting)] == [9, 2, 0]
+    driver.core.fail_worker_group("g0", "a fault", driver.now)
+    driver.core.check()
+    driver.collect()
+    assert preempted.error is not None
+    assert waiting.is_live
