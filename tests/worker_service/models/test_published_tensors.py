@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.loading import assert_same, copy_checkpoint, edit_config, edit_tensors
+from tests.support.loading import assert_same, copy_checkpoint, edit_config, edit_tensors, load
+from worker_service.errors import BadCheckpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,6 +39,10 @@ def test_olmo_hybrid_has_convolutions_of_each_part(theta: float | None, tmp_path
             parts = torch.cat([tensors[name] for name in names]).split([48, 48, 80])
             tensors |= {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
 
+    with pytest.raises(
+        BadCheckpoint, match=r"q_conv1d\.weight is \[59, 1, 4\], expected \[48, 1, 4\]"
+    ):
+        load(path)
     edit_tensors(path, edit)
     assert_same(path, path)
 
