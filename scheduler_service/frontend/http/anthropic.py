@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.chat_formats.values import completed_object
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, Services, Shape
 from scheduler_service.frontend.http.openai import serving
@@ -382,9 +383,7 @@ class MessagesBuilder(PartsBuilder):
             block["signature"] = blake2b(block["thinking"].encode(), digest_size=16).hexdigest()
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         elif kind == "call":
-            # A call that was cut off by max_tokens has the arguments that are complete.
-            value = from_json(self._arguments or "{}", allow_partial=True)
-            block["input"] = value if isinstance(value, dict) else {}
+            block["input"] = _input(self._arguments)
         yield self._event("content_block_stop")
 
     def record_end(self, delta: inference_pb.ChoiceDelta) -> None:
@@ -403,6 +402,16 @@ class MessagesBuilder(PartsBuilder):
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the last block."""
         return {"type": kind, "index": len(self.parts) - 1, **fields}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call that was perhaps cut off by max_tokens, as far as they are complete,
+    and not nested too deeply or of numbers too long to be read."""
+    try:
+        value = from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
+        value = from_json(completed_object(arguments))
+    return value if isinstance(value, dict) else {}
 
 
 def error_of(code: int, body: dict[str, Any]) -> dict[str, Any]:

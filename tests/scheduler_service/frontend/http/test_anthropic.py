@@ -8,7 +8,12 @@ import grpc
 import httpx
 import pytest
 
-from scheduler_service.frontend.http.anthropic import MessagesRequest, chat_request
+from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.frontend.http.anthropic import (
+    MessagesBuilder,
+    MessagesRequest,
+    chat_request,
+)
 from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from tests.support.http_frontends import HttpServed, http_served
 from tests.support.tokenizers import byte_level
@@ -89,6 +94,17 @@ def test_thoughts_and_parts_of_earlier_turns_are_passed_on() -> None:
         ("tool", ["a", "b"], ""),
         ("assistant", [], "why"),
     ]
+
+
+@pytest.mark.parametrize("endless", ["1" * 5000, "[" * 300])
+def test_a_call_that_never_came_to_an_end_has_the_arguments_that_can_be_read(endless: str) -> None:
+    """As models write them that repeat themselves, and are held to JSON."""
+    builder = MessagesBuilder(chat_request(MessagesRequest.model_validate(WISH)), "r")
+    call = pb.ToolCallDelta(id="c", name="look", arguments=f'{{"a": 5, "b": {endless}')
+    cut = pb.ChoiceDelta(tool_calls=[call], finish_reason=pb.FINISH_REASON_LENGTH)
+    builder.add(0, pb.GenerateResponse(choices=[cut]))
+    (block,) = builder.answer()["content"]
+    assert block["input"]["a"] == 5
 
 
 @pytest.mark.parametrize("blank", ["", [], [{"type": "text", "text": ""}]])
