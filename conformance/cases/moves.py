@@ -150,15 +150,17 @@ def a_leased_block_is_sent_with_its_digest(worker: Worker) -> None:
 
 @case("worker_service", DENIED)
 def blocks_without_a_lease_are_refused(worker: Worker) -> None:
-    with worker.open() as stream:
+    denied = grpc.StatusCode.PERMISSION_DENIED
+    with worker.open() as stream, futures.ThreadPoolExecutor(max_workers=1) as pool:
         _, blocks = prefix(worker, stream)
-        denied = grpc.StatusCode.PERMISSION_DENIED
-        expect_refused(worker, request(stream, blocks), denied)
+        other = request(stream, blocks[:1], lease_id=2)  # may be waited for, and never begins
+        refused = pool.submit(expect_refused, worker, other, denied)
+        futures.wait([refused], timeout=0.1)  # while there is no lease at all
         send(stream, leases=[lease(blocks[:1])])
         read(worker, request(stream, blocks[:1]))
         expect_refused(worker, request(stream, blocks), denied)
         expect_refused(worker, request(stream, blocks[:1], token=bytes(16)), denied)
-        expect_refused(worker, request(stream, blocks[:1], lease_id=2), denied)
+        refused.result()
 
 
 def read_early(

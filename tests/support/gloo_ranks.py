@@ -61,7 +61,7 @@ class RankProcess:
     def __init__(self, layout: Layout, port: int) -> None:
         """port: of rank 0's store."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])  # which takes seconds to import
+        context.set_forkserver_preload([__name__])  # with torch, which takes seconds to import
         self._pipe, other = context.Pipe()
         self.process = context.Process(target=_serve, args=(other, layout, port), daemon=True)
         self.process.start()
