@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import atexit
+import gc
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,6 +34,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if any(digest not in path.read_bytes() for path in build.LIBRARIES.glob("*.so")):
         script = build.SOURCES.with_name("build.py")
         pytest.exit(f"the compiled CPU kernels are older than their sources: run {script}", 4)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from examining modules and tests, a million objects that all live
+    to the end, while they are made and in later collections."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # bindings report objects that are left at the end
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -94,7 +94,8 @@ def bare_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment with `pip install .` and nothing else."""
     folder = tmp_path_factory.mktemp("bare")
     source = folder / "source"
-    ignore = shutil.ignore_patterns(".venv", ".git", "node_modules", "__pycache__", ".*_cache")
+    ignored = (".venv", ".git", "build", "node_modules", "__pycache__", ".*_cache", ".hypothesis")
+    ignore = shutil.ignore_patterns(*ignored)
     shutil.copytree(ROOT, source, ignore=ignore)
     venv = folder / "venv"
     assert run(sys.executable, "-m", "venv", venv).returncode == 0

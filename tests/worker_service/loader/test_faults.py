@@ -327,16 +327,23 @@ def test_a_cache_beyond_the_memory_is_refused_before_anything_is_loaded() -> Non
 
 
 CHECK = """
-import sys
+import json, os, sys
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import WorkerError
 from worker_service.loader import check_model
 
-for model in sys.argv[1:]:
-    try:
-        check_model(ModelConfig(model=model, device="cpu"), CacheConfig())
-    except WorkerError as error:
-        print(error)
+assert "huggingface_hub" not in sys.modules  # it reads the variables when it is imported
+for models, variables in json.load(sys.stdin):
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    os.environ.update(variables)
+    for model in models:
+        try:
+            check_model(ModelConfig(model=model, device="cpu"), CacheConfig())
+        except WorkerError as error:
+            print(error, flush=True)
+    os._exit(0)
 """
 
 
@@ -374,14 +381,17 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def _checked(*models: str, **env: str) -> list[str]:
-    """The errors of `check_model` in another process, whose library reads these variables."""
+def _checked(*runs: tuple[list[str], dict[str, str]], **env: str) -> list[str]:
+    """The errors of `check_model` for some models, each time in another process, whose library
+    reads these variables and `env`; they are forks of one that has imported torch."""
     done = subprocess.run(
-        [sys.executable, "-c", CHECK, *models],
+        [sys.executable, "-c", CHECK],
+        input=json.dumps(runs),
         env=os.environ | {"NO_PROXY": "127.0.0.1", "PYTHONPATH": os.pathsep.join(sys.path)} | env,
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
     assert "Retrying" not in done.stderr
     return done.stdout.splitlines()
 
@@ -393,7 +403,7 @@ def test_why_the_hub_gives_no_model_is_said_after_one_request(tmp_path: Path) ->
         thread = threading.Thread(target=hub.serve_forever)
         thread.start()
         endpoint = f"http://127.0.0.1:{hub.server_port}"
-        said = _checked(*models, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path))
+        said = _checked((models, {"HF_ENDPOINT": endpoint}), HF_HOME=str(tmp_path))
         hub.shutdown()
         thread.join()
     broken, without, unknown, private, gated, failing = said
@@ -411,16 +421,24 @@ def test_why_the_hub_gives_no_model_is_said_after_one_request(tmp_path: Path) ->
 def test_why_the_hub_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         closed = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    home = {"HF_HOME": str(tmp_path)}
-    [refused] = _checked("a/b", HF_ENDPOINT=closed, **home)
+    variables: list[dict[str, str]] = [
+        {"HF_ENDPOINT": closed},
+        {"HF_ENDPOINT": "http://no.such.host.invalid"},
+        {
+            "HF_ENDPOINT": "https://127.0.0.1:1",
+            "HTTPS_PROXY": closed,
+            "NO_PROXY": "",
+            "no_proxy": "",
+        },
+        {"HF_HUB_OFFLINE": "1"},
+    ]
+    refused, unknown, proxied, offline = _checked(
+        *((["a/b"], each) for each in variables), HF_HOME=str(tmp_path)
+    )
     assert refused.endswith(f"nor is it in the local cache: {closed}: Connection refused")
-    [unknown] = _checked("a/b", HF_ENDPOINT="http://no.such.host.invalid", **home)
     assert "http://no.such.host.invalid: " in unknown
     assert "name" in unknown.lower()
-    proxy = {"HTTPS_PROXY": closed, "NO_PROXY": "", "no_proxy": ""}
-    [proxied] = _checked("a/b", HF_ENDPOINT="https://127.0.0.1:1", **proxy, **home)
     assert proxied.endswith("Connection refused (through the proxy in HTTPS_PROXY)")
-    [offline] = _checked("a/b", HF_HUB_OFFLINE="1", **home)
     assert offline == (
         "a/b: no such directory or file, nor in the local cache, and HF_HUB_OFFLINE is set"
     )
