@@ -145,6 +145,8 @@ class WorkerGroup:
         previous = self._workers.get(rank)
         if previous is not None:
             is_same = previous.registration.worker_id == worker.registration.worker_id
+            if not is_same and len(self._workers) == 1:
+                self.is_draining = False  # none of the processes is left that were to end
             previous.dismiss(
                 None
                 if is_same

@@ -264,7 +264,8 @@ class WorkerRegistry:
     async def _read_heartbeats(self, worker: Worker, group: WorkerGroup, context: Context) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
             worker.renew_lease()
-            if request.heartbeat.state == status_pb2.WORKER_STATE_DRAINING:
+            is_draining = request.heartbeat.state == status_pb2.WORKER_STATE_DRAINING
+            if is_draining and not worker.dismissed.is_set():  # else another may have its place
                 self._drain(group)
 
     async def _watch_lease(self, worker: Worker) -> None:

@@ -185,3 +185,22 @@ async def test_a_draining_group_that_loses_a_rank_is_drained(
         await fleet.start(FakeWorker("elsewhere"))
         await frontend.wait_finished(1)
         assert frontend.tokens[1] == counted(3, 60)
+
+
+async def test_a_process_that_replaces_a_draining_one_serves(
+    service: CoreService, fleet: Fleet
+) -> None:
+    """As when a supervisor starts the next one before the last has ended."""
+    leaving = await fleet.start(FakeWorker("old", group_id="g"))
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=60)
+        await frontend.wait_tokens(1, 5)
+        leaving.hold_results()
+        service.registry.drain("g")
+        next_one = await fleet.start(FakeWorker("new", group_id="g"))
+        await frontend.wait_finished(1)
+        assert frontend.tokens[1] == counted(3, 60)
+        assert (leaving.stop_reason or "").startswith("replaced in its group")
+        assert next_one.directives == ["serve"]
+        [group] = service.registry
+        assert group.is_ready
