@@ -43,6 +43,9 @@ class ServedModel:
     policy: Policy
     recovery: Recovery = field(default_factory=Recovery)
     router: Router = field(default_factory=Router)
+    on_quota_released: Callable[[], None] = lambda: None
+    """Called when requests release what they hold of their tenants' limits, which may hold up
+    requests for other models."""
     was_served: bool = False
     """Whether a worker group has ever served it; if so, requests wait for its return."""
     schedulers: list[Scheduler] = field(default_factory=list)
@@ -120,9 +123,13 @@ class ServedModel:
 
     def requeue(self, seq_groups: Iterable[SequenceGroup]) -> None:
         """Queue groups for routing that have left a worker group."""
+        has_released = False
         for seq_group in seq_groups:
+            has_released |= seq_group.tenant.config.max_kv_blocks is not None
             seq_group.placement.release(seq_group.tenant)
             self.waiting.add(seq_group)
+        if has_released:
+            self.on_quota_released()
 
     def check(self) -> None:
         """Assert the invariants. Cost: waiting requests times worker groups."""
@@ -340,7 +347,9 @@ class Fleet:
             policy = POLICIES[self._config.policy](self._tenants)
             wait_s = self._config.max_outgrown_wait_s
             max_lost_us = inf if wait_s is None else to_us(wait_s)
-            model = self.models[name] = ServedModel(name, policy, Recovery(max_lost_us))
+            recovery = Recovery(max_lost_us)
+            model = ServedModel(name, policy, recovery, on_quota_released=self.wake_tenant_limited)
+            self.models[name] = model
         return model
 
     def model_of(self, scheduler: Scheduler) -> ServedModel:

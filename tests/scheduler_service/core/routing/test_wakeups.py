@@ -94,11 +94,25 @@ def test_a_draining_group_is_woken_when_its_last_request_waits_for_a_larger_one(
     driver.schedule("small")
     while driver.deliver("small"):
         assert not driver.core.is_drained("small")
-        driver.core.pop_woken()
         while driver.schedule("small") is not None:
             pass
     assert driver.core.is_drained("small")
-    assert "small" in driver.core.pop_woken()
+    assert "small" in driver.work
     driver.add_worker_group(make_capacity("large again", num_gpu_blocks=12))
     driver.run_until_idle()
     assert record.finished is not None
+
+
+def test_a_request_that_waits_for_a_lost_group_leaves_its_tenants_memory_to_other_models() -> None:
+    tenants = {"t": TenantConfig(max_kv_blocks=16)}
+    driver = CoreDriver(SchedulerConfig(max_num_seqs=4, tenants=tenants))
+    driver.add_worker_group(make_capacity("small", num_gpu_blocks=4))
+    driver.add_worker_group(make_capacity("large", num_gpu_blocks=24))
+    driver.add_worker_group(make_capacity("other", num_gpu_blocks=24, model="b"))
+    driver.lose_worker_group("large")
+    outgrown = driver.submit(prompt=[1, 2, 3, 4, 5], max_tokens=40, tenant="t")
+    driver.schedule("small")
+    limited = driver.submit(prompt=[1, 2, 3, 4, 5], max_tokens=28, tenant="t", model="b")
+    driver.run_until_idle()
+    assert outgrown.is_live
+    assert limited.finished is not None
