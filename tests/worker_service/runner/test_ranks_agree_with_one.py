@@ -24,7 +24,7 @@ from worker_service.loader import load_model
 from worker_service.models.native import NativeModel
 
 TOLERANCE = 1e-4
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 FEW_KV_HEADS = "llama_few_kv_heads"
 ODD_LAYERS = "qwen3_odd_layers"
 ROTARY_VARIANTS = ("llama_linear", "llama_dynamic", "llama_llama3", "llama_yarn", "mistral_full")
@@ -51,10 +51,10 @@ def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator().manual_seed(7)
     return [
         torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
-        for length in (1, 3, 30, 9, 17, 6, 2)
+        for length in (1, 30, 17, 9, 2)
     ]
 
 
