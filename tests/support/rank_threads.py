@@ -204,7 +204,7 @@ class RankThreads:
     def close(self) -> None:
         """Part the ranks, and end their threads."""
         for rank in self.ranks:
-            rank.executor.interrupt()
+            rank.executor.interrupt(0)
             if rank.runner is not None:
                 rank.run(rank.runner.reset)
         for rank in self.ranks:

@@ -466,7 +466,10 @@ class Communicator:
         """Bytes that NCCL took on the device in the last epoch."""
         self.groups: ProcessGroups | None = None
         self._cancelled = threading.Event()
-        """Interrupts the rendezvous of the present epoch, even before that begins."""
+        """Interrupts the rendezvous of the present epoch."""
+        self._ended_epoch = 0
+        """The greatest epoch that was interrupted, perhaps before this rank has joined others for
+        it."""
 
     @property
     def joined(self) -> ProcessGroups:
@@ -532,6 +535,8 @@ class Communicator:
         same settings; see `EpochRendezvous.wait_for_all`."""
         self.leave()
         cancelled = self._cancelled = threading.Event()
+        if epoch <= self._ended_epoch:  # read after the event can be found
+            raise GroupBroken(_INTERRUPTED)
         meeting = rendezvous.meet(epoch, cancelled)
         meeting.wait_for_all(settings)
         self.groups = ProcessGroups(
@@ -550,8 +555,10 @@ class Communicator:
                     ESTIMATED_DEVICE_BYTES,
                 )
 
-    def interrupt(self) -> None:
-        """Make waits for other ranks raise GroupBroken. May be called on any thread."""
+    def interrupt(self, epoch: int) -> None:
+        """Make waits for other ranks raise GroupBroken, also those of epochs up to `epoch` that
+        have not begun. May be called on any thread."""
+        self._ended_epoch = max(self._ended_epoch, epoch)  # before the event is read
         self._cancelled.set()
         groups = self.groups
         if groups is not None:

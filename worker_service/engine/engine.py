@@ -132,7 +132,6 @@ class Engine:
         self._runner = None
 
         def make_runner() -> Runner:
-            # An epoch that was overtaken must not wait for other ranks: nothing interrupts it.
             self._check_newest(epoch)
             sizes = (num_gpu_blocks, num_cpu_blocks)
             self._cached_blocks.settle()
@@ -191,7 +190,7 @@ class Engine:
         """Discard the rest of a stream; called when its RPC ends, for whatever reason."""
         stream.close()
         if stream is self._stream:
-            self.model.executor.interrupt()
+            self.model.executor.interrupt(stream.epoch)
             self._forget_stream()
             logger.info("step stream closed epoch=%d", stream.epoch)
 
@@ -204,7 +203,7 @@ class Engine:
         """End the open stream, if any, with NotReady."""
         if self._stream is not None:
             self._stream.close(NotReady("the worker is shutting down"))
-        self.model.executor.interrupt()
+        self.model.executor.interrupt(self.last_epoch)
 
     async def wait_idle(self) -> None:
         """Wait until no stream is open."""
@@ -233,7 +232,7 @@ class Engine:
     def _fence(self, epoch: int) -> None:
         """Record an epoch; end the stream and the rendezvous of an older one."""
         if epoch > self.last_epoch:
-            self.model.executor.interrupt()
+            self.model.executor.interrupt(self.last_epoch)
         if self._stream is not None and self._stream.epoch < epoch:
             logger.warning("step stream fenced epoch=%d by_epoch=%d", self._stream.epoch, epoch)
             self._stream.close(StaleEpoch(f"epoch {epoch} has taken over"))

@@ -160,8 +160,9 @@ class Executor(Protocol):
         """Wait for the device. Raises DeviceLost if this process cannot use it any more."""
         ...
 
-    def interrupt(self) -> None:
-        """Make waits for other ranks raise GroupBroken. May be called on any thread."""
+    def interrupt(self, epoch: int) -> None:
+        """Make waits for other ranks raise GroupBroken, also those of epochs up to `epoch` that
+        have not begun. May be called on any thread."""
         ...
 
     def assets(self) -> Iterator[tuple[str, bytes]]:

@@ -397,10 +397,11 @@ class TorchExecutor:
             reason = str(error).splitlines()[0]
             raise DeviceLost(f"{self._device} is lost to this process: {reason}") from None
 
-    def interrupt(self) -> None:
-        """Interrupt waits for other ranks, which raise GroupBroken. May be called on any thread."""
+    def interrupt(self, epoch: int) -> None:
+        """Make waits for other ranks raise GroupBroken, also those of epochs up to `epoch` that
+        have not begun. May be called on any thread."""
         if self._loaded is not None:
-            self._loaded.communicator.interrupt()
+            self._loaded.communicator.interrupt(epoch)
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The checkpoint's files that frontends need."""

@@ -367,7 +367,7 @@ class SimulatedExecutor:
     def check_device(self) -> None:
         """Nothing to check: there is no device."""
 
-    def interrupt(self) -> None:
+    def interrupt(self, epoch: int) -> None:
         """Nothing to interrupt: there are no other ranks."""
 
     def assets(self) -> Iterator[tuple[str, bytes]]:

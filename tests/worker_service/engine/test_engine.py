@@ -2,16 +2,20 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.counting_model import loaded_counting_model
 from tests.support.peers import NO_PEERS
+from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig
+from worker_service.distributed.communicator import Communicator, EpochRendezvous, Rendezvous
+from worker_service.distributed.layout import Layout
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import BlockCounts
-from worker_service.errors import OutOfMemory, ProfilingFailed, StaleEpoch
+from worker_service.errors import GroupBroken, OutOfMemory, ProfilingFailed, StaleEpoch
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
@@ -116,3 +120,50 @@ async def test_nothing_is_made_for_an_epoch_that_another_has_taken_over_meanwhil
         may_go_on.set()
         engine.stop()
     assert executor.epochs == [2]
+
+
+TWO = Layout(tensor_parallel_size=2)
+
+
+class Unmet(Rendezvous):
+    """Where no rank may look for others."""
+
+    def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
+        raise AssertionError(f"epoch {epoch} has ended")
+
+
+class RankExecutor(TorchExecutor):
+    """One of two ranks, which begins to join the other when the test says so."""
+
+    def __init__(self) -> None:
+        alone = loaded_counting_model(None, block_size=4)
+        loaded = replace(alone, communicator=Communicator(TWO))
+        rendezvous = Unmet(TcpAddress("127.0.0.1", 1), TWO)
+        super().__init__(CacheConfig(block_size=4), Profiler(Path()), lambda: loaded, rendezvous)
+        self.begins, self.may_begin = threading.Event(), threading.Event()
+
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
+        self.begins.set()
+        assert self.may_begin.wait(60)
+        return super().make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
+
+
+async def test_a_rank_does_not_wait_for_others_of_an_epoch_that_ends_as_it_begins_to() -> None:
+    """Another core takes over once the epoch was found to be the newest one."""
+    executor = RankExecutor()
+    engine = Engine(executor, NO_PEERS)
+    await engine.model.load()
+    try:
+        older = asyncio.create_task(engine.initialize_cache(4, 0, epoch=1))
+        assert await asyncio.to_thread(executor.begins.wait, 60)
+        newer = asyncio.create_task(engine.initialize_cache(4, 0, epoch=2))
+        await asyncio.sleep(0)
+        assert engine.last_epoch == 2
+        engine.close_any_stream()
+        executor.may_begin.set()
+        for joining in (older, newer):
+            with pytest.raises(GroupBroken, match="epoch has ended"):
+                await joining
+    finally:
+        executor.may_begin.set()
+        engine.stop()

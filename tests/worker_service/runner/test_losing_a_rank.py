@@ -81,7 +81,7 @@ def test_no_thread_waits_for_a_rank_that_has_left() -> None:
 def test_a_rank_that_waits_can_be_told_to_give_up(two: RankThreads) -> None:
     first, _ = two.ranks
     waiting = first.run(lambda: first.execute(a_plan(1)))
-    first.executor.interrupt()
+    first.executor.interrupt(1)
     with pytest.raises(GroupBroken, match="collectives were interrupted"):
         waiting.result(SOON_S)
 
@@ -91,7 +91,7 @@ def test_a_rank_that_waits_for_others_to_come_can_be_told_to_give_up(two: RankTh
     joining = first.run(lambda: first.join(NUM_BLOCKS, 0, epoch=2))
     meeting = first.run(lambda: None)
     while not meeting.done():
-        first.executor.interrupt()
+        first.executor.interrupt(1)
     with pytest.raises(GroupBroken, match="not all ranks of the group have joined"):
         joining.result(SOON_S)
     assert second.runner is not None
@@ -116,7 +116,7 @@ def test_a_rank_that_is_told_to_give_up_while_it_looks_for_the_store_does_not_wa
 
     class Slow(Rendezvous):
         def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
-            communicator.interrupt()
+            communicator.interrupt(1)
             return EpochRendezvous(_NobodyComes(), layout, "127.0.0.1", cancelled)
 
     with pytest.raises(GroupBroken, match="not all ranks of the group have joined"):
@@ -153,7 +153,7 @@ def test_ranks_that_were_parted_meet_again_and_give_the_same_tokens(two: RankThr
     before = sampled(two.send(a_plan(1)))
     first, _ = two.ranks
     waiting = first.run(lambda: first.execute(a_plan(1, seq_id=2)))
-    first.executor.interrupt()
+    first.executor.interrupt(1)
     with pytest.raises(GroupBroken):
         waiting.result(SOON_S)
     two.join(NUM_BLOCKS)

@@ -225,7 +225,7 @@ def test_a_rank_that_waits_for_drafts_can_be_interrupted(tmp_path: Path) -> None
         plan = plans.builder.plan([Row(1)], lookahead=b"\x03").SerializeToString()
         _, other = ranks.ranks
         waiting = other.run(lambda: other.launch(plan))
-        other.executor.interrupt()
+        other.executor.interrupt(1)
         with pytest.raises(GroupBroken, match="interrupted"):
             waiting.result(SOON_S)
 

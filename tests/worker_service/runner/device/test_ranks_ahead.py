@@ -333,7 +333,7 @@ def test_what_was_launched_before_ranks_were_interrupted_is_invalid(two: RankThr
     plans = Plans(two)
     plans.builder.add(1, [1, 2, 3])
     plans.launch([Row(1, 3)])
-    two.ranks[0].executor.interrupt()
+    two.ranks[0].executor.interrupt(1)
     with pytest.raises(GroupBroken, match="interrupted"):
         plans.collect()
     with pytest.raises(GroupBroken, match="interrupted"):
@@ -359,7 +359,7 @@ class Unwilling(AheadExecutor):
 
     def record(self, work: Callable[[], None]) -> Replay:
         if self.interrupts:
-            self.interrupt()
+            self.interrupt(1)
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
