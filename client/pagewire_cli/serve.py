@@ -74,8 +74,8 @@ def serve(
 ) -> None:
     """Serve a model: one scheduler core, frontends and workers on this machine.
 
-    A service that dies is restarted, and open streams continue. SIGTERM and ctrl-C let running
-    requests finish within the grace period; a second one stops everything at once.
+    A service that dies is restarted, and open streams continue. SIGTERM, ctrl-C and the terminal's
+    end let running requests finish within the grace period; a second one stops everything at once.
     """
     model = checkpoint or deployment.model or EMBEDDED
     if deployment.model not in (None, model):
@@ -136,7 +136,8 @@ def serve(
 
 
 def _signal_pipe() -> tuple[int, int]:
-    """A pipe to which SIGTERM and SIGINT write their numbers, a byte each.
+    """A pipe to which SIGTERM, SIGINT and SIGHUP write their numbers, a byte each; SIGHUP stays
+    ignored under `nohup`.
 
     Their handlers do nothing: an exception that one raises while another is handled can leave locks
     in a wrong state, and is lost in a destructor. Nor would a handler always interrupt a wait for a
@@ -145,8 +146,9 @@ def _signal_pipe() -> tuple[int, int]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     return reader, writer
 
 

@@ -97,7 +97,10 @@ def serving(
             process.kill()
 
 
-def test_serve_runs_until_sigterm_and_then_lets_requests_finish(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_serve_runs_until_a_signal_and_then_lets_requests_finish(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     address = f"unix:{tmp_path}/f.sock"
     with serving("--listen", address) as serve, Client(address) as client:
         assert address in serve.wait_for("serving")
@@ -106,13 +109,27 @@ def test_serve_runs_until_sigterm_and_then_lets_requests_finish(tmp_path: Path) 
         assert len(services) == 3
         stream = client.stream(PROMPT, LONG)
         next(stream)
-        serve.process.send_signal(signal.SIGTERM)
+        serve.process.send_signal(number)
         assert len(list(stream)) > 0
         assert stream.output.finished
         assert serve.process.wait(30) == 0
         assert not any(service.is_running() for service in services)
     # Usual ends and starts are no reason to warn.
     assert [line for line in serve.said if "WARNING" in line or "ERROR" in line] == []
+
+
+def test_serve_goes_on_after_its_terminals_end_under_nohup() -> None:
+    program = (
+        "import signal, pagewire_cli.serve as serve\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "reader, _ = serve._signal_pipe()\n"
+        "signal.raise_signal(signal.SIGHUP)\n"
+        "signal.raise_signal(signal.SIGTERM)\n"
+        "print(signal.Signals(__import__('os').read(reader, 9)[0]).name)"
+    )
+    settings = command() | {"args": [sys.executable, "-c", program], "stdout": subprocess.PIPE}
+    done = subprocess.run(**settings, check=True)  # type: ignore[call-overload]
+    assert done.stdout == "SIGTERM\n"
 
 
 def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
