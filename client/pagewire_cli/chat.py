@@ -7,8 +7,15 @@ from typing import Annotated
 
 import typer
 
+from pagewire.usage_errors import spelled_as_options
 from pagewire_cli import terminal
-from pagewire_cli.options import CONNECTION, SAMPLING, Connection, with_options
+from pagewire_cli.options import (
+    CONNECTION,
+    SAMPLING,
+    Connection,
+    spelled_with_parameters,
+    with_options,
+)
 from pagewire_client.chat import ChatMessage
 from pagewire_client.client import Client
 from pagewire_client.errors import FailedPrecondition, InvalidArgument
@@ -81,7 +88,11 @@ class Conversation:
         except KeyboardInterrupt:
             stream.close()
             terminal.write("\n")
-        except (InvalidArgument, FailedPrecondition) as error:
+        except InvalidArgument as error:
+            names = {option.name for option in SAMPLING.parameters}
+            terminal.error(spelled_as_options(spelled_with_parameters(error), names))
+            return
+        except FailedPrecondition as error:
             # For example a conversation that is too long: /reset starts another one.
             terminal.error(error.message)
             return

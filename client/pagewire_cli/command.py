@@ -7,6 +7,8 @@ import typer
 
 from pagewire.usage_errors import OneLineCommand, OneLineGroup, spelled_as_options
 from pagewire_cli import terminal, vllm_flags
+from pagewire_cli.options import spelled_with_parameters
+from pagewire_client.errors import InvalidArgument
 
 EXIT_WRONG_OPTION = 2
 
@@ -48,7 +50,10 @@ class Command(OneLineCommand):
             return super().invoke(ctx)
         except ValueError as error:
             names = {str(p.name) for p in self.params if p.param_type_name == "option"}
-            raise ValueError(spelled_as_options(str(error), names)) from error
+            text = str(error)
+            if isinstance(error, InvalidArgument):
+                text = spelled_with_parameters(error)
+            raise ValueError(spelled_as_options(text, names)) from error
 
     def _parse(self, ctx: Any, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Values by parameter, and the arguments that are none: unknown options, further values."""

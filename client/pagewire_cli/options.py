@@ -12,6 +12,7 @@ field's docstring is the help text of its option.
 import ast
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -35,6 +36,7 @@ from pagewire_client.connection import (
     check_address,
     connection_options,
 )
+from pagewire_client.errors import InvalidArgument
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 
@@ -253,6 +255,21 @@ _ANSWERS = {
     *("min_tokens", "ignore_eos", "logprobs"),
 }
 """Sampling parameters that conversations lack: those of several answers and of measurements."""
+
+_PARAMETERS = {
+    "beam_search.width": "beam_width",
+    "beam_search.length_penalty": "length_penalty",
+    "beam_search.early_stopping": "early_stopping",
+    "choice.choices": "choice",
+}
+"""Parameters named differently from the field of a request's sampling parameters that they fill."""
+
+
+def spelled_with_parameters(error: InvalidArgument) -> str:
+    """What the server says, beginning with the command's parameter if that fills the field."""
+    path = re.sub(r"\[\d+\]", "", error.field).removeprefix("sampling_params.")
+    return _PARAMETERS.get(path, path) + error.message.removeprefix(error.field)
+
 
 _LIST_OPTION: tuple[Any, Any] = (list[str], [])
 _OWN_KINDS: dict[str, tuple[Any, Any]] = {

@@ -28,6 +28,7 @@ from pagewire.v1.sampling_pb2 import (
 from pagewire_cli import terminal
 from pagewire_cli.app import _hint, app
 from pagewire_cli.local import LocalServices, engine_args, health, service_commands
+from pagewire_cli.options import SAMPLING_AND_ANSWERS
 from pagewire_cli.serve import Deployment, _http_address
 from pagewire_client.errors import Unavailable
 from tests.support.fake_frontend import (
@@ -399,6 +400,49 @@ def test_chat_goes_on_after_an_answer_that_failed(invoke: Any, frontend: FakeFro
     assert result.exit_code == 0
     assert "error: too long" in result.stderr
     assert [message.content for message in frontend.requests[1].chat.messages] == ["Hello"]
+
+
+def _refusal(field: str) -> Break:
+    code, message = grpc.StatusCode.INVALID_ARGUMENT, f"{field}: expected more"
+    return Break(failure=Failure(code=code, message=message, field=field))
+
+
+@pytest.mark.parametrize(
+    ("field", "option"),
+    [
+        ("sampling_params.max_tokens", "--max-tokens"),
+        ("sampling_params.beam_search.width", "--beam-width"),
+        ("sampling_params.beam_search.length_penalty", "--length-penalty"),
+        ("sampling_params.beam_search.early_stopping", "--early-stopping"),
+        ("sampling_params.stop[1]", "--stop"),
+        ("sampling_params.choice.choices[0]", "--choice"),
+        ("sampling_params.json_schema", "--json-schema"),
+        ("model", "--model"),
+        ("text", "text"),
+    ],
+)
+def test_a_refused_field_is_named_as_the_option_that_filled_it(
+    invoke: Any, frontend: FakeFrontend, field: str, option: str
+) -> None:
+    frontend.breaks.append(_refusal(field))
+    with pytest.raises(ValueError, match=f"^{option}: expected more$"):
+        invoke("generate", "Hello")
+
+
+def test_every_sampling_parameter_of_a_request_is_named_as_an_option() -> None:
+    fields = {field.name for field in SamplingParams.DESCRIPTOR.fields} - {"beam_search"}
+    # `beam_search` is of three options, and these have none.
+    without = {
+        *("logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids", "prompt_logprobs"),
+        *("skip_special_tokens", "include_stop_in_output", "thought"),
+    }
+    assert fields - without <= {option.name for option in SAMPLING_AND_ANSWERS.parameters}
+
+
+def test_chat_names_a_refused_field_as_the_option_too(invoke: Any, frontend: FakeFrontend) -> None:
+    frontend.breaks.append(_refusal("sampling_params.top_p"))
+    result = invoke("chat", stdin="Hi\n")
+    assert "error: --top-p: expected more\n" in result.stderr
 
 
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(frontend: FakeFrontend) -> None:
