@@ -46,8 +46,8 @@ class CapacityProbe:
     rates: StepRates
     policy: Policy
     _failed: tuple[SequenceGroup, int] | None = None
-    """The last group that could not preempt any other, and the running set's changes until
-    then: it asks again in every step, and the answer holds while the same sequences run."""
+    """The last group to which no other yields, and the running set's changes until then: it asks
+    again in every step, and the answer holds while the same sequences run, whatever is free."""
 
     @property
     def num_sequences(self) -> int:

@@ -51,20 +51,25 @@ class StepPlanner:
             batch = Batch(self.config, self.pipeline.next_step_id, now_us)
             self.port.begin_plan()
             return self._to_plan(batch), []
+        exceeding: list[SequenceGroup] = []
+        num_idle = 0
+        while num_idle < (1 if self.placed.suspect is None else 2):
+            plan, batch = self._plan_turn(now_us)
+            exceeding += batch.exceeding
+            if plan is not None:
+                return plan, exceeding
+            # Whatever was preempted without a row has left its memory to others.
+            num_idle = 0 if batch.has_preempted else num_idle + 1
+        return None, exceeding
+
+    def _plan_turn(self, now_us: int) -> tuple[StepPlan | None, Batch]:
         if self.placed.suspect is None:
             return self._plan_step(now_us)
-        plan, exceeding = self._plan_turn(now_us)
-        if plan is None:
-            plan, further = self._plan_turn(now_us)
-            exceeding += further
-        return plan, exceeding
-
-    def _plan_turn(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
         self.placed.change_turn()
         with self.running.only(self.placed.has_turn):
             return self._plan_step(now_us)
 
-    def _plan_step(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
+    def _plan_step(self, now_us: int) -> tuple[StepPlan | None, Batch]:
         batch = Batch(self.config, self.pipeline.next_step_id, now_us)
         self.port.begin_plan()
         self.preemption.resume_swapped_in(batch)
@@ -77,7 +82,7 @@ class StepPlanner:
             self.preemption.swap_in(batch)
         if not self.running.swapped:
             self.prefill.admit(self.placed.waiting, batch)
-        return self._to_plan(batch), batch.exceeding
+        return self._to_plan(batch), batch
 
     def _preempt_for_first(self, batch: Batch) -> None:
         """Preempt others for the group that takes precedence over them."""
