@@ -123,13 +123,24 @@ class StepPlanner:
 
     def _num_drafts(self, batch: Batch) -> int:
         """The most drafts of a row in this step: none in a large batch, where more sequences are a
-        better use of the time."""
+        better use of the time, nor any that prompts would have to wait for."""
         max_drafts = self.capacity.num_speculative_tokens
         num_rows = len(self.running.decoding)
         if not max_drafts or not 0 < num_rows <= self.config.max_speculative_seqs:
             return 0
         # Texts whose vectors are in flight have no rows, and may be more than a step has tokens.
-        return max(0, min(max_drafts, batch.budget // num_rows - 1))
+        num_tokens = max(0, batch.budget - num_rows)
+        return min(max_drafts, (num_tokens - self._num_kept_for_prompts(num_tokens)) // num_rows)
+
+    def _num_kept_for_prompts(self, num_tokens: int) -> int:
+        """How many of the tokens that a step has besides those of decodes are not for drafts: half
+        of them while prompts could use any, or what the longest prompt needs without chunks."""
+        queues = self.placed.waiting, self.placed.preempting
+        may_admit = any(queues) and self.running.places.has_room(1)
+        if not (may_admit or self.running.prefilling):
+            return 0
+        num_needed = 0 if self.config.enable_chunked_prefill else self.capacity.max_model_len
+        return min(num_tokens, max(num_needed, (num_tokens + 1) // 2))
 
     def _add_speculative_decodes(self, batch: Batch, num_drafts: int) -> None:
         """Like `extend_all`, with drafts."""

@@ -163,6 +163,40 @@ def test_speculation_may_be_off_and_needs_room_in_the_step(changes: dict[str, in
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "num_steps"),
+    [
+        ({"max_num_batched_tokens": 18}, 6),
+        ({"max_num_batched_tokens": 68, "enable_chunked_prefill": False}, 1),
+    ],
+)
+def test_drafts_leave_tokens_of_the_step_to_prompts(
+    changes: dict[str, object], num_steps: int
+) -> None:
+    driver, plans = make(**changes)
+    others = [driver.submit(prompt=[1, 2, number], max_tokens=50) for number in range(3)]
+    driver.step("g0", times=2)
+    assert grants(plans)[-1] == NUM_DRAFTS
+    late = driver.submit(prompt=[9] * 52, max_tokens=4)
+    driver.step("g0", times=num_steps)
+    assert len(late.choices[0].tokens) == 1
+    assert all(record.is_live for record in others)
+    if driver.config.enable_chunked_prefill:
+        assert grants(plans)[-num_steps:] == [2] * num_steps
+    driver.run_until_idle()
+    driver.check_empty()
+
+
+def test_drafts_leave_nothing_to_prompts_that_have_no_place() -> None:
+    driver, plans = make(max_num_batched_tokens=18, max_num_seqs=3)
+    for number in range(4):
+        driver.submit(prompt=[1, 2, number], max_tokens=9)
+    driver.step("g0", times=2)
+    assert grants(plans)[-1] == NUM_DRAFTS
+    driver.run_until_idle()
+    driver.check_empty()
+
+
 def test_prompt_log_probabilities_and_beam_searches_have_no_drafts() -> None:
     driver, plans = make()
     driver.submit(prompt=[1, 2, 3], max_tokens=9, sampling=Sampling(seed=1, prompt_logprobs=True))
