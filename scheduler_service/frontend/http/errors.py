@@ -251,6 +251,8 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     dotted = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     param = dotted.removeprefix(".") or None
     message = _explain(first, dotted.rpartition(".")[2])
+    if path[:1] == ["logit_bias"] and len(path) > 1:
+        message += f" for token {_received(path[1])}"
     return JSONResponse(
         _body(400, f"{param}: {message}" if param else message, param, "invalid_field"), 400
     )

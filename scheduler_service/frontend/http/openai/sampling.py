@@ -2,7 +2,8 @@
 
 import json
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -93,7 +94,7 @@ def proto_range(field: str, message: type[Message] = sampling_pb2.SamplingParams
 
 class Strict(BaseModel):
     """A body, or a part of one: unknown fields and texts in place of numbers are refused; null, and
-    values that ask for nothing, are absent fields."""
+    values that ask for nothing, are absent fields; 1.0 is a whole number."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=document_ignored
@@ -102,7 +103,29 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_inert(cls, value: Any) -> Any:
-        return without_inert(cls, _bounded(value)) if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        whole = _whole_numbers(cls)
+        return {
+            name: int(item)
+            if isinstance(item, float) and item.is_integer() and name in whole
+            else item
+            for name, item in without_inert(cls, _bounded(value)).items()
+        }
+
+
+@lru_cache
+def _whole_numbers(kind: type[BaseModel]) -> frozenset[str]:
+    """The fields of a body or part that are whole numbers."""
+    return frozenset(
+        field.alias or name
+        for name, field in kind.model_fields.items()
+        if {int, float} & _types_of(field.annotation) == {int}
+    )
+
+
+def _types_of(annotation: Any) -> set[Any]:
+    return {annotation}.union(*map(_types_of, get_args(annotation)))
 
 
 class StreamOptions(Strict):

@@ -70,6 +70,21 @@ COMPLETE = {"prompt": "a"}
     [
         ({"p" * 300_000: "a"}, "prompt: required"),
         (
+            COMPLETE | {"logit_bias": {"7": 1, "8": 300}},
+            'logit_bias: expected at most 100, got 300 for token "8"',
+        ),
+        (COMPLETE | {"top_k": 1.5}, "top_k: expected an integer, got 1.5"),
+        (
+            COMPLETE | {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern: not supported: white space in JSON is a space, "
+            "or a line break and its indentation",
+        ),
+        (
+            COMPLETE | {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace: not supported: white space in JSON is a "
+            "space, or a line break and its indentation",
+        ),
+        (
             COMPLETE | {"cache_salt": "s" * 1025},
             'cache_salt: expected at most 1024 characters, got "' + 39 * "s" + "…",
         ),

@@ -192,6 +192,16 @@ async def test_values_that_ask_for_nothing_are_absent_fields(
 
 
 @pytest.mark.parametrize(("path", "wish"), BOTH)
+async def test_whole_numbers_may_be_written_with_a_fraction_of_zero(
+    served: HttpServed, path: str, wish: dict[str, Any]
+) -> None:
+    asked = wish | {"max_tokens": 7.0, "top_k": 3.0, "seed": 2.0, "temperature": 1.0}
+    request, _ = await submitted(served, path, asked)
+    generation = request.submit.generation
+    assert (generation.max_tokens, generation.sampling.top_k, generation.sampling.seed) == (7, 3, 2)
+
+
+@pytest.mark.parametrize(("path", "wish"), BOTH)
 async def test_minus_one_is_as_many_tokens_as_fit_and_any_seed(
     served: HttpServed, path: str, wish: dict[str, Any]
 ) -> None:
