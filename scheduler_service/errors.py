@@ -18,6 +18,7 @@
     ├── RequestAborted         the client, or another call, ended the request
     ├── DeadlineExceeded       the request's time is up
     ├── Unavailable            no worker, or shutting down; safe to retry
+    ├── NoCandidates           its own parameters exclude every token that could come next
     ├── GenerationFailed       the model's numbers or a worker failed this one request
     ├── Unauthenticated        no or wrong credentials
     └── PermissionDenied       these credentials do not allow that
@@ -92,6 +93,10 @@ class RequestAborted(PagewireError, reason="ABORTED_BY_CLIENT"):
 
 class Unavailable(PagewireError):
     """Nothing can be done now: no worker, or the service is shutting down."""
+
+
+class NoCandidates(PagewireError):
+    """The request's own parameters exclude every token that could come next."""
 
 
 class GenerationFailed(PagewireError):

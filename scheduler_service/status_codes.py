@@ -32,6 +32,7 @@ STATUS_CODES: dict[type[errors.PagewireError], grpc.StatusCode] = {
     errors.RequestTakenOver: grpc.StatusCode.ABORTED,
     errors.RequestAborted: grpc.StatusCode.CANCELLED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.NoCandidates: grpc.StatusCode.INVALID_ARGUMENT,
     errors.GenerationFailed: grpc.StatusCode.INTERNAL,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
 }

@@ -25,7 +25,11 @@ from scheduler_service.frontend.input.processor import (
     off_the_loop,
     resolve_request,
 )
-from scheduler_service.frontend.input.tool_choice import constraint_field, with_call_schema
+from scheduler_service.frontend.input.tool_choice import (
+    constraint_field,
+    fields_that_exclude,
+    with_call_schema,
+)
 from scheduler_service.frontend.metrics import FrontendMetrics, RequestSummary
 from scheduler_service.frontend.models.served_models import ModelDirectory
 from scheduler_service.frontend.requests.request_span import RequestSpan
@@ -258,6 +262,7 @@ class RequestManager:
                 request, lambda: resolve_request(constrained, stream.request_id, model, adapter)
             )
             field = constraint_field(request)
+            stream.excluding = fields_that_exclude(request)
             await self.checker.check(constrained.sampling_params, tenant.name, field)
             await off_the_loop(
                 request, lambda: to_lark(resolved.submit.generation.sampling.constraint)

@@ -1,5 +1,7 @@
 """OpenAI's own client on `/v1/completions` of real services with the embedded model."""
 
+from functools import partial
+
 import openai
 import pytest
 
@@ -110,6 +112,17 @@ def test_errors_are_those_that_the_client_knows(openai_client: openai.OpenAI) ->
     with pytest.raises(openai.BadRequestError) as out_of_vocabulary:
         create(model="embedded", prompt=[[5], [5, 5000]])
     assert out_of_vocabulary.value.param == "prompt[1]"
+
+
+def test_a_request_that_excludes_every_token_is_told_by_what(openai_client: openai.OpenAI) -> None:
+    asked = {"structured_outputs": {"choice": ["a"]}, "bad_words": ["a"]}
+    told = "excluded by choice and bad_words"
+    complete = partial(openai_client.completions.create, model="embedded", prompt="x")
+    with pytest.raises(openai.BadRequestError, match=told) as refusal:
+        complete(extra_body=asked)
+    assert refusal.value.code == "no_candidates"
+    with pytest.raises(openai.APIError, match=told):
+        list(complete(stream=True, extra_body=asked))
 
 
 def test_models_are_listed(openai_client: openai.OpenAI) -> None:

@@ -24,7 +24,7 @@ from scheduler_service.core import (
 from scheduler_service.core.context import adapter_of
 from scheduler_service.core.request import Generation
 from scheduler_service.core.scheduler_stats import MoveReason
-from scheduler_service.errors import GenerationFailed
+from scheduler_service.errors import NoCandidates
 from tests.support.in_process import FRONTEND, MODEL, InProcessWorker
 from tests.support.random_configurations import Configuration, Job, Loss
 from worker_service.adapters.peft_format import ModelAdapter
@@ -57,7 +57,7 @@ class Received:
     cached_tokens: int = 0
     has_ended: bool = False
     is_cancelled: bool = False
-    error: GenerationFailed | None = None
+    error: NoCandidates | None = None
     """Its own parameters left it no token to choose, as they do in any run."""
 
     def choice(self, handle: int) -> Choice:
@@ -405,7 +405,7 @@ class Deployment:
             self.disturbance["beam searches"] += received.job.beam_search is not None
             self.disturbance["constraints"] += received.job.sampling.HasField("constraint")
         for handle, error in outbox.requests_failed:
-            if not isinstance(error, GenerationFailed) or error.reason != "NO_CANDIDATES":
+            if not isinstance(error, NoCandidates):
                 raise error
             received = self._by_handle[handle]
             received.error, received.has_ended = error, True

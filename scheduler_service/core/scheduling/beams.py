@@ -35,7 +35,7 @@ from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.strategy import AddRows, StrategyScheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, Strategy
 from scheduler_service.core.step_plan import RowCandidates, RowLogprobs, RowOutput, RowVectors
-from scheduler_service.errors import GenerationFailed, InvalidArgument
+from scheduler_service.errors import InvalidArgument, NoCandidates
 
 
 def check_beam_search(request: Request, params: BeamParams, config: SchedulerConfig) -> None:
@@ -283,8 +283,7 @@ class BeamScheduler(StrategyScheduler):
         """Deliver what the search has found, and end its group."""
         num_tokens = _deliver(seq_group)
         if num_tokens is None:
-            message = "the request's own constraints excluded every token"
-            error = GenerationFailed(message, reason="NO_CANDIDATES")
+            error = NoCandidates("the request's own constraints excluded every token")
             self.departures.fail_seq_group(seq_group, error, now_us)
         else:
             self.totals.num_generated_tokens += num_tokens

@@ -11,7 +11,7 @@ from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.scheduling.placed_groups import PlacedGroups
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import Frontend, Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.errors import GenerationFailed
+from scheduler_service.errors import PagewireError
 
 
 def finish_choice(frontend: Frontend, handle: int, stop_token_id: int | None) -> None:
@@ -49,9 +49,7 @@ class Departures:
         for seq in list(seq_group.unfinished()):
             self.end_sequence(seq, status, now_us)
 
-    def fail_seq_group(
-        self, seq_group: SequenceGroup, error: GenerationFailed, now_us: int
-    ) -> None:
+    def fail_seq_group(self, seq_group: SequenceGroup, error: PagewireError, now_us: int) -> None:
         """End a group by an error of its own, unless it has ended."""
         if seq_group.num_unfinished:
             seq_group.error = error

@@ -27,7 +27,7 @@ from scheduler_service.core.step_plan import (
     RowVectors,
     StepResult,
 )
-from scheduler_service.errors import GenerationFailed
+from scheduler_service.errors import GenerationFailed, NoCandidates, PagewireError
 
 RUNNING = SequenceStatus.RUNNING
 STOPPED = SequenceStatus.FINISHED_STOPPED
@@ -187,7 +187,9 @@ class ResultProcessor:
         seq.prefill.confirm(is_complete=False)
         self.cache.prefixes.withdraw(seq)
         if not seq.status.is_finished:
-            failed = GenerationFailed(error.message, reason=error.reason)
+            failed: PagewireError = GenerationFailed(error.message, reason=error.reason)
+            if error.reason == NoCandidates.reason:
+                failed = NoCandidates(error.message)
             self.departures.fail_seq_group(seq.seq_group, failed, now_us)
 
     def _record_prefills(self, step: InFlightStep, now_us: int) -> None:

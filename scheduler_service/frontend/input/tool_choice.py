@@ -110,6 +110,18 @@ def constraint_field(request: inference_pb.GenerateRequest) -> str:
     return f"sampling_params.{request.sampling_params.WhichOneof('structured_output')}"
 
 
+_EXCLUDING = ("allowed_token_ids", "bad_words", "min_tokens")
+
+
+def fields_that_exclude(request: inference_pb.GenerateRequest) -> list[str]:
+    """The fields of the client's request that may exclude tokens, without the messages' names."""
+    params = request.sampling_params
+    names = [name for name in _EXCLUDING if getattr(params, name)]
+    if _required(request.chat) is not None or params.HasField("structured_output"):
+        names.insert(0, constraint_field(request).rpartition(".")[2])
+    return names
+
+
 def _required(chat: inference_pb.Chat) -> str | None:
     """The tool that must be called; empty for any of them, None if no call is required."""
     kind = chat.tool_choice.WhichOneof("choice")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.sampling_pb2 import SamplingParams
-from scheduler_service.errors import PagewireError
+from scheduler_service.errors import NoCandidates, PagewireError
 from scheduler_service.frontend.input.processor import ResolvedRequest
 from scheduler_service.frontend.metrics import ModelCounts, RequestSummary
 from scheduler_service.frontend.requests.choice_stream import ChoiceStream
@@ -47,6 +47,8 @@ class RequestStream:
         self.submission = Submission(self.stopwatch.arrived, deadline)
         self.outputs: OutputAssembler | None = None
         """Its choices, once it has begun."""
+        self.excluding: Sequence[str] = ()
+        """The client's fields that exclude tokens, as a user names them."""
         self.counts: ModelCounts | None = None
         """The counts of its model, once it is known."""
         self.span: RequestSpan | None = None
@@ -170,6 +172,9 @@ class RequestStream:
     def receive_failed(self, error: PagewireError) -> None:
         """The core has refused the request or ended it with an error."""
         self.submission.has_ended = True
+        if isinstance(error, NoCandidates) and self.excluding:
+            fields = " and ".join(self.excluding)
+            error = NoCandidates(f"no token can come next: all are excluded by {fields}")
         self.fail(error)
 
     def fail(self, error: PagewireError) -> None:

@@ -2,6 +2,7 @@
 
 import struct
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -10,14 +11,17 @@ from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from tests.scheduler_service.frontend.conftest import Served
+from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (
     bad_field,
+    client_of,
     error_info,
     error_of,
     generate_request,
     model_ready,
     read_all,
     read_until_error,
+    running_frontend,
     text_of,
     tokens_of,
 )
@@ -280,6 +284,30 @@ async def test_the_cores_refusal_reaches_the_client_as_it_is(
     error = await error_of(call)
     assert (error.code(), error.details()) == (code, "so it is")
     assert error_info(error).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"choice": {"choices": ["a"]}, "bad_words": ["a"]}, "choice and bad_words"),
+        ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids and bad_words"),
+        ({"allowed_token_ids": [5], "min_tokens": 2}, "allowed_token_ids and min_tokens"),
+    ],
+)
+async def test_an_answer_without_a_possible_token_is_the_requests_fault(
+    sampling: dict[str, Any], named: str
+) -> None:
+    async with (
+        FakeCore(models=[model_info(structured_output=True)]) as core,
+        running_frontend(core.address) as frontend,
+        client_of(frontend) as client,
+    ):
+        call = client.Generate(generate_request("a", **sampling))
+        request = await core.next_request()
+        await request.fail(grpc.StatusCode.INVALID_ARGUMENT, "NO_CANDIDATES", "nothing")
+        error = await error_of(call)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == f"no token can come next: all are excluded by {named}"
 
 
 async def test_tokens_before_a_failure_are_delivered_before_its_error(served: Served) -> None:

@@ -16,7 +16,7 @@ from scheduler_service.core import (
 from scheduler_service.core.admission.deadlines import _work_us
 from scheduler_service.core.config import CacheGroup, CacheLifetime, PoolingType, PreemptionMode
 from scheduler_service.core.step_plan import RowCandidates, StepResult
-from scheduler_service.errors import InvalidArgument
+from scheduler_service.errors import InvalidArgument, NoCandidates
 from tests.support.core_driver import CoreDriver, make_capacity
 
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32)
@@ -175,8 +175,7 @@ def test_a_search_whose_constraints_leave_nothing_fails_by_name() -> None:
         "g0", StepResult(step_id=1, token_ids=[-1], candidates={0: nothing}), driver.now
     )
     driver.collect()
-    assert record.error is not None
-    assert record.error.reason == "NO_CANDIDATES"
+    assert isinstance(record.error, NoCandidates)
     assert driver.core.snapshot().num_running == 0
 
 
