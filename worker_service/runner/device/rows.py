@@ -137,7 +137,7 @@ class DeviceRows:
 
     def record_edits(self, row_ids: Int64Array) -> None:
         """Record that the edits of these rows have changed."""
-        self._edited.extend(row_ids.tolist())
+        self._edited.extend(row_ids[row_ids < self.padding_row].tolist())
 
     def record_tokens(self, row_ids: Int64Array) -> None:
         """Record that the last tokens of these rows were not sampled on the device."""

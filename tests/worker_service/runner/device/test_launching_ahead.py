@@ -421,6 +421,19 @@ def test_sequences_beyond_the_devices_room_are_computed_while_tokens_are_under_w
     assert results[-1].token_ids.tolist()[0] == next_token([8])
 
 
+def test_edits_of_sequences_beyond_the_devices_room_are_not_sent_to_it() -> None:
+    pipeline = Pipeline(3, make_runner=partial(recorded, num_rows=2))
+    for seq_id in range(1, 4):
+        pipeline.bench.plans.add(seq_id, [seq_id])
+    pipeline.bench.plans.add(4, [4], sampling=sampler_params(temperature=0.0, bad_words=WORD))
+    everything = [Row(seq_id, 1) for seq_id in range(1, 5)]
+    assert isinstance(pipeline.launch(everything), FinishedStep)
+    assert isinstance(pipeline.launch([Row(1), Row(4)]), FinishedStep)
+    kinds = {type(pipeline.launch([Row(1), Row(2)])) for _ in range(2)}
+    assert kinds == {InFlightStep}
+    assert [int(result.token_ids[0]) for result in pipeline.finish()] == continuation([1], 4)
+
+
 def test_steps_under_way_may_be_collected_after_a_reset() -> None:
     pipeline = Pipeline(9, make_runner=recorded)
     pipeline.bench.plans.add(1, [1, 2, 3])
