@@ -44,7 +44,8 @@ class StepStream:
     """The plans and results of one epoch.
 
     Created, submitted to and closed on the event loop. `is_closed` changes once, to true, so the
-    model thread may read it at any time: it then skips the stream's remaining plans.
+    model thread may read it at any time: it then skips the stream's remaining plans. Both threads
+    may end the stream at the same time; the runner is reset once, on the model thread.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class StepStream:
         self._cached_blocks = CachedBlocks() if cached_blocks is None else cached_blocks
         self._has_failed = False
         """Whether nothing more is collected. Used by the follow-up thread."""
+        self._is_reset = False
+        """Whether the runner was reset at the end. Used by the model thread."""
         self._is_intact = True
         """Whether the runner has done all that it was given, and nothing else. Used by the model
         thread."""
@@ -239,6 +242,9 @@ class StepStream:
 
     def _reset(self) -> None:
         """Runs on the model thread, so that no later epoch's step or fetch comes before it."""
+        if self._is_reset:
+            return
+        self._is_reset = True
         self.transfers.wait_closed()
         if self._is_intact:
             self._keep_sequences()

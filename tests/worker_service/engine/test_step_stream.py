@@ -10,11 +10,12 @@ import pytest
 
 from tests.support.peers import no_transfers
 from tests.support.plans import step_plan
+from worker_service.engine.cached_blocks import CachedBlocks
 from worker_service.engine.executor import ModelThread
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError
-from worker_service.plan import StepPlan, StepResult, StepTimings
+from worker_service.plan import KeptSequence, StepPlan, StepResult, StepTimings
 
 SOON_S = 60.0
 
@@ -42,6 +43,9 @@ class Launched:
         )
 
 
+KEPT = KeptSequence(seq_id=1, token_ids=np.zeros(4, np.int32), context=(), tables=())
+
+
 class Launcher:
     """A runner that records its calls. Cannot launch step `bad_step`."""
 
@@ -59,6 +63,9 @@ class Launcher:
             raise self.failure
         self.steps.append(Launched(plan))
         return self.steps[-1]
+
+    def kept_sequences(self) -> list[KeptSequence]:
+        return [] if self.num_resets else [KEPT]
 
     def reset(self) -> None:
         self.num_resets += 1
@@ -188,6 +195,37 @@ async def test_a_stream_ends_with_what_it_is_told(
     error = StepFailed("made up")
     end(stream, error)
     assert await collected(stream) == ([], error)
+
+
+class EndedTwice(StepStream):
+    """Closed on the event loop as soon as the model thread has found that it is open."""
+
+    @property
+    def is_closed(self) -> bool:  # type: ignore[override]
+        """As the attribute."""
+        was_closed = self._was_closed
+        if not was_closed and threading.current_thread().name == "model":
+            closed = threading.Event()
+            self._loop.call_soon_threadsafe(lambda: (self.close(), closed.set()))
+            assert closed.wait(SOON_S)
+        return was_closed
+
+    @is_closed.setter
+    def is_closed(self, value: bool) -> None:
+        self._was_closed = value
+
+
+async def test_a_stream_that_ends_twice_at_once_keeps_the_sequences_of_its_runner(
+    thread: ModelThread,
+) -> None:
+    runner, kept = Launcher(), CachedBlocks()
+    stream = EndedTwice(1, runner, no_transfers(), thread, StepMeter(), cached_blocks=kept)
+    stream.finish()
+    assert await collected(stream) == ([], None)
+    await thread.run(lambda: None)
+    await thread.run(lambda: None)  # after what `close` has posted
+    assert runner.num_resets == 1
+    assert kept.sequences == [KEPT]
 
 
 @pytest.mark.parametrize(
