@@ -191,7 +191,7 @@ class RankThreads:
     def add_adapter(self, adapter: ModelAdapter) -> None:
         """Let all ranks hold an adapter, as from another worker."""
         for rank in self.ranks:
-            assert rank.executor.adapters.add([adapter.content]) == adapter.info
+            assert rank.executor.adapters.add(bytearray(adapter.content)) == adapter.info
 
     def send(self, plan: bytes) -> "list[Future[StepResult]]":
         """Each rank's result to come, by rank."""

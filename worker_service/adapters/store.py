@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import AsyncIterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Generic, Protocol, TypeVar
@@ -57,16 +57,6 @@ class Adapter(Protocol):
 
 
 AdapterT = TypeVar("AdapterT", bound=Adapter)
-
-
-def join(chunks: Iterable[bytes], max_bytes: int) -> bytearray:
-    """The content that chunks make up. Raises BadAdapter beyond `max_bytes`."""
-    content = bytearray()
-    for chunk in chunks:
-        content += chunk
-        if len(content) > max_bytes:
-            raise BadAdapter(f"chunks: expected at most {max_bytes} bytes, got more")
-    return content
 
 
 class AdapterStore(Generic[AdapterT]):
@@ -207,10 +197,21 @@ class AdapterLoader(ABC, Generic[AdapterT]):
         self.require_store()
         return self._hold(self._read(path))
 
-    def add(self, chunks: Iterable[bytes]) -> AdapterInfo:
+    async def receive(self, chunks: AsyncIterable[bytes]) -> bytearray:
+        """The content that chunks make up, for `add`. Raises BadAdapter as soon as they are too
+        many."""
+        self.require_store()
+        content = bytearray()
+        async for chunk in chunks:
+            content += chunk
+            if len(content) > self._max_bytes:
+                raise BadAdapter(f"chunks: expected at most {self._max_bytes} bytes, got more")
+        return content
+
+    def add(self, content: bytearray) -> AdapterInfo:
         """As `load`, from the content that another worker has sent."""
         self.require_store()
-        return self._hold(self._of_content(join(chunks, self._max_bytes)))
+        return self._hold(self._of_content(content))
 
     def chunks(self, digest: bytes) -> Iterator[bytes]:
         """The content of an adapter, for `add` of another worker of the model."""

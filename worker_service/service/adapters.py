@@ -1,7 +1,7 @@
 """The adapters of a worker: the table that the core sets, and the contents that it means."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import AsyncIterable
 
 from pagewire.v1 import adapter_pb2
 from pagewire.v1.adapter_pb2 import AdapterSet
@@ -86,9 +86,10 @@ class AdapterTable:
             return False
         return True
 
-    async def put(self, chunks: Iterable[bytes]) -> adapter_pb2.AdapterInfo:
-        """Keep a content that another worker has sent."""
-        return encode_info(await asyncio.to_thread(self._model.adapters.add, chunks))
+    async def put(self, chunks: AsyncIterable[bytes]) -> adapter_pb2.AdapterInfo:
+        """Keep a content that another worker sends."""
+        content = await self._model.adapters.receive(chunks)
+        return encode_info(await asyncio.to_thread(self._model.adapters.add, content))
 
     async def load(self, path: str) -> adapter_pb2.AdapterInfo:
         """Read a content from the disk and keep it."""

@@ -238,7 +238,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     async def PutAdapter(
         self, request: AsyncIterator[pb.PutAdapterRequest], context: grpc.aio.ServicerContext
     ) -> pb.PutAdapterResponse:
-        chunks = [message.data async for message in request]
+        chunks = (message.data async for message in request)
         return pb.PutAdapterResponse(adapter=await self._adapters.put(chunks))
 
     @_translates_errors

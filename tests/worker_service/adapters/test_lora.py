@@ -676,7 +676,7 @@ def test_a_program_that_was_recorded_with_other_slots_is_not_run() -> None:
 def test_an_adapter_travels_to_another_worker_and_stays_until_its_last_sequence_ends() -> None:
     here, there, [made, *_] = executor("llama"), executor("llama"), adapters("llama")
     info = here.adapters.load(str(made.folder))
-    assert there.adapters.add(here.adapters.chunks(info.digest)) == info
+    assert there.adapters.add(bytearray().join(here.adapters.chunks(info.digest))) == info
     assert (info.rank, len(info.digest)) == (4, 32)
     assert "q_proj" in info.targets
     [(tokens, _)] = generate(there, [info.digest])
@@ -836,7 +836,7 @@ def test_what_is_missing_pickled_elsewhere_or_too_much_is_refused(edited: Path) 
     with pytest.raises(BadAdapter, match="pickled weights are not read"):
         here.adapters.load(str(edited))
     with pytest.raises(BadAdapter, match="chunks: expected"):
-        here.adapters.add([b'{"modules":[]}\n'])
+        here.adapters.add(bytearray(b'{"modules":[]}\n'))
     small = executor("llama")
     small.adapters.slots._max_rank = 8  # type: ignore[union-attr]
     with pytest.raises(BadAdapter, match="r: expected at most 8, --max-lora-rank, got 16"):

@@ -174,7 +174,7 @@ def test_virtual_tokens_are_not_penalized() -> None:
 def test_a_prompt_travels_to_another_worker_and_must_be_in_the_tokens() -> None:
     here, there = executor("llama"), executor("llama")
     info = here.adapters.load(str(prompts("llama")[1].folder))
-    assert there.adapters.add(here.adapters.chunks(info.digest)) == info
+    assert there.adapters.add(bytearray().join(here.adapters.chunks(info.digest))) == info
     assert (info.rank, info.targets, info.num_virtual_tokens) == (0, (), 6)
     [(tokens, _)] = generate(there, [(info.digest, 6)])
     assert len(tokens) == NUM_TOKENS

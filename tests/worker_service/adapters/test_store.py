@@ -1,13 +1,14 @@
 """The adapters of a worker on the host, and sequences of a simulated worker that name them."""
 
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.plans import new_sequence
-from worker_service.adapters.store import AdapterInfo
+from worker_service.adapters.store import CHUNK_BYTES, AdapterInfo
 from worker_service.config import AdapterConfig, AdapterModule
 from worker_service.errors import (
     AdapterNotFound,
@@ -37,7 +38,7 @@ def test_an_adapter_is_its_content_wherever_it_was_read(tmp_path: Path) -> None:
     assert (first.rank, len(first.digest)) == (4, 32)
     assert here.load(write(tmp_path / "b", "x")) == first
     assert here.load(write(tmp_path / "c", "y")).digest != first.digest
-    assert there.add(here.require_store().chunks(first.digest)) == first
+    assert there.add(bytearray().join(here.require_store().chunks(first.digest))) == first
 
 
 def test_what_is_in_use_is_dropped_when_its_last_sequence_ends(tmp_path: Path) -> None:
@@ -63,9 +64,27 @@ def test_adapters_beyond_the_limits_are_refused_by_value(tmp_path: Path) -> None
     with pytest.raises(AdapterNotFound, match="nowhere"):
         here.load("nowhere")
     with pytest.raises(BadAdapter, match="chunks: expected"):
-        here.add([b"{}\n"])
+        here.add(bytearray(b"{}\n"))
     with pytest.raises(InvalidOption, match="enable_lora"):
         SimulatedAdapters(AdapterConfig()).load(str(tmp_path / "a"))
+
+
+async def test_what_another_worker_sends_is_read_up_to_the_limit() -> None:
+    num_read = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        while True:
+            num_read += CHUNK_BYTES
+            yield bytes(CHUNK_BYTES)
+
+    here = adapters()
+    here._max_bytes = 2 * CHUNK_BYTES
+    with pytest.raises(BadAdapter, match=r"chunks: expected at most 2097152 bytes, got more"):
+        await here.receive(endless())
+    assert num_read == 3 * CHUNK_BYTES
+    with pytest.raises(InvalidOption, match="enable_lora"):
+        await SimulatedAdapters(AdapterConfig()).receive(endless())
 
 
 def part(info: AdapterInfo | None, start: int = 0) -> ContextPart:
