@@ -31,6 +31,8 @@ class RequestRegistry:
         self._live_seq_ids: set[int] = set()
         self._last_seq_id = 0
         self._num_arrivals = 0
+        self._num_added: Counter[tuple[str, bytes]] = Counter()
+        """Requests so far, by model and adapter."""
 
     def __len__(self) -> int:
         return len(self._seq_groups)
@@ -45,6 +47,10 @@ class RequestRegistry:
             seq_group.adapter == adapter and seq_group.request.model == model
             for seq_group in self._seq_groups.values()
         )
+
+    def num_ever_with(self, model: str, adapter: bytes) -> int:
+        """Requests for a model with an adapter since the start, live ones included."""
+        return self._num_added[model, adapter]
 
     def by_adapter(self) -> Counter[tuple[str, bytes, bool]]:
         """Live requests with an adapter by model, adapter, and whether a sequence runs."""
@@ -100,6 +106,8 @@ class RequestRegistry:
         self._seq_groups[_key(seq_group)] = seq_group
         self._frontends[frontend.frontend_id] = frontend
         self._tenants.add_request(seq_group.tenant, seq_group.clock.submitted_us)
+        if seq_group.adapter is not None:
+            self._num_added[seq_group.request.model, seq_group.adapter] += 1
         for seq in seq_group.choices():
             frontend.sequences[seq.handle] = seq
         for seq in seq_group.sequences:

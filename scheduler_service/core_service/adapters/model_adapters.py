@@ -48,7 +48,9 @@ class ModelAdapters:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the table changes."""
     _retained_at: dict[bytes, float] = field(default_factory=dict)
-    """When this core first saw a content retained."""
+    """When this core first saw a content retained, or last saw that requests have used it."""
+    _num_users: dict[bytes, int] = field(default_factory=dict)
+    """Requests that had used a retained content at that time."""
 
     # Workers.
 
@@ -152,8 +154,13 @@ class ModelAdapters:
             return
         async with self._lock:
             now, unused = self.driver.clock(), set()
+            requests = self.driver.core.requests
             for digest, since in self._retained_at.items():
-                if self.driver.core.requests.num_with(self.name, digest):
+                num_users = requests.num_ever_with(self.name, digest)
+                # Since the last check one may have come and ended, whose plan workers still have.
+                has_new = num_users != self._num_users.get(digest, num_users)
+                self._num_users[digest] = num_users
+                if has_new or requests.num_with(self.name, digest):
                     self._retained_at[digest] = now  # a retry of such a request may follow
                 elif now - since >= retain_s:
                     unused.add(digest)
@@ -230,6 +237,11 @@ class ModelAdapters:
         now = self.driver.clock()
         self._retained_at = {
             adapter.digest: self._retained_at.get(adapter.digest, now) for adapter in table.retained
+        }
+        requests = self.driver.core.requests
+        self._num_users = {
+            digest: self._num_users.get(digest, requests.num_ever_with(self.name, digest))
+            for digest in self._retained_at
         }
         self._allow(table)
         self.on_change()

@@ -271,6 +271,30 @@ async def test_no_request_gets_a_content_that_workers_are_dropping() -> None:
                 await worker.answered.wait()
 
 
+async def test_a_content_is_kept_for_a_request_that_came_and_ended_between_two_checks() -> None:
+    """A worker may have yet to execute the plan with it, which it would refuse."""
+    worker = Worker("a")
+    directory = make_directory(worker, settle_s=0.0, retain_s=60.0)
+    clock = directory.driver.clock
+    assert isinstance(clock, Clock)
+    async with directory.joined([worker.registration]):
+        adapter = await directory.load("x", "/x", MODEL, replace=False, names=())
+        await directory.unload("x")
+        [model] = directory._models.values()
+        await model.collect(60.0)
+        clock.now += 61.0
+        submit(directory, adapter.digest)
+        [seq_group] = directory.driver.core.requests.seq_groups()
+        request = seq_group.request
+        directory.driver.core.abort(request.tenant, request.request_id, clock())
+        assert len(directory.driver.core.requests) == 0
+        await model.collect(60.0)
+        assert adapter.digest in worker.contents
+        clock.now += 61.0
+        await model.collect(60.0)
+        assert not worker.contents
+
+
 async def test_requests_end_whose_adapter_no_worker_has_brought_until_tables_are_settled() -> None:
     worker = Worker("a")
     directory = make_directory(worker, settle_s=2.0)
