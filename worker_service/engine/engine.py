@@ -84,7 +84,9 @@ class Engine:
             if self._stream is not None:  # of a core that has died, perhaps
                 self._stream.keep_no_sequences()
             try:
-                await self.model.thread.run(lambda: self._measure_blocks(*batch))
+                await self.model.prepare(
+                    "the largest batch, which measures memory", lambda: self._measure_blocks(*batch)
+                )
             except WorkerError:
                 raise
             except Exception as error:  # compilers and drivers raise anything
@@ -139,7 +141,7 @@ class Engine:
                 self._cached_blocks = CachedBlocks(*sizes)
             return self.model.executor.make_runner(*sizes, epoch)
 
-        self._runner = await self.model.thread.run(make_runner)
+        self._runner = await self.model.prepare(f"the caches of epoch {epoch}", make_runner)
         logger.info(
             "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d",
             epoch,

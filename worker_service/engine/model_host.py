@@ -1,12 +1,15 @@
 """The model of this process, from its load to the end of its thread."""
 
 import asyncio
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from worker_service.adapters.store import AdapterLoader
-from worker_service.engine.executor import Executor, ModelFacts, ModelThread
+from worker_service.engine.executor import Executor, ModelFacts, ModelThread, Result
 from worker_service.errors import NotReady
+
+logger = logging.getLogger(__name__)
 
 STOP_WAIT_S = 2.0
 """How long to wait for the model thread to finish its job; it may be stuck for ever."""
@@ -22,7 +25,8 @@ class ModelHost:
         self.num_weight_loads = 0
         self.facts_if_loaded: ModelFacts | None = None
         """Facts about the loaded model; None before it is loaded."""
-        self._is_loading = False
+        self._preparation: str | None = None
+        """What the model thread prepares, while it does. Set on that thread."""
         self._suspicion = asyncio.Event()
 
     @property
@@ -34,16 +38,21 @@ class ModelHost:
 
     async def load(self) -> None:
         """Load the model on the model thread; raises what the executor raises."""
-        self._is_loading = True
-        self.facts_if_loaded = await self.thread.run(self._load)
+        self.facts_if_loaded = await self.prepare("the load of the model", self.executor.load)
         self.num_weight_loads += 1
 
-    def _load(self) -> ModelFacts:
-        """On the model thread, where it continues if the caller of `load` is cancelled."""
-        try:
-            return self.executor.load()
-        finally:
-            self._is_loading = False
+    async def prepare(self, what: str, work: Callable[[], Result]) -> Result:
+        """Run `work` on the model thread, which may take minutes and continues there if the caller
+        is cancelled; `stop` does not wait for it."""
+
+        def run() -> Result:
+            self._preparation = what
+            try:
+                return work()
+            finally:
+                self._preparation = None
+
+        return await self.thread.run(run)
 
     def check_loaded(self) -> None:
         """Raise NotReady before the model is loaded."""
@@ -80,7 +89,11 @@ class ModelHost:
         return await self.thread.run(self.executor.stop_profile)
 
     def stop(self) -> bool:
-        """End the model thread. Returns whether it has ended, or is loading a model, which is not
+        """End the model thread. Returns whether it has ended, or prepares something, which is not
         waited for and ends with the process."""
-        wait_s = 0.0 if self._is_loading else STOP_WAIT_S
-        return self.thread.stop(wait_s=wait_s) or self._is_loading
+        wait_s = STOP_WAIT_S if self._preparation is None else 0.0
+        has_ended = self.thread.stop(wait_s=wait_s)
+        if not has_ended and (what := self._preparation) is not None:
+            logger.info("the process ends during %s", what)
+            return True
+        return has_ended

@@ -21,6 +21,7 @@ from worker_service.address import Address, advertised
 from worker_service.errors import InvalidOption, WorkerRejected
 from worker_service.load_progress import FrontendFiles, LoadProgress
 from worker_service.loader import LoadedModel
+from worker_service.runner.torch_executor import TorchExecutor
 from worker_service.service import lifecycle
 
 READY, DRAINING = status_pb2.WORKER_STATE_READY, status_pb2.WORKER_STATE_DRAINING
@@ -252,6 +253,37 @@ async def test_a_worker_can_end_while_it_loads() -> None:
         running.worker.end()
         await asyncio.wait_for(running.task, 60)
         may_load.set()
+
+
+@pytest.mark.parametrize("method", ["profile_blocks", "make_runner"])
+async def test_a_worker_can_end_while_it_prepares_to_serve(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def prepare(*_: object, **__: object) -> None:
+        begun.set()
+        assert may_go_on.wait(60)
+
+    async with running_worker() as running:
+        await until(running.worker.ready.is_set, "the model is loaded")
+        monkeypatch.setattr(TorchExecutor, method, prepare)
+        call = asyncio.ensure_future(
+            running.stub.ProfileBlocks(
+                worker_service_pb2.ProfileBlocksRequest(max_num_seqs=3, max_num_batched_tokens=64)
+            )
+            if method == "profile_blocks"
+            else running.initialize(1)
+        )
+        await until(begun.is_set, "the preparation has begun")
+        running.worker.end_at_once()
+        await asyncio.wait_for(running.task, 60)
+        assert not running.worker.is_stuck
+        assert "the process ends during the " in caplog.text
+        may_go_on.set()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
 
 
 async def test_a_model_that_cannot_be_loaded_ends_the_worker(tmp_path: Path) -> None:
