@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Coroutine
 
 from pagewire.v1 import scheduler_service_pb2, status_pb2, worker_service_pb2
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
@@ -29,6 +28,7 @@ from worker_service.service.block_connection import BlockConnections
 from worker_service.service.metrics import WorkerCollector, WorkerFacts
 from worker_service.service.registration import Membership, Registrar
 from worker_service.service.servicer import WorkerServicer, model_info
+from worker_service.service.tasks import until_first
 
 _ROLES = {
     "both": scheduler_service_pb2.WORKER_ROLE_UNSPECIFIED,
@@ -169,7 +169,7 @@ class Worker:
             self._progress.on_files = lambda: loop.call_soon_threadsafe(changed.set)
             reporting = asyncio.create_task(self._report_load(self._core))
         try:
-            await _until_first(self._load_model(), self._end.wait())
+            await until_first(self._load_model(), self._end.wait())
         finally:
             if reporting is not None:
                 reporting.cancel()
@@ -300,7 +300,7 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 if registrar is not None:
-                    await _until_first(
+                    await until_first(
                         self._released.wait(), self._engine.wait_closed(), registrar.wait_absent()
                     )
                 await self._engine.wait_idle()
@@ -362,16 +362,3 @@ class Worker:
             if not self._end.is_set():
                 self._failure = error
             self.end_at_once()
-
-
-async def _until_first(*waits: Coroutine[None, None, object]) -> None:
-    """Wait until one of several is done and cancel the others; raises its exception."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()

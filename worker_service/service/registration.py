@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import grpc
 
@@ -22,6 +23,7 @@ from pagewire.v1 import status_pb2
 from service_common.cluster import Cluster
 from service_common.logging_config import LogThrottle
 from worker_service.errors import InvalidOption
+from worker_service.service.tasks import until_first
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,6 @@ class Registrar:
     async def _register_once(self, stub: pb_grpc.SchedulerServiceStub) -> str:
         """One stream from registration to its end. Returns why it ended."""
         stream = stub.RegisterWorker()
-        heartbeats: asyncio.Task[None] | None = None
         self._heartbeat_at, self._silence_s = time.monotonic(), 0.0
         try:
             await stream.write(self._membership.heartbeat(is_first=True))
@@ -134,9 +135,7 @@ class Registrar:
                 lease_s = await self._await_welcome(stream)
             if lease_s is None:
                 return "the core ended the stream"
-            heartbeats = asyncio.create_task(self._send_heartbeats(stream, lease_s))
-            async for response in stream:
-                self._obey(response.directive)
+            await until_first(self._follow(stream), self._send_heartbeats(stream, lease_s))
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {in_words(error.details())}"
         except TimeoutError:
@@ -146,8 +145,6 @@ class Registrar:
         except InvalidOption as error:
             return str(error)
         finally:
-            if heartbeats is not None:
-                heartbeats.cancel()
             stream.cancel()
         return "the core ended the stream"
 
@@ -165,8 +162,14 @@ class Registrar:
                 return lease_s
         return None
 
-    async def _send_heartbeats(self, stream: grpc.aio.StreamStreamCall, lease_s: float) -> None:
-        """Send heartbeats, so often that the lease survives the loss of a few."""
+    async def _follow(self, stream: grpc.aio.StreamStreamCall) -> None:
+        """Obey the core until the stream ends; raises why it broke."""
+        async for response in stream:
+            self._obey(response.directive)
+
+    async def _send_heartbeats(self, stream: grpc.aio.StreamStreamCall, lease_s: float) -> NoReturn:
+        """Send heartbeats, so often that the lease survives the loss of a few. Raises InvalidOption
+        as `Membership.registration` does."""
         changed = self._membership.changed
         while True:
             try:
@@ -179,8 +182,8 @@ class Registrar:
             try:
                 await stream.write(self._membership.heartbeat(is_first=False))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                # The stream has ended; its reader reports why.
-                return
+                # The stream has ended; its reader, which reports why, ends this wait.
+                await asyncio.get_running_loop().create_future()
 
     def _measure_silence(self) -> None:
         now = time.monotonic()

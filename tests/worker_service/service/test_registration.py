@@ -163,6 +163,37 @@ async def test_a_worker_outlives_a_time_in_which_its_core_s_name_is_not_known(
         assert len(tried) == 3
 
 
+async def test_a_report_of_a_load_without_an_address_begins_another_stream_at_once(
+    core_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress, may_end = LoadProgress(show_bar=False), threading.Event()
+    tried = []
+
+    def load() -> LoadedModel:
+        assert may_end.wait(60)
+        return loaded_counting_model()
+
+    def at_the_second_try(listening: Address, core: Address | None) -> Address:
+        tried.append(core)
+        if len(tried) < 2:
+            raise InvalidOption("advertise: there is no route to the core")
+        return advertised(listening, core)
+
+    monkeypatch.setattr(lifecycle, "advertised", at_the_second_try)
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(load=load, progress=progress, core=core_address) as running,
+    ):
+        await until(lambda: registry.loads and registry.loads[0].heartbeats[1:], "two reports")
+        progress.publish(FrontendFiles("counting", {"config.json": b"{}"}))
+        await until(lambda: registry.loads[1:] and registry.loads[1].heartbeats, "another stream")
+        reported = registry.loads[1].heartbeats[0].loading
+        assert reported.address == running.worker.address
+        assert "reason=advertise: there is no route to the core" in caplog.text
+        may_end.set()
+        await first_stream(registry)
+
+
 async def test_a_worker_that_is_told_its_address_looks_for_none(
     core_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
