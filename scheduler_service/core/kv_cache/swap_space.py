@@ -60,9 +60,10 @@ class SwapSpace:
 
     def can_swap_in(self, sequences: Sequence[CacheableSequence]) -> bool:
         """Whether there is room on the device for these swapped-out sequences, and to grow unless
-        they are alone."""
+        nothing else is there: without it they would be swapped out again at once."""
         blocks = {block for seq in sequences for block in self.held[seq.seq_id].blocks()}
-        grow = len(sequences) * self._device.demand.per_token if self._device.held else 0
+        is_empty = self._device.are_alone(())
+        grow = 0 if is_empty else len(sequences) * self._device.demand.per_token
         return self._device.num_short(len(blocks), grow) <= 0
 
     def swap_in(self, sequences: Sequence[CacheableSequence]) -> list[int]:

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from scheduler_service.core import ContextKind, ContextPart
-from scheduler_service.core.config import CacheGroup, MoveKV, Role
+from scheduler_service.core.config import CacheGroup, CacheLifetime, MoveKV, PreemptionMode, Role
 from scheduler_service.core.step_plan import StepPlan
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 from tests.support.records import RequestRecord
@@ -17,12 +18,21 @@ PROMPT = list(range(20))
 
 
 def two_groups(
-    *roles: Role, changes: Mapping[str, object] | None = None, max_loras: int = 0, **config: object
+    *roles: Role,
+    changes: Mapping[str, object] | None = None,
+    max_loras: int = 0,
+    cache_groups: tuple[CacheGroup, ...] = (CacheGroup(block_tokens=32),),
+    **config: object,
 ) -> CoreDriver:
     """Two worker groups that can read each other's KV, but for `changes` of the second one."""
+    shape: dict[str, Any] = {
+        "cache_groups": cache_groups,
+        "max_model_len": 256,
+        "max_loras": max_loras,
+    }
     groups = [
         replace(
-            make_capacity(group_id, block_size=32, max_model_len=256, max_loras=max_loras),
+            make_capacity(group_id, **shape),
             role=role,
             kv_layout=(("layout", "one"),),
             addresses=(f"at {group_id}",),
@@ -259,4 +269,25 @@ def test_a_choice_that_ends_while_its_prompt_is_computed_is_not_copied_ahead() -
     driver.run_until_idle()
     assert record.finished is not None
     assert [len(choice.tokens) for choice in record.choices] == [0, 9]
+    driver.check_empty()
+
+
+def test_copies_do_not_keep_the_memory_that_a_swapped_out_request_lacks() -> None:
+    """It was swapped in and out again without end, as if it were alone, while the other request,
+    which the copies were for, waited for it."""
+    chunk = CacheGroup(lifetime=CacheLifetime.CHUNK, block_tokens=4, span=8)
+    driver = two_groups(
+        changes={"num_gpu_blocks": 12, "num_cpu_blocks": 16},
+        cache_groups=(CacheGroup(block_tokens=12), chunk),
+        preemption_mode=PreemptionMode.SWAP,
+        watermark=0.0,
+    )
+    moving = driver.submit(prompt=list(range(12)), max_tokens=30, n=3)
+    driver.step("g0", times=8)
+    staying = driver.submit(prompt=[9, *range(9)], max_tokens=40)
+    driver.step("g1", times=9)
+    driver.drain_worker_group("g0")
+    driver.run_until_idle()
+    assert moving.finished is not None
+    assert staying.finished is not None
     driver.check_empty()
