@@ -19,7 +19,7 @@ from scheduler_service.core_service.adapters.tables import (
 )
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.workers.errors import SessionFailed
-from scheduler_service.errors import DuplicateAdapter, PagewireError, Unavailable, UnknownAdapter
+from scheduler_service.errors import DuplicateAdapter, Unavailable, UnknownAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,8 @@ class ModelAdapters:
         return num_requests
 
     async def collect(self, retain_s: float) -> None:
-        """Drop retained contents that no request has used for as long."""
+        """Drop retained contents that no request has used for as long. That is not undone if a
+        worker does not answer: others have dropped them."""
         if not self.table.retained or not self._members:
             return
         async with self._lock:
@@ -169,11 +170,7 @@ class ModelAdapters:
                 return
             table = without_retained(self.table, unused)
             self._allow(table)  # no request that needs them may come while workers drop them
-            try:
-                await self._change(workers, table)
-            except PagewireError as error:
-                logger.warning("retained adapters not dropped model=%s error=%s", self.name, error)
-                await self._restore(workers)
+            await self._impose(workers, table)
 
     # Changes of the table.
 
@@ -205,12 +202,12 @@ class ModelAdapters:
         await self._impose(workers, self.table)
 
     async def _impose(self, workers: Workers, table: AdapterSet) -> None:
-        """Make a table valid, and set it on workers. Those that do not answer, or lack a content,
+        """Set a table on workers, and make it valid. Those that do not answer, or lack a content,
         get it later, or when they join again."""
         table = self._numbered(table)
         failed = await self.distribution.set_on_all(workers, table)
         for error in failed.values():
-            logger.warning("adapters not restored reason=%s", error)
+            logger.warning("table of adapters not set reason=%s", error)
         self._behind |= failed.keys()
         self._behind &= self._members.keys()  # a worker may have left meanwhile
         self._commit(table)

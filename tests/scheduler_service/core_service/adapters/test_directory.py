@@ -295,6 +295,24 @@ async def test_a_content_is_kept_for_a_request_that_came_and_ended_between_two_c
         assert not worker.contents
 
 
+async def test_no_request_gets_a_content_that_only_some_workers_have_dropped() -> None:
+    workers = Worker("a"), Worker("b")
+    directory = make_directory(*workers, settle_s=0.0)
+    async with directory.joined([worker.registration for worker in workers]):
+        adapter = await directory.load("x", "/x", MODEL, replace=False, names=())
+        await directory.unload("x")
+        [model] = directory._models.values()
+        workers[1].loses_answers = True
+        await model.collect(0.0)
+        assert not workers[0].contents
+        with pytest.raises(UnknownAdapter):
+            submit(directory, adapter.digest)
+        workers[1].loses_answers = False
+        await model.bring_up()
+        assert workers[0].table == workers[1].table == model.table
+        assert not contents(model.table)
+
+
 async def test_requests_end_whose_adapter_no_worker_has_brought_until_tables_are_settled() -> None:
     worker = Worker("a")
     directory = make_directory(worker, settle_s=2.0)
