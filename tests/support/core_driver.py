@@ -14,6 +14,7 @@ from pagewire.v1.pooling_pb2 import POOLING_HEAD_CLASSIFIER, PoolingParams
 from scheduler_service.core import (
     ContextPart,
     EngineOutputs,
+    InspectionDetail,
     Request,
     SchedulerConfig,
     SchedulerCore,
@@ -37,6 +38,7 @@ from tests.support.symbolic_worker import (
 )
 
 MODEL = "m"
+ALL_REQUESTS = InspectionDetail(include_requests=True, max_requests=10_000)
 
 
 @dataclass
@@ -180,6 +182,26 @@ class CoreDriver:
         self.work.pop(group_id, None)
         self.core.remove_worker_group(group_id, self.now)
         self._follow_up(*self.links)
+
+    def fail_worker_group(self, group_id: str) -> None:
+        """Scheduling a group has raised an error that is not declared: its requests fail, and no
+        others."""
+        self.collect()
+        live = {r.request.request_id: r for r in self.records.values() if r.is_live}
+        requests = self.core.inspect(ALL_REQUESTS).requests
+        assert {request.request_id for request in requests} == live.keys()
+        del self.links[group_id]
+        self.work.pop(group_id, None)
+        self.core.fail_worker_group(group_id, "ZeroDivisionError: drawn", self.now)
+        self._follow_up(*self.links)
+        self.collect()
+        for request in requests:
+            error = live[request.request_id].error
+            if request.worker_group_id == group_id:
+                assert error is not None
+                assert error.reason == "SCHEDULER_FAULT"
+            else:
+                assert error is None
 
     def drain_worker_group(self, group_id: str) -> None:
         """A worker is to get nothing new, and to give away what it has."""

@@ -119,9 +119,10 @@ REFUSALS = (
     UnsupportedByModel,
 )
 
-GROUP_EVENTS = ["join", "lose", "drain", "drain", "part"]
+GROUP_EVENTS = ["join", "lose", "fail", "drain", "drain", "part"]
 REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire", "again", "again"]
-EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend", "set_adapters"]
+ADAPTER_EVENTS = ["set_adapters", "lose_adapters"]
+EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend", *ADAPTER_EVENTS]
 
 
 def part_of(adapter: bytes | None) -> tuple[ContextPart, ...]:
@@ -384,6 +385,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.add_worker_group([SMALL, LARGE][pick % 2])
         elif event == "lose" and groups:
             driver.lose_worker_group(groups[pick % len(groups)])
+        elif event == "fail" and groups:
+            driver.fail_worker_group(groups[pick % len(groups)])
         elif event == "drain" and groups:
             self.drain(groups[pick % len(groups)], waits=pick % 3 == 0)
         elif event == "part":
@@ -394,18 +397,27 @@ class CoreMachine(RuleBasedStateMachine):
             driver.lose_core()
         elif event == "lose_frontend":
             driver.remove_frontend(f"f{pick % 2}")
-        elif event == "set_adapters":
-            self.set_adapters(pick)
+        elif event in ADAPTER_EVENTS:
+            self.set_adapters(pick, keeps_used=event == "set_adapters")
         elif event == "expire":
             driver.expire([0.0, 0.01, 1.0][pick % 3])
         elif live := self.live():
             self.end(event, live[pick % len(live)], pick)
 
-    def set_adapters(self, pick: int) -> None:
-        """Some are loaded, others unloaded, except for those of live requests."""
+    def set_adapters(self, pick: int, *, keeps_used: bool) -> None:
+        """Some are loaded, others unloaded, except for those of live requests; or these are lost,
+        too, and their requests end, but no others."""
+        self.driver.collect()
+        live = [(record, adapter_of(record.request.context)) for record in self.live()]
         chosen = {d: name for i, (d, name) in enumerate(ADAPTERS.items()) if pick >> i & 1}
-        used = {adapter_of(record.request.context) for record in self.live()}
-        self.driver.set_adapters(chosen | {d: ADAPTERS[d] for d in used if d is not None})
+        if keeps_used:
+            chosen |= {d: ADAPTERS[d] for _, d in live if d is not None}
+        self.driver.set_adapters(chosen)
+        self.driver.collect()
+        for record, adapter in live:
+            is_lost = adapter is not None and adapter not in chosen
+            assert isinstance(record.error, UnknownAdapter) == is_lost
+            assert record.is_live != is_lost
 
     def drain(self, group_id: str, *, waits: bool) -> None:
         """When its steps have ended, nothing is left that others can hold as well, except for
