@@ -373,7 +373,8 @@ class Speculation:
         return self._with_drafts(rows, chosen.tokens, sequences.table)
 
     def add_next(self, rows: StepRows, plan: StepPlan, table: SequenceTable) -> StepRows:
-        """As `add`, with the drafts that were broadcast with the tokens before."""
+        """As `add`, with the drafts that were broadcast with the tokens before. Drops those that
+        the plan does not allow."""
         row_ids, lookahead = rows.row_ids.tolist(), plan.lookahead
         drafts = {
             row: table.next_drafts.pop(row_ids[row])[: lookahead[row]]

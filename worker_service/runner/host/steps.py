@@ -58,11 +58,10 @@ class HostSteps:
         started_us = monotonic_us()
         rows = resolve_rows(plan, row_ids, table)
         are_decodes = rows.are_decodes
-        if speculation is not None and plan.lookahead.any():
-            if layout.world_size > 1:
-                rows = speculation.add_next(rows, plan, table)
-            else:
-                rows = speculation.add(rows, plan, sequences)
+        if speculation is not None and layout.world_size > 1:
+            rows = speculation.add_next(rows, plan, table)
+        elif speculation is not None and plan.lookahead.any():
+            rows = speculation.add(rows, plan, sequences)
         table.advance(row_ids, rows.num_computed, row_ids[rows.parents], row_ids[rows.forks])
         outcome = StepOutcome.of_failed(len(row_ids), rows.errors)
         masks = _begin_masks(rows, sequences) if layout.samples and sequences.masks else None

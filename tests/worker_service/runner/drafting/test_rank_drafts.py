@@ -13,8 +13,10 @@ from tests.support.rank_threads import (
     Executor,
     ParallelEngine,
     ParallelWorker,
+    RankThreads,
 )
 from tests.support.transformers_oracle import oracle
+from tests.support.worker_driver import PlanBuilder, Row
 from worker_service.cache_groups import CacheLifetime
 from worker_service.config import RunnerConfig
 
@@ -156,3 +158,24 @@ def test_ranks_with_drafts_release_windows_and_change_no_token(
         assert engine.worker.num_kept > (100 if speculative == "draft" else 0)
     finally:
         engine.group.close()
+
+
+@pytest.mark.parametrize("num_without", [0, 1, 2])
+def test_drafts_are_for_the_next_step_alone(num_without: int) -> None:
+    """Those that a plan does not allow would be behind other tokens in a later one."""
+    runner = RunnerConfig(speculative="ngram")
+    ranks = RankThreads(checkpoint("llama"), tensor_parallel_size=2, runner=runner)
+    ranks.join(64)
+    plans = PlanBuilder()
+    plans.add(1, PROMPTS[0])
+    steps = [
+        (Row(1, len(PROMPTS[0])), b"\x03"),
+        *[(Row(1), b"\x00")] * num_without,
+        (Row(1), b"\x03"),
+    ]
+    for row, lookahead in steps:
+        plans.grow(1, 3)
+        plan = plans.plan([row], lookahead=lookahead).SerializeToString()
+        result, _ = (sent.result(60) for sent in ranks.send(plan))
+    ranks.close()
+    assert result.num_drafts == ([3] if num_without == 0 else None)
