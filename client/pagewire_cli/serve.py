@@ -157,8 +157,9 @@ def _name(event: bytes) -> str:
 
 
 def _kill_at_next_signal(services: LocalServices, events: int) -> None:
-    while (event := os.read(events, 1)) == _ENDED:
-        pass  # which is what was asked for
+    # The end was asked for, and both the kernel and the shell signal that a terminal has ended.
+    while (event := os.read(events, 1)) in (_ENDED, bytes([signal.SIGHUP])):
+        pass
     terminal.note(f"{_name(event)} again: stopping at once")
     services.kill()
 

@@ -97,9 +97,9 @@ def serving(
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
 def test_serve_runs_until_a_signal_and_then_lets_requests_finish(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, numbers: list[signal.Signals]
 ) -> None:
     address = f"unix:{tmp_path}/f.sock"
     with serving("--listen", address) as serve, Client(address) as client:
@@ -109,7 +109,10 @@ def test_serve_runs_until_a_signal_and_then_lets_requests_finish(
         assert len(services) == 3
         stream = client.stream(PROMPT, LONG)
         next(stream)
-        serve.process.send_signal(number)
+        serve.process.send_signal(numbers[0])
+        serve.wait_for(f"{numbers[0].name}: stopping when running requests are finished")
+        for number in numbers[1:]:
+            serve.process.send_signal(number)
         assert len(list(stream)) > 0
         assert stream.output.finished
         assert serve.process.wait(30) == 0
