@@ -1,6 +1,6 @@
 """Native models by the name of their architecture."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_args
 
@@ -95,7 +95,7 @@ def _settings_of(config: Mapping[str, Any]) -> ModelSettings | None:
         settings = read_settings(config)
     except KeyError as error:
         raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise BadCheckpoint(
             f"config.json: {architecture}: a value cannot be used: {error}"
         ) from error
@@ -127,22 +127,28 @@ _SIZES = ("_size", "head_dim", "num_heads", "num_kv_heads", "num_channels", "key
 
 
 def _require_numbers(settings: Any, place: str = "") -> None:
-    """Raise BadCheckpoint if a field of settings, or of a part of them, that is a number has
-    another value, which `config.json` gives it, or is a size below 1."""
+    """Raise BadCheckpoint if a field of settings, or of a part of them, that is a number or names
+    an activation has another value, which `config.json` gives it, or is a size below 1."""
     for field in fields(settings):
         value, name = getattr(settings, field.name), f"{place}{field.name}"
         kinds = get_args(field.type) or (field.type,)
         if is_dataclass(value):
             _require_numbers(value, f"{name}.")
+        elif field.name == "activation" and not isinstance(value, str | None):
+            raise BadCheckpoint(f"config.json: {name}: expected a name, got {value!r}")
         elif isinstance(value, tuple):
             for part in {id(part): part for part in value if is_dataclass(part)}.values():
                 _require_numbers(part, f"{name}.")
         elif {int, float} & {*kinds}:
-            allowed = (*kinds, int) if float in kinds else kinds
-            if type(value) not in allowed:
-                raise BadCheckpoint(f"config.json: {name}: expected a number, got {value!r}")
-            if name.endswith(_SIZES) and value is not None and value < 1:
-                raise BadCheckpoint(f"config.json: {name}: expected at least 1, got {value}")
+            _require_number(value, name, kinds)
+
+
+def _require_number(value: Any, name: str, kinds: Sequence[Any]) -> None:
+    allowed = (*kinds, int) if float in kinds else kinds
+    if type(value) not in allowed:
+        raise BadCheckpoint(f"config.json: {name}: expected a number, got {value!r}")
+    if name.endswith(_SIZES) and value is not None and value < 1:
+        raise BadCheckpoint(f"config.json: {name}: expected at least 1, got {value}")
 
 
 def pooling_facts(

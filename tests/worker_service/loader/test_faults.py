@@ -158,6 +158,26 @@ def test_settings_of_another_kind_are_named_of_models_of_transformers_too(
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "value", "message"),
+    [
+        ("falcon", "activation", {"a": 1}, "activation: expected a name, got {'a': 1}"),
+        ("falcon", "activation", 1.5, "activation: expected a name, got 1.5"),
+        ("opt", "activation_function", [], r"activation: expected a name, got \[\]"),
+        ("gpt2", "n_layer", 10**20, "n_layer: expected a positive number, got 1000"),
+        ("mpt", "n_heads", "4", "n_heads: expected a positive number, got '4'"),
+        ("llama4", "no_rope_layers", [1], "a value cannot be used: list index out of range"),
+    ],
+)
+def test_settings_of_another_kind_are_named_of_other_families_too(
+    family: str, key: str, value: object, message: str, tmp_path: Path
+) -> None:
+    path = copy_checkpoint(family, tmp_path)
+    edit_config(path, **{key: value})
+    with pytest.raises(BadCheckpoint, match=message):
+        _refuse(path)
+
+
 @pytest.mark.parametrize("of_text", [{"hidden_size": "x"}, {"sliding_window": "x"}])
 def test_settings_of_another_kind_are_named_of_multimodal_models_too(
     of_text: dict[str, object], tmp_path: Path

@@ -39,7 +39,10 @@ def read_config(model_dir: Path, overrides: Overrides = NO_OVERRIDES) -> dict[st
     return _text_part(config)
 
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("n_embd", "n_layer", "n_layers", "n_head", "n_heads"),
+)
 _MAX_SIZE = 1 << 31
 """More than any size is."""
 
