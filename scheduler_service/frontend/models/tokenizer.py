@@ -230,7 +230,7 @@ class ModelTokenizer:
         reason = "the model has no chat template"
         if (error := self.template_errors.get(name)) is not None:
             reason = f"the model's chat template cannot be used: {error}"
-        raise UnsupportedByModel(f"{reason}; completions work", reason="NO_CHAT_TEMPLATE")
+        raise UnsupportedByModel(f"{reason}; texts and token ids work", reason="NO_CHAT_TEMPLATE")
 
     def bad_word_sequences(self, word: str) -> list[list[int]]:
         """The token sequences that spell a word at a text's start and after a space."""

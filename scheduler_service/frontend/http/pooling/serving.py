@@ -37,6 +37,8 @@ FIELDS = (
 """Regular expressions for names of fields in errors, as gRPC has them, and their replacements. An
 endpoint may have others, which follow."""
 
+_ONLY_INPUT = ((r"^input\[0\]", "input"),)
+
 T = TypeVar("T")
 
 
@@ -108,9 +110,16 @@ class PoolingResponse(Response):
         try:
             response = await unless_disconnected(receive, self._run())
         except PagewireError as error:
-            response = error_response(in_client_terms(error, self._endpoint.fields))
+            fields = (*self._endpoint.fields, *(_ONLY_INPUT if self._is_one_input else ()))
+            response = error_response(in_client_terms(error, fields))
         response.headers["X-Request-Id"] = self._request_id
         await response(scope, receive, send)
+
+    @property
+    def _is_one_input(self) -> bool:
+        """Whether the body has a text, or the ids of one, in place of a list of inputs."""
+        value = getattr(self._body, "input", None)
+        return isinstance(value, str) or (isinstance(value, list) and isinstance(value[0], int))
 
     async def _run(self) -> Response:
         http_request, endpoint, body = self._http_request, self._endpoint, self._body

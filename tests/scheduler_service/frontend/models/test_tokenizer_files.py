@@ -131,7 +131,7 @@ def test_a_template_that_cannot_be_used_refuses_chats_only(
     tokenizer = model.require_tokenizer("text prompt")
     assert tokenizer.encode("hello") == byte_level().encode("hello").ids
     with pytest.raises(
-        UnsupportedByModel, match=r"cannot be used: .*; completions work"
+        UnsupportedByModel, match=r"cannot be used: .*; texts and token ids work"
     ) as refused:
         tokenizer.chat_template(with_tools=False)
     assert reason in str(refused.value)

@@ -222,6 +222,8 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/v1/embeddings", {"input": []}, "input", "expected at least 1 item"),
     ("/v1/embeddings", {"input": ["a", ""]}, "input[1]", "expected at least 1 character"),
     ("/v1/embeddings", {"input": ["a", [5]]}, "input", "expected a text, token ids"),
+    ("/v1/embeddings", {"input": [5, 9999]}, "input[1]", "vocabulary size 405, got 9999"),
+    ("/v1/embeddings", {"input": "b" * 300}, None, "input: expected at most 256 tokens"),
     ("/v1/embeddings", {"input": [[5], [9999]]}, "input[1][0]", "vocabulary size 405, got 9999"),
     ("/v1/embeddings", {"input": ["a", "b" * 300]}, None, "input[1]: expected at most 256 tokens"),
     ("/v1/embeddings", {"input": "a", "dimensions": 17}, "dimensions", "1 to 16, got 17"),
