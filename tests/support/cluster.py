@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from tests.support.waiting import wait_until
 from tests.support.worker_flags import SMALL_CACHE
 from tools import launch
 from tools.launch import Service
@@ -86,8 +87,11 @@ class Cluster:
         return f"unix:{self.folder}/frontend-{index}.sock"
 
     def http_url(self, index: int = 0) -> str:
-        """HTTP address of a frontend that serves HTTP, from its log."""
-        (found,) = re.findall(r"listening http=(\S+)", self.frontends[index].log)
+        """HTTP address of a frontend that serves HTTP, from its log, once it listens there: it may
+        do so after it serves gRPC."""
+        frontend, line = self.frontends[index], re.compile(r"listening http=(\S+)\n")
+        wait_until(lambda: line.search(frontend.log), "the frontend listens for HTTP")
+        (found,) = line.findall(frontend.log)
         return f"http://{found}"
 
     def start_core(self) -> Service:
