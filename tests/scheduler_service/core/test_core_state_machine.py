@@ -630,7 +630,9 @@ class MovingMachine(CoreMachine):
         fixed = {"num_stop_tokens": 0, "frontend_id": "f0", "logprobs": False, "priority": 0}
         super().submit(**fixed, **values)
 
-    @rule(pick=st.integers(0, 1000), event=st.sampled_from(["drain", "part", "lose", "join"]))
+    @rule(
+        pick=st.integers(0, 1000), event=st.sampled_from(["drain", "part", "lose", "fail", "join"])
+    )
     def move(self, pick: int, event: str) -> None:
         """Groups come and go more often than in other lives."""
         self.disturb(event, pick)
