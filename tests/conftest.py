@@ -11,10 +11,12 @@ import pytest
 
 from pagewire_kernels.cpu import build
 
-# A shell starts commands in the background with SIGINT ignored, and processes inherit that: tests
-# that interrupt a command would wait for an end that never comes.
+# A shell starts commands in the background with SIGINT ignored, nohup with SIGHUP, and processes
+# inherit that: tests that interrupt a command would wait for an end that never comes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No test depends on how fast the machine is.
 with suppress(ModuleNotFoundError):  # those for a GPU need no Hypothesis

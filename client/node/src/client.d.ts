@@ -35,6 +35,7 @@ export interface SamplingParams {
   choice?: { choices?: string[]; };
   truncatePromptTokens?: number;
   thought?: { start?: string; ends?: string[]; };
+  allowedTokenIds?: number[];
 }
 
 export interface ChatMessage {

@@ -1,6 +1,5 @@
 """Errors name the path, option or checkpoint that is wrong."""
 
-import ctypes
 import json
 import os
 import re
@@ -503,12 +502,15 @@ def test_scales_of_the_kv_cache_alone_are_no_quantization(llama: Path) -> None:
     load(llama)
 
 
-def _without_rights_of_root() -> None:
-    """Between fork and exec: root loses CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, by which it reads
-    every file; for others this does nothing."""
-    drop_from_bounding_set = 24
-    for capability in (1, 2):
-        ctypes.CDLL(None).prctl(drop_from_bounding_set, capability, 0, 0, 0)
+WITHOUT_RIGHTS_OF_ROOT = """
+import ctypes, os, sys
+drop_from_bounding_set = 24
+for capability in (1, 2):
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, capability, 0, 0, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""A program that runs another one: root loses CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, by which it
+reads every file; for others this does nothing."""
 
 
 @pytest.mark.parametrize(
@@ -522,11 +524,12 @@ def test_a_file_that_the_user_may_not_read_is_the_only_line_of_a_worker(
     closed.chmod(0)
     if os.getuid() == 0:
         os.chown(closed, 12345, 12345)
+    without_rights = [sys.executable, "-c", WITHOUT_RIGHTS_OF_ROOT]
     worker = [sys.executable, "-m", "worker_service", "--core", "127.0.0.1:1"]
+    options = ["--listen", f"unix:{tmp_path}/w", "--model", str(path), "--log-level", "error"]
     done = subprocess.run(
-        [*worker, "--listen", f"unix:{tmp_path}/w", "--model", str(path), "--log-level", "error"],
+        [*without_rights, *worker, *options],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        preexec_fn=_without_rights_of_root,
         capture_output=True,
         text=True,
         timeout=90,
