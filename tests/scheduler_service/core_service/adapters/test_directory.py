@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -104,24 +104,35 @@ class Putting:
         yield
 
 
+def make_directory(*workers: Worker, **settings: float) -> AdapterDirectory:
+    by_address = {worker.registration.address: worker for worker in workers}
+
+    @asynccontextmanager
+    async def dial(address: str) -> AsyncIterator[Any]:
+        yield by_address[address]
+
+    driver = CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock())
+    return AdapterDirectory(
+        driver, dial, on_change=lambda: None, collect_interval_s=0.001, **settings
+    )
+
+
+@asynccontextmanager
+async def running(directory: AdapterDirectory) -> AsyncIterator[asyncio.Task[None]]:
+    """A context in which the directory's background task runs."""
+    task = asyncio.create_task(directory.run())
+    yield task
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
 @pytest.mark.parametrize("has_lost_content", [False, True])
 async def test_a_worker_whose_answers_were_lost_gets_the_valid_table_later(
     has_lost_content: bool,
 ) -> None:
-    workers = {name: Worker(name) for name in "ab"}
-
-    @asynccontextmanager
-    async def dial(address: str) -> AsyncIterator[Any]:
-        yield workers[address]
-
-    directory = AdapterDirectory(
-        CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock()),
-        dial,
-        on_change=lambda: None,
-        settle_s=0.0,
-        collect_interval_s=0.001,
-    )
-    one, two = workers.values()
+    one, two = Worker("a"), Worker("b")
+    directory = make_directory(one, two, settle_s=0.0)
     async with directory.joined([one.registration]), directory.joined([two.registration]):
         kept = await directory.load("kept", "/kept", MODEL, replace=False, names=())
         two.loses_answers = True
@@ -132,12 +143,8 @@ async def test_a_worker_whose_answers_were_lost_gets_the_valid_table_later(
             two.table, two.contents = AdapterSet(), {}
         two.loses_answers = False
         two.answered.clear()
-        running = asyncio.create_task(directory.run())
-        async with asyncio.timeout(10):
+        async with running(directory), asyncio.timeout(10):
             await two.answered.wait()
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
         [announced] = directory.announced()
         assert one.table == two.table == announced.adapters
         assert list(two.table.adapters) == [kept]
@@ -148,21 +155,9 @@ async def test_a_worker_whose_answers_were_lost_gets_the_valid_table_later(
 
 
 async def test_a_worker_may_leave_while_others_get_the_valid_table() -> None:
-    workers = {name: Worker(name) for name in "ab"}
-
-    @asynccontextmanager
-    async def dial(address: str) -> AsyncIterator[Any]:
-        yield workers[address]
-
-    directory = AdapterDirectory(
-        CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock()),
-        dial,
-        on_change=lambda: None,
-        settle_s=0.0,
-        collect_interval_s=0.001,
-    )
-    one, two = workers.values()
-    async with directory.joined([one.registration]):
+    one, two = Worker("a"), Worker("b")
+    directory = make_directory(one, two, settle_s=0.0)
+    async with directory.joined([one.registration]), AsyncExitStack() as stack:
         async with directory.joined([two.registration]):
             one.loses_answers = two.loses_answers = True
             with pytest.raises(Unavailable, match="lost"):
@@ -170,7 +165,7 @@ async def test_a_worker_may_leave_while_others_get_the_valid_table() -> None:
             one.loses_answers = two.loses_answers = False
             one.is_asked.clear()
             one.may_answer.clear()
-            running = asyncio.create_task(directory.run())
+            restoring = await stack.enter_async_context(running(directory))
             async with asyncio.timeout(10):
                 await one.is_asked.wait()
         one.answered.clear()
@@ -179,26 +174,14 @@ async def test_a_worker_may_leave_while_others_get_the_valid_table() -> None:
             await one.answered.wait()
         await directory.load("later", "/later", MODEL, replace=False, names=())
         assert [adapter.name for adapter in one.table.adapters] == ["later"]
-        assert not running.done()
-        running.cancel()
+        assert not restoring.done()
 
 
 @pytest.mark.parametrize("was_lost", [False, True])
 async def test_workers_agree_after_one_could_not_join(was_lost: bool) -> None:
     """Those that were there may have a later table then than the one that is valid."""
-    workers = {name: Worker(name) for name in "abc"}
-    one, two, three = workers.values()
-
-    @asynccontextmanager
-    async def dial(address: str) -> AsyncIterator[Any]:
-        yield workers[address]
-
-    directory = AdapterDirectory(
-        CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock()),
-        dial,
-        on_change=lambda: None,
-        settle_s=0.0,
-    )
+    one, two, three = workers = [Worker(name) for name in "abc"]
+    directory = make_directory(*workers, settle_s=0.0)
     digest = b"/other".ljust(32)
     table = two.registration.adapters
     table.version = 7
@@ -223,32 +206,10 @@ async def test_workers_agree_after_one_could_not_join(was_lost: bool) -> None:
                 assert (digest in held) == (not was_lost)
 
 
-def make_directory(*workers: Worker, **settings: float) -> AdapterDirectory:
-    by_address = {worker.registration.address: worker for worker in workers}
-
-    @asynccontextmanager
-    async def dial(address: str) -> AsyncIterator[Any]:
-        yield by_address[address]
-
-    driver = CoreDriver(SchedulerCore(SchedulerConfig()), clock=Clock())
-    return AdapterDirectory(
-        driver, dial, on_change=lambda: None, collect_interval_s=0.001, **settings
-    )
-
-
 def submit(directory: AdapterDirectory, digest: bytes) -> None:
     context = (ContextPart(ContextKind.ADAPTER, digest),)
     driver = directory.driver
     driver.core.submit(make_request(model=MODEL, context=context), driver.clock())
-
-
-@asynccontextmanager
-async def running(directory: AdapterDirectory) -> AsyncIterator[None]:
-    task = asyncio.create_task(directory.run())
-    yield
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
 
 
 async def test_no_request_gets_a_content_that_workers_are_dropping() -> None:

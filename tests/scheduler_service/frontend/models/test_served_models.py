@@ -269,7 +269,7 @@ async def test_the_time_without_a_core_is_not_part_of_a_bounded_wait(
     with_adapter = asyncio.create_task(directory.resolve_with_adapter(None, ANYBODY, lora="x"))
     continued = asyncio.create_task(directory.resolve("b", ANYBODY, is_continued=True))
     await asyncio.sleep(0)
-    now = loop.time()
+    now = loop.time()  # without a core; a short bound would have to be raced
     monkeypatch.setattr(loop, "time", lambda: now + 2 * served_models.MAX_UNKNOWN_WAIT_S)
     directory.update([model_info("a")], adapters=[table])
     for _ in range(3):
