@@ -204,8 +204,10 @@ class AsyncClient:
         others = dict(options)
         embed = pooling.embed_proto(others, of_tokens=of_tokens)
         first = pb.EmbedRequest(options=pooling.options_proto(others), embed=embed)
-        inputs = map(pooling.text_input, requests.prompt_list(texts))
-        pooled = PooledInputs("Embed", first, inputs, "texts", of_tokens=of_tokens)
+        values = requests.prompt_list(texts)
+        pooled = PooledInputs(
+            "Embed", first, pooling.text_input, values, "texts", of_tokens=of_tokens
+        )
         return await self._caller.pool(pooled, options.get("timeout"))
 
     async def score(
@@ -222,7 +224,7 @@ class AsyncClient:
         """
         score = pb.ScoreOptions(instruction=instruction, apply_activation=apply_activation)
         first = pb.ScoreRequest(options=pooling.options_proto(options), score=score)
-        inputs = PooledInputs("Score", first, map(pooling.pair_input, pairs), "pairs")
+        inputs = PooledInputs("Score", first, pooling.pair_input, pairs, "pairs")
         return [entry.score for (entry,) in await self._caller.pool(inputs, options.get("timeout"))]
 
     async def rank(
@@ -236,13 +238,13 @@ class AsyncClient:
     ) -> list[RankedDocument]:
         """The documents in descending order of how well they answer a query; the first `top_n` of
         them, if it is given."""
-        first = pb.RankRequest(
-            options=pooling.options_proto(options),
-            score=pb.ScoreOptions(instruction=instruction),
-            query=query,
-            top_n=top_n,
-        )
-        inputs = PooledInputs("Rank", first, documents, "documents")
+        first = message_of(pb.RankRequest, {"query": query, "top_n": top_n})
+        first.options.CopyFrom(pooling.options_proto(options))
+        first.score.CopyFrom(pb.ScoreOptions(instruction=instruction))
+        if isinstance(documents, str):
+            raise ValueError("documents: expected a list of texts, got a text")
+        documents = list(documents)
+        inputs = PooledInputs("Rank", first, pooling.document_input, documents, "documents")
         pooled = await self._caller.pool(inputs, options.get("timeout"))
         found = [entry for entries in pooled for entry in entries]
         found.sort(key=lambda entry: (-entry.score, entry.index))
@@ -257,7 +259,9 @@ class AsyncClient:
     ) -> list[Classification]:
         """The labels of texts, or of pairs of texts, each with its probability, or with
         `apply_activation=False` its logit. Needs numpy."""
-        found, labels = await self._classify(texts, apply_activation, options, of_tokens=False)
+        is_pair = isinstance(texts, tuple) and len(texts) == 2 and isinstance(texts[0], str)
+        listed = [texts] if is_pair else texts
+        found, labels = await self._classify(listed, apply_activation, options, of_tokens=False)
         return [Classification(labels, vectors_of(entries)) for entries in found]
 
     async def classify_tokens(
@@ -279,8 +283,10 @@ class AsyncClient:
         if of_tokens:
             classify.type = pooling_pb2.POOLING_TYPE_ALL
         first = pb.ClassifyRequest(options=pooling.options_proto(options), classify=classify)
-        listed = map(pooling.text_input, requests.prompt_list(texts))
-        inputs = PooledInputs("Classify", first, listed, "texts", of_tokens=of_tokens)
+        values = requests.prompt_list(texts)
+        inputs = PooledInputs(
+            "Classify", first, pooling.text_input, values, "texts", of_tokens=of_tokens
+        )
         return await self._caller.pool(inputs, options.get("timeout")), inputs.labels
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> None:
@@ -365,6 +371,8 @@ class AsyncClient:
         self, interval_s: float = 1.0, **detail: Unpack[StatusOptions]
     ) -> AsyncGenerator[EngineStatus, None]:
         """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""
+        if not 0.1 <= interval_s <= 60:
+            raise ValueError(f"interval_s: expected 0.1 to 60 seconds, got {interval_s!r}")
         request = pb.WatchStatusRequest(
             interval_ms=round(interval_s * 1000), detail=StatusDetail(**detail)
         )

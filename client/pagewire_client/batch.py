@@ -71,6 +71,8 @@ class Batch:
     """Results in the order of `requests`; None for requests that are not finished."""
 
     def __post_init__(self) -> None:
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise ValueError(f"max_in_flight: expected at least 1, got {self.max_in_flight}")
         self._max_window = self.max_in_flight or DEFAULT_MAX_IN_FLIGHT
         self._window = self._max_window
         self.results = [None] * len(self.requests)

@@ -131,6 +131,9 @@ _TRANSPORT_BREAKS = {
 
 _NO_ANSWER = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving")
 """The beginnings of gRPC's messages for failed connections."""
+_TOO_LARGE = ("SERVER: Received message larger", "CLIENT: Sent message larger")
+"""The beginnings of gRPC's messages for requests that are larger than a limit, with the code of a
+full server."""
 _TIMEOUT_PASSED = "the timeout passed before the answer was complete"
 
 
@@ -165,6 +168,8 @@ def _build(code: int, message: str, status: status_pb2.Status) -> PagewireError:
     kind = _BY_NUMBER.get(code, ServerError)
     if info is None and any(words in message for words in _TRANSPORT_BREAKS.get(code, ())):
         kind = Unavailable
+    if info is None and message.startswith(_TOO_LARGE):
+        kind = InvalidArgument
     if info is None and kind is DeadlineExceeded:
         message = _TIMEOUT_PASSED
     violations = bad_request.field_violations if bad_request else ()

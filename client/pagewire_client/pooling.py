@@ -6,13 +6,14 @@ with the texts that have no result.
 
 import copy
 import re
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import errors
 from pagewire_client.chat import encodable
+from pagewire_client.requests import token_ids_proto
 from pagewire_client.sampling_params import message_of
 
 if TYPE_CHECKING:  # imported where a vector is returned: generation works without numpy
@@ -103,10 +104,12 @@ def embed_proto(options: dict[str, Any], *, of_tokens: bool) -> pb.EmbedOptions:
     """The options of vectors, which are removed from all options of a call."""
     own = EmbedOptions.__annotations__.keys() - PoolingOptions.__annotations__.keys()
     values = {name: options.pop(name) for name in own & options.keys()}
-    kind = "all" if of_tokens else values.pop("pooling_type", None)
-    if kind is not None:
-        if kind not in ("last", "mean", "cls", "all"):
-            raise ValueError(f"pooling_type must be 'last', 'mean' or 'cls', not {kind!r}")
+    kind = values.pop("pooling_type", None)
+    if kind not in (None, "last", "mean", "cls"):
+        raise ValueError(f"pooling_type must be 'last', 'mean' or 'cls', not {kind!r}")
+    if of_tokens and kind is not None:
+        raise ValueError(f"pooling_type: expected none for vectors of tokens, got {kind!r}")
+    if kind := "all" if of_tokens else kind:
         values["type"] = f"POOLING_TYPE_{kind.upper()}"
     return message_of(pb.EmbedOptions, values)
 
@@ -117,27 +120,55 @@ def text_input(text: Any) -> pb.PoolingInput:
         return pb.PoolingInput(text=encodable(text))
     if isinstance(text, Sequence) and len(text) == 2 and isinstance(text[0], str):
         return pb.PoolingInput(pair=pair_input(text))
-    return pb.PoolingInput(token_ids=pb.PromptTokens(ids=text))
+    try:
+        return pb.PoolingInput(token_ids=token_ids_proto(text))
+    except (TypeError, ValueError):
+        kind = type(text).__name__
+        raise ValueError(
+            f"expected a text or a list of token ids from 0 to 2**32 - 1, got {kind}"
+        ) from None
 
 
 def pair_input(pair: Any) -> pb.TextPair:
     """A pair of texts."""
-    first, second = pair
-    return pb.TextPair(first=encodable(first), second=encodable(second))
+    match pair:
+        case (str(first), str(second)):
+            return pb.TextPair(first=encodable(first), second=encodable(second))
+    raise ValueError(f"expected two texts, got {type(pair).__name__}")
+
+
+def document_input(document: Any) -> str:
+    """A document."""
+    if not isinstance(document, str):
+        raise ValueError(f"expected a text, got {type(document).__name__}")
+    return encodable(document)
 
 
 class PooledInputs:
     """The inputs of one call, and their results over all connections."""
 
     def __init__(
-        self, method: str, first: Any, inputs: Iterable[Any], name: str, *, of_tokens: bool = False
+        self,
+        method: str,
+        first: Any,
+        make_input: Callable[[Any], Any],
+        values: Iterable[Any],
+        name: str,
+        *,
+        of_tokens: bool = False,
     ) -> None:
-        """method: of the service; first: its first message, without inputs; name: what errors call
-        the inputs, for example `texts`; of_tokens: whether a result comes in several parts."""
+        """method: of the service; first: its first message, without inputs; make_input: what the
+        message has for each of the values; name: what errors call these, for example `texts`;
+        of_tokens: whether a result comes in several parts. Raises ValueError that names a value."""
         self.method = method
         self.labels: Sequence[str] = ()
         self._first = first
-        self._inputs = list(inputs)
+        self._inputs = []
+        for place, value in enumerate(values):
+            try:
+                self._inputs.append(make_input(value))
+            except ValueError as error:
+                raise ValueError(f"{name}[{place}]: {error}") from None
         self._name = name
         self._of_tokens = of_tokens
         self._field = next(f.name for f in first.DESCRIPTOR.fields if f.is_repeated)

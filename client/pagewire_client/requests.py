@@ -3,6 +3,7 @@
 import difflib
 import uuid
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -117,7 +118,7 @@ def prompt_list(prompts: Any) -> list[Any]:
         return [prompts]
     prompts = list(prompts)
     first = prompts[0] if prompts else None
-    if isinstance(first, int) or (isinstance(first, Mapping) and "role" in first):
+    if isinstance(first, Integral) or (isinstance(first, Mapping) and "role" in first):
         return [prompts]
     return prompts
 
@@ -136,9 +137,8 @@ def _fill_from_mapping(request: pb.GenerateRequest, prompt: Mapping[str, Any]) -
 
 def _fill_token_ids(request: pb.GenerateRequest, token_ids: Any) -> None:
     try:
-        if isinstance(token_ids, bytes | bytearray):
-            raise TypeError("bytes are neither text nor token ids")
-        request.token_ids.ids.extend(token_ids)
+        # An empty list arrives as a prompt of no tokens, not as an absent prompt.
+        request.token_ids.CopyFrom(token_ids_proto(token_ids))
     except (TypeError, ValueError):
         is_several = isinstance(token_ids, list | tuple) and not isinstance(token_ids[0], int)
         hint = "; generate_many takes several prompts" if is_several else ""
@@ -146,8 +146,15 @@ def _fill_token_ids(request: pb.GenerateRequest, token_ids: Any) -> None:
             f"prompt must be {_EXPECTED}, with token ids from 0 to 2**32 - 1; "
             f"got {type(token_ids).__name__}{hint}"
         ) from None
-    # An empty list must arrive as a prompt of no tokens, not as an absent prompt.
-    request.token_ids.SetInParent()
+
+
+def token_ids_proto(token_ids: Any) -> pb.PromptTokens:
+    """The message of token ids. Raises TypeError or ValueError for anything else."""
+    if isinstance(token_ids, bytes | bytearray):
+        raise TypeError("bytes are neither text nor token ids")
+    tokens = pb.PromptTokens()
+    tokens.ids.extend(token_ids)
+    return tokens
 
 
 MAX_HOLD_MS = 1000
@@ -171,6 +178,8 @@ def generate_request(
     `is_whole`: the answer is not read before its end.
     """
     params = _given_params(sampling_params, options, GenerateOptions)
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
     values = {
         "request_id": options.get("request_id") or uuid.uuid4().hex,
         "model": options.get("model"),

@@ -459,6 +459,17 @@ def test_status_is_watched_over_a_break(client: Any, frontend: FakeFrontend) -> 
     assert [next(statuses).uptime_s for _ in range(4)] == [0.0, 1.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("interval_s", [float("nan"), -1, 0, 61])
+def test_an_interval_out_of_range_is_named(client: Any, interval_s: float) -> None:
+    with pytest.raises(ValueError, match=r"interval_s: expected 0\.1 to 60 seconds, got"):
+        next(client.watch_status(interval_s))
+
+
+def test_a_prompt_larger_than_a_message_is_the_request_s_fault(client: Any) -> None:
+    with pytest.raises(errors.InvalidArgument, match="larger than max"):
+        client.generate("a" * (17 << 20))
+
+
 def test_dropping_a_stream_cancels_the_request(frontend: FakeFrontend) -> None:
     frontend.hold.clear()
     with Client(frontend.address) as client:

@@ -57,6 +57,12 @@ def test_no_more_than_the_window_is_in_flight(client: Any, frontend: FakeFronten
     assert len(frontend.requests) == 20, "none was refused"
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_at_least_one_request_must_be_in_flight(client: Any, number: int) -> None:
+    with pytest.raises(ValueError, match=f"max_in_flight: expected at least 1, got {number}"):
+        client.generate_many(PROMPTS, TEN, max_in_flight=number, timeout=5)
+
+
 @pytest.mark.parametrize("capacity", [1, 3])
 def test_a_full_server_gets_the_rest_later(
     client: Any, frontend: FakeFrontend, capacity: int

@@ -85,6 +85,8 @@ async def test_texts_and_pairs_get_labels(kind: Any) -> None:
     labels = {"labels": ["low", "middle", "high"], "vector_size": 0}
     async with client_of(kind, classifier_type=pooling_pb2.POOLING_TYPE_LAST, **labels) as call:
         found = await call("classify", ["hello", ("a", "b")], apply_activation=False)
+        (pair,) = await call("classify", ("a", "b"), apply_activation=False)
+    assert pair.probs.tolist() == found[1].probs.tolist()
     assert found[0].probs.tolist() == vector_of(ids_of("hello"))
     assert [text.label for text in found] == [
         labels["labels"][int(text.probs.argmax())] for text in found
@@ -170,3 +172,35 @@ def test_an_option_that_no_message_can_hold_is_named(name: str, value: int) -> N
         pytest.raises(ValueError, match=f"{name} cannot be {value}: "),
     ):
         client.embed(["one"], **options)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("method", "arguments", "options", "words"),
+    [
+        ("embed", [["a", None]], {}, r"texts\[1\]: expected a text or a list of token ids"),
+        ("embed", [["a", b"b"]], {}, r"texts\[1\]: expected a text .* got bytes"),
+        ("embed", ["a"], {"pooling_type": "all"}, "pooling_type must be 'last', 'mean' or 'cls'"),
+        ("embed_tokens", ["a"], {"pooling_type": "cls"}, "pooling_type: expected none"),
+        ("classify", [[("a", 5)]], {}, r"texts\[0\]: expected two texts, got tuple"),
+        ("score", [["ab", "cd"]], {}, r"pairs\[0\]: expected two texts, got str"),
+        ("score", [[("a", "b"), ("c",)]], {}, r"pairs\[1\]: expected two texts, got tuple"),
+        ("rank", ["a", "bc"], {}, "documents: expected a list of texts, got a text"),
+        ("rank", ["a", ["b", 5]], {}, r"documents\[1\]: expected a text, got int"),
+        ("rank", ["a", ["\ud800"]], {}, r"documents\[0\]: .* unpaired surrogate"),
+        ("rank", ["a", ["b"]], {"top_n": -1}, "top_n cannot be -1"),
+    ],
+)
+async def test_what_cannot_be_sent_is_named(
+    kind: Any, method: str, arguments: list[Any], options: dict[str, Any], words: str
+) -> None:
+    client = kind("127.0.0.1:1")
+    with pytest.raises(ValueError, match=words):
+        await called(client, method, *arguments, **options)
+
+
+@KINDS
+async def test_texts_may_be_arrays_and_documents_any_iterable(kind: Any) -> None:
+    async with client_of(kind, similarity=pooling_pb2.SIMILARITY_DOT) as call:
+        assert (await call("embed", np.array([7, 8]))).tolist() == [vector_of([7, 8])]
+        assert len(await call("rank", "1", iter(["2", "3"]))) == 2

@@ -181,6 +181,11 @@ def test_an_option_that_no_message_can_hold_is_named(name: str, value: Any) -> N
         generate_requests(["Hi"], **options)
 
 
+def test_one_prompt_has_no_list_of_sampling_params() -> None:
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams, not list"):
+        generate_request("Hello", [SamplingParams()])  # type: ignore[arg-type]
+
+
 def test_every_request_has_an_id_of_its_own() -> None:
     assert generate_request("a").request_id != generate_request("a").request_id
     assert generate_request("a", request_id="mine").request_id == "mine"
