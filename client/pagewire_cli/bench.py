@@ -205,14 +205,21 @@ def bench(
     """
     seed = SystemRandom().randrange(2**31) if load.seed is None else load.seed
     bench = _Bench(load, seed, connection)
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ValueError(f"--json: {json_file.parent}: no such directory")
+    if json_file is not None:
+        _check_writable(json_file)
     try:
         asyncio.run(bench.run())
     finally:
         _report(bench, json_file)
     if any(record.error is not None for run in bench.runs for record in run.records):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_writable(file: Path) -> None:
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise ValueError(f"--json: cannot write {file}: {error.strerror}") from None
 
 
 class _Bench:

@@ -96,8 +96,9 @@ class Conversation:
             # For example a conversation that is too long: /reset starts another one.
             terminal.error(error.message)
             return
-        messages += [choice.message for choice in stream.output.outputs[:1]]
-        self._messages = messages
+        answers = [choice.message for choice in stream.output.outputs[:1]]
+        if answers:  # or templates that need turns to alternate would refuse the next question
+            self._messages = [*messages, *answers]
 
 
 def _ask() -> str | None:

@@ -14,6 +14,7 @@ from pagewire_cli.status import watch_core
 from pagewire_client.connection import sync_channel
 from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, word
 from pagewire_client.errors import DeadlineExceeded, from_call
+from pagewire_client.retry import Deadline
 
 _CALL_TIMEOUT_S = 10.0
 _STATUS_INTERVAL_S = 0.1
@@ -33,6 +34,9 @@ def drain(
     The exit code is 1 if there is no such group, or with --wait if the group is not gone in time;
     it then continues to drain.
     """
+    if timeout is not None and not wait:
+        raise typer.BadParameter("--timeout: expected with --wait, which it ends")
+    deadline = Deadline(timeout)
     options = core.options()
     with sync_channel(options, options.addresses[0]) as channel:
         try:
@@ -47,7 +51,7 @@ def drain(
             raise failure from None
     if wait:
         try:
-            _wait_gone(group, watch_core(options, _STATUS_INTERVAL_S, timeout_s=timeout))
+            _wait_gone(group, watch_core(options, _STATUS_INTERVAL_S, deadline))
         except DeadlineExceeded:
             raise DeadlineExceeded(f"{group} is still draining") from None
 

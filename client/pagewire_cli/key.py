@@ -32,6 +32,12 @@ def _named(tenant: str) -> str:
     return tenant
 
 
+def _not_empty(names: list[str] | None) -> list[str] | None:
+    if names and not all(names):
+        raise typer.BadParameter("expected a name, got an empty text")
+    return names
+
+
 def _in_future(expires: datetime | None) -> datetime | None:
     if expires is not None and expires.replace(tzinfo=UTC) <= datetime.now(UTC):
         raise typer.BadParameter(f"expected a time in the future, got {expires.isoformat()}")
@@ -45,11 +51,19 @@ def new(
     ],
     model: Annotated[
         list[str] | None,
-        typer.Option(help="A model that the key may use; may be repeated.", show_default="all"),
+        typer.Option(
+            callback=_not_empty,
+            help="A model that the key may use; may be repeated.",
+            show_default="all",
+        ),
     ] = None,
     lora_module: Annotated[
         list[str] | None,
-        typer.Option(help="An adapter that the key may use; may be repeated.", show_default="all"),
+        typer.Option(
+            callback=_not_empty,
+            help="An adapter that the key may use; may be repeated.",
+            show_default="all",
+        ),
     ] = None,
     expires: Annotated[
         datetime | None,

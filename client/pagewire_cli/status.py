@@ -35,6 +35,7 @@ from pagewire_client.deployment import (
     word,
 )
 from pagewire_client.errors import from_call
+from pagewire_client.retry import Deadline
 
 _ANY_WIDTH = 1_000
 """Columns: lines are neither folded for a narrow terminal nor for a pipe."""
@@ -69,7 +70,7 @@ def _snapshots(
     """Snapshots from a frontend or a core: one within `timeout_s`, or one every second."""
     if core is not None:
         options = membership.connection_to(core)
-        with closing(watch_core(options, 1.0, timeout_s=timeout_s)) as snapshots:
+        with closing(watch_core(options, 1.0, Deadline(timeout_s))) as snapshots:
             yield snapshots if timeout_s is None else islice(snapshots, 1)
     else:
         with connection.client() as client:
@@ -78,8 +79,13 @@ def _snapshots(
 
 
 def _show_live(snapshots: Iterator[EngineStatus]) -> None:
-    """Replace each snapshot by the next one."""
-    with Live(console=Console(), auto_refresh=False) as live:
+    """Replace each snapshot by the next one; where that is no terminal, one follows the other."""
+    console = Console()
+    if not console.is_terminal:
+        for snapshot in snapshots:
+            Console(width=_ANY_WIDTH).print(_render(snapshot), "")
+        return
+    with Live(console=console, auto_refresh=False) as live:
         for snapshot in snapshots:
             live.update(_render(snapshot), refresh=True)
 
@@ -182,9 +188,9 @@ def _blocks(total: int, free: int) -> str:
 def watch_core(
     options: ConnectionOptions,
     interval_s: float,
+    deadline: Deadline,
     *,
     in_detail: bool = False,
-    timeout_s: float | None = None,
 ) -> Generator[EngineStatus, None, None]:
     """A scheduler core's snapshots, one every `interval_s` seconds; `in_detail`: with requests and
     blocks. Raises PagewireError."""
@@ -195,6 +201,7 @@ def watch_core(
     with sync_channel(options, options.addresses[0]) as channel:
         watch = SchedulerServiceStub(channel).WatchStatus
         try:
+            timeout_s = deadline.remaining_s()
             for response in watch(request, timeout=timeout_s, metadata=options.metadata):
                 yield response.status
         except grpc.RpcError as error:

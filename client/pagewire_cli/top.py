@@ -1,5 +1,6 @@
 """`pagewire top`: throughput, queues, memory block by block and requests, in a terminal."""
 
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Annotated
@@ -20,8 +21,17 @@ from pagewire_cli.options import (
 from pagewire_cli.status import watch_core
 from pagewire_cli.top_screen import Screen
 from pagewire_client.deployment import EngineStatus
+from pagewire_client.retry import Deadline
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
+
+
+def _a_number(interval: float) -> float:
+    if math.isnan(interval):  # which click finds in any range
+        raise typer.BadParameter(
+            f"expected {_MIN_INTERVAL_S:g} to {_MAX_INTERVAL_S:g}, got {interval}"
+        )
+    return interval
 
 
 @with_options(connection=CONNECTION, membership=MEMBERSHIP)
@@ -31,7 +41,12 @@ def top(
     core: CoreToQuery = None,
     interval: Annotated[
         float,
-        typer.Option(min=_MIN_INTERVAL_S, max=_MAX_INTERVAL_S, help="Seconds between updates."),
+        typer.Option(
+            min=_MIN_INTERVAL_S,
+            max=_MAX_INTERVAL_S,
+            callback=_a_number,
+            help="Seconds between updates.",
+        ),
     ] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Take two snapshots, print one screen, and exit.")
@@ -83,5 +98,5 @@ def _statuses(
             yield client.watch_status(interval_s, include_requests=True, include_blocks=True)
     else:
         options = membership.connection_to(core)
-        with closing(watch_core(options, interval_s, in_detail=True)) as statuses:
+        with closing(watch_core(options, interval_s, Deadline(None), in_detail=True)) as statuses:
             yield statuses

@@ -326,6 +326,14 @@ def test_no_key_is_drawn_for_a_tenant_that_frontends_would_refuse(tenant: str) -
     assert refused.stdout == ""
 
 
+@pytest.mark.parametrize("flag", ["--model", "--lora-module"])
+def test_no_key_is_drawn_for_a_name_that_is_empty(flag: str) -> None:
+    refused = CliRunner().invoke(app, ["key", "new", "--tenant", "one", flag, ""])
+    assert refused.exit_code == 2
+    assert refused.stdout == ""
+    assert f"{flag}: expected a name, got an empty text" in refused.stderr
+
+
 def test_no_key_is_drawn_that_has_expired_already() -> None:
     flags = ["--tenant", "one", "--expires", "2020-01-01"]
     refused = CliRunner().invoke(app, ["key", "new", *flags])

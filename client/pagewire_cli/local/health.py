@@ -9,6 +9,7 @@ import grpc
 
 from pagewire.connection_errors import HTTP_1, in_words
 from pagewire_client.connection import TlsOptions
+from pagewire_client.retry import Deadline
 
 # HealthCheckResponse{status: SERVING}: field 1, varint 1. For two bytes the client need not
 # depend on the protocol's package.
@@ -52,7 +53,7 @@ def refusal_to_serve(
 def _refusal(channel: grpc.Channel, timeout_s: float, service: str) -> str | None:
     check = channel.unary_unary("/grpc.health.v1.Health/Check")
     try:
-        answer = check(_request(service), timeout=timeout_s)
+        answer = check(_request(service), timeout=Deadline(timeout_s).remaining_s())
     except grpc.RpcError as error:
         return _in_words(error, timeout_s, service)
     return None if answer == _SERVING else "it responds, but has nothing to serve (yet)"

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import io
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
+import pagewire_client
 from pagewire.connection_errors import in_words
 from pagewire.v1.sampling_pb2 import (
     EARLY_STOPPING_NEVER,
@@ -27,10 +30,12 @@ from pagewire.v1.sampling_pb2 import (
 )
 from pagewire_cli import terminal
 from pagewire_cli.app import _hint, app
+from pagewire_cli.chat import Conversation
 from pagewire_cli.local import LocalServices, engine_args, health, service_commands
 from pagewire_cli.options import SAMPLING_AND_ANSWERS
 from pagewire_cli.serve import Deployment, _http_address
 from pagewire_client.errors import Unavailable
+from pagewire_client.outputs import OutputDelta, RequestOutput
 from tests.support.fake_frontend import (
     MODEL,
     Break,
@@ -462,6 +467,38 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(frontend: FakeFron
     assert "Traceback" not in errors
 
 
+class _Interrupted:
+    """A stream of nothing, which ctrl-C stops."""
+
+    output = RequestOutput(request_id="one")
+
+    def __iter__(self) -> Iterator[OutputDelta]:
+        raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _AskedClient:
+    """Keeps the conversations of which a turn is requested."""
+
+    def __init__(self) -> None:
+        self.conversations: list[list[str]] = []
+
+    def stream(self, messages: Any, *_: Any, **__: Any) -> _Interrupted:
+        self.conversations.append([message["content"] for message in messages])
+        return _Interrupted()
+
+
+def test_a_question_that_ctrl_c_left_without_an_answer_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAgain\n"))
+    client = _AskedClient()
+    Conversation(client, MODEL, pagewire_client.SamplingParams(), "Be kind.").run()  # type: ignore[arg-type]
+    assert client.conversations == [["Be kind.", "Hi"], ["Be kind.", "Again"]]
+
+
 def test_who_waits_is_told_that_it_is_not_there_yet(capsys: pytest.CaptureFixture[str]) -> None:
     with terminal.note_if_slow("still waiting", after_s=0) as timer:
         timer.join(60)
@@ -573,8 +610,10 @@ def test_bench_ends_with_exit_code_1_if_a_request_failed(
 
 
 def test_bench_refuses_a_file_without_a_directory_before_it_measures(invoke: Any) -> None:
-    with pytest.raises(ValueError, match="--json: /no/such: no such directory"):
+    with pytest.raises(ValueError, match=r"--json: cannot write /no/such/figures\.json: No such"):
         invoke("bench", "--json", "/no/such/figures.json")
+    with pytest.raises(ValueError, match="--json: cannot write /: Is a directory"):
+        invoke("bench", "--json", "/")
 
 
 def test_status_is_json_for_programs(invoke: Any) -> None:
@@ -589,6 +628,34 @@ def test_status_may_be_watched(invoke: Any, frontend: FakeFrontend) -> None:
     frontend.breaks.append(Break(after_tokens=3, failure=ends))
     with pytest.raises(Exception, match="enough"):
         invoke("status", "--watch", "--json")
+
+
+def test_what_is_watched_without_a_terminal_is_printed_one_by_one(
+    frontend: FakeFrontend,
+) -> None:
+    ends = Failure(code=grpc.StatusCode.INTERNAL, message="enough")
+    frontend.breaks.append(Break(after_tokens=3, failure=ends))
+    result = CliRunner().invoke(app, ["status", "--watch", "--address", frontend.address])
+    assert result.stdout.count("version") == 3
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan"])
+def test_a_timeout_of_a_core_s_status_is_above_0(timeout: str) -> None:
+    with pytest.raises(ValueError, match="--timeout: expected a number of seconds above 0"):
+        _invoke_at_core("status", "--timeout", timeout)
+
+
+def _invoke_at_core(*arguments: str) -> Any:
+    core = "127.0.0.1:1"
+    return CliRunner().invoke(app, [*arguments, "--core", core], catch_exceptions=False)
+
+
+def test_a_timeout_of_drain_is_checked_before_the_group_is_drained() -> None:
+    alone = _invoke_at_core("drain", "worker-0", "--timeout", "5")
+    assert alone.exit_code == 2
+    assert "--timeout: expected with --wait" in alone.stderr
+    with pytest.raises(ValueError, match=r"--timeout: expected a number of seconds .* got -5"):
+        _invoke_at_core("drain", "worker-0", "--wait", "--timeout", "-5")
 
 
 def test_the_version_is_the_distributions() -> None:

@@ -61,6 +61,11 @@ def test_nobody_there_is_not_healthy(address: str, where: str) -> None:
     assert run.output.startswith(f"not serving: cannot connect to {where}: ")
 
 
+def test_a_timeout_of_ages_is_no_deadline(address: str) -> None:
+    arguments = ["health", "--service", "liveness", "--timeout", "1e300", address]
+    assert CliRunner().invoke(app, arguments).output == "serving\n"
+
+
 @pytest.mark.parametrize("address", ["nonsense", "http://127.0.0.1:7600"])
 def test_what_is_no_address_is_told_so(address: str) -> None:
     run = CliRunner().invoke(app, ["health", address])

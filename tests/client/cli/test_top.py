@@ -162,3 +162,9 @@ def test_a_pipe_gets_one_picture_without_colours(frontend: FakeFrontend) -> None
     assert MODEL in result.stdout
     assert "\x1b" not in result.stdout
     assert result.stdout.count("Pagewire") == 1
+
+
+def test_an_interval_is_a_number() -> None:
+    result = CliRunner().invoke(app, ["top", "--interval", "nan"])
+    assert result.exit_code == 2
+    assert "--interval: expected 0.1 to 60, got nan" in result.stderr
