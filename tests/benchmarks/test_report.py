@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.measuring.machine import RESULTS
 from benchmarks.measuring.tables import publish
-from benchmarks.report import PAGE, render, rewritten
+from benchmarks.report import PAGE, overview, render, rewritten
 
 ROWS = [{"who": "core", "count": 1000, "ms": 50.5, "hidden": 7}, {"who": "worker", "ms": 1234.5}]
 
@@ -37,4 +37,16 @@ def test_a_published_result_is_printed_and_becomes_a_section(
         "| --- | --- | --- |",
         "| core | 1,000 | 50.5 |",
         "| worker |  | 1,234 |",
+    ]
+
+
+def test_the_overview_has_the_ratios_of_each_result_with_peers() -> None:
+    facts = "llama in bfloat16 on cpu; pagewire 0.1.0, vllm 0.32.0."
+    rows = [{"workload": "single", "ratio": 1.4}, {"workload": "mixed", "ratio": 0.9}]
+    result = {"facts": facts, "engines": {"pagewire": {}, "vllm": {}}, "rows": rows}
+    alone = result | {"engines": {"pagewire": {}, "pagewire dense": {}}}
+    assert overview([result, alone]).splitlines() == [
+        "| model | mixed | single | streams | prefill | prefix | peers |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| llama in bfloat16 on cpu | 0.9 | 1.4 |  |  |  | vllm |",
     ]
