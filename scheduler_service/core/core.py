@@ -157,6 +157,7 @@ class SchedulerCore:
         wait, if more may become known soon (`is_settling`)."""
         by_digest = {bytes.fromhex(digest): name for digest, name in adapters.items()}
         self._fleet.set_adapters(model, by_digest, is_settling=is_settling)
+        self.requests.forget_adapters(model, by_digest)
         for seq_group in self.requests.seq_groups():
             try:
                 if seq_group.request.model == model:

@@ -1,7 +1,7 @@
 """The registry of live requests, by id and by handle."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from scheduler_service.core.placement import WorkerLosses
 from scheduler_service.core.progress import Growth
@@ -32,7 +32,7 @@ class RequestRegistry:
         self._last_seq_id = 0
         self._num_arrivals = 0
         self._num_added: Counter[tuple[str, bytes]] = Counter()
-        """Requests so far, by model and adapter."""
+        """Requests so far, by model and adapter, for adapters that the model has."""
 
     def __len__(self) -> int:
         return len(self._seq_groups)
@@ -49,8 +49,14 @@ class RequestRegistry:
         )
 
     def num_ever_with(self, model: str, adapter: bytes) -> int:
-        """Requests for a model with an adapter since the start, live ones included."""
+        """Requests for a model with an adapter since the model has it, live ones included."""
         return self._num_added[model, adapter]
+
+    def forget_adapters(self, model: str, present: Container[bytes]) -> None:
+        """Forget how many requests have used the adapters of a model that are not `present`."""
+        for name, adapter in [*self._num_added]:
+            if name == model and adapter not in present:
+                del self._num_added[name, adapter]
 
     def by_adapter(self) -> Counter[tuple[str, bytes, bool]]:
         """Live requests with an adapter by model, adapter, and whether a sequence runs."""

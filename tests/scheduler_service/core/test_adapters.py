@@ -163,6 +163,21 @@ def test_requests_with_an_adapter_that_is_lost_end_and_others_go_on() -> None:
     driver.check_empty()
 
 
+def test_adapters_that_a_model_has_no_more_are_forgotten() -> None:
+    """A core may see any number of adapters in its life."""
+    driver = make_driver(2)
+    submit(driver, "a")
+    submit(driver, "b")
+    requests = driver.core.requests
+    driver.set_adapters({DIGESTS["b"]: "b"})
+    driver.core.set_adapters("other", {}, driver.now, is_settling=False)
+    numbers = [requests.num_ever_with(MODEL, DIGESTS[name]) for name in "ab"]
+    assert numbers == [0, 1]
+    driver.run_until_idle()
+    assert requests.num_ever_with(MODEL, DIGESTS["b"]) == 1
+    driver.check_empty()
+
+
 def test_requests_wait_while_more_adapters_may_become_known() -> None:
     """As at a core that has started, to which the worker that has the adapter comes later."""
     driver = CoreDriver(SMALL_CONFIG)
