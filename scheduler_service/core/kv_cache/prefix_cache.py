@@ -320,10 +320,10 @@ class PrefixCache:
         self, seq: CacheableSequence, held: SequenceTables, end: int
     ) -> list[tuple[int, Contents]]:
         """The blocks with the last of a sequence's first `end` tokens, and what is in them up to
-        these."""
+        these; none in groups of which a row after them reads nothing."""
         blocks = []
         for number, group in enumerate(self._groups):
-            if group.has_tokens:
+            if group.has_tokens and group.first_needed(end) < end:
                 tokens = group.block_tokens
                 index = (end - 1) // tokens
                 block = held.tables[number].blocks[index - held.tables[number].first]

@@ -211,6 +211,16 @@ def test_a_state_that_runs_ahead_of_known_tokens_is_not_found() -> None:
     assert life.num_found <= 13 + len(tokens)
 
 
+@pytest.mark.parametrize("lifetime", [CacheLifetime.WINDOW, CacheLifetime.CHUNK])
+def test_what_a_chunk_ends_with_is_not_kept_with_a_state(lifetime: CacheLifetime) -> None:
+    """A sequence is preempted that has released its chunk, and got no memory for the next one."""
+    ending = CacheGroup(block_tokens=4, lifetime=lifetime, span=1)
+    state = CacheGroup(lifetime=CacheLifetime.STATE, num_blocks=1)
+    life = Life(ending, ALL, state, num_gpu_blocks=8, preemption_mode=PreemptionMode.RECOMPUTE)
+    life.ask(PROMPT[:5], max_tokens=8, n=2)
+    assert life.driver.core.snapshot().num_preemptions > 0
+
+
 def test_a_state_is_saved_every_32_decoded_tokens_and_two_of_a_sequence_are_kept() -> None:
     life = Life(max_results=1)
     life.ask(PROMPT, max_tokens=300)
