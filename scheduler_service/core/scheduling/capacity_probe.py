@@ -174,10 +174,11 @@ class CapacityProbe:
         return num_used <= self.config.max_num_seqs and verdict is AllocStatus.OK
 
     def _num_forks(self, seq_group: SequenceGroup) -> int:
-        """Sequences that would be admitted with the group's first one, to share its prompt."""
+        """Sequences that would be admitted to share the group's prompt, at most as many as fit
+        with its longest sequence."""
         num_fresh = sum(not seq.output_token_ids for seq in seq_group.waiting())
         max_forks = self.running.cache.admission.max_forks(
-            seq_group.num_prompt_tokens, seq_group.num_source_tokens
+            seq_group.max_known_tokens, seq_group.num_source_tokens
         )
         return max(0, min(num_fresh - 1, max_forks))
 

@@ -280,6 +280,19 @@ def test_forks_are_admitted_with_their_states_or_one_after_the_other() -> None:
         assert [len(choice.tokens) for choice in life.record.choices] == [2] * 4
 
 
+def test_a_choice_that_is_ahead_is_placed_again_without_the_states_of_all_forks() -> None:
+    """There is room for the prompt and a fork's state, but not for the first choice beside one."""
+    life = Life(num_gpu_blocks=4 + 3 + 1)
+    driver = life.driver
+    record = driver.submit(prompt=PROMPT[:4], max_tokens=10, n=4)
+    while len(record.choices[0].tokens) < 5:
+        driver.step("g0")
+    assert not record.choices[-1].tokens
+    driver.lose_core()
+    driver.run_until_idle()
+    assert record.finished is not None
+
+
 def test_saved_states_have_at_most_a_quarter_of_the_blocks() -> None:
     life = Life(num_gpu_blocks=32)
     for number in range(6):
