@@ -6,7 +6,7 @@ choices get the tokens of an undisturbed run, and that timings add up.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -118,14 +118,16 @@ class CoreDriver:
         self.core = make_core(config)
         self.now = 1000.0
         self.links: dict[str, WorkerLink] = {}
+        self.late: list[WorkerLink] = []
+        """Workers of a core that has died, which have not joined the next one."""
         self.records: dict[tuple[str, int], RequestRecord] = {}
         self.next_handle = 1
         self.num_steps = 0
         self.has_failed = False
         """Whether a plan was wrong; nothing can be expected any more."""
         self.promises = Promises(config, lambda: [link.capacity for link in self.links.values()])
-        self.adapters: dict[bytes, str] = {}
-        """Names by digest, of the adapters that the workers have."""
+        self.adapters: dict[str, dict[bytes, str]] = {}
+        """Names by digest, of the adapters that the workers have, by model."""
         self.on_plan: Callable[[str, StepPlan], None] = lambda group_id, plan: None
         self.work: dict[str, None] = {}
         """The groups that may have a plan, as the service knows it: the others do not plan."""
@@ -166,7 +168,7 @@ class CoreDriver:
             worker.inherit(former.worker)
         self.links[capacity.worker_group_id] = WorkerLink(capacity, worker, records=records)
         self._follow_up(*self.links)
-        self.promises.max_model_len = capacity.max_model_len
+        self.promises.max_model_lens[capacity.model] = capacity.max_model_len
         self.promises.workers.append(capacity)
 
     def _worker_at(self, address: str) -> SymbolicWorker | None:
@@ -208,25 +210,35 @@ class CoreDriver:
         self.core.drain_worker_group(group_id, self.now)
         self._follow_up(*self.links)
 
-    def set_adapters(self, adapters: dict[bytes, str]) -> None:
+    def set_adapters(self, adapters: dict[bytes, str], model: str = MODEL) -> None:
         """The workers have these adapters from now on: names by digest."""
-        self.adapters = adapters
+        self.adapters[model] = adapters
         by_digest = {digest.hex(): name for digest, name in adapters.items()}
-        self.core.set_adapters(MODEL, by_digest, self.now, is_settling=False)
+        self.core.set_adapters(model, by_digest, self.now, is_settling=False)
         self._follow_up()
 
-    def lose_core(self) -> None:
-        """The core dies: workers join a new one, frontends submit their open requests again."""
+    def lose_core(self, late: Collection[str] = ()) -> None:
+        """The core dies: workers join a new one, frontends submit their open requests again. The
+        groups that are `late` join when `rejoin` is called."""
         self.collect()
         self.config = replace(self.config, key_seed=self.config.key_seed + 1)
         self.core = self._make_core(self.config)
-        self.set_adapters(self.adapters)
+        for model, adapters in self.adapters.items():
+            self.set_adapters(adapters, model)
         links, self.links, self.work = self.links, {}, {}
-        for link in links.values():
-            self.add_worker_group(link.capacity, link)
+        self.late += [link for group_id, link in links.items() if group_id in late]
+        for group_id, link in links.items():
+            if group_id not in late:
+                self.add_worker_group(link.capacity, link)
         for record in self.records.values():
             if record.is_live:
                 self._submit_again(record)
+
+    def rejoin(self) -> None:
+        """Worker groups that are late join, with what is in their caches."""
+        late, self.late = self.late, []
+        for link in late:
+            self.add_worker_group(link.capacity, link)
 
     def _submit_again(self, record: RequestRecord) -> None:
         request = record.request

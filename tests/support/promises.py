@@ -19,8 +19,8 @@ class Promises:
         """`capacities`: of the worker groups there are."""
         self.num_cached_tokens = 0
         """Prompt tokens of finished requests that were found in prefix caches."""
-        self.max_model_len = 0
-        """Of all workers; they serve the same model."""
+        self.max_model_lens: dict[str, int] = {}
+        """Of all workers, by model."""
         self.workers: list[WorkerGroupCapacity] = []
         """All there ever were."""
         self._config = config
@@ -28,7 +28,7 @@ class Promises:
 
     def _expected(self, record: RequestRecord, index: int) -> list[int]:
         request = record.request
-        room = self.max_model_len - len(request.prompt_token_ids)
+        room = self.max_model_lens[request.model] - len(request.prompt_token_ids)
         if request.work.beam_search is not None:
             beams = undisturbed_beams(
                 request.prompt_token_ids,
@@ -114,7 +114,8 @@ class Promises:
             assert record.num_lone_losses >= self._config.max_worker_losses - 1
         if record.error.reason == "KV_CACHE_TOO_SMALL":
             longest = len(record.request.prompt_token_ids) + max(lengths)
-            assert longest > min(num_cache_tokens(record, worker) for worker in self.workers)
+            workers = [w for w in self.workers if w.model == record.request.model]
+            assert longest > min(num_cache_tokens(record, worker) for worker in workers)
 
     def _most_cache_tokens(self, record: RequestRecord) -> int:
         """Of the groups there are in which a request can have all the tokens that it asks for."""

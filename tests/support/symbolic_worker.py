@@ -412,9 +412,8 @@ class SymbolicWorker:
             if group.has_tokens:
                 first = group.first_needed(seq.num_computed) // group.block_tokens
             blocks = [block for index, block in sorted(table.items()) if index >= first]
-            if not group.is_state or (
-                end == seq.num_computed and self._is_confirmed((blocks[0], 0))
-            ):
+            is_whole = group.has_tokens or all(self._is_confirmed((block, 0)) for block in blocks)
+            if is_whole and (end == seq.num_computed or not group.is_state):
                 column = pack(blocks)
                 tables.append(BlockTable(group=number, first_index=first, block_ids=column))
         return KeptSequence(

@@ -45,9 +45,10 @@ from scheduler_service.errors import (
     RequestTakenOver,
     TenantLimit,
     UnknownAdapter,
+    UnknownModel,
     UnsupportedByModel,
 )
-from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.core_driver import ALL_REQUESTS, MODEL, CoreDriver, make_capacity
 from tests.support.inspections import check_inspection
 from tests.support.recorded import Recorder
 from tests.support.records import RequestRecord
@@ -83,6 +84,13 @@ CACHE_GROUPS = {
         CacheGroup(lifetime=STATE, num_blocks=1),
         CacheGroup(lifetime=FIXED, block_tokens=3),
     ),
+    "every kind": (
+        CacheGroup(lifetime=FIXED, block_tokens=5),
+        CacheGroup(lifetime=WINDOW, block_tokens=4, span=6),
+        CacheGroup(lifetime=STATE, num_blocks=2),
+        CacheGroup(block_tokens=8),
+        CacheGroup(lifetime=CHUNK, block_tokens=4, span=8),
+    ),
     "none": (),
     "three": (
         CacheGroup(block_tokens=16),
@@ -110,6 +118,7 @@ ADAPTERS = {bytes([number]) * 32: f"adapter {number}" for number in range(1, 6)}
 """Names by digest."""
 REFUSALS = (
     UnknownAdapter,
+    UnknownModel,
     DeadlineExceeded,
     DeadlineUnreachable,
     InvalidArgument,
@@ -119,10 +128,11 @@ REFUSALS = (
     UnsupportedByModel,
 )
 
-GROUP_EVENTS = ["join", "lose", "fail", "drain", "drain", "part"]
+GROUP_EVENTS = ["join", "join", "lose", "fail", "drain", "drain", "part"]
 REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire", "again", "again"]
 ADAPTER_EVENTS = ["set_adapters", "lose_adapters"]
-EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend", *ADAPTER_EVENTS]
+CORE_EVENTS = ["lose_core", "lose_core_slowly"]
+EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, *CORE_EVENTS, "lose_frontend", *ADAPTER_EVENTS]
 
 
 def part_of(adapter: bytes | None) -> tuple[ContextPart, ...]:
@@ -181,7 +191,7 @@ class CoreMachine(RuleBasedStateMachine):
         """`config`: other fields of SchedulerConfig."""
         self.max_loras = max_loras
         self.has_records = has_records
-        self.cache_groups = CACHE_GROUPS[cache]
+        self.cache_groups = {MODEL: CACHE_GROUPS[cache]}
         self.host_blocks = host_blocks
         self.num_groups = 0
         self.num_speculative_tokens = num_speculative_tokens
@@ -202,19 +212,21 @@ class CoreMachine(RuleBasedStateMachine):
 
     # Worker groups.
 
-    def add_worker_group(self, num_gpu_blocks: int) -> None:
+    def add_worker_group(self, num_gpu_blocks: int, model: str = MODEL) -> None:
+        cache_groups = self.cache_groups[model]
         capacity = make_capacity(
             f"g{self.num_groups}",
-            num_gpu_blocks=num_gpu_blocks if self.cache_groups else 0,
-            num_cpu_blocks=self.host_blocks if self.cache_groups else 0,
-            cache_groups=self.cache_groups,
+            model=model,
+            num_gpu_blocks=num_gpu_blocks if cache_groups else 0,
+            num_cpu_blocks=self.host_blocks if cache_groups else 0,
+            cache_groups=cache_groups,
             max_model_len=MAX_MODEL_LEN,
             num_speculative_tokens=self.num_speculative_tokens,
-            whole_prompt=not self.cache_groups,
+            whole_prompt=not cache_groups,
             max_loras=self.max_loras,
             kept=KeptBlocks() if self.has_records else None,
-            work_kinds=frozenset(WorkKind if self.cache_groups else {WorkKind.POOLING}),
-            kv_layout=(("layout", "symbolic"),) if self.cache_groups else (),
+            work_kinds=frozenset(WorkKind if cache_groups else {WorkKind.POOLING}),
+            kv_layout=(("layout", "symbolic"),) if cache_groups else (),
             role=self.roles[self.num_groups % len(self.roles)],
             addresses=(f"w{self.num_groups}",),
             epoch=self.num_groups + 1,
@@ -224,6 +236,12 @@ class CoreMachine(RuleBasedStateMachine):
 
     def group_ids(self) -> list[str]:
         return list(self.driver.links)
+
+    def busy_first(self) -> list[str]:
+        """All groups; those with requests come first."""
+        requests = self.driver.core.inspect(ALL_REQUESTS).requests
+        busy = {request.worker_group_id for request in requests}
+        return sorted(self.group_ids(), key=lambda group_id: group_id not in busy)
 
     # Requests.
 
@@ -305,6 +323,7 @@ class CoreMachine(RuleBasedStateMachine):
         fails_at: int | None,
         context: tuple[ContextPart, ...],
         adapter: bytes | None,
+        model: str = MODEL,
         **beams: Any,
     ) -> None:
         params = BeamParams(num_logprobs=2 if logprobs else None, **beams)
@@ -319,6 +338,7 @@ class CoreMachine(RuleBasedStateMachine):
                     stop_token_ids=frozenset(range(num_stop_tokens)),
                     beam_search=params,
                     context=context + part_of(adapter),
+                    model=model,
                 )
 
     @rule(
@@ -367,6 +387,7 @@ class CoreMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 sampling=Sampling(seed=pick % 3),
                 context=record.request.context,
+                model=record.request.model,
             )
 
     # What disturbs them.
@@ -381,41 +402,51 @@ class CoreMachine(RuleBasedStateMachine):
     def disturb(self, event: str, pick: int) -> None:
         driver = self.driver
         groups = self.group_ids()
-        if event == "join" and len(groups) < 3:
-            self.add_worker_group([SMALL, LARGE][pick % 2])
+        models = [*self.cache_groups]
+        if event == "join" and driver.late:
+            driver.rejoin()
+        elif event == "join" and len(groups) < 3 * len(models):
+            self.add_worker_group([SMALL, LARGE][pick % 2], models[pick // 2 % len(models)])
         elif event == "lose" and groups:
             driver.lose_worker_group(groups[pick % len(groups)])
         elif event == "fail" and groups:
-            driver.fail_worker_group(groups[pick % len(groups)])
+            driver.fail_worker_group(self.busy_first()[0 if pick % 4 else -1])
         elif event == "drain" and groups:
             self.drain(groups[pick % len(groups)], waits=pick % 3 == 0)
         elif event == "part":
             for group_id in groups:
                 if driver.core.is_drained(group_id):
                     driver.lose_worker_group(group_id)
-        elif event == "lose_core" and groups:
+        elif event == "lose_core":
             driver.lose_core()
+        elif event == "lose_core_slowly":
+            driver.lose_core(late=[g for i, g in enumerate(groups) if pick >> i & 1])
         elif event == "lose_frontend":
             driver.remove_frontend(f"f{pick % 2}")
         elif event in ADAPTER_EVENTS:
-            self.set_adapters(pick, keeps_used=event == "set_adapters")
+            model = models[pick // 32 % len(models)]
+            self.set_adapters(model, pick, keeps_used=event == "set_adapters")
         elif event == "expire":
             driver.expire([0.0, 0.01, 1.0][pick % 3])
         elif live := self.live():
             self.end(event, live[pick % len(live)], pick)
 
-    def set_adapters(self, pick: int, *, keeps_used: bool) -> None:
-        """Some are loaded, others unloaded, except for those of live requests; or these are lost,
-        too, and their requests end, but no others."""
+    def set_adapters(self, model: str, pick: int, *, keeps_used: bool) -> None:
+        """Some are loaded, others unloaded, except for those of live requests; or one of these is
+        lost, too, and its requests end, but no others."""
         self.driver.collect()
         live = [(record, adapter_of(record.request.context)) for record in self.live()]
+        used = [d for record, d in live if d is not None and record.request.model == model]
         chosen = {d: name for i, (d, name) in enumerate(ADAPTERS.items()) if pick >> i & 1}
         if keeps_used:
-            chosen |= {d: ADAPTERS[d] for _, d in live if d is not None}
-        self.driver.set_adapters(chosen)
+            chosen |= {d: ADAPTERS[d] for d in used}
+        elif used:
+            chosen.pop(used[pick % len(used)], None)
+        self.driver.set_adapters(chosen, model)
         self.driver.collect()
         for record, adapter in live:
-            is_lost = adapter is not None and adapter not in chosen
+            is_lost = adapter in used and adapter not in chosen
+            is_lost &= record.request.model == model
             assert isinstance(record.error, UnknownAdapter) == is_lost
             assert record.is_live != is_lost
 
@@ -432,10 +463,10 @@ class CoreMachine(RuleBasedStateMachine):
             groups = {
                 group.worker_group_id: group for group in driver.core.snapshot().worker_groups
             }
-            num_blocks = groups[group_id].num_gpu_blocks
-            others = [group for group in groups.values() if not group.draining]
-            if any(group.num_gpu_blocks >= num_blocks for group in others):
-                assert groups[group_id].num_running_sequences == 0
+            here = groups[group_id]
+            others = [g for g in groups.values() if g.model == here.model and not g.draining]
+            if any(group.num_gpu_blocks >= here.num_gpu_blocks for group in others):
+                assert here.num_running_sequences == 0
                 is_source = driver.config.move_kv is not MoveKV.NEVER
                 assert driver.core.is_drained(group_id) or is_source
 
@@ -494,7 +525,9 @@ class CoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "driver") or self.driver.has_failed:
             return
         self.driver.run_until_idle()
-        self.add_worker_group(LARGE)
+        self.driver.rejoin()
+        for model in self.cache_groups:
+            self.add_worker_group(LARGE, model)
         self.driver.run_until_idle()
         # What was accepted while no group was there may fit none, and has waited for others.
         wait_s = self.driver.config.max_outgrown_wait_s
@@ -653,7 +686,86 @@ class MovingMachine(CoreMachine):
                 self.driver.step(group_id)
 
 
-NUM_QUICK = 25
+OTHER = "n"
+MODELS = st.sampled_from([MODEL, MODEL, OTHER])
+
+
+class SharedMachine(CoreMachine):
+    """Two models, whose requests share tenants and their limits, adapters and the core."""
+
+    @initialize(
+        pipeline_depth=st.integers(1, 3),
+        max_num_seqs=st.integers(2, 6),
+        extra_tokens=st.sampled_from([3, 12]),
+        blocks=st.sampled_from([SMALL, LARGE]),
+        preemption_mode=st.sampled_from(PreemptionMode),
+        host_blocks=st.sampled_from([0, 12, 100]),
+        enable_prefix_caching=st.sampled_from([True, True, False]),
+        policy=st.sampled_from(PolicyName),
+        num_speculative_tokens=st.sampled_from([0, 2, 5]),
+        max_loras=st.sampled_from([1, 2, len(ADAPTERS)]),
+        move_kv=st.sampled_from(MoveKV),
+        has_records=st.booleans(),
+        cache=st.sampled_from(["all", *CACHE_GROUPS]),
+        other_cache=st.sampled_from(["all", "none", *CACHE_GROUPS]),
+    )
+    def start(self, other_cache: str, blocks: int, **values: Any) -> None:
+        super().start(blocks=blocks, **CHUNKED, **values)
+        self.cache_groups[OTHER] = CACHE_GROUPS[other_cache]
+        self.driver.set_adapters(ADAPTERS, OTHER)
+        self.add_worker_group(blocks, OTHER)
+
+    @rule(
+        count=st.integers(1, 4),
+        model=MODELS,
+        length=st.integers(1, 40),
+        num_shared=st.sampled_from([0, 8, 21, 40]),
+        seed=st.integers(0, 1000),
+        max_tokens=st.integers(1, 40),
+        n=st.sampled_from([1, 1, 2, 3]),
+        timeout=st.sampled_from([None, None, 5.0]),
+        tenant=st.sampled_from(["", *TENANTS, "small"]),
+        adapter=SOME_ADAPTER,
+        priority=st.integers(-1, 1),
+        max_hold_us=st.sampled_from([0, 3_000, 100_000]),
+        fails_at=st.sampled_from([None, None, None, 0, 3]),
+        frontend_id=st.sampled_from(["f0", "f1"]),
+    )
+    def submit(self, **values: Any) -> None:
+        super().submit(num_stop_tokens=0, logprobs=False, **values)
+
+    @rule(
+        count=st.integers(1, 2),
+        model=MODELS,
+        length=st.integers(1, 30),
+        seed=st.integers(0, 1000),
+        max_tokens=st.integers(1, 24),
+        width=st.integers(2, 4),
+        num_choices=st.integers(1, 3),
+        early_stopping=st.sampled_from(list(EarlyStopping)),
+        adapter=SOME_ADAPTER,
+    )
+    def search(self, **values: Any) -> None:
+        fixed = {"num_stop_tokens": 1, "logprobs": False, "fails_at": None, "context": ()}
+        super().search(length_penalty=1.0, **fixed, **values)
+
+    @rule(
+        count=st.integers(1, 3),
+        model=MODELS,
+        length=st.integers(1, 40),
+        num_shared=st.sampled_from([0, 21, 40]),
+        seed=st.integers(0, 1000),
+        type=st.sampled_from([*PoolingType, PoolingType.ALL]),
+        timeout=st.sampled_from([None, None, 5.0]),
+        tenant=st.sampled_from(["", *TENANTS]),
+        adapter=SOME_ADAPTER,
+        priority=st.integers(-1, 1),
+    )
+    def pool(self, **values: Any) -> None:
+        super().pool(**values)
+
+
+NUM_QUICK = 20
 """Lives in the default run, the first of those of the long one."""
 
 
@@ -682,6 +794,10 @@ class TestMovingBlocks(MovingMachine.TestCase):  # type: ignore[name-defined,mis
     settings = machine_settings(NUM_QUICK)
 
 
+class TestSharedCore(SharedMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = machine_settings(NUM_QUICK)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
@@ -703,4 +819,10 @@ class TestUnlikeGroupsAtLength(UnlikeMachine.TestCase):  # type: ignore[name-def
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 class TestMovingBlocksAtLength(MovingMachine.TestCase):  # type: ignore[name-defined,misc]
+    settings = machine_settings(2000)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+class TestSharedCoreAtLength(SharedMachine.TestCase):  # type: ignore[name-defined,misc]
     settings = machine_settings(2000)
