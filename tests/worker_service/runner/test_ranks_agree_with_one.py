@@ -1,6 +1,6 @@
 """A group of ranks gives the tokens of one rank, for every family we have models of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -152,35 +152,29 @@ EVERY_KIND = (
     *("llama", "llama_bias", "opt_350m", "gpt2", "gpt_neox", "bloom", "phi3", "olmo2", "falcon"),
     *("lfm2", "recurrent_gemma", "mamba", "mamba2", "qwen3_5", "kimi_linear", "nemotron_h_latent"),
     *("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama4", "gemma3n", "gemma4_shared"),
-    *("mimo_v2_flash", "lfm3", "olmo_hybrid"),
+    *("mimo_v2_flash", "lfm3", "olmo_hybrid", "zamba2", "falcon_h1_normed", "gpt_bigcode", "bamba"),
+    *("qwen3_next", "granitemoeshared", "gptj", "nanochat"),
 )
 """Families with every kind of layer that ranks divide: heads and their groups, latents, states,
-experts with their scores and biases, embeddings of positions, normed and fused projections."""
-LIKE_OTHERS = (
-    *("llama_tied", "mistral", "qwen2_sliding", "lfm2_biased", "falcon_mamba", "granite_hybrid"),
-    *("nemotron_h_moe", "qwen3_next_dense", "qwen2_moe_sliding", "qwen3_moe_sliding", "gemma"),
-    *("gemma2", "deepseek_v3_yarn", "mistral4", "granite", "phi3_long", "olmo3", "exaone4"),
-    *("smollm3", "seed_oss", "arcee", "stablelm", "gpt_neox_sequential", "cohere2", "ministral3"),
-    *("granitemoe", "ernie4_5", "hunyuan_alpha", "phimoe_long", "gemma4_plain"),
-)
-"""Families that differ from another one in what is the same on every rank: rotary embeddings,
-windows, scales, activations, norms of whole rows and the order of layers; or lack a part of it."""
-
-
-def _parametrized(is_long: Callable[[str], bool]) -> pytest.MarkDecorator:
-    """All families, some of them in the long run alone."""
-    cases = [
-        pytest.param(family, marks=pytest.mark.long) if is_long(family) else family
+experts with their scores and biases, embeddings of positions, fused, normed and shared projections,
+and all orders of heads and experts in checkpoints."""
+every_family = pytest.mark.parametrize(
+    "family",
+    [
+        family if family in EVERY_KIND else pytest.param(family, marks=pytest.mark.long)
         for family in FAMILIES
-    ]
-    return pytest.mark.parametrize("family", cases)
+    ],
+)
+"""The others, in the long run alone, differ from one of these in what is the same on every rank:
+rotary embeddings, windows, scales, activations, norms of whole rows, numbers and order of layers;
+or lack a part of it."""
 
 
 SHARING = ("gemma3n", "gemma4_shared")
 """Families whose last layers share keys and values of earlier ones, which are in their stage."""
 
 
-@_parametrized(is_long=lambda family: family not in EVERY_KIND)
+@every_family
 def test_two_ranks_in_each_of_two_stages_agree_with_one_rank(family: str) -> None:
     _check(checkpoint(family), 2, 1 if family in SHARING else 2)
 
@@ -246,7 +240,7 @@ def test_stages_agree_that_have_unequal_numbers_of_layers(
     _check(odd_models[ODD_LAYERS], tensor, pipeline)
 
 
-@_parametrized(is_long=lambda family: family in LIKE_OTHERS)
+@every_family
 def test_two_ranks_in_each_of_two_stages_with_adapters_agree_with_one_rank(family: str) -> None:
     """Also for the requests among them that have none."""
     model = checkpoint(family)
