@@ -27,13 +27,14 @@ def imports_exempted() -> Iterator[None]:
 
 @contextmanager
 def survivors_exempted() -> Iterator[None]:
-    """A context in which an object that has survived a full garbage collection is in no later one.
+    """A context in which an object that has survived a full garbage collection is in no later one;
+    nor is one afterwards, if others were exempt before, for Python exempts all or none.
 
     Full collections would examine all objects again, which takes a core that caches 250,000 blocks
     up to 0.3 s, without a token for anybody. Objects are still freed by their reference counts, so
     only reference cycles must not be made of objects that are kept for long.
     """
-    thresholds = gc.get_threshold()
+    thresholds, were_others_exempt = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.callbacks.append(_exempt_survivors)
@@ -43,7 +44,8 @@ def survivors_exempted() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(_exempt_survivors)
-        gc.unfreeze()
+        if not were_others_exempt:
+            gc.unfreeze()
 
 
 def _exempt_survivors(phase: str, info: Mapping[str, int]) -> None:

@@ -1,6 +1,9 @@
 """What survives a full garbage collection is exempt from later ones, while that is wanted."""
 
 import gc
+from collections.abc import Iterator
+
+import pytest
 
 from service_common.garbage import imports_exempted, survivors_exempted
 
@@ -11,6 +14,15 @@ class Node:
     next: object = None
 
 
+@pytest.fixture
+def nothing_exempt() -> Iterator[None]:
+    """As at the start of a process; afterwards everything is exempt, as the tests' modules were."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_exempt")
 def test_survivors_are_not_examined_again_and_other_cycles_are_still_freed() -> None:
     kept = Node()
     with survivors_exempted():
@@ -25,6 +37,7 @@ def test_survivors_are_not_examined_again_and_other_cycles_are_still_freed() -> 
     assert any(thing is kept for thing in gc.get_objects())
 
 
+@pytest.mark.usefixtures("nothing_exempt")
 def test_the_collector_is_as_before_in_the_end() -> None:
     before = gc.get_threshold(), list(gc.callbacks)
     with survivors_exempted():
@@ -33,6 +46,15 @@ def test_the_collector_is_as_before_in_the_end() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_what_was_exempt_before_stays_so() -> None:
+    kept = Node()
+    gc.freeze()
+    with survivors_exempted():
+        pass
+    assert not any(thing is kept for thing in gc.get_objects())
+
+
+@pytest.mark.usefixtures("nothing_exempt")
 def test_what_is_made_while_importing_is_in_no_collection() -> None:
     with imports_exempted():
         assert not gc.isenabled()

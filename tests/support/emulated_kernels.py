@@ -27,8 +27,8 @@ class _Region(NamedTuple):
 class EmulatedLibrary(Library):
     """A library whose kernels run one call at a time, each in a process of its own.
 
-    Until it is closed, objects that are older than it are hidden from the garbage collector, for it
-    looks for tensors at each call and this process may have millions of objects.
+    Objects that are older than it are hidden from the garbage collector from then on, for it looks
+    for tensors at each call and this process may have millions of objects.
     """
 
     def __init__(self, run_kernel: list[str], library: Path, instruction_set: str) -> None:
@@ -36,12 +36,9 @@ class EmulatedLibrary(Library):
         self.instruction_set = instruction_set
         self._command = [*run_kernel, str(library)]
         self._memory = library.with_suffix(".memory")
-        gc.unfreeze()  # a frontend in this process may have frozen some
+        gc.unfreeze()  # the modules of all tests are frozen
         self._older = [item for item in gc.get_objects() if _region_of(item) is not None]
         gc.freeze()
-
-    def close(self) -> None:
-        gc.unfreeze()
 
     def kernel(self, name: str) -> Kernel:  # type: ignore[override]
         """The kernel `pw_<name>`; it must run on one thread."""

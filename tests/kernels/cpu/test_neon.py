@@ -44,16 +44,14 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def neon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+def neon(tmp_path_factory: pytest.TempPathFactory) -> Library:
     folder = tmp_path_factory.mktemp("neon")
     driver, library = folder / "run_kernel", folder / "libpagewire_neon.so"
     options = build.INSTRUCTION_SETS_BY_MACHINE["aarch64"]["neon"]
     subprocess.run(build.command(CXX, options, library), check=True)
     source = Path(__file__).parents[2] / "support/run_kernel.cpp"
     subprocess.run([CXX, "-std=c++17", "-O1", str(source), "-o", str(driver)], check=True)
-    emulated = EmulatedLibrary([EMULATOR, "-L", SYSTEM, str(driver)], library, "neon")
-    yield emulated
-    emulated.close()
+    return EmulatedLibrary([EMULATOR, "-L", SYSTEM, str(driver)], library, "neon")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """What the tests of the HTTP interface share."""
 
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -17,10 +17,8 @@ async def served() -> AsyncIterator[HttpServed]:
 
 
 @pytest.fixture
-def frozen_heap() -> Iterator[None]:
+def frozen_heap() -> None:
     """Keep garbage collections from traversing the objects of other tests and imported modules, as
     `serve` does in a frontend's own process. In a run of the whole suite there are millions, and a
     collection of all generations occupies the loop for half a second or more."""
     gc.freeze()
-    yield
-    gc.unfreeze()
