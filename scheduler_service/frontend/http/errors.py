@@ -264,7 +264,7 @@ def _explain(error: Mapping[str, Any], field: str) -> str:
     if kind == "missing":
         return "required"
     if kind == "extra_forbidden":
-        return _explain_extra(field, error["input"], context.get("fields", ()))
+        return _explain_extra(field, error["input"], **context)
     if kind == "union_tag_invalid":
         return f"expected one of {context['expected_tags']} as type, got {context['tag']!r}"
     if kind == "union_tag_not_found":
@@ -277,13 +277,16 @@ def _explain(error: Mapping[str, Any], field: str) -> str:
     return f"{message}, got {_received(received)}{TEXT_ONLY if is_media else ''}"
 
 
-def _explain_extra(field: str, value: Any, fields: Collection[str]) -> str:
-    """What to do with a field that a body which may have `fields` does not declare."""
+def _explain_extra(
+    field: str, value: Any, fields: Collection[str] = (), of_bodies: Collection[str] = ()
+) -> str:
+    """What to do with a field that a body which may have `fields` does not declare, and may not
+    have beside the others: one of another type of body has the fields `of_bodies`."""
     if field in FIXED:
         return f"expected {json.dumps(FIXED[field])}, got {_received(value)}"
-    if field in fields:  # of a body of another type
+    if field in of_bodies:
         return "it cannot be combined with the other fields of this request"
-    similar = _similar(field, fields)
+    similar = _similar(field, [name for name in fields if name != field])
     if field in INSTEAD and not set(similar) & set(SYNONYMS.get(field, ())):
         return f"not supported: {INSTEAD[field]}"
     advice = f"did you mean {similar[0]}?" if similar else "leave it out"

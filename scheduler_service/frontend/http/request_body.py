@@ -8,7 +8,7 @@ ids, which are quick to parse; texts are quick whatever their length.
 
 import asyncio
 import codecs
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from functools import lru_cache
@@ -139,16 +139,23 @@ def parse(body: bytes, adapter: TypeAdapter[T]) -> T:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         for unknown in (error for error in errors if error["type"] == "extra_forbidden"):
-            unknown["ctx"] = {"fields": _field_names(adapter)}
+            fields, of_bodies = _field_names(adapter)
+            unknown["ctx"] = {"fields": fields, "of_bodies": of_bodies}
         raise RequestValidationError(errors) from None
 
 
 @lru_cache
-def _field_names(adapter: TypeAdapter[Any]) -> list[str]:
-    """The names of all fields that the body or a part of it may have."""
+def _field_names(adapter: TypeAdapter[Any]) -> tuple[list[str], list[str]]:
+    """The names of all fields that the body or a part of it may have; and those of its types, if it
+    may have several."""
     schema = adapter.json_schema()
-    parts = (schema, *schema.get("$defs", {}).values())
-    return sorted({name for part in parts for name in part.get("properties", ())})
+    parts = schema.get("$defs", {})
+    bodies = [parts[body["$ref"].rpartition("/")[2]] for body in schema.get("anyOf", ())]
+    return _properties([schema, *parts.values()]), _properties(bodies)
+
+
+def _properties(schemas: Iterable[Any]) -> list[str]:
+    return sorted({name for schema in schemas for name in schema.get("properties", ())})
 
 
 def parse_large(body: bytes, adapter: TypeAdapter[T]) -> T:
