@@ -143,7 +143,7 @@ def encodable(text: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"prompt must be Unicode text; position {error.start} holds an unpaired surrogate"
+            f"expected Unicode text; position {error.start} holds an unpaired surrogate"
         ) from None
     return text
 

@@ -217,8 +217,9 @@ class PooledInputs:
         return bool(response.HasField("usage"))
 
     def _error(self, place: int, error: pb.RequestError) -> errors.PagewireError:
-        problem = re.sub(rf"^{self._field}\[\d+\](\.\w+)*: ", "", error.message)
-        return errors.from_status(error.code, f"{self._name}[{place}]: {problem}", error.status)
+        prefix = rf"^(?:{self._field}\[\d+\](?:\.\w+)*(\[\d+\])?: )?"
+        problem = re.sub(prefix, rf"{self._name}[{place}]\1: ", error.message, count=1)
+        return errors.from_status(error.code, problem, error.status)
 
 
 def vectors_of(entries: Sequence[Any]) -> "Float32Array":

@@ -106,6 +106,8 @@ async def test_an_error_names_the_text(kind: Any) -> None:
             await call("embed", ["hello"], dimensions=2)
         with pytest.raises(TypeError, match="unknown arguments: dimension"):
             await call("embed", ["hello"], dimension=2)
+        with pytest.raises(InvalidArgument, match=r"^texts\[1\]\[1\]: expected a token id below"):
+            await call("embed", ["hello", [7, 99999]])
 
 
 @KINDS

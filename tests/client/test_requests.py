@@ -48,7 +48,7 @@ def test_anything_else_is_refused(prompt: Any) -> None:
     "prompt", ["a\ud800", {"prompt": "a\ud800"}, [{"role": "user", "content": "a\ud800"}]]
 )
 def test_text_that_cannot_be_encoded_is_refused_with_its_place(prompt: Any) -> None:
-    with pytest.raises(ValueError, match="prompt must be Unicode text; position 1"):
+    with pytest.raises(ValueError, match="expected Unicode text; position 1"):
         generate_request(prompt)
 
 
