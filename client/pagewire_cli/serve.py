@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,8 @@ from pagewire_client.connection import DEFAULT_ADDRESS
 
 _ENDED = b"\0"
 """No signal has this number."""
+SAME_REQUEST_S = 0.5
+"""Signals that follow the first one within this time are of the same request to end."""
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 """The address that OpenAI clients of a local server commonly use."""
 EMBEDDED = "embedded"
@@ -157,8 +160,12 @@ def _name(event: bytes) -> str:
 
 
 def _kill_at_next_signal(services: LocalServices, events: int) -> None:
-    # The end was asked for, and both the kernel and the shell signal that a terminal has ended.
-    while (event := os.read(events, 1)) in (_ENDED, bytes([signal.SIGHUP])):
+    # The end was asked for, and both the kernel and the shell signal that a terminal has ended;
+    # `timeout` signals its child, and then the group that its child is in.
+    first_s = time.monotonic()
+    while (event := os.read(events, 1)) in (_ENDED, bytes([signal.SIGHUP])) or (
+        time.monotonic() - first_s < SAME_REQUEST_S
+    ):
         pass
     terminal.note(f"{_name(event)} again: stopping at once")
     services.kill()

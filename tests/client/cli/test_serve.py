@@ -20,7 +20,7 @@ import pytest
 
 from pagewire_cli.local import LocalServices, service_commands
 from pagewire_cli.local.runtime_directory import RuntimeDirectory
-from pagewire_cli.serve import still_checking
+from pagewire_cli.serve import SAME_REQUEST_S, still_checking
 from pagewire_client import Client, SamplingParams
 from pagewire_client.errors import LocalServiceError
 from tests.support.checkpoints import checkpoint
@@ -97,7 +97,9 @@ def serving(
             process.kill()
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGTERM] * 2, [signal.SIGHUP] * 2], ids=["timeout", "terminal"]
+)
 def test_serve_runs_until_a_signal_and_then_lets_requests_finish(
     tmp_path: Path, numbers: list[signal.Signals]
 ) -> None:
@@ -145,6 +147,8 @@ def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
         next(stream)
         serve.process.send_signal(signal.SIGINT)
         serve.wait_for("SIGINT: stopping when running requests are finished")
+        with pytest.raises(subprocess.TimeoutExpired):
+            serve.process.wait(SAME_REQUEST_S)
         serve.process.send_signal(signal.SIGINT)
         assert serve.process.wait(60) == 0
         assert not any(service.is_running() for service in services)
