@@ -109,7 +109,7 @@ class SamplingParams(_message.Message):
     """
     repetition_penalty: _builtins.float
     """Logits of tokens in prompt or output are divided by this where positive and
-    multiplied where negative (Keskar et al. 2019), above 0 to 100. Default 1.
+    multiplied where negative (Keskar et al. 2019), 0.01 to 100. Default 1.
     """
     presence_penalty: _builtins.float
     """Subtracted once from the logit of each token in the output, -2 to 2. Default 0."""
@@ -496,7 +496,7 @@ class SamplerParams(_message.Message):
     NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy; otherwise any number above it."""
+    """0 is greedy; otherwise at least 0.01, by which no logit becomes infinite."""
     top_p: _builtins.float
     """Above 0 to 1, which considers all tokens."""
     top_k: _builtins.int
@@ -504,7 +504,7 @@ class SamplerParams(_message.Message):
     min_p: _builtins.float
     """0, which drops none, to 1."""
     repetition_penalty: _builtins.float
-    """Above 0; 1 penalises nothing."""
+    """At least 0.01; 1 penalises nothing."""
     presence_penalty: _builtins.float
     """0 penalises nothing."""
     frequency_penalty: _builtins.float

@@ -177,7 +177,12 @@ BAD_SEQUENCES = {
     "NaN temperature": ({"sampling": sampler_params(temperature=float("nan"))}, "temperature"),
     "top_p": ({"sampling": sampler_params(top_p=0.0)}, "top_p"),
     "min_p": ({"sampling": sampler_params(min_p=1.5)}, "min_p"),
+    "tiny temperature": ({"sampling": sampler_params(temperature=1e-38)}, "temperature"),
     "repetition": ({"sampling": sampler_params(repetition_penalty=0.0)}, "repetition_penalty"),
+    "tiny repetition": (
+        {"sampling": sampler_params(repetition_penalty=1e-38)},
+        "repetition_penalty",
+    ),
     "presence": ({"sampling": sampler_params(presence_penalty=1e39)}, "presence_penalty"),
     "bias": ({"sampling": sampler_params(logit_bias=[{"token_id": 97}])}, "bias_token_ids"),
     "bias value": (

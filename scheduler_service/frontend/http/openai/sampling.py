@@ -88,7 +88,8 @@ MAX_UINT32 = 2**32 - 1
 def proto_range(field: str, message: type[Message] = sampling_pb2.SamplingParams) -> Any:
     """The range that the protos declare for a field, as an annotation."""
     limits = limits_of(message.DESCRIPTOR)[field]
-    low, high = int(limits.low), int(limits.high)
+    least = limits.low if limits.or_equal is None else limits.or_equal
+    low, high = round(least, 6) if least % 1 else int(least), int(limits.high)
     return Field(gt=low, le=high) if limits.low_is_open else Field(ge=low, le=high)
 
 

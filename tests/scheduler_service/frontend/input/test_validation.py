@@ -40,6 +40,7 @@ GOOD_SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0, "n": 4},
     {"top_p": 1, "top_k": 0, "min_p": 1},
     {"top_k": 2**32 - 1},
+    {"repetition_penalty": 0.01},
     {"repetition_penalty": 100, "presence_penalty": -2, "frequency_penalty": 2},
     {"logit_bias": [{"token_id": 1, "bias": -100}, {"token_id": 2, "bias": 100}]},
     {"seed": 2**64 - 1},
