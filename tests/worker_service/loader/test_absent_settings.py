@@ -58,3 +58,29 @@ def test_a_refused_variant_of_a_family_is_named(tmp_path: Path) -> None:
     message = "it has convolution layers; our own layers do not compute partial_rotary_factor"
     with pytest.raises(UnsupportedModel, match=message):
         load(path)
+
+
+_FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "rope"),
+    [
+        (
+            "phi3",
+            {"original_max_position_embeddings": 4},
+            {"rope_type": "longrope", "original_max_position_embeddings": 1024, **_FACTORS},
+        ),
+        ("nanochat", NONE, {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}),
+    ],
+)
+def test_rope_is_scaled_as_by_transformers(
+    family: str, settings: dict[str, Any], rope: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of the lengths on which Phi-3 was trained, the one outside counts; of nanochat, the norms
+    after RoPE undo the factor of queries and keys."""
+    path = copy_checkpoint(family, tmp_path)
+    edit_config(path, rope_parameters=rope, pad_token_id=0, **settings)
+    loaded = load(path)
+    assert isinstance(loaded.model, NativeModel)
+    assert_same(loaded, path)

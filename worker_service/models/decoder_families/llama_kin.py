@@ -197,14 +197,16 @@ def smollm3_settings(config: Config) -> DecoderSettings:
 
 def phi3_settings(config: Config) -> DecoderSettings:
     """Phi-3 and 4: tensors that hold several weights, and LongRoPE, which older checkpoints call
-    su or yarn."""
+    su or yarn. The length that they were trained on is beside its parameters."""
     head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
     stored = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if (stored.get("rope_type") or stored.get("type")) in ("su", "yarn"):
         stored["rope_type"] = "longrope"
-    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+    for key in ("rope_theta", "partial_rotary_factor"):
         if config.get(key) is not None:
             stored.setdefault(key, config.get(key))
+    trained = "original_max_position_embeddings"
+    stored[trained] = config.get(trained) or 4096
     layer = LayerSpec(
         attention=attention_of(
             config,
@@ -323,14 +325,17 @@ def arcee_settings(config: Config) -> DecoderSettings:
 
 def nanochat_settings(config: Config) -> DecoderSettings:
     """nanochat: norms without weights, also of embeddings and heads, RoPE in the other direction,
-    and a plain MLP with squared ReLU. Rotated heads have the same norm."""
+    and a plain MLP with squared ReLU. Rotated heads have the same norm, as those have that YaRN or
+    LongRoPE multiplies by a factor."""
     head_dim = head_dim_of(config)
+    rotary = rotary_of(config, head_dim)
+    rotary = replace(rotary, parameters={**rotary.parameters, "attention_factor": 1.0})
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6), affine=False)
     layer = LayerSpec(
         attention=attention_of(
             config,
             head_dim,
-            rotary_of(config, head_dim),
+            rotary,
             head_norm=norm,
             rotates_back=True,
             **_biases(config),
