@@ -114,7 +114,8 @@ def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype in `config.json`, under any of the keys that `transformers` has used."""
     holders = (config, config.get("text_config") or {})
     names = [holder.get(key) for holder in holders for key in ("dtype", "torch_dtype")]
-    return next((_DTYPES[name] for name in names if name in _DTYPES), torch.float32)
+    named = (name for name in names if isinstance(name, str) and name in _DTYPES)
+    return next((_DTYPES[name] for name in named), torch.float32)
 
 
 def _native_on_cpu(dtype: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from worker_service.distributed.layout import Shard
-from worker_service.errors import UnsupportedModel
+from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.models.interface import ModelContext, Pools
 from worker_service.models.linear.linear import Linear
 from worker_service.plan import PoolingHead, PoolingType
@@ -68,9 +68,14 @@ def classifier_facts(config: Mapping[str, Any], kind: PoolingType) -> PoolingFac
     for one label and softmax for several."""
     labels = labels_of(config)
     activation = LabelActivation.SIGMOID if len(labels) == 1 else LabelActivation.SOFTMAX
-    activation = _TASK_ACTIVATIONS.get(config.get("problem_type") or "", activation)
+    activation = _TASK_ACTIVATIONS.get(str(config.get("problem_type")), activation)
     key = "sentence_transformers.activation_fn"
-    stored = (config.get("sentence_transformers") or {}).get("activation_fn")
+    settings = config.get("sentence_transformers") or {}
+    if not isinstance(settings, Mapping):
+        raise BadCheckpoint(
+            f"config.json: sentence_transformers: expected an object, got {settings!r}"
+        )
+    stored = settings.get("activation_fn")
     stored = stored or config.get("sbert_ce_default_activation_function")
     if stored is not None:
         activation = label_activation(f"config.json: {key}", stored)
@@ -85,11 +90,15 @@ def classifier_facts(config: Mapping[str, Any], kind: PoolingType) -> PoolingFac
 
 
 def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of a classifier's labels."""
-    names = config.get("id2label")
-    if names:
-        return tuple(names[key] for key in sorted(names, key=int))
-    return tuple(f"LABEL_{index}" for index in range(config.get("num_labels") or 2))
+    """The names of a classifier's labels. Raises BadCheckpoint."""
+    names, count = config.get("id2label"), config.get("num_labels") or 2
+    if not names:
+        if type(count) is not int or count < 1:
+            raise BadCheckpoint(f"config.json: num_labels: expected at least 1, got {count!r}")
+        return tuple(f"LABEL_{index}" for index in range(count))
+    if not isinstance(names, Mapping) or not all(str(key).isdecimal() for key in names):
+        raise BadCheckpoint(f"config.json: id2label: expected names by number, got {names!r}")
+    return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
 def class_name(path: str) -> str:
@@ -100,7 +109,7 @@ def class_name(path: str) -> str:
 def label_activation(where: str, path: str) -> LabelActivation:
     """The activation that the path of a class of torch means. Raises UnsupportedModel, which begins
     with the file and the key in `where`."""
-    found = _LABEL_ACTIVATIONS.get(class_name(path))
+    found = _LABEL_ACTIVATIONS.get(class_name(str(path)))
     if found is None:
         expected = ", ".join(_LABEL_ACTIVATIONS)
         raise UnsupportedModel(f"{where}: expected one of {expected} of torch, got {path}")

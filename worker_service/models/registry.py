@@ -145,7 +145,7 @@ def _require_numbers(settings: Any, place: str = "") -> None:
 
 def _require_number(value: Any, name: str, kinds: Sequence[Any]) -> None:
     allowed = (*kinds, int) if float in kinds else kinds
-    if type(value) not in allowed:
+    if type(value) not in allowed or value != value:  # NaN
         raise BadCheckpoint(f"config.json: {name}: expected a number, got {value!r}")
     if name.endswith(_SIZES) and value is not None and value < 1:
         raise BadCheckpoint(f"config.json: {name}: expected at least 1, got {value}")

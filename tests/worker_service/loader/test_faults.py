@@ -121,6 +121,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named_before_it_is_loaded(
         ("hidden_act", [], r"hidden_act: expected a name, got \[\]"),
         ("intermediate_size", [88, 88], r"inner_size: expected a number, got \[88, 88\]"),
         ("rms_norm_eps", "1e-5", "norm.eps: expected a number, got '1e-5'"),
+        ("rms_norm_eps", float("nan"), "norm.eps: expected a number, got nan"),
         ("intermediate_size", 0, "feed_forward.inner_size: expected at least 1, got 0"),
         ("rope_parameters", {"rope_theta": "big"}, "a value cannot be used: .*'big'"),
         (

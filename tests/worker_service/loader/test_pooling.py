@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from tests.support.checkpoints import checkpoint, make_checkpoint, write_tokenizer
+from tests.support.encoders import make_encoder
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
 from tests.support.pooled_texts import PooledTexts
 from tests.support.transformers_oracle import oracle
@@ -246,6 +247,46 @@ def test_texts_are_changed_to_lower_case_by_the_tokenizer(tmp_path: Path) -> Non
             },
             r"activation_function: expected one of Identity, .* got torch\.nn\.Softsign",
         ),
+        (
+            {
+                "modules.json": [TRANSFORMER, POOLING, DENSE],
+                "2_Dense/config.json": {**LINEAR, "activation_function": 5},
+            },
+            r"activation_function: expected one of Identity, .* got 5",
+        ),
+        *(
+            (
+                {
+                    "modules.json": [TRANSFORMER, POOLING, DENSE],
+                    "2_Dense/config.json": {**LINEAR, "out_features": size},
+                },
+                r"2_Dense/config\.json: out_features: expected a positive number, got ",
+            )
+            for size in (None, "12", -1, 0, 10**30)
+        ),
+        ({"1_Pooling/config.json": {"pooling_mode": 5}}, r"expected one mode of pooling .* got 5"),
+        *(
+            (
+                {"config_sentence_transformers.json": {"prompts": prompts}},
+                r"config_sentence_transformers\.json: (the prompt a|prompts): expected ",
+            )
+            for prompts in ("x", ["x"], 5, {"a": 5}, {"a": ["x"]})
+        ),
+        (
+            {"config_sentence_transformers.json": {"default_prompt_name": ["a"]}},
+            r"default_prompt_name: expected one of null, got \['a'\]",
+        ),
+        (
+            {"config_sentence_transformers.json": {"activation_fn": 5}},
+            "activation_fn: expected one of Identity, Sigmoid, Softmax of torch, got 5",
+        ),
+        *(
+            (
+                {"sentence_bert_config.json": {"max_seq_length": length}},
+                "max_seq_length: expected a number of tokens, got ",
+            )
+            for length in ("128", -1, [128], True)
+        ),
     ],
 )
 def test_files_that_cannot_be_obeyed_are_refused_by_name(
@@ -255,6 +296,61 @@ def test_files_that_cannot_be_obeyed_are_refused_by_name(
     for name, content in files.items():
         write(path / name, content)
     with pytest.raises((BadCheckpoint, UnsupportedModel), match=error):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("matryoshka_dimensions", 32, None),
+        ("matryoshka_dimensions", "x", "matryoshka_dimensions: expected 1 to 64: x"),
+        ("matryoshka_dimensions", [1.5], r"matryoshka_dimensions: expected 1 to 64: \[1.5\]"),
+        ("classifier_from_token", "no", "classifier_from_token: expected a list of tokens, got 'n"),
+        ("classifier_from_token", [1, 2], r"classifier_from_token: expected .* got \[1, 2\]"),
+        ("dtype", ["float32"], None),
+        ("layer_types", 5, "layer_types: expected a list, got 5"),
+    ],
+)
+def test_keys_of_pooling_of_another_kind_are_refused_by_name(
+    key: str, value: object, message: str | None, tmp_path: Path
+) -> None:
+    path = sentence_model(tmp_path)
+    edit_config(path, **{key: value})
+    if message is None:
+        load(path)
+        return
+    with pytest.raises(BadCheckpoint, match=f"^config.json: {message}"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("id2label", ["a"], r"id2label: expected names by number, got \['a'\]"),
+        ("id2label", {"a": "b"}, "id2label: expected names by number, got {'a': 'b'}"),
+        ("num_labels", "2", "num_labels: expected at least 1, got '2'"),
+        ("num_labels", -1, "num_labels: expected at least 1, got -1"),
+        ("sentence_transformers", "x", "sentence_transformers: expected an object, got 'x'"),
+        (
+            "sentence_transformers",
+            {"activation_fn": 5},
+            "sentence_transformers.activation_fn: expected one of .* got 5",
+        ),
+    ],
+)
+def test_keys_of_labels_of_another_kind_are_refused_by_name(
+    key: str, value: object, message: str, tmp_path: Path
+) -> None:
+    path = make_encoder("bert", tmp_path, "ForSequenceClassification", num_hidden_layers=1)
+    edit_config(path, **{"id2label": None, key: value})
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match=f"^config.json: {message}"):
+        load(path)
+
+
+def test_a_file_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = sentence_model(tmp_path)
+    (path / "modules.json").write_text("[" * 100_000)
+    with pytest.raises(BadCheckpoint, match=r"modules\.json cannot be read as JSON"):
         load(path)
 
 

@@ -57,12 +57,15 @@ def _require_sizes(config: Mapping[str, Any]) -> None:
 
 
 def _require_types(config: Mapping[str, Any]) -> None:
-    """Raise BadCheckpoint for other sizes that are no numbers, and activations that are no names,
-    which some models leave out, or have as 0."""
+    """Raise BadCheckpoint for other sizes that are no numbers, kinds of layers that are no list,
+    and activations that are no names, which some models leave out, or have as 0."""
     for key in ("head_dim", "max_position_embeddings"):
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 <= value < _MAX_SIZE):
             raise BadCheckpoint(f"config.json: {key}: expected a number, got {value!r}")
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list | None):
+        raise BadCheckpoint(f"config.json: layer_types: expected a list, got {kinds!r}")
     for key in ("hidden_act", "hidden_activation"):
         value = config.get(key)
         if value is not None and not isinstance(value, str):

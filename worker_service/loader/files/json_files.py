@@ -39,7 +39,7 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"), object_hook=_with_floats)
     except FileNotFoundError as error:
         raise BadCheckpoint(f"{path} is missing") from error
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{path} cannot be read as JSON: {error}") from error
 
 

@@ -99,15 +99,18 @@ class PoolerBuilder:
             return facts
         if not lengths:
             return replace(facts, matryoshka_dimensions=(0,))
-        if not all(isinstance(size, int) and 1 <= size <= facts.vector_size for size in lengths):
+        given = lengths if isinstance(lengths, list) else [lengths]
+        if not all(type(size) is int and 1 <= size <= facts.vector_size for size in given):
             raise BadCheckpoint(f"config.json: {key}: expected 1 to {facts.vector_size}: {lengths}")
-        return replace(facts, matryoshka_dimensions=tuple(sorted(lengths)))
+        return replace(facts, matryoshka_dimensions=tuple(sorted(given)))
 
     def _with_classifier(
         self, facts: PoolingFacts, model: Model
     ) -> tuple[PoolingFacts, Dense | None]:
         """With the labels that tokens of the vocabulary are, and the layer of their logits."""
-        tokens = self._hf_config.get("classifier_from_token")
+        tokens, key = self._hf_config.get("classifier_from_token"), "classifier_from_token"
+        if tokens and not (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
+            raise BadCheckpoint(f"config.json: {key}: expected a list of tokens, got {tokens!r}")
         if self._hf_config.get("is_original_qwen3_reranker"):
             tokens = tokens or _YES
         if self._config.classifier_tokens is not None:

@@ -28,6 +28,9 @@ _MODE_PREFIX = "pooling_mode_"
 
 _SIMILARITIES = {kind.name.lower().replace("_", ""): kind for kind in Similarity}
 
+_MAX_SIZE = 1 << 31
+"""More than any size is."""
+
 _PROMPT_KEYS = {"query_prefix": "query", "document_prefix": "document"}
 """PyLate's prefixes, by the names of prompts."""
 _PYLATE_KEYS = {
@@ -93,7 +96,7 @@ def _pooling_type(folder: Path, model_dir: Path) -> PoolingType:
     file = folder / "config.json"
     config = read_json(file)
     found = config.get("pooling_mode")  # newer versions name it, older ones have a flag for each
-    modes = [found] if isinstance(found, str) else list(found or ())
+    modes = list(map(str, found)) if isinstance(found, list) else [str(found)] if found else []
     for key, value in config.items():
         if key.startswith(_MODE_PREFIX) and value:
             mode = key.removeprefix(_MODE_PREFIX)
@@ -104,20 +107,19 @@ def _pooling_type(folder: Path, model_dir: Path) -> PoolingType:
             f" {' and '.join(modes) or 'none'}"
         )
     kind = _MODES[modes[0]]
-    if config.get("include_prompt", True) is False and kind is PoolingType.MEAN:
-        prompts = _settings(model_dir).get("prompts") or {}
-        if any(prompts.values()):
-            raise UnsupportedModel(
-                f"{file}: include_prompt: expected true, since the tokens of prompts are pooled"
-                " with those of texts, got false"
-            )
+    leaves_prompts_out = config.get("include_prompt", True) is False and kind is PoolingType.MEAN
+    if leaves_prompts_out and any(_prompts(model_dir).values()):
+        raise UnsupportedModel(
+            f"{file}: include_prompt: expected true, since the tokens of prompts are pooled"
+            " with those of texts, got false"
+        )
     return kind
 
 
 def _dense(folder: Path, num_inputs: int) -> DenseSettings:
     file = folder / "config.json"
     config = read_json(file)
-    activation = class_name(config.get("activation_function") or "torch.nn.Tanh")
+    activation = class_name(str(config.get("activation_function") or "torch.nn.Tanh"))
     if activation not in ACTIVATIONS:
         raise UnsupportedModel(
             f"{file}: activation_function: expected one of {', '.join(ACTIVATIONS)}, got"
@@ -128,10 +130,13 @@ def _dense(folder: Path, num_inputs: int) -> DenseSettings:
     if config.get("in_features") != num_inputs:
         got = config.get("in_features")
         raise BadCheckpoint(f"{file}: in_features: expected {num_inputs}, got {got}")
+    size = config.get("out_features")
+    if type(size) is not int or not 0 < size < _MAX_SIZE:
+        raise BadCheckpoint(f"{file}: out_features: expected a positive number, got {size!r}")
     return DenseSettings(
         folder=folder,
         in_features=num_inputs,
-        out_features=int(config["out_features"]),
+        out_features=size,
         bias=bool(config.get("bias", True)),
         activation=activation,
     )
@@ -142,13 +147,26 @@ def _settings(model_dir: Path) -> dict[str, Any]:
     return read_json(file) if file.is_file() else {}
 
 
+def _prompts(model_dir: Path) -> dict[str, str]:
+    """The texts of prompts by their names. Raises BadCheckpoint."""
+    settings, file = _settings(model_dir), model_dir / _SETTINGS
+    prompts = settings.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise BadCheckpoint(f"{file}: prompts: expected an object, got {prompts!r}")
+    prompts = {name: text for name, text in prompts.items() if text is not None}
+    prompts |= {name: settings[key] for key, name in _PROMPT_KEYS.items() if settings.get(key)}
+    for name, text in prompts.items():
+        if not isinstance(text, str):
+            raise BadCheckpoint(f"{file}: the prompt {name}: expected a text, got {text!r}")
+    return prompts
+
+
 def _with_settings(facts: PoolingFacts, model_dir: Path) -> PoolingFacts:
     """With prompts, similarity, the activation of labels, and the length of texts."""
     file, settings = model_dir / _SETTINGS, _settings(model_dir)
-    prompts = dict(settings.get("prompts") or {})
-    prompts |= {name: settings[key] for key, name in _PROMPT_KEYS.items() if settings.get(key)}
+    prompts = _prompts(model_dir)
     default = settings.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default is not None and default not in [*prompts]:
         known = ", ".join(prompts) or "null"
         raise BadCheckpoint(f"{file}: default_prompt_name: expected one of {known}, got {default}")
     similarity = settings.get("similarity_fn_name")
@@ -166,12 +184,14 @@ def _with_settings(facts: PoolingFacts, model_dir: Path) -> PoolingFacts:
     for key in settings.keys() - _OTHER_KEYS - _PROMPT_KEYS.keys():
         if settings[key] or key not in _PYLATE_KEYS:
             logger.warning("%s: %s is not used: %s", file, key, settings[key])
-    length = transformer_settings(model_dir).get("max_seq_length")
+    key, length = "max_seq_length", transformer_settings(model_dir).get("max_seq_length")
     if not length and (tokenizer := model_dir / _TOKENIZER).is_file():  # as newer versions store it
-        length = read_json(tokenizer).get("model_max_length")
+        key, length = "model_max_length", read_json(tokenizer).get("model_max_length")
+    if type(length or 0) not in (int, float) or (length or 0) < 0:
+        raise BadCheckpoint(f"{model_dir}: {key}: expected a number of tokens, got {length!r}")
     return replace(
         facts,
-        prompts=tuple((str(name), str(text)) for name, text in prompts.items()),
+        prompts=tuple(prompts.items()),
         default_prompt_name=default,
         max_text_tokens=int(length or 0),
     )
