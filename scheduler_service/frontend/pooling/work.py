@@ -130,7 +130,9 @@ def resolve_work(request: Any, model: FrontendModel) -> Work:
     if isinstance(request, inference_pb.ClassifyRequest) or (is_scored and info.scores_pairs):
         return _by_labels(request, model, query, is_scored=is_scored)
     if not info.vector_size:
-        raise _unsupported(model, "makes no vectors, only labels, which Classify returns")
+        raise _unsupported(
+            model, "makes no vectors, only labels, which Classify, /classify and /pooling return"
+        )
     embed = inference_pb.EmbedOptions() if is_scored else request.embed
     for name in ("apply_activation", "instruction"):
         if is_scored and request.score.HasField(name):

@@ -39,7 +39,7 @@ def embed_request(
         embed=inference_pb.EmbedOptions(
             dimensions=body.dimensions,
             normalize=body.use_activation,
-            type=_type(model, model.info.pooling.default_type, per_token=per_token),
+            type=_type(model, is_of_labels=False, per_token=per_token),
             prompt_name=_prompt_name(body, model),
         ),
         inputs=_inputs(body, model),
@@ -51,7 +51,7 @@ def classify_request(
 ) -> inference_pb.ClassifyRequest:
     """A request for the labels of texts, or of their tokens."""
     _check_absent(body, _OF_VECTORS, "requires a model and a task that make vectors")
-    kind = _type(model, model.info.pooling.classifier_type, per_token=per_token)
+    kind = _type(model, is_of_labels=True, per_token=per_token)
     return inference_pb.ClassifyRequest(
         options=_options(body, model),
         classify=inference_pb.ClassifyOptions(apply_activation=body.use_activation, type=kind),
@@ -155,13 +155,21 @@ def _options(body: bodies.PoolingFields, model: FrontendModel) -> inference_pb.P
 
 
 def _type(
-    model: FrontendModel, default: pooling_pb2.PoolingType.ValueType, *, per_token: bool
+    model: FrontendModel, *, is_of_labels: bool, per_token: bool
 ) -> pooling_pb2.PoolingType.ValueType:
-    """How a text is pooled: by default as the model says, if that is one result per text."""
-    if default == ALL and not per_token:
+    """How a text is pooled: by default as the model says, if that is one result per text. Of a
+    model without such results, `work` says that there are none."""
+    info = model.info.pooling
+    if is_of_labels and info.labels and per_token and info.classifier_type != ALL:
+        expected = "expected 'classify', since the model has one result per text"
+        raise InvalidArgument("task", f"{expected}, got 'token_classify'")
+    default = info.classifier_type if is_of_labels else info.default_type
+    has_any = info.labels if is_of_labels else info.vector_size
+    if has_any and default == ALL and not per_token:
+        use = "" if is_of_labels else ", and /score compares texts by them"
         raise UnsupportedByModel(
             f"the model {model.info.name!r} has a result per token of a text, not one per text: "
-            "/pooling returns them, and /score compares texts by them",
+            f"/pooling returns them{use}",
             reason="ONE_PER_TOKEN",
         )
     return ALL if per_token else pooling_pb2.POOLING_TYPE_UNSPECIFIED

@@ -228,7 +228,7 @@ async def test_what_a_model_does_not_have_is_refused(
 @pytest.mark.parametrize(
     ("method", "pooling", "expected"),
     [
-        ("Embed", RERANKER, "makes no vectors, only labels, which Classify returns"),
+        ("Embed", RERANKER, "makes no vectors, only labels, which Classify, /classify and"),
         ("Classify", {}, "has no labels, only vectors, which Embed and /v1/embeddings return"),
         ("Score", RERANKER | {"labels": ["no", "yes"]}, "gives a pair 2 labels"),
         ("Score", RERANKER | {"scores_pairs": False}, "makes no vectors"),
