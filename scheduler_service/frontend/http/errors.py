@@ -296,7 +296,7 @@ def _explain_extra(
 def _similar(field: str, fields: Collection[str]) -> list[str]:
     """The one of `fields` that is meant, if there is any. Names may be as long as a body."""
     synonyms = [name for name in SYNONYMS.get(field, ()) if name in fields]
-    return synonyms or get_close_matches(field[:MAX_PARAM_CHARS], fields, 1, 0.8)
+    return get_close_matches(field[:MAX_PARAM_CHARS], synonyms or fields, 1, 0 if synonyms else 0.8)
 
 
 def _received(value: Any) -> str:

@@ -258,6 +258,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "as text_2 has, 1, got 2"),
     ("/score", {"queries": "a", "documents": ["b", ""]}, "documents[1]", "at least 1 character"),
     ("/score", {"text_1": "a", "text_2": "b", "items": "c"}, "items", "did you mean text_2?"),
+    ("/v1/embeddings", {"inputs": "a"}, "inputs", "did you mean input?"),
     ("/score", {"text_1": "a" * 9999, "text_2": ["b"] * 9999}, "text_1", "1677 characters"),
     ("/score", {"text_1": "a", "text_2": ["b", "c" * 300]}, None, "text_2[1]: expected at most"),
     ("/score", {"text_1": ["a" * 300, "b"], "text_2": ["c", "d"]}, None, "text_1[0]: expected"),
