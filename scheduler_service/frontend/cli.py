@@ -76,6 +76,8 @@ def frontend(flags: Flags) -> FrontendConfig:
     """Run a frontend: what clients call, text on one side and tokens on the other."""
     if not flags["api_key"] and os.environ.get("PAGEWIRE_API_KEY"):
         raise ValueError("PAGEWIRE_API_KEY: expected a key, got blanks; unset it for no keys")
+    if not flags["api_key"] and not flags["api_keys"] and os.environ.get("VLLM_API_KEY"):
+        raise ValueError("VLLM_API_KEY is PAGEWIRE_API_KEY here; unset it for no keys")
     fields = FRONTEND.fields_of(flags) | {"metrics": metrics_address(flags["metrics_port"])}
     return FrontendConfig(
         **fields,

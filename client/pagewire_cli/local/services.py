@@ -18,7 +18,7 @@ DEFAULT_GRACE_PERIOD_S = 30.0
 """The services' own default of `--grace-period`."""
 
 LOOPBACK = "127.0.0.1"
-_PUBLIC_SETTINGS = ("PAGEWIRE_API_KEY", "PAGEWIRE_TLS_")
+_PUBLIC_SETTINGS = ("PAGEWIRE_API_KEY", "PAGEWIRE_TLS_", "VLLM_API_KEY")
 """Prefixes of the environment variables that configure a frontend's authentication."""
 
 _PURPOSES = {"listen": "", "http": " for HTTP", "metrics-port": " for metrics"}

@@ -233,15 +233,22 @@ def test_the_output_of_a_service_that_ends_without_a_reason_is_shown(tmp_path: P
     assert said(done)[-1].endswith("ended with exit code 1")
 
 
-@pytest.mark.parametrize(("flags", "variable"), [(["--api-key", ""], ""), ([], "  ")])
-def test_a_key_that_turned_out_empty_does_not_leave_out_authentication(
-    flags: list[str], variable: str
+@pytest.mark.parametrize(
+    ("flags", "variables", "words"),
+    [
+        (["--api-key", ""], {}, "expected a key, got"),
+        ([], {"PAGEWIRE_API_KEY": "  "}, "expected a key, got"),
+        ([], {"VLLM_API_KEY": "a" * 16}, "VLLM_API_KEY is PAGEWIRE_API_KEY here"),
+    ],
+)
+def test_a_key_that_is_not_used_does_not_leave_out_authentication(
+    flags: list[str], variables: dict[str, str], words: str
 ) -> None:
     how = command("serve", *flags, "--listen", "127.0.0.1:0", "--http", "off")
-    how["env"] |= {"PAGEWIRE_API_KEY": variable}  # type: ignore[operator]
+    how["env"] |= variables  # type: ignore[operator]
     done = subprocess.run(**how, timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 2
-    assert "expected a key, got" in done.stderr
+    assert words in done.stderr
 
 
 @pytest.mark.parametrize(
