@@ -52,7 +52,7 @@ from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 
 EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
 
-NUM_QUICK, NUM_LONG = 16, 240
+NUM_QUICK, NUM_LONG = 18, 252
 """Each model once, and many times."""
 QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)

@@ -239,13 +239,14 @@ class Deployment:
         memory = self._configuration.workers[index]
         block_size = self._configuration.block_size
         groups = self._model.kv_cache_spec.groups(block_size)
-        num_groups = sum(group.has_tokens for group in groups)
+        tokens = [group.block_tokens for group in groups if group.has_tokens]
+        num_each = sum(-(-block_size // num_tokens) for num_tokens in tokens)
         num_more = NUM_STATES * sum(group.num_blocks for group in groups)
         slots = {"max_loras": max_loras} if (max_loras := self._configuration.max_loras) else {}
         worker = self._worker_type(
             self._model,
-            num_gpu_blocks=memory.num_gpu_blocks * num_groups + num_more,
-            num_cpu_blocks=memory.num_cpu_blocks * num_groups + num_more,
+            num_gpu_blocks=memory.num_gpu_blocks * num_each + num_more,
+            num_cpu_blocks=memory.num_cpu_blocks * num_each + num_more,
             block_size=block_size,
             **slots,
         )

@@ -31,6 +31,8 @@ MODELS = (
     "llama-nf4",
     "gemma2-nf4",
     "llama4",
+    "flint",
+    "mimo_v2_flash",
 )
 """The embedded model, as it is, with rounded weights and with keys and values in int8, and families
 of tests/support/checkpoints.py, some as checkpoints in NF4 or with 8-bit activations."""
