@@ -177,10 +177,71 @@ assert.strictEqual(await enter(), 0);
 """
 
 
-def test_requests_beyond_what_the_connections_carry_wait_in_order() -> None:
-    command = ["node", "--input-type=module", "--eval", OPEN_REQUESTS]
+WRONG_ARGUMENTS = """
+import assert from "node:assert";
+import { Client } from "./src/client.js";
+
+const client = new Client("127.0.0.1:1");
+const names = (message) => (error) => error instanceof TypeError && error.message.includes(message);
+const refuses = (message, ...args) => assert.rejects(client.generate(...args), names(message));
+const params = (message, samplingParams) => refuses(message, "Hello", samplingParams);
+await params("samplingParams.maxtokens: no such field; there are n, bestOf,", { maxtokens: 5 });
+await params("samplingParams.maxTokens: expected an integer from 0 to 4294967295, got -1", {
+  maxTokens: -1,
+});
+await params("samplingParams.maxTokens: expected an integer", { maxTokens: 1.5 });
+await params("samplingParams.temperature: expected a number, got", { temperature: "hot" });
+await params("samplingParams.stop: expected an array, got \\"x\\"", { stop: "x" });
+await params("samplingParams.stop[1]: expected a string, got 5", { stop: ["x", 5] });
+await params("samplingParams.seed: expected an integer from -9223372036854775808", { seed: "x" });
+await params("samplingParams.ignoreEos: expected a boolean, got 1", { ignoreEos: 1 });
+await params("samplingParams.beamSearch.widht: no such field", { beamSearch: { widht: 2 } });
+await params("samplingParams.beamSearch.earlyStopping: expected one of EARLY", {
+  beamSearch: { earlyStopping: "never" },
+});
+await params("samplingParams: expected an object, got 5", 5);
+await refuses("chat.messages[0].contents: no such field", [{ role: "user", contents: "x" }]);
+await refuses("chat.tool: no such field", { messages: [], tool: [] });
+await refuses("tokenIds.ids[0]: expected an integer from 0", [-1]);
+await refuses("options.timeout: no such field; there are model,", "Hello", {}, { timeout: 1 });
+for (const timeoutMs of [NaN, 0, -1, "5"]) {
+  await refuses("options.timeoutMs: expected a number above 0, got", "Hello", {}, { timeoutMs });
+}
+const creates = (message, ...args) => assert.throws(() => new Client(...args), names(message));
+for (const address of ["", [], "host", "http://host:1", "host:x", 5]) {
+  creates("address: expected HOST:PORT or unix:PATH, got", address);
+}
+creates("options.apikey: no such field", "host:1", { apikey: "x" });
+creates("options.maxConnections: expected a number of at least 1", "host:1", { maxConnections: 0 });
+creates("options.recoveryTimeoutMs: expected a number of at least 0, got NaN", "host:1", {
+  recoveryTimeoutMs: NaN,
+});
+"""
+
+
+def run_script(script: str) -> None:
+    command = ["node", "--input-type=module", "--eval", script]
     run = subprocess.run(command, cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
+
+
+def test_arguments_that_no_message_can_hold_are_named() -> None:
+    run_script(WRONG_ARGUMENTS)
+
+
+def test_a_timeout_of_ages_is_no_deadline(frontend: FakeFrontend) -> None:
+    run = run_node("--address", frontend.address, "--timeout", "1e15", "--max-tokens", "2", "Hello")
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_wrong_argument_of_the_example_is_one_line() -> None:
+    run = run_node("--address", "nowhere", "Hello")
+    assert run.returncode == 1
+    assert run.stderr == 'error: address: expected HOST:PORT or unix:PATH, got "nowhere"\n'
+
+
+def test_requests_beyond_what_the_connections_carry_wait_in_order() -> None:
+    run_script(OPEN_REQUESTS)
 
 
 def test_many_requests_at_once_all_end(frontend: FakeFrontend) -> None:

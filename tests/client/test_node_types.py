@@ -1,5 +1,6 @@
 """The Node client's types: TypeScript takes what is right, by the names of the protos."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -49,8 +50,11 @@ def test_a_type_has_the_fields_of_its_message(interface: str, message: Descripto
     assert declared(interface) == [field.json_name for field in message.fields]
 
 
-def test_options_have_the_names_by_which_the_client_takes_them() -> None:
+@pytest.mark.parametrize(
+    ("interface", "names"), [("ClientOptions", "CLIENT_OPTIONS"), ("RequestOptions", "OPTIONS")]
+)
+def test_options_have_the_names_by_which_the_client_takes_them(interface: str, names: str) -> None:
     source = (NODE_CLIENT / "src/client.js").read_text()
-    found = re.search(r"^  constructor\([^)]*\{ ([^)]+) \} = \{\},?\s*\) \{$", source, re.MULTILINE)
+    found = re.search(rf"^const {names} = (\[.*\]);$", source, re.MULTILINE)
     assert found is not None
-    assert declared("ClientOptions") == [option.split(" = ")[0] for option in found[1].split(", ")]
+    assert declared(interface) == json.loads(found[1])

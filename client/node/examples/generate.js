@@ -34,12 +34,13 @@ if (values.seed !== undefined) samplingParams.seed = values.seed;
 const options = {};
 if (values.timeout !== undefined) options.timeoutMs = 1000 * Number(values.timeout);
 
-const client = new Client(values.address, {
-  apiKey: values["api-key"] ?? process.env.PAGEWIRE_API_KEY,
-  credentials: credentials(),
-  recoveryTimeoutMs: 1000 * Number(values["recovery-timeout"]),
-});
+let client;
 try {
+  client = new Client(values.address, {
+    apiKey: values["api-key"] ?? process.env.PAGEWIRE_API_KEY,
+    credentials: credentials(),
+    recoveryTimeoutMs: 1000 * Number(values["recovery-timeout"]),
+  });
   if (values.json) {
     console.log(JSON.stringify(await client.generate(prompt, samplingParams, options)));
   } else {
@@ -52,7 +53,7 @@ try {
   console.error(`error: ${error.details || error.message}`);
   process.exitCode = 1;
 } finally {
-  client.close();
+  client?.close();
 }
 
 /** The arguments; a wrong one ends the program with a line. */

@@ -177,7 +177,8 @@ export interface Answer {
 
 /**
  * Talks to one deployment through any of its frontends. A stream whose connection breaks
- * continues where it was. Errors are those of @grpc/grpc-js, with `code` and `details`.
+ * continues where it was. Errors are those of @grpc/grpc-js, with `code` and `details`, and
+ * TypeErrors that name wrong arguments.
  */
 export class Client {
   /** @param address `HOST:PORT` or `unix:PATH`, or several, also with commas between them */

@@ -8,6 +8,7 @@ import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
 
+import { checkMessage, checkNames, checkNumber } from "./checks.js";
 import { OpenRequests } from "./open-requests.js";
 import { Received } from "./received.js";
 import { Retries } from "./retries.js";
@@ -21,6 +22,7 @@ const definition = protoLoader.loadSync("pagewire/v1/inference_service.proto", {
   defaults: true,
   oneofs: true,
 });
+const descriptorOf = (name) => definition[`pagewire.v1.${name}`].type;
 const { InferenceService } = grpc.loadPackageDefinition(definition).pagewire.v1;
 
 const CHANNEL_OPTIONS = {
@@ -36,6 +38,14 @@ const CHANNEL_OPTIONS = {
 
 const MAX_HOLD_MS = 1000; // how long the server may hold back tokens of a whole answer
 
+// From this timeout on, some 30 years, a request has no deadline: the library ends the process if a
+// deadline is later than its format can hold.
+const NEVER_MS = 1e12;
+
+const OPTIONS = ["model", "lora", "requestId", "timeoutMs"];
+const CLIENT_OPTIONS = ["apiKey", "credentials", "recoveryTimeoutMs", "maxConnections"];
+const ADDRESS = /^(unix:.+|(\[[^\]]+\]|[^:/\s]+):\d{1,5})$/;
+
 const FINISH_REASONS = {
   FINISH_REASON_STOP: "stop",
   FINISH_REASON_LENGTH: "length",
@@ -44,7 +54,7 @@ const FINISH_REASONS = {
 /**
  * Talks to one deployment through any of its frontends. A stream whose connection breaks
  * continues where it was, through the next frontend or the same one when it is back. Errors are
- * those of @grpc/grpc-js, with `code` and `details`.
+ * those of @grpc/grpc-js, with `code` and `details`, and TypeErrors that name wrong arguments.
  */
 export class Client {
   #addresses;
@@ -69,13 +79,19 @@ export class Client {
    * @param {number} [options.maxConnections] to one address, opened as needed; each carries up to
    *   1,000 open requests, and further requests wait in the client until one ends
    */
-  constructor(
-    address = "127.0.0.1:7600",
-    { apiKey, credentials, recoveryTimeoutMs = 60_000, maxConnections = 1 } = {},
-  ) {
+  constructor(address = "127.0.0.1:7600", options = {}) {
+    checkNames("options", options, CLIENT_OPTIONS);
+    const { apiKey, credentials, recoveryTimeoutMs = 60_000, maxConnections = 1 } = options;
+    checkNumber("options.recoveryTimeoutMs", recoveryTimeoutMs, "of at least 0", (n) => n >= 0);
+    checkNumber("options.maxConnections", maxConnections, "of at least 1", (n) => n >= 1);
+    this.#openRequests = new OpenRequests(Math.floor(maxConnections));
     this.#credentials = credentials ?? grpc.credentials.createInsecure();
-    this.#addresses = [address].flat().flatMap((text) => text.split(","));
-    this.#openRequests = new OpenRequests(maxConnections);
+    this.#addresses = [address].flat().flatMap((text) => String(text).split(","));
+    for (const text of this.#addresses.length ? this.#addresses : [""]) {
+      if (!ADDRESS.test(text)) {
+        throw new TypeError(`address: expected HOST:PORT or unix:PATH, got ${JSON.stringify(text)}`);
+      }
+    }
     this.#recoveryTimeoutMs = recoveryTimeoutMs;
     if (apiKey) this.#metadata.set("authorization", `Bearer ${apiKey}`);
   }
@@ -99,8 +115,7 @@ export class Client {
   /** The whole answer: `{requestId, model, lora, seed, promptTokenIds, outputs, usage, timings}`. */
   async generate(prompt, samplingParams = {}, options = {}) {
     const answer = { outputs: [] };
-    const asked = { ...options, maxHoldMs: MAX_HOLD_MS };
-    for await (const response of this.#responses(prompt, samplingParams, asked)) {
+    for await (const response of this.#responses(prompt, samplingParams, options, MAX_HOLD_MS)) {
       answer.requestId = response.requestId;
       if (response.started) Object.assign(answer, response.started);
       for (const choice of response.choices) append(answer.outputs, asDelta(choice));
@@ -116,11 +131,16 @@ export class Client {
   }
 
   /** The responses to a request, over all its attempts. */
-  async *#responses(prompt, samplingParams, { model, lora, requestId, timeoutMs, maxHoldMs }) {
-    const deadline = timeoutMs === undefined ? Infinity : performance.now() + timeoutMs;
+  async *#responses(prompt, samplingParams, options, maxHoldMs) {
+    checkNames("options", options, OPTIONS);
+    const { model, lora, requestId } = options;
+    const timeoutMs = options.timeoutMs ?? Infinity;
+    checkNumber("options.timeoutMs", timeoutMs, "above 0", (n) => n > 0);
+    const deadline = timeoutMs < NEVER_MS ? performance.now() + timeoutMs : Infinity;
     const retries = new Retries(this.#recoveryTimeoutMs, deadline, this.#server);
-    requestId ??= randomUUID(); // the client must know it to continue the request
-    const request = { ...asPrompt(prompt), samplingParams, model, lora, requestId, maxHoldMs };
+    const request = { ...asPrompt(prompt), samplingParams, model, lora, maxHoldMs };
+    request.requestId = requestId ?? randomUUID(); // the client must know it to continue the request
+    checkMessage("", request, "GenerateRequest", descriptorOf);
     const received = new Received(request);
     const connection = await this.#openRequests.enter(deadline);
     try {
