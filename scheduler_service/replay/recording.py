@@ -83,6 +83,7 @@ _CONFIG = ConfigDict(
     arbitrary_types_allowed=True,
     extra="forbid",
     ser_json_bytes="base64",
+    ser_json_inf_nan="constants",
     strict=True,
     val_json_bytes="base64",
 )

@@ -14,6 +14,7 @@ from scheduler_service.core import (
     GeneratedTokens,
     PolicyName,
     Request,
+    RowCandidates,
     RowError,
     RowLogprobs,
     RowPromptLogprobs,
@@ -59,6 +60,7 @@ RESULT = StepResult(
     prompt_logprobs={
         1: RowPromptLogprobs(start=1, width=2, token_ids=b"a", logprobs=b"b", ranks=b"c")
     },
+    candidates={2: RowCandidates(token_ids=[4, 6], logprobs=[-0.1, float("-inf")])},
     errors={1: RowError(reason="NON_FINITE_LOGITS", message="row")},
     busy_us=12,
 )
