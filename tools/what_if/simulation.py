@@ -1,7 +1,8 @@
 """Replays a trace on a core with any configuration, in virtual time.
 
 The core is the real one. Its workers only simulate the duration of steps, by a cost model, and give
-each choice its recorded tokens, by position, but for the last one, by which it ends.
+each choice its recorded tokens, by position, but for the last one, by which it ends. Vectors are
+zeros. KV that one worker group reads from another arrives with the step that asks for it.
 """
 
 import heapq
@@ -12,8 +13,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pagewire.v1.sampling_pb2 import SamplerParams
-from scheduler_service.core import Request, SchedulerCore, StepPlan, StepResult
-from scheduler_service.core.request import Generation, Pooling
+from scheduler_service.core import (
+    Request,
+    SchedulerCore,
+    StepPlan,
+    StepResult,
+    WorkerGroupCapacity,
+)
+from scheduler_service.core.request import Pooling
+from scheduler_service.core.scheduling.pooling import row_bytes
+from scheduler_service.core.step_plan import FetchResult, RowOutput
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.recording import Entry
 from tools.what_if.cost_model import CostModel, StepSize
@@ -44,11 +53,19 @@ def _end_token(history: RequestHistory) -> int:
 class VirtualWorker:
     """Executes plans one after the other, in the time that a cost model predicts."""
 
-    def __init__(self, costs: CostModel, arrivals: Mapping[int, RequestHistory]) -> None:
+    def __init__(
+        self,
+        capacity: WorkerGroupCapacity,
+        costs: CostModel,
+        arrivals: Mapping[int, RequestHistory],
+    ) -> None:
         """`arrivals`: by number, which is the seed of a sequence's sampling parameters."""
+        self._capacity = capacity
         self._costs = costs
         self._arrivals = arrivals
         self._sequences: dict[int, _Sequence] = {}
+        self._pooled: dict[int, Pooling] = {}
+        """What sequences that are pooled want."""
         self._free_at = 0.0
 
     def execute(self, plan: StepPlan, now: float) -> tuple[float, StepResult]:
@@ -56,14 +73,28 @@ class VirtualWorker:
         seconds = self._costs.seconds(StepSize.of(plan))
         self._free_at = max(now, self._free_at) + seconds
         busy_us = round(seconds * 1e6)
+        self._learn(plan)
         return self._free_at, StepResult(
-            step_id=plan.step_id, token_ids=self._sample(plan), forward_us=busy_us, busy_us=busy_us
+            step_id=plan.step_id,
+            token_ids=self._sample(plan),
+            vectors=self._vectors(plan),
+            fetches=[
+                FetchResult(fetch_id=fetch.fetch_id, duration_us=busy_us)
+                for fetch in plan.fetches
+                for _ in fetch.addresses
+            ],
+            forward_us=busy_us,
+            busy_us=busy_us,
         )
 
-    def _sample(self, plan: StepPlan) -> list[int]:
+    def _learn(self, plan: StepPlan) -> None:
         for seq_id in plan.forget_seq_ids:
-            del self._sequences[seq_id]
+            self._sequences.pop(seq_id, None)
+            self._pooled.pop(seq_id, None)
         for new in plan.new_sequences:
+            if new.pooling is not None:
+                self._pooled[new.seq_id] = new.pooling
+                continue
             history = self._arrivals[new.sampling.seed]
             if new.parent_seq_id is not None:
                 num_output = self._sequences[new.parent_seq_id].num_output
@@ -71,21 +102,31 @@ class VirtualWorker:
                 num_known = len(new.token_ids) - new.num_prompt_tokens
                 num_output = num_known - num_resumed(history.request, new.choice_index)
             self._sequences[new.seq_id] = _Sequence(history, new.choice_index, num_output)
-        samples = plan.output or itertools.repeat(True)
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        outputs = plan.output or itertools.repeat(RowOutput.TOKEN)
         return [
             self._sequences[seq_id].next_token()
-            for seq_id, does_sample in zip(plan.seq_ids, samples, strict=False)
-            if does_sample
+            for seq_id, output in zip(plan.seq_ids, outputs, strict=False)
+            if output == RowOutput.TOKEN
         ]
+
+    def _vectors(self, plan: StepPlan) -> dict[int, bytes]:
+        counts = plan.num_tokens or [1] * len(plan.seq_ids)
+        return {
+            row: bytes(row_bytes(self._pooled[plan.seq_ids[row]], counts[row], self._capacity))
+            for row, output in enumerate(plan.output or ())
+            if output == RowOutput.VECTOR
+        }
 
 
 def _simulated(history: RequestHistory) -> Request:
     """The request as it is simulated. Of a beam search only the resulting choices are known, not
-    the other beams. A vector takes as long as a first token."""
+    the other beams."""
     sampling = SamplerParams(seed=history.number)
     work = history.request.work
     if isinstance(work, Pooling):
-        work = Generation(max_tokens=work.max_tokens, sampling=sampling)
+        return replace(history.request, work=replace(work, pooling=work))
     ends = frozenset({_end_token(history)})
     work = replace(work, sampling=sampling, beam_search=None, stop_token_ids=ends)
     return replace(history.request, work=work)
@@ -145,9 +186,10 @@ class _Simulation:
 
     def _intervene(self, entry: Entry) -> None:
         if entry.do == "add_worker_group":
-            group_id = entry.arguments["capacity"].worker_group_id
+            capacity = entry.arguments["capacity"]
+            group_id = capacity.worker_group_id
             costs = self._costs.get(group_id) or next(iter(self._costs.values()))
-            self._workers[group_id] = VirtualWorker(costs, self._arrivals)
+            self._workers[group_id] = VirtualWorker(capacity, costs, self._arrivals)
         elif entry.do in ("remove_worker_group", "fail_worker_group"):
             self._workers.pop(entry.arguments["worker_group_id"], None)
         self._histories.disconnect(entry, self._now)

@@ -62,7 +62,7 @@ class RequestHistory:
     def assume_ends(self, usual_length: int) -> None:
         """Give choices whose end was not recorded the typical number of tokens, at least those that
         they already got."""
-        for index, choice in enumerate(self.choices):
+        for index, choice in enumerate(() if self.is_finished else self.choices):
             generated = self.request.work.generated.get(index)
             if not choice.has_ended and not (generated is not None and generated.finished):
                 max_tokens = self.request.work.max_tokens - num_resumed(self.request, index)

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from scheduler_service.core import GeneratedTokens, SchedulerConfig, SchedulerCore, StepResult
+from scheduler_service.core.config import MoveKV, PoolingType, Role, WorkKind
 from scheduler_service.replay.recorder import RecordingCore
-from tests.support.core_driver import make_capacity
-from tests.support.recorded import Recording
+from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.recorded import Recorder, Recording
 from tests.support.virtual import (
     COSTS,
     entry,
@@ -68,6 +69,43 @@ def test_a_request_that_outgrows_a_group_goes_on_in_one_that_had_nothing_to_plan
     histories = run(make_trace(short, long, interventions=[join(small)]))
     assert [history.is_finished for history in histories] == [True, True]
     assert [history.num_tokens for history in histories] == [2, 20]
+
+
+def test_a_request_goes_on_in_a_group_that_reads_its_kv_from_another_one() -> None:
+    groups = [
+        make_capacity(
+            group_id, role=role, kv_layout=(("dtype", "float32"),), addresses=(group_id, "rank 1")
+        )
+        for group_id, role in (("prefills", Role.PREFILL), ("decodes", Role.DECODE))
+    ]
+    trace = make_trace(script(0, prompt=20, num_tokens=8))
+    trace = replace(trace, interventions=list(map(join, groups)))
+    core = SchedulerCore(replace(CONFIG, move_kv=MoveKV.ALWAYS))
+    (history,) = simulate(trace, core, {"prefills": STEP})
+    assert history.num_tokens == 8
+    assert core.snapshot().num_fetched_blocks > 0
+
+
+@pytest.mark.parametrize("type", [PoolingType.MEAN, PoolingType.ALL])
+@pytest.mark.parametrize(
+    "memory", [{"num_gpu_blocks": 0, "cache_groups": (), "whole_prompt": True}, {}]
+)
+def test_texts_that_are_pooled_are_load_without_tokens(
+    type: PoolingType, memory: dict[str, object]
+) -> None:
+    recorder = Recorder()
+    driver = CoreDriver(CONFIG, recorder.make_core)
+    work = frozenset({WorkKind.POOLING, *([WorkKind.GENERATION] if not memory else [])})
+    driver.add_worker_group(make_capacity(work_kinds=work, **memory))
+    for number in range(20):
+        driver.submit_pooled([number, *range(30)], type)
+    driver.run_until_idle()
+    comparison = compare(read_trace(recorder.recordings[0]), CONFIG, {})
+    assert comparison.num_assumed == 0
+    recorded, predicted = (run.latencies() for run in comparison.runs)
+    assert recorded.num_requests == predicted.num_requests == 20
+    assert recorded.tokens_per_s == 0
+    assert sum(predicted.end_to_end) == pytest.approx(sum(recorded.end_to_end), rel=0.01)
 
 
 def test_steps_whose_results_came_together_took_each_its_own_time() -> None:
