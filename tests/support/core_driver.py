@@ -185,6 +185,13 @@ class CoreDriver:
         self.core.remove_worker_group(group_id, self.now)
         self._follow_up(*self.links)
 
+    def reconnect(self, group_id: str) -> None:
+        """A worker's stream breaks, and it joins again, with what is in its caches."""
+        self.collect()
+        link = self.links[group_id]
+        self.lose_worker_group(group_id)
+        self.add_worker_group(replace(link.capacity, epoch=link.capacity.epoch + 1), link)
+
     def fail_worker_group(self, group_id: str) -> None:
         """Scheduling a group has raised an error that is not declared: its requests fail, and no
         others."""

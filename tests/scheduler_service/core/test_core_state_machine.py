@@ -128,7 +128,7 @@ REFUSALS = (
     UnsupportedByModel,
 )
 
-GROUP_EVENTS = ["join", "join", "lose", "fail", "drain", "drain", "part"]
+GROUP_EVENTS = ["join", "join", "lose", "reconnect", "fail", "drain", "drain", "part"]
 REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire", "again", "again"]
 ADAPTER_EVENTS = ["set_adapters", "lose_adapters"]
 CORE_EVENTS = ["lose_core", "lose_core_slowly"]
@@ -409,6 +409,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.add_worker_group([SMALL, LARGE][pick % 2], models[pick // 2 % len(models)])
         elif event == "lose" and groups:
             driver.lose_worker_group(groups[pick % len(groups)])
+        elif event == "reconnect" and groups:
+            driver.reconnect(self.busy_first()[0])
         elif event == "fail" and groups:
             driver.fail_worker_group(self.busy_first()[0 if pick % 4 else -1])
         elif event == "drain" and groups:
@@ -664,7 +666,8 @@ class MovingMachine(CoreMachine):
         super().submit(**fixed, **values)
 
     @rule(
-        pick=st.integers(0, 1000), event=st.sampled_from(["drain", "part", "lose", "fail", "join"])
+        pick=st.integers(0, 1000),
+        event=st.sampled_from(["drain", "part", "lose", "reconnect", "fail", "join"]),
     )
     def move(self, pick: int, event: str) -> None:
         """Groups come and go more often than in other lives."""
