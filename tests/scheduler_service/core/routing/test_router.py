@@ -466,3 +466,31 @@ def test_one_that_came_later_and_takes_precedence_less_is_room_for_a_refused_req
     driver.core.check()
     driver.run_until_idle()
     driver.check_empty()
+
+
+@pytest.mark.parametrize("shorter", [{"num_gpu_blocks": 5}, {"max_model_len": 20}])
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_request_with_more_tokens_than_the_groups_that_are_left_take_waits_for_a_lost_one(
+    shorter: dict[str, int], returns: bool
+) -> None:
+    driver = make_driver(make_capacity("large"), max_outgrown_wait_s=30.0)
+    driver.add_worker_group(make_capacity("small", **shorter))
+    record = driver.submit(prompt=list(range(10)), max_tokens=40)
+    driver.step("large", 22)
+    driver.lose_worker_group("large")
+    driver.run_until_idle()
+    driver.expire(29.0)
+    driver.collect()
+    assert record.is_live
+    if returns:
+        driver.add_worker_group(make_capacity("large"))
+        driver.run_until_idle()
+        assert record.finished is not None
+        assert len(record.choices[0].tokens) == 40
+    else:
+        driver.expire(1.0)
+        driver.collect()
+        assert record.error is not None
+        assert record.error.reason == "KV_CACHE_TOO_SMALL"
+        assert record.error.details["num_cache_tokens"] == "20"
+    driver.check_empty()
