@@ -13,6 +13,7 @@ import typer
 
 from pagewire_cli import terminal
 from pagewire_cli.local import LocalServices, service_commands
+from pagewire_cli.local.services import MAX_SERVICES
 from pagewire_cli.options import ENGINE, group_of, with_options
 from pagewire_client.connection import DEFAULT_ADDRESS
 
@@ -61,8 +62,8 @@ DEPLOYMENT = group_of(
         "host": {"envvar": None},
         "port": {"envvar": None, "min": 1, "max": 65535},
         "metrics_port": {"metavar": "[HOST:]PORT"},
-        "frontends": {"min": 1},
-        "workers": {"min": 1},
+        "frontends": {"min": 1, "max": MAX_SERVICES},
+        "workers": {"min": 1, "max": MAX_SERVICES},
     },
 )
 
@@ -80,7 +81,8 @@ def serve(
     A service that dies is restarted, and open streams continue. SIGTERM, ctrl-C and the terminal's
     end let running requests finish within the grace period; a second one stops everything at once.
     """
-    model = checkpoint or deployment.model or EMBEDDED
+    given = (name for name in (checkpoint, deployment.model) if name is not None)
+    model = next(given, EMBEDDED)
     if deployment.model not in (None, model):
         raise typer.BadParameter(
             f"--model (or PAGEWIRE_MODEL): expected one model, got {deployment.model} and {model}"

@@ -5,6 +5,7 @@ and leave defaults, environment variables and checks to the service.
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Flag:
     def check(self, value: Any) -> None:
         """Raise ValueError if the flag is a number and `value` is none."""
         try:
-            if self.kind in (int, float) and value is not None:
-                self.kind(value)
+            if self.kind in (int, float) and value is not None and math.isnan(self.kind(value)):
+                raise ValueError("NaN")
         except (TypeError, ValueError):
             kind = "whole number" if self.kind is int else "number"
             raise ValueError(f"{self.name}: expected a {kind}, got {value!r}") from None

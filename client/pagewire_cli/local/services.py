@@ -28,6 +28,10 @@ _MARGIN_S = 10.0
 _POLL_S = 0.05
 
 
+MAX_SERVICES = 1024
+"""Most frontends and most workers: more than a machine runs."""
+
+
 class LocalServices:
     """One core, frontends and workers as children of this process.
 
@@ -53,8 +57,14 @@ class LocalServices:
         unix sockets that only this user can reach. `http`: HOST:PORT for HTTP, shared by all
         frontends; None: no HTTP. `metrics_port`: PORT or HOST:PORT of the core's metrics; the
         frontends and then the workers use the following ports. None: no metrics. `api_keys`: of
-        which clients must send one; none: what the environment says.
+        which clients must send one; none: what the environment says. Raises ValueError that names
+        a wrong argument.
         """
+        if not model:
+            raise ValueError("model: expected a directory, file, hub id or embedded, got no text")
+        for name, number in (("num_frontends", num_frontends), ("num_workers", num_workers)):
+            if not 1 <= number <= MAX_SERVICES:
+                raise ValueError(f"{name}: expected 1 to {MAX_SERVICES}, got {number}")
         self._flags = engine_args.check_names(engine_flags or {})
         worker = service_commands.kind_of_worker(simulate=bool(self._flags.get("simulate")))
         service_commands.require(worker, "scheduler", "frontend")

@@ -580,6 +580,8 @@ def test_a_missing_api_key_names_the_option_for_one(frontend: FakeFrontend) -> N
             ["a", "--model", "embedded"],
             "--model (or PAGEWIRE_MODEL): expected one model, got embedded",
         ),
+        (["", "--model", "a"], "--model (or PAGEWIRE_MODEL): expected one model, got a and"),
+        (["--workers", "100000000"], "--workers: expected 1 to 1024, got 100000000"),
         (["--http", "off", "--port", "8000"], "--http off serves no HTTP"),
         (["--http", "off", "--host", "::1"], "--http off serves no HTTP"),
     ],
@@ -588,6 +590,11 @@ def test_options_of_serve_that_contradict_each_other(arguments: list[str], messa
     result = CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_an_empty_name_of_a_model_does_not_mean_the_embedded_one() -> None:
+    with pytest.raises(ValueError, match=r"--model: expected a directory, file, .* got no text"):
+        CliRunner().invoke(app, ["serve", ""], catch_exceptions=False)
 
 
 def test_drain_without_a_core_says_where_its_address_is(tmp_path: Path) -> None:
