@@ -12,6 +12,7 @@ import runpy
 import select
 import selectors
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from typing import IO, Any, Self
 from tools.launch import Process, environment, start_process
 from worker_service.cpu_cores import limit_spinning
 
-_MODULES = ("scheduler_service", "worker_service")
+_MODULES = ("scheduler_service", "worker_service", "tests.support.poisoned_worker")
 """What is forked; other commands are started as they are."""
 
 _IMPORTED = (
@@ -60,7 +61,8 @@ class ForkServer:
         """As `tools.launch.start_process`."""
         is_module = command[:2] == [sys.executable, "-m"] and command[2] in _MODULES
         # The others are read by libraries that are loaded already.
-        if not is_module or not all(name.startswith("PAGEWIRE_") for name in variables):
+        is_ours = (name.startswith("PAGEWIRE_") or name == "PYTHONPATH" for name in variables)
+        if not is_module or not all(is_ours):
             return start_process(command, output, variables, folder)
         request = {
             "module": command[2],
@@ -181,6 +183,9 @@ def _main() -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv[1:] = request["arguments"]
+    sys.path[1:1] = request["environment"]["PYTHONPATH"].split(os.pathsep)
+    sys.modules.pop("sitecustomize", None)
+    site.execsitecustomize()
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
