@@ -6,14 +6,14 @@ and `make test-long` all.
 
 from collections import Counter
 from collections.abc import Collection
-from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from conformance import cases
+from conformance.__main__ import main
 from tests.support.checkpoints import checkpoint
-from tests.support.processes import node_worker, python_worker, run_kit, running
+from tests.support.processes import node_worker, python_worker, running
 
 CHUNKED = "model with chunks"
 STATES = "model with states"
@@ -22,7 +22,8 @@ NO_CACHE = "no cache groups"
 NODE_NO_CACHE = "node without cache groups"
 COMMANDS = {
     "model": python_worker(
-        *("--model", "embedded", "--dtype", "float32", "--swap-space", "64MiB"),
+        *("--model", "embedded", "--dtype", "float32"),
+        *("--kv-cache-memory", "64MiB", "--swap-space", "16MiB"),
         *("--speculative", "suffix", "--num-speculative-tokens", "5"),
     ),
     CHUNKED: python_worker(
@@ -189,17 +190,18 @@ def names_of(groups: Collection[str]) -> set[str]:
     ],
 )
 def test_it_passes_all_cases_and_registers_drains_and_stops(
-    kind: str, groups: tuple[str, ...], tmp_path: Path
+    kind: str, groups: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     listen, core = f"unix:{tmp_path}/worker.sock", f"unix:{tmp_path}/core.sock"
     model = ["--model", str(checkpoint(FAMILIES[kind]))] if kind in FAMILIES else []
     command = [*COMMANDS[kind], *model, "--listen", listen, "--core", core]
     with running(command, tmp_path) as process:
-        parts = [("--only", part) for part in ((*groups, *ENDS) if groups else ())]
-        run = run_kit("--core-listen", core, "--timeout", "60", *chain.from_iterable(parts))
-        assert run.returncode == 0, run.stdout + run.stderr
+        with pytest.raises(SystemExit) as end:
+            main(core_listen=core, only=[*groups, *ENDS] if groups else None)
+        output = capsys.readouterr().out
+        assert end.value.code == 0, output
         process.wait(timeout=60)
-    lines = run.stdout.splitlines()
+    lines = output.splitlines()
     passed = [line.split("  ")[1] for line in lines if line.startswith("PASS")]
     if kind in (NO_CACHE, NODE_NO_CACHE):
         assert Counter(name.split(":")[0] for name in passed) == OF_MODELS_WITHOUT_CACHE
