@@ -321,8 +321,9 @@ def test_a_full_server_is_tried_again(client: Any, frontend: FakeFrontend) -> No
 
 def test_a_timeout_ends_the_request_here_and_there(client: Any, frontend: FakeFrontend) -> None:
     frontend.hold.clear()
-    with pytest.raises(errors.DeadlineExceeded, match="the timeout passed before"):
-        client.generate("Hello", TEN, timeout=0.3)
+    while not frontend.requests:  # on a busy machine one may end on its way
+        with pytest.raises(errors.DeadlineExceeded, match="the timeout passed before"):
+            client.generate("Hello", TEN, timeout=0.3)
     assert frontend.ended_early.wait(60)
 
 

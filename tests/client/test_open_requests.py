@@ -108,8 +108,8 @@ async def test_a_client_waits_while_its_own_requests_fill_the_server(
     frontend: FakeFrontend,
 ) -> None:
     """For longer than the recovery timeout, as long as the others proceed."""
-    full = Failure(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_ms=100)
-    policy = RetryPolicy(recovery_timeout_s=0.5, initial_backoff_s=0.01)
+    full = Failure(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_ms=300)
+    policy = RetryPolicy(recovery_timeout_s=2.0, initial_backoff_s=0.01)
     async with AsyncClient(frontend.address, retry=policy) as client:
         frontend.breaks.extend(Break(failure=full) for _ in range(8))
         waiting = asyncio.create_task(client.generate("waits", FIVE))

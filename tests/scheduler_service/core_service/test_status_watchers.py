@@ -45,35 +45,39 @@ class Watcher:
 
 
 async def watch_for(
-    seconds: float, watchers: StatusWatchers, contexts: list[Watcher]
-) -> list[list[int]]:
-    """What each sees that asks ten times a second."""
+    seconds: float, watchers: StatusWatchers, contexts: list[Watcher], num_updates: int = 1
+) -> tuple[list[list[int]], float]:
+    """What each sees that asks ten times a second, and in how many seconds: longer than wanted
+    until each has seen `num_updates`."""
+    began = time.monotonic()
     tasks = [asyncio.create_task(watchers.serve(context, NO_DETAIL, 0.1)) for context in contexts]
     await asyncio.sleep(seconds)
+    await until(lambda: all(len(c.seen) >= num_updates for c in contexts), "they saw updates")
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return [context.seen for context in contexts]
+    return [context.seen for context in contexts], time.monotonic() - began
 
 
 async def test_watchers_share_each_snapshot_and_none_sees_one_twice() -> None:
     board = Board()
-    seen = await watch_for(1.0, StatusWatchers(board), [Watcher() for _ in range(16)])
-    assert 2 <= board.num_made <= 11
+    watchers = [Watcher() for _ in range(16)]
+    seen, seconds = await watch_for(1.0, StatusWatchers(board), watchers, num_updates=2)
+    assert 2 <= board.num_made <= 1 + seconds / 0.1
     for updates in seen:
-        assert len(updates) >= 2
         assert updates == sorted(set(updates))
 
 
 async def test_watchers_of_costly_snapshots_see_fewer_of_them() -> None:
     board = Board(cpu_s=0.005)
-    (seen,) = await watch_for(1.2, StatusWatchers(board), [Watcher()])
-    assert 2 <= len(seen) <= 1 + 1.2 * LOOP_SHARE / 0.005
+    [seen], seconds = await watch_for(1.2, StatusWatchers(board), [Watcher()], num_updates=2)
+    assert len(seen) <= 1 + seconds * LOOP_SHARE / 0.005
 
 
 async def test_writing_to_watchers_counts_as_well() -> None:
-    seen = await watch_for(1.0, StatusWatchers(Board()), [Watcher(cpu_s=0.001) for _ in range(32)])
-    assert [len(updates) for updates in seen] == [1] * 32, "the next are due after 3.2 s"
+    watchers = [Watcher(cpu_s=0.001) for _ in range(32)]
+    seen, seconds = await watch_for(1.0, StatusWatchers(Board()), watchers)
+    assert max(map(len, seen)) <= 1 + seconds * LOOP_SHARE / 0.032, "due every 3.2 s"
 
 
 async def test_a_watcher_that_leaves_while_it_is_written_to_stops_no_other() -> None:
@@ -88,8 +92,7 @@ async def test_a_watcher_that_leaves_while_it_is_written_to_stops_no_other() -> 
     stuck.cancel()
     await asyncio.gather(stuck, return_exceptions=True)
     assert stuck.cancelled()
-    (seen,) = await watch_for(0.5, watchers, [Watcher()])
-    assert seen
+    await watch_for(0.5, watchers, [Watcher()])
 
 
 async def test_watchers_over_the_wire_see_blocks_of_one_snapshot(
