@@ -57,6 +57,10 @@ def facts_of(
         return classifier_facts(config, default.classifier_type)
     kind = default.default_type
     if (stored := config.get(POOLING_TYPE)) is not None:
+        names = [kind.name for kind in PoolingType]
+        if stored not in names:
+            expected = f"expected one of {', '.join(names)}"
+            raise BadCheckpoint(f"config.json: {POOLING_TYPE}: {expected}, got {stored!r}")
         kind = PoolingType[stored]
     types = tuple(PoolingType)
     return replace(default, vector_size=hidden_size, default_type=kind, types=types)

@@ -113,6 +113,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named_before_it_is_loaded(
         ("hidden_size", "64", "hidden_size: expected a positive number, got '64'"),
         ("num_hidden_layers", 10**20, "num_hidden_layers: expected a positive number, got 1000"),
         ("head_dim", "16", "head_dim: expected a number, got '16'"),
+        ("global_head_dim", "16", "global_head_dim: expected a number, got '16'"),
         ("head_dim", [16], r"head_dim: expected a number, got \[16\]"),
         ("max_position_embeddings", "8", "max_position_embeddings: expected a number, got '8'"),
         ("max_position_embeddings", -1, "max_position_embeddings: expected a number, got -1"),
@@ -123,7 +124,9 @@ def test_what_is_wrong_with_a_checkpoint_is_named_before_it_is_loaded(
         ("rms_norm_eps", "1e-5", "norm.eps: expected a number, got '1e-5'"),
         ("rms_norm_eps", float("nan"), "norm.eps: expected a number, got nan"),
         ("intermediate_size", 0, "feed_forward.inner_size: expected at least 1, got 0"),
-        ("rope_parameters", {"rope_theta": "big"}, "a value cannot be used: .*'big'"),
+        ("rope_parameters", {"rope_theta": "big"}, "rope_theta: expected a number above 0, got 'b"),
+        ("rope_parameters", {"rope_theta": -1}, "rope_theta: expected a number above 0, got -1"),
+        ("rope_parameters", "x", "rope_parameters: expected an object, got 'x'"),
         (
             "rope_parameters",
             {"rope_type": "llama3", "factor": 4.0},

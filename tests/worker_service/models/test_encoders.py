@@ -381,6 +381,51 @@ def test_what_an_encoder_does_not_compute_is_refused_by_name(
         load_encoder(path)
 
 
+@pytest.mark.parametrize(
+    ("family", "edit", "message"),
+    [
+        ("bert", {"type_vocab_size": "2"}, "type_vocab_size: expected at least 0, got '2'"),
+        ("roberta", {"pad_token_id": -2}, "pad_token_id: expected at least -1, got -2"),
+        ("bert", {"pooling_type": "mean"}, "pooling_type: expected one of LAST, .* got 'mean'"),
+        ("bert", {"pooling_type": ["MEAN"]}, r"pooling_type: expected one of .* got \['MEAN'\]"),
+        ("distilbert", {"dim": "64"}, "dim: expected a positive number, got '64'"),
+        ("distilbert", {"n_heads": 0}, "n_heads: expected .* got 0"),
+        ("modernbert", {"local_attention": -1}, "local_attention: expected at least 0, got -1"),
+        ("modernbert", {"local_attention": float("nan")}, "local_attention: .* got nan"),
+        (
+            "modernbert",
+            {"layer_types": None, "global_attn_every_n_layers": 0},
+            "global_attn_every_n_layers: expected at least 1, got 0",
+        ),
+        ("modernbert", {"rope_parameters": 5}, "rope_parameters: expected an object, got 5"),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": 5}},
+            "full_attention: expected an object, got 5",
+        ),
+        ("nomic_bert", {"rope_parameters": {"rope_theta": -1}}, "rope_theta: .* above 0, got -1"),
+        (
+            "nomic_bert",
+            _ORIGINAL_NOMIC | {"rotary_scaling_factor": 2, "max_trained_positions": "x"},
+            "max_trained_positions: expected at least 1, got 'x'",
+        ),
+        ("gte", {"rope_parameters": [1]}, r"rope_parameters: expected an object, got \[1\]"),
+        (
+            "gte",
+            {"rope_parameters": {"type": "ntk", "factor": 0}},
+            "rope_scaling.factor: expected a number above 0, got 0",
+        ),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_by_name(
+    family: str, edit: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = make_encoder(family, tmp_path, num_hidden_layers=3)
+    edit_config(path, **edit)
+    with pytest.raises(BadCheckpoint, match=f"config.json: {message}"):
+        load(path)
+
+
 @pytest.mark.parametrize("name", ["BigBirdModel", "XLMRobertaXLModel", "BertForQuestionAnswering"])
 def test_another_encoder_is_not_served_as_if_it_were_a_decoder(name: str, tmp_path: Path) -> None:
     import transformers

@@ -41,7 +41,7 @@ def read_config(model_dir: Path, overrides: Overrides = NO_OVERRIDES) -> dict[st
 
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("n_embd", "n_layer", "n_layers", "n_head", "n_heads"),
+    *("n_embd", "n_layer", "n_layers", "n_head", "n_heads", "dim", "d_model"),
 )
 _MAX_SIZE = 1 << 31
 """More than any size is."""
@@ -59,7 +59,7 @@ def _require_sizes(config: Mapping[str, Any]) -> None:
 def _require_types(config: Mapping[str, Any]) -> None:
     """Raise BadCheckpoint for other sizes that are no numbers, kinds of layers that are no list,
     and activations that are no names, which some models leave out, or have as 0."""
-    for key in ("head_dim", "max_position_embeddings"):
+    for key in ("head_dim", "global_head_dim", "qk_rope_head_dim", "max_position_embeddings"):
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 <= value < _MAX_SIZE):
             raise BadCheckpoint(f"config.json: {key}: expected a number, got {value!r}")

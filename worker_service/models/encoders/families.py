@@ -6,7 +6,7 @@ Whatever a configuration asks for that the layers do not compute is refused by n
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from worker_service.errors import UnsupportedModel
+from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.models.encoders.encoder import NUM_BUCKETS, EncoderSettings, HeadLayer
 from worker_service.models.layers.activations import ACTIVATIONS
 from worker_service.models.layers.rotary import SCALING_TYPES, RotarySettings
@@ -78,6 +78,23 @@ def _require(key: str, value: Any, allowed: Sequence[Any]) -> Any:
     return value
 
 
+def _count(config: Config, key: str, default: int, *, least: int = 0) -> int:
+    """The number of a key. Raises BadCheckpoint, naming the key."""
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < least:
+        raise BadCheckpoint(f"config.json: {key}: expected at least {least}, got {value!r}")
+    return value
+
+
+def _object(config: Config, key: str) -> Config:
+    """The object of a key, empty if it is absent. Raises BadCheckpoint, naming the key."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise BadCheckpoint(f"config.json: {key}: expected an object, got {value!r}")
+    return value
+
+
 def _settings(config: Config, **changes: Any) -> EncoderSettings:
     """Settings from the keys that all families have. changes: what differs from BERT."""
     for key, allowed in _REQUIRED.items():
@@ -129,7 +146,7 @@ def _learned(config: Config, offset: int, **changes: Any) -> EncoderSettings:
 
 
 def _token_types(config: Config) -> int:
-    return int(config.get("type_vocab_size", 2))
+    return _count(config, "type_vocab_size", 2)
 
 
 def bert_settings(config: Config) -> EncoderSettings:
@@ -140,8 +157,7 @@ def bert_settings(config: Config) -> EncoderSettings:
 
 def roberta_settings(config: Config) -> EncoderSettings:
     """RoBERTa (Liu et al. 2019), XLM-R, CamemBERT: positions follow that of the padding."""
-    padding = config.get("pad_token_id")
-    offset = 2 if padding is None else padding + 1
+    offset = _count(config, "pad_token_id", 1, least=-1) + 1  # -1: of a GGUF file
     classifier = _classifier(config, "classifier.dense", "classifier.out_proj")
     return _learned(config, offset, num_token_types=_token_types(config), classifier=classifier)
 
@@ -158,7 +174,7 @@ def gte_settings(config: Config) -> EncoderSettings:
     `transformers` writes, too."""
     for key, allowed in _GTE_REQUIRED.items():
         _require(key, config.get(key), allowed)
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = _object(config, "rope_parameters") or _object(config, "rope_scaling")
     theta = config.get("rope_theta") or 160_000.0
     is_ntk = parameters.get("type") == "ntk"
     if is_ntk:
@@ -169,7 +185,7 @@ def gte_settings(config: Config) -> EncoderSettings:
         {**config, "position_embedding_type": None},
         max_model_len=length if is_ntk else rotary.max_model_len(),
         rotary=rotary,
-        num_token_types=int(config.get("type_vocab_size", 1)),
+        num_token_types=_count(config, "type_vocab_size", 1),
         biases=("norm", "qkv", "output", "down"),
         qkv="attention.qkv_proj attention.qkv_proj attention.qkv_proj",
         up="mlp.up_gate_proj mlp.up_gate_proj",
@@ -183,6 +199,10 @@ def _ntk(config: Config, parameters: Config, theta: float) -> Config:
     a greater theta, and all frequencies divided by the same number."""
     _require("rope_scaling.mixed_b", parameters.get("mixed_b"), ())
     head_dim, factor = config["hidden_size"] // config["num_attention_heads"], parameters["factor"]
+    if type(factor) not in (int, float) or not factor > 0:
+        raise BadCheckpoint(
+            f"config.json: rope_scaling.factor: expected a number above 0, got {factor!r}"
+        )
     return {
         "rope_type": "linear",
         "rope_theta": theta * factor,
@@ -204,13 +224,13 @@ def distilbert_settings(config: Config) -> EncoderSettings:
 
 def modernbert_settings(config: Config) -> EncoderSettings:
     """ModernBERT (Warner et al. 2024): windows in most layers, with a RoPE of their own."""
-    parameters = config.get("rope_parameters") or {}
+    parameters = _object(config, "rope_parameters")
     thetas = {
         _FULL: config.get("global_rope_theta") or 160_000.0,
         _WINDOWED: config.get("local_rope_theta") or 10_000.0,
     }
     full, local = (
-        _rotary(config, {"rope_theta": theta, **(parameters.get(kind) or {})})
+        _rotary(config, {"rope_theta": theta, **_object(parameters, kind)})
         for kind, theta in thetas.items()
     )
     flags = {"norm": "norm_bias", "qkv output": "attention_bias", "up down": "mlp_bias"}
@@ -233,7 +253,8 @@ def modernbert_settings(config: Config) -> EncoderSettings:
 
 def _windows(config: Config) -> tuple[int | None, ...]:
     """The window of each layer of ModernBERT: half of `local_attention` on either side."""
-    num_layers, period = config["num_hidden_layers"], config.get("global_attn_every_n_layers", 3)
+    num_layers = config["num_hidden_layers"]
+    period = _count(config, "global_attn_every_n_layers", 3, least=1)
     default = [_WINDOWED if layer % period else _FULL for layer in range(num_layers)]
     kinds: Sequence[str] = config.get("layer_types") or default
     if len(kinds) != num_layers or not set(kinds) <= {_WINDOWED, _FULL}:
@@ -241,7 +262,7 @@ def _windows(config: Config) -> tuple[int | None, ...]:
             f"config.json: layer_types: expected {_WINDOWED} or {_FULL} for each of {num_layers}"
             f" layers, got {', '.join(map(str, kinds))}"
         )
-    window = config.get("local_attention", 128) // 2
+    window = _count(config, "local_attention", 128) // 2
     return tuple(window if kind == _WINDOWED else None for kind in kinds)
 
 
@@ -265,9 +286,10 @@ def nomic_bert_settings(config: Config) -> EncoderSettings:
     activation = _require(key, config.get(key), [*_NOMIC_GATES, *ACTIVATIONS])
     is_gated = activation in _NOMIC_GATES or key not in config
     if config.get("rotary_scaling_factor"):  # beyond this length, RoPE depends on the text's
-        config = {**config, "max_position_embeddings": config.get("max_trained_positions", 2048)}
+        length = _count(config, "max_trained_positions", 2048, least=1)
+        config = {**config, "max_position_embeddings": length}
     theta = config.get("rotary_emb_base", 10_000.0 if key in config else 1000.0)
-    rotary = _rotary(config, {"rope_theta": theta, **(config.get("rope_parameters") or {})})
+    rotary = _rotary(config, {"rope_theta": theta, **_object(config, "rope_parameters")})
     flags = {
         "qkv output": "qkv_proj_bias",
         "up": "mlp_fc1_bias",
@@ -329,4 +351,7 @@ def encoder_settings(config: Config) -> EncoderSettings:
     Raises UnsupportedModel, naming the key, for what the layers do not compute.
     """
     found = {name: config[key] for key, name in _KEYS.items() if config.get(key) is not None}
+    for key in _KEYS:
+        if key != "layer_norm_epsilon":
+            _count(config, key, 1, least=1)
     return ENCODERS[config["architectures"][0]]({**config, **found})

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_service.errors import UnsupportedModel
+from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.models.interface import ModelContext
 
 _ANGLES_AT_ONCE = 1 << 15
@@ -61,9 +61,12 @@ class RotarySettings:
     ) -> "RotarySettings":
         """Read `rope_scaling`, or `rope_parameters`, and the keys that may be beside them, in the
         order of precedence of `transformers`. If each type of layer has parameters of its own, the
-        scaling type is `nested`. Raises UnsupportedModel if a parameter is missing."""
+        scaling type is `nested`. Raises UnsupportedModel if a parameter is missing, and
+        BadCheckpoint for one of another kind."""
         outer = ("partial_rotary_factor", "rope_theta", "original_max_position_embeddings")
         found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(found, Mapping):
+            raise BadCheckpoint(f"config.json: rope_parameters: expected an object, got {found!r}")
         merged = {**{key: config.get(key) for key in outer}, **found}
         merged[outer[2]] = config.get(outer[2]) or merged[outer[2]]
         parameters = {key: value for key, value in merged.items() if value is not None}
@@ -76,9 +79,14 @@ class RotarySettings:
                     f"config.json: {key}: expected a number, which rope_type {scaling_type} needs,"
                     f" got {parameters.get(key)!r}"
                 )
+        theta = parameters.get("rope_theta") or default_theta
+        if type(theta) not in (int, float) or not 0 < theta < math.inf:
+            raise BadCheckpoint(
+                f"config.json: rope_theta: expected a number above 0, got {theta!r}"
+            )
         return cls(
             rotary_dim=rotary_dim,
-            theta=float(parameters.get("rope_theta") or default_theta),
+            theta=float(theta),
             scaling_type=scaling_type,
             max_position_embeddings=int(config["max_position_embeddings"]),
             parameters=parameters,
