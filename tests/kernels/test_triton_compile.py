@@ -458,6 +458,8 @@ def _experts() -> None:
             shared=x,
             shared_gate=logits[:, :1],
         )
+        among_zero = Routing(num_experts=6, num_chosen=2, num_zero_experts=2)
+        experts.apply(x, torch.zeros(num_rows, 6), among_zero)
 
 
 def _few_rows() -> None:
@@ -547,7 +549,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "adapters": (_adapters, 22),
-    "experts": (_experts, 8),
+    "experts": (_experts, 16),
     "move_blocks": (_move_blocks, 1),
     "sampling": (_sampling, 6),
 }

@@ -23,7 +23,7 @@ from pagewire_kernels.slot_deltas import NO_SLOT, PackedSlot, SlotDeltas
 from worker_service.adapters.peft_format import STACKS, LoraModule, ModelAdapter
 from worker_service.adapters.store import AdapterStore
 from worker_service.errors import BadAdapter, InvalidOption, InvalidPlan
-from worker_service.models.feed_forward.experts import ExpertWeights
+from worker_service.models.feed_forward.experts import ExpertProduct, ExpertWeights
 from worker_service.models.linear.additions import AdaptableLayer, LinearPart, ScalableLayer
 from worker_service.models.linear.linear import Linear
 from worker_service.models.linear.vocabulary import VocabEmbedding
@@ -334,9 +334,12 @@ class AdapterSlots:
         if got != expected:
             raise BadAdapter(f"{name}: expected a weight of {expected}, got {got}")
         num_experts = len(self._places_of(name))
-        if module.num_experts not in (1, num_experts) or (
-            name.endswith(STACKS) and module.num_experts != num_experts
-        ):
+        allowed = {num_experts}
+        if isinstance(place.layer, ExpertProduct):
+            allowed.add(num_experts + place.layer.num_zero_experts)
+        if not name.endswith(STACKS):
+            allowed.add(1)
+        if module.num_experts not in allowed:
             problem = f"expected weights of {num_experts} experts, got {module.num_experts}"
             raise BadAdapter(f"{name}: {problem}")
 

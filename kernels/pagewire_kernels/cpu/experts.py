@@ -93,6 +93,7 @@ def route(
         factors=address(factors),
         plan=ctypes.addressof(plan.task),
         num_experts=routing.num_experts,
+        num_zero_experts=routing.num_zero_experts,
         num_chosen=routing.num_chosen,
         scoring=SCORINGS.index(routing.scoring),
         normalizes=routing.normalizes,
@@ -209,7 +210,7 @@ class NativeExperts:
     def _check(
         self, x: Tensor, logits: Tensor, routing: Routing, *of_experts: Tensor | None
     ) -> None:
-        num_experts = self._num_experts
+        num_experts = self._num_experts + routing.num_zero_experts
         require(
             x.dtype == self.dtype and x.shape[1] == self.hidden_size and x.stride(1) == 1,
             f"dense rows of {self.dtype} [*, {self.hidden_size}]",
@@ -298,6 +299,7 @@ class NativeExperts:
     ) -> Tensor:
         num_rows = x.shape[0]
         y = new_rows(num_rows, self.hidden_size, self.dtype)
+        zero = x if routing.num_zero_experts and routing.adds_zero_experts else None
         require(
             shared is None
             or (shared.dtype == y.dtype and shared.shape == y.shape and shared.stride(1) == 1),
@@ -310,7 +312,7 @@ class NativeExperts:
         )
         task = CombineTask(
             num_rows=count_address(num_rows),
-            **rows_of(x=output, shared=shared, gate=shared_gate, y=y),
+            **rows_of(x=output, shared=shared, gate=shared_gate, zero=zero, y=y),
             plan=ctypes.addressof(plan.task),
             num_chosen=routing.num_chosen,
             size=self.hidden_size,

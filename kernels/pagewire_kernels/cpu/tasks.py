@@ -329,8 +329,8 @@ class RouteTask(NativeStruct):
     """`RouteTask` of src/experts.h."""
 
     _fields_ = fields_of(
-        "next_item num_done num_rows logits logits_stride bias factors plan num_experts num_chosen "
-        "scoring normalizes num_groups num_chosen_groups num_best",
+        "next_item num_done num_rows logits logits_stride bias factors plan num_experts "
+        "num_zero_experts num_chosen scoring normalizes num_groups num_chosen_groups num_best",
         "nearness epsilon min_sum scale",
     )
 
@@ -359,7 +359,7 @@ class CombineTask(NativeStruct):
 
     _fields_ = fields_of(
         "next_item num_rows x x_stride plan num_chosen shared shared_stride gate gate_stride "
-        "y y_stride size is_weighted"
+        "zero zero_stride y y_stride size is_weighted"
     )
 
 

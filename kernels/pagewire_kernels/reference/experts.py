@@ -48,6 +48,13 @@ class Routing:
     scales_inputs: bool = False
     """Whether weights multiply the rows that experts get, instead of their outputs (Llama 4)."""
 
+    num_zero_experts: int = 0
+    """Experts that have no weights and return their inputs, the last ones (zero-computation
+    experts, Meituan LongCat Team 2025)."""
+
+    adds_zero_experts: bool = True
+    """Whether their outputs are part of the sum: of several ranks, one adds them."""
+
     num_groups: int = 1
     """Groups of consecutive experts; only those of the best groups can be chosen."""
 
@@ -61,6 +68,7 @@ class Routing:
         limits = {
             "num_experts": (1, MAX_EXPERTS),
             "num_chosen": (1, min(self.num_experts, MAX_CHOSEN)),
+            "num_zero_experts": (0, 0 if self.scales_inputs else self.num_experts - 1),
             "num_groups": (1, self.num_experts),
             "num_chosen_groups": (1, self.num_groups),
             "num_best": (1, 2),
@@ -80,6 +88,11 @@ class Routing:
                 f"num_chosen_groups: expected groups with at least {self.num_chosen} experts, got"
                 f" {self.num_chosen_groups} groups with {available}"
             )
+
+    @property
+    def num_with_weights(self) -> int:
+        """Experts that are not zero experts."""
+        return self.num_experts - self.num_zero_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,28 +199,27 @@ def gated_experts(
     gate_up: Product,
     down: Product,
     gate: Gate,
-    *,
-    scales_inputs: bool = False,
+    routing: Routing,
 ) -> Tensor:
     """The weighted sum of the outputs of each row's experts, in ascending order of experts, so that
     a row has the same bits in any batch if the products have.
 
-    scales_inputs: whether weights multiply inputs instead; see `Routing.scales_inputs`.
-
     x: [num_rows, hidden_size]; chosen, weights: as `route` returns them; gate_up: returns gate,
     then up; down: returns [*, hidden_size]. Returns float32 [num_rows, hidden_size].
     """
-    total: Tensor | None = None
+    total = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         rows, places = torch.where(chosen == expert)
         inputs, weight = x[rows], weights[rows, places, None]
-        if scales_inputs:
+        if expert >= routing.num_with_weights:
+            if routing.adds_zero_experts:
+                total[rows] += inputs.float() * weight
+            continue
+        if routing.scales_inputs:
             inputs, weight = (inputs.float() * weight).to(x.dtype), torch.ones_like(weight)
         output = down(expert, gate.apply(gate_up(expert, inputs, rows)), rows).float()
-        if total is None:
-            total = output.new_zeros(x.shape[0], output.shape[1])
         total[rows] += output * weight
-    return x.float() if total is None else total
+    return total
 
 
 def add_shared(total: Tensor, shared: Tensor, gate: Tensor | None = None) -> Tensor:

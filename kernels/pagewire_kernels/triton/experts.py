@@ -96,21 +96,41 @@ def _combine(
     shared,
     shared_gate,
     shared_stride,
+    rows,
+    row_stride,
+    starts,
+    NUM_EXPERTS: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     SIZE: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    ADDS_ZERO: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (row, tile of columns). slots, weights: [num_rows, NUM_CHOSEN]."""
+    """Program (row, tile of columns).
+
+    slots, weights: [num_rows, NUM_CHOSEN]; rows: the outputs of zero experts, which have the slots
+    after those of the NUM_EXPERTS others; starts: as for `_multiply`.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < SIZE
     total = tl.zeros([TILE], tl.float32)
+    of_zero = 0.0
     for i in range(NUM_CHOSEN):
         slot = tl.load(slots + row * NUM_CHOSEN + i)
-        result = tl.load(results + slot * SIZE + column, mask=mask, other=0.0)
-        total += tl.load(weights + row * NUM_CHOSEN + i) * result
+        weight = tl.load(weights + row * NUM_CHOSEN + i)
+        is_product = mask
+        if HAS_ZERO:
+            end = tl.load(starts + NUM_EXPERTS)
+            is_product = column < tl.where(slot < end, SIZE, 0)
+            of_zero += tl.where(slot < end, 0.0, weight)
+        result = tl.load(results + slot * SIZE + column, mask=is_product, other=0.0)
+        total += weight * result
+    if ADDS_ZERO:
+        x = tl.load(rows + row * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+        total += of_zero * x
     if HAS_SHARED:
         x = tl.load(shared + row * shared_stride + column, mask=mask, other=0.0).to(tl.float32)
         if HAS_GATE:
@@ -131,11 +151,17 @@ class _Slots(NamedTuple):
     expert_of_tile: Tensor
     first_tiles: Tensor
     tile_rows: int
+    has_zero: bool
+    """Whether the last slots are those of zero experts, whose results nothing reads. They are in no
+    tile, and `expert_of` has another expert for them."""
 
 
-def _sort(chosen: Tensor, num_experts: int, tile_rows: int) -> _Slots:
+def _sort(chosen: Tensor, routing: Routing, tile_rows: int) -> _Slots:
     """chosen: int64 [num_rows, num_chosen]"""
-    flat = chosen.flatten()
+    flat, num_experts = chosen.flatten(), routing.num_with_weights
+    has_zero = routing.num_zero_experts > 0
+    if has_zero:
+        flat = flat.clamp(max=num_experts)
     expert_of, order = flat.sort(stable=True)
     places = torch.arange(len(flat), device=flat.device)
     slots = torch.empty_like(order).scatter_(0, order, places).view_as(chosen)
@@ -147,12 +173,13 @@ def _sort(chosen: Tensor, num_experts: int, tile_rows: int) -> _Slots:
     tiles = torch.arange(max_tiles, device=flat.device)
     return _Slots(
         row_of=order // chosen.shape[1],
-        expert_of=expert_of,
+        expert_of=expert_of.clamp(max=num_experts - 1) if has_zero else expert_of,
         slots=slots,
         starts=starts,
         expert_of_tile=torch.searchsorted(ends, tiles, right=True),
         first_tiles=ends - num_tiles,
         tile_rows=tile_rows,
+        has_zero=has_zero,
     )
 
 
@@ -196,7 +223,7 @@ class TritonExperts:
         x, (num_experts, num_first, hidden) = dense(x), self._gate_up.shape
         expect_tensors(
             ("x", x, (self._gate_up.dtype,), (None, hidden)),
-            ("logits", logits, (torch.float32,), (len(x), routing.num_experts)),
+            ("logits", logits, (torch.float32,), (len(x), num_experts + routing.num_zero_experts)),
             ("gate_up_bias", gate_up_bias, FLOATS, (num_experts, num_first)),
             ("down_bias", down_bias, FLOATS, (num_experts, hidden)),
             ("shared", shared, FLOATS, (len(x), hidden)),
@@ -206,7 +233,7 @@ class TritonExperts:
             return x.new_empty(x.shape)
         chosen, weights = route(logits, routing, bias, factors)
         is_few = self._is_invariant or chosen.numel() <= _FEW_ROWS * num_experts
-        slots = _sort(chosen, num_experts, _FEW_ROWS if is_few else _MANY_ROWS)
+        slots = _sort(chosen, routing, _FEW_ROWS if is_few else _MANY_ROWS)
         rows = x
         if routing.scales_inputs:
             of_slots = (
@@ -241,8 +268,14 @@ class TritonExperts:
             output if shared is None else shared,
             weights if shared_gate is None else shared_gate.contiguous(),
             0 if shared is None else shared.stride(0),
+            x,
+            x.stride(0),
+            slots.starts,
+            NUM_EXPERTS=num_experts,
             NUM_CHOSEN=routing.num_chosen,
             SIZE=hidden,
+            HAS_ZERO=slots.has_zero,
+            ADDS_ZERO=slots.has_zero and routing.adds_zero_experts,
             HAS_SHARED=shared is not None,
             HAS_GATE=shared_gate is not None,
             TILE=tile,
@@ -263,7 +296,8 @@ class TritonExperts:
     ) -> Tensor:
         num_experts, num_outputs, num_inputs = weight.shape
         num_slots, is_float32 = slots.slots.numel(), rows.dtype == torch.float32
-        output = rows.new_empty((num_slots, num_outputs), dtype=dtype)
+        new = rows.new_zeros if slots.has_zero else rows.new_empty
+        output = new((num_slots, num_outputs), dtype=dtype)
         _multiply[(triton.cdiv(num_outputs, 64), len(slots.expert_of_tile))](
             output,
             rows,

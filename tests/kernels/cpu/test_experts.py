@@ -1,5 +1,6 @@
 """Experts in C++ are those of the reference, and a row has the same bits in any batch."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -211,6 +212,7 @@ def test_experts_agree_with_the_reference(
         lambda e, rows, _: rows @ _dense(gate_up[e]).T + biases[0][e].to(dtype).float(),
         lambda e, rows, _: rows @ _dense(down[e]).T + biases[1][e].to(dtype).float(),
         gate,
+        routing,
     )
     expected = reference.add_shared(total, shared, shared_gate)
     error = (found.float() - expected).abs()
@@ -239,7 +241,9 @@ def test_scaled_inputs_agree_with_the_reference(
         lambda e, rows, _: rows @ _dense(down[e]).T,
     )
     expected, by_outputs = (
-        reference.gated_experts(x, *chosen, *products, Gate(), scales_inputs=scales_inputs)
+        reference.gated_experts(
+            x, *chosen, *products, Gate(), replace(routing, scales_inputs=scales_inputs)
+        )
         for scales_inputs in (True, False)
     )
     error = (found.float() - expected).abs().amax()
@@ -247,6 +251,65 @@ def test_scaled_inputs_agree_with_the_reference(
     assert (expected - by_outputs).abs().amax() > 10 * error
     for rows in (slice(0, 1), slice(7, 9), slice(30, 90)):
         assert torch.equal(packed.apply(x[rows], logits[rows], routing), found[rows])
+
+
+def test_zero_experts_have_no_slots(kernels: Library) -> None:
+    routing = Routing(num_experts=16, num_chosen=5, num_zero_experts=7, normalizes=True)
+    logits = _random(40, 16)
+    logits[3, :9] = -9  # its experts are all zero experts
+    chosen, expected = reference.route(logits, routing)
+    plan = route(kernels, logits, routing)
+    _, starts, rows, slots, weights = map(torch.from_numpy, plan.memory)
+    slots, is_zero = slots.view(40, 5), chosen >= 9
+    assert torch.equal(slots < 0, is_zero)
+    assert starts[plan.task.num_active] == (~is_zero).sum()
+    of_rows = torch.arange(40)[:, None].expand(40, 5)
+    assert torch.equal(rows[slots[~is_zero]], of_rows[~is_zero].int())
+    torch.testing.assert_close(weights.view(40, 5), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adds_zero_experts", [True, False])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_zero_experts_agree_with_the_reference(
+    kernels: Library, has_shared: bool, adds_zero_experts: bool, dtype: torch.dtype
+) -> None:
+    num_experts, hidden, inner, num_rows = 5, 531, 67, 90
+    gate_up, down = _expert_weights("dense", num_experts, hidden, inner, dtype)
+    packed = NativeExperts(gate_up, down, Gate(), kernels, HugeMemory())
+    routing = Routing(
+        num_experts=num_experts + 3,
+        num_chosen=3,
+        num_zero_experts=3,
+        scale=1.7,
+        adds_zero_experts=adds_zero_experts,
+    )
+    x, logits = _random(num_rows, hidden).to(dtype), _random(num_rows, num_experts + 3, seed=1)
+    logits[30:32, :5] = -9  # all their experts are zero experts
+    correction = _random(num_experts + 3, seed=3) * 0.01
+    shared = _random(num_rows, hidden, seed=2).to(dtype) if has_shared else None
+    found = packed.apply(x, logits, routing, bias=correction, shared=shared)
+    expected = reference.gated_experts(
+        x,
+        *reference.route(logits, routing, correction),
+        lambda e, rows, _: rows.float() @ _dense(gate_up[e]).T,
+        lambda e, rows, _: rows @ _dense(down[e]).T,
+        Gate(),
+        routing,
+    )
+    if shared is not None:
+        expected = reference.add_shared(expected, shared)
+    error = (found.float() - expected).abs().amax()
+    assert error <= expected.abs().amax() * (1e-5 if dtype == torch.float32 else 1e-2)
+    for rows in (slice(0, 1), slice(30, 32), slice(7, 9), slice(30, 90)):
+        again = packed.apply(
+            x[rows],
+            logits[rows],
+            routing,
+            bias=correction,
+            shared=None if shared is None else shared[rows],
+        )
+        assert torch.equal(again, found[rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -286,6 +349,7 @@ def test_any_sizes_agree_with_the_reference(
         lambda e, rows, _: rows @ _dense(gate_up[e]).T,
         lambda e, rows, _: rows @ _dense(down[e]).T,
         Gate(),
+        routing,
     )
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2}
     if dtype == torch.bfloat16:
@@ -311,10 +375,16 @@ def test_the_number_of_threads_changes_nothing(kernels: Library, dtype: torch.dt
         torch.set_num_threads(before)
 
 
-def test_a_recorded_program_serves_any_number_of_rows(kernels: Library) -> None:
-    gate_up, down = _expert_weights("dense", 8, 64, 48, torch.float32)
+@pytest.mark.parametrize("num_zero_experts", [0, 3])
+def test_a_recorded_program_serves_any_number_of_rows(
+    kernels: Library, num_zero_experts: int
+) -> None:
+    num_experts = 8 - num_zero_experts
+    gate_up, down = _expert_weights("dense", num_experts, 64, 48, torch.float32)
     packed = NativeExperts(gate_up, down, Gate(), kernels, HugeMemory())
-    routing = Routing(num_experts=8, num_chosen=2, normalizes=True)
+    routing = Routing(
+        num_experts=8, num_chosen=2, normalizes=True, num_zero_experts=num_zero_experts
+    )
     program = Program(kernels, 64)
     x, logits, shared = _random(64, 64), _random(64, 8, seed=1), _random(64, 64, seed=2)
     with record(program):
@@ -378,6 +448,8 @@ def test_rows_that_do_not_fit_are_refused(kernels: Library) -> None:
         packed.apply(x[:, :31], logits, routing)
     with pytest.raises(ValueError, match=r"dense logits of float32 \[3, 4\]"):
         packed.apply(x, logits[:2], routing)
+    with pytest.raises(ValueError, match="routing among 5 experts"):
+        packed.apply(x, torch.ones(3, 5), replace(routing, num_zero_experts=1))
     with pytest.raises(ValueError, match="routing among 4 experts"):
         packed.apply(x, logits, Routing(num_experts=5, num_chosen=2))
     with pytest.raises(ValueError, match="gate_up_bias"):

@@ -67,7 +67,7 @@ def test_experts_agree_with_the_reference(
             rows.to(dtype).float() @ down[e].float().T + (given["down_bias"][e] if given else none)
         ),
         gate,
-        scales_inputs=routing.scales_inputs,
+        routing,
     )
     if given:
         total = reference.add_shared(total, given["shared"], given["shared_gate"])
@@ -75,6 +75,37 @@ def test_experts_agree_with_the_reference(
     there = {name: tensor.to(DEVICE) for name, tensor in given.items()}
     found = experts.apply(x.to(DEVICE), logits.to(DEVICE), routing, **there)
     assert_agrees(found, total.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 200])
+@pytest.mark.parametrize("adds_zero_experts", [True, False])
+def test_zero_experts_agree_with_the_reference(
+    dtype: torch.dtype, num_rows: int, adds_zero_experts: bool
+) -> None:
+    num_experts, hidden, _ = SHAPE
+    gate_up, down = _weights(dtype)
+    routing = Routing(
+        num_experts=num_experts + 3,
+        num_chosen=3,
+        num_zero_experts=3,
+        adds_zero_experts=adds_zero_experts,
+    )
+    x, logits = _random(num_rows, hidden, dtype=dtype), _random(num_rows, num_experts + 3, seed=1)
+    logits[7:9, :num_experts] = -9  # all their experts are zero experts
+    expected = reference.gated_experts(
+        x,
+        *reference.route(logits, routing),
+        lambda e, rows, _: (rows.float() @ gate_up[e].float().T).to(dtype).float(),
+        lambda e, rows, _: rows.to(dtype).float() @ down[e].float().T,
+        Gate(),
+        routing,
+    )
+    for is_invariant in (False, True):
+        weights = gate_up.to(DEVICE), down.to(DEVICE)
+        experts = TritonExperts(*weights, Gate(), batch_invariant=is_invariant)
+        found = experts.apply(x.to(DEVICE), logits.to(DEVICE), routing)
+        assert_agrees(found, expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,18 +120,23 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> N
         assert torch.equal(experts.apply(x[part], logits[part], routing), together[part])
 
 
-@pytest.mark.parametrize("scales_inputs", [False, True])
+@pytest.mark.parametrize(("scales_inputs", "num_zero"), [(False, 0), (True, 0), (False, 2)])
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_what_adapters_add_to_both_products_is_as_in_a_changed_weight(
-    gate: Gate, scales_inputs: bool
+    gate: Gate, scales_inputs: bool, num_zero: int
 ) -> None:
     num_experts, hidden, inner = SHAPE
     gate_up, down = _weights(torch.float32)
     gate_up = gate_up if gate.multiplies else gate_up[:, :inner].contiguous()
     change_first = _random(*gate_up.shape, seed=2) / 9
     change_second = _random(*down.shape, seed=3) / 9
-    routing = Routing(num_experts=num_experts, num_chosen=2, scales_inputs=scales_inputs)
-    x, logits = _random(40, hidden), _random(40, num_experts, seed=1)
+    routing = Routing(
+        num_experts=num_experts + num_zero,
+        num_chosen=2,
+        scales_inputs=scales_inputs,
+        num_zero_experts=num_zero,
+    )
+    x, logits = _random(40, hidden), _random(40, num_experts + num_zero, seed=1)
     has_change = torch.arange(40) % 3 == 0
 
     def add(change: Tensor) -> AddOfExperts:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagewire_kernels.reference import Gate, Routing, route
+from pagewire_kernels.reference import Gate, Routing, gated_experts, route
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ from pagewire_kernels.reference import Gate, Routing, route
         ({"num_groups": 4, "num_chosen_groups": 5}, "num_chosen_groups: expected 1 to 4, got 5"),
         ({"num_groups": 8}, "num_chosen_groups: expected groups with at least 2 experts, got 1"),
         ({"num_best": 3}, "num_best: expected 1 to 2, got 3"),
+        ({"num_zero_experts": 8}, "num_zero_experts: expected 0 to 7, got 8"),
+        (
+            {"num_zero_experts": 1, "scales_inputs": True},
+            "num_zero_experts: expected 0 to 0, got 1",
+        ),
     ],
 )
 def test_impossible_numbers_are_refused(faulty: dict[str, Any], message: str) -> None:
@@ -67,3 +72,21 @@ def test_only_experts_of_the_best_groups_are_chosen() -> None:
     assert route(logits, best)[0].tolist() == [[0, 1]]
     pairs = Routing(**routing, num_best=2, scoring="softmax_of_chosen")
     assert route(logits, pairs)[0].tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("adds_zero_experts", [True, False])
+def test_zero_experts_return_their_inputs(adds_zero_experts: bool) -> None:
+    routing = Routing(
+        num_experts=4, num_chosen=2, num_zero_experts=2, adds_zero_experts=adds_zero_experts
+    )
+    x, weights = torch.tensor([[3.0, 5.0], [7.0, 11.0]]), torch.tensor([[0.5, 0.25], [2.0, 1.0]])
+    chosen = torch.tensor([[1, 2], [2, 3]])
+
+    def double(expert: int, rows: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        assert expert == 1
+        return 2 * rows
+
+    gate = Gate(activation="relu", multiplies=False)
+    found = gated_experts(x, chosen, weights, double, double, gate, routing)
+    of_zero = torch.tensor([[0.25], [3.0]]) * adds_zero_experts
+    assert torch.equal(found, torch.tensor([[2.0], [0.0]]) * x + of_zero * x)

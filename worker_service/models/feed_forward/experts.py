@@ -145,8 +145,9 @@ class Experts(nn.Module):
         self, spec: ExpertsSpec, size: int, context: ModelContext, kernels: LayerKernels
     ) -> None:
         super().__init__()
-        self._routing, self._communicator = spec.routing, context.communicator
-        inner = context.communicator.layout.even_shard(spec.inner_size, "columns of an expert")
+        layout, self._communicator = context.communicator.layout, context.communicator
+        self._routing = replace(spec.routing, adds_zero_experts=layout.tensor_rank == 0)
+        inner = layout.even_shard(spec.inner_size, "columns of an expert")
         num_experts, activation = spec.routing.num_experts, ACTIVATIONS[spec.activation]
         in_full, outputs = replace(context, quantization=None), Shard.full(num_experts)
         self.router: Linear
@@ -295,9 +296,12 @@ class ExpertProduct:
     """The products of all experts of a layer with their weights of gate and up projection, or of
     the down projection, as adapters change them."""
 
-    def __init__(self, weights: "ExpertWeights", part: int) -> None:
-        """part: 0 of gate and up, 1 of down."""
+    def __init__(self, weights: "ExpertWeights", part: int, num_zero_experts: int) -> None:
+        """part: 0 of gate and up, 1 of down; num_zero_experts: for which `transformers` has weights
+        of gate and up, but not of down."""
         self._weights, self._part = weights, part
+        self.num_zero_experts = 0 if part else num_zero_experts
+        """Further experts in an adapter's stack of all experts' weights, which change nothing."""
         self.additions: Additions | None = None
         """What adapters add to the products."""
 
@@ -336,7 +340,7 @@ class ExpertWeights(nn.Module):
             activation=ACTIVATIONS[spec.activation], multiplies=spec.is_gated
         )
         self._context, self._inner, self._storage = context, inner, spec.storage
-        num_experts, parts = spec.routing.num_experts, [inner] * (1 + spec.is_gated)
+        num_experts, parts = spec.routing.num_with_weights, [inner] * (1 + spec.is_gated)
         self._num_first = num_outputs = len(parts) * inner.size
         num_first = num_experts * num_outputs * size
         self.weight: Tensor | None = context.empty_weight(
@@ -364,7 +368,8 @@ class ExpertWeights(nn.Module):
         self._size, self._num_experts = size, num_experts
         self._place = ""
         """The name of the layer."""
-        self.products = ExpertProduct(self, 0), ExpertProduct(self, 1)
+        num_zero = spec.routing.num_zero_experts
+        self.products = ExpertProduct(self, 0, num_zero), ExpertProduct(self, 1, num_zero)
 
     def parts(self, part: int) -> Iterator[tuple[str, LinearPart]]:
         """See `ExpertProduct.parts`."""
@@ -550,7 +555,7 @@ class ExpertWeights(nn.Module):
             self._product(0, self._gate_up, gate_up_bias),
             self._product(1, self._down, down_bias),
             self._gate,
-            scales_inputs=routing.scales_inputs,
+            routing,
         )
         if shared is not None:
             total = reference.add_shared(total, shared, shared_gate)

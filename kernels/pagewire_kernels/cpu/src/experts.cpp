@@ -162,11 +162,12 @@ void route(const RouteTask& task, int64_t row) {
 void sort_by_expert(const RouteTask& task, int64_t num_rows) {
   ExpertPlan& plan = *task.plan;
   const int64_t num_pairs = num_rows * task.num_chosen;
+  const int64_t num_experts = task.num_experts - task.num_zero_experts;
   int32_t next[kMaxExperts] = {};  // numbers of slots, then the next free one of each expert
   for (int64_t i = 0; i < num_pairs; ++i) ++next[plan.slots[i]];
   int32_t first = 0;
   int64_t num_active = 0;
-  for (int64_t e = 0; e < task.num_experts; ++e) {
+  for (int64_t e = 0; e < num_experts; ++e) {
     const int32_t count = next[e];
     if (count == 0) continue;
     plan.active[num_active] = static_cast<int32_t>(e);
@@ -178,6 +179,10 @@ void sort_by_expert(const RouteTask& task, int64_t num_rows) {
   plan.num_active = num_active;
   for (int64_t i = 0, row = 0; row < num_rows; ++row) {
     for (int64_t j = 0; j < task.num_chosen; ++j, ++i) {
+      if (plan.slots[i] >= num_experts) {
+        plan.slots[i] = -1;
+        continue;
+      }
       const int32_t slot = next[plan.slots[i]]++;
       plan.rows[slot] = static_cast<int32_t>(row);
       plan.slots[i] = slot;
@@ -229,6 +234,11 @@ void combine(CombineTask& task) {
     const int64_t end = first + kColumnsPerItem < task.size ? first + kColumnsPerItem : task.size;
     const int32_t* slots = task.plan->slots + row * task.num_chosen;
     const float* weights = task.plan->weights + row * task.num_chosen;
+    int64_t num_products = task.num_chosen;
+    float of_zero = 0.0f;  // the weight of zero experts, which are the last ones
+    while (num_products > 0 && slots[num_products - 1] < 0) of_zero += weights[--num_products];
+    const Number* zero = nullptr;
+    if (task.zero != nullptr) zero = static_cast<const Number*>(task.zero) + row * task.zero_stride;
     const Number* shared = nullptr;
     float gate = 1.0f;
     if (task.shared != nullptr) {
@@ -241,9 +251,12 @@ void combine(CombineTask& task) {
     Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
     for (int64_t i = first; i < end; i += kLanes) {
       Floats sum = zeros();
-      for (int64_t j = 0; j < task.num_chosen; ++j) {
+      for (int64_t j = 0; j < num_products; ++j) {
         const Floats x = load_some(task.x + slots[j] * task.x_stride + i, end - i);
         sum = multiply_add(broadcast(task.is_weighted ? weights[j] : 1.0f), x, sum);
+      }
+      if (zero != nullptr) {
+        sum = multiply_add(broadcast(of_zero), load_some(zero + i, end - i), sum);
       }
       if (shared != nullptr) {
         sum = multiply_add(broadcast(gate), load_some(shared + i, end - i), sum);

@@ -22,7 +22,7 @@ struct ExpertPlan {
   int32_t* active;     // [num_experts]: the active ones, in order
   int32_t* starts;     // [num_experts + 1]: the first slot of each active one, and the number of slots
   int32_t* rows;       // [max_rows * num_chosen]: the row of each slot
-  int32_t* slots;      // [max_rows, num_chosen]: of each row, in the order of experts
+  int32_t* slots;      // [max_rows, num_chosen]: of each row, in the order of experts; -1: of zero experts
   float* weights;      // as `slots`
 };
 
@@ -37,6 +37,7 @@ struct RouteTask : Task {
   const float* factors;  // [num_experts], of the weights at the end; or null
   ExpertPlan* plan;
   int64_t num_experts;
+  int64_t num_zero_experts;  // the last ones, which return their inputs, and have no slots
   int64_t num_chosen;
   Scoring scoring;
   int64_t normalizes;  // whether weights are divided by their sum
@@ -87,6 +88,8 @@ struct CombineTask : Task {
   int64_t shared_stride;
   const float* gate;  // [*num_rows]: shared rows are multiplied by its sigmoid; or null
   int64_t gate_stride;
+  const void* zero;  // [*num_rows, size]: the outputs of zero experts; null: they are not added
+  int64_t zero_stride;
   void* y;  // [*num_rows, size]
   int64_t y_stride;
   int64_t size;
