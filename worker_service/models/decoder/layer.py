@@ -63,9 +63,15 @@ class DecoderLayer(NativeLayer):
         self.altup: AltUp | None = None
         if spec.altup is not None:
             self.altup = AltUp(spec.altup, size, context, kernels.layers)
+        self.second: DecoderLayer | None = None
+        if spec.second is not None:
+            self.second = DecoderLayer(spec.second, size, context, kernels, rotary)
+        self.shortcut: nn.Module | None = None
+        if spec.shortcut is not None:
+            self.shortcut = spec.shortcut.build(size, context, kernels)
         self._spec, self._kernels = spec, kernels.layers
         self._is_transposed = is_transposed
-        self.num_kept = 0 if mixer is None else len(mixer.kept(context, 1))
+        self.num_kept = sum(len(mixer.kept(context, 1)) for mixer in spec.mixers)
 
     def forward(
         self, residual: Tensor, x: Tensor | None, inputs: LayerInputs
@@ -80,6 +86,8 @@ class DecoderLayer(NativeLayer):
             x = self.feed_forward(residual)
             return self._normed(self.feed_forward_norm, residual, x), None
         x = self._normed(self.attention_norm, residual, x)
+        if self.second is not None:
+            return self._run_both(self.second, residual, x, inputs)
         if not self._spec.is_parallel:
             return self._finish(residual, self.attend_and_mix(x, residual, inputs), inputs)
         mixed = x if self.feed_forward_norm is None else self.feed_forward_norm(residual)
@@ -102,6 +110,18 @@ class DecoderLayer(NativeLayer):
         gating = altup.correct(streams, x)
         altup.add_to_others(streams, self.per_layer(gating, inputs.embedding))
         return streams
+
+    def _run_both(
+        self, second: "DecoderLayer", residual: Tensor, x: Tensor, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run a layer with a second one, and a shortcut; x: normed, as attention gets it."""
+        assert self.attention is not None, "the layer has all parts"
+        assert self.feed_forward is not None, "as above"
+        assert self.shortcut is not None, "as above"
+        x = self._normed(self.feed_forward_norm, residual, self.attention(x, inputs))
+        skipped = self.shortcut(x)
+        residual, x = second(residual, self.feed_forward(x), inputs.further[0])
+        return residual, self._kernels.add(x, skipped)
 
     def _finish(
         self, residual: Tensor, x: Tensor, inputs: LayerInputs

@@ -104,8 +104,10 @@ class DecoderModel(NativeModel):
         self, settings: ModelSettings, max_model_len: int, context: ModelContext
     ) -> KVCacheSpec:
         assert isinstance(settings, DecoderSettings)
-        mixers = [layer.attention for layer in settings.layers]
-        kept = [() if part is None else part.kept(context, max_model_len) for part in mixers]
+        kept = [
+            [*chain.from_iterable(part.kept(context, max_model_len) for part in layer.mixers)]
+            for layer in settings.layers
+        ]
         ends = [0, *accumulate(map(len, kept))]  # before each layer, and at the end
         return KVCacheSpec(
             layers=tuple(chain.from_iterable(kept)),
@@ -176,8 +178,12 @@ class DecoderModel(NativeModel):
             assert isinstance(layer, DecoderLayer)
             source = self._sources[int(name.rpartition(".")[2])]
             holder = name if source is None else f"{self.layers_name}.{source}"
-            if isinstance(layer.attention, PagedMixer):
-                yield f"{holder}.self_attn", layer.attention.paged
+            holders = {f"{holder}.self_attn": layer}
+            if layer.second is not None:
+                holders = {f"{holder}.self_attn.0": layer, f"{holder}.self_attn.1": layer.second}
+            for attention_name, part in holders.items():
+                if isinstance(part.attention, PagedMixer):
+                    yield attention_name, part.attention.paged
 
 
 def _whole_names(layers: Sequence[LayerSpec]) -> frozenset[str]:

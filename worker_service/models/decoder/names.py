@@ -4,7 +4,7 @@ import re
 
 from worker_service.models.decoder.specs import DecoderSettings
 
-KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
+KV_SCALE_NAMES = r".*\.self_attn\.(?:\d\.)?(?:[kv]_proj\.)?[kv]_scale"
 """Canonical names of the scales of keys and values in an fp8 cache, one number each."""
 
 _NAMES = """

@@ -5,6 +5,7 @@ norms are, how it sees positions, and what its tensors are called.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -128,6 +129,26 @@ class LayerSpec:
     """The streams of which the residual stream consists, if there are several. The layer has norms
     around both parts, and an embedding of its own."""
 
+    second: "LayerSpec | None" = None
+    """A layer behind this one that is part of it, whose names are among `names`."""
+
+    shortcut: FeedForwardSpec | None = None
+    """A part beside the feed-forward part, with the same input, whose output is added behind the
+    second layer (shortcut-connected mixture of experts, Cai et al. 2024)."""
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """Of this layer and of the second one."""
+        mixers = (self.attention, None if self.second is None else self.second.attention)
+        return tuple(mixer for mixer in mixers if mixer is not None)
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForwardSpec, ...]:
+        """What follows attention in both, and beside them."""
+        second = None if self.second is None else self.second.feed_forward
+        parts = (self.feed_forward, second, self.shortcut)
+        return tuple(part for part in parts if part is not None)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftHeadSpec:
@@ -202,7 +223,7 @@ class DecoderSettings(ModelSettings):
 
     @property
     def activations(self) -> set[str]:
-        parts = [layer.feed_forward for layer in self.layers if layer.feed_forward is not None]
+        parts = chain.from_iterable(layer.feed_forwards for layer in self.layers)
         return {part.activation for part in parts if part.activation is not None}
 
     @property
@@ -215,9 +236,10 @@ class DecoderSettings(ModelSettings):
         ModelSettings.require_shards(self, layout)
         self._require_stages(layout)
         for layer in self.layers:
-            for part in (layer.attention, layer.feed_forward):
-                if part is not None:
-                    part.require_shards(layout)
+            for mixer in layer.mixers:
+                mixer.require_shards(layout)
+            for part in layer.feed_forwards:
+                part.require_shards(layout)
 
     def _require_stages(self, layout: Layout) -> None:
         """Raise InvalidOption if layers need what another stage has."""

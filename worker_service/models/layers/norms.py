@@ -14,9 +14,10 @@ from worker_service.models.interface import ModelContext, WeightTarget
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (offset + weight) over the last axis (Zhang and Sennrich 2019).
+    """x / rms(x) * (offset + weight) * scale over the last axis (Zhang and Sennrich 2019).
 
     With an offset, the sum is kept in float32: rounded to bfloat16, it would lose most of a weight.
+    So is the product with a scale, which is rounded only with the rows.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class RMSNorm(nn.Module):
         offset: float = 0.0,
         affine: bool = True,
         shard: Shard | None = None,
+        scale: float = 1.0,
     ) -> None:
         """affine: whether the checkpoint has a weight; otherwise that is 1. shard: the columns of
         this rank, as many as `size`; None: all. See `norm_shards`."""
@@ -36,10 +38,10 @@ class RMSNorm(nn.Module):
         self.weight, self.affine = context.empty(size), affine
         if not affine:
             self.weight.fill_(1)
-        if offset:
+        if offset or scale != 1.0:
             self.weight = self.weight.float()
         self.eps = eps
-        self._offset = offset
+        self._offset, self._scale = offset, scale
         self._kernels = kernels
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
@@ -49,9 +51,10 @@ class RMSNorm(nn.Module):
         return self._kernels.rms_norm(x, self.weight, self.eps, residual)
 
     def add_offset(self) -> None:
-        """Add the offset to the weight, which is loaded."""
+        """Add the offset to the weight, which is loaded, and multiply the sum by the scale."""
         self.weight += self._offset
-        self._offset = 0.0
+        self.weight *= self._scale
+        self._offset, self._scale = 0.0, 1.0
 
 
 def norm_shards(

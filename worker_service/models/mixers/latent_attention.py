@@ -59,6 +59,9 @@ class LatentAttentionSpec:
     eps: float
     """Of the RMS norms of latents."""
 
+    latent_scale: float = 1.0
+    """The factor of normed latents of keys and values."""
+
     bias: bool = False
     """Whether the products that make latents, and the output, have biases."""
 
@@ -111,7 +114,9 @@ class LatentAttention(nn.Module):
         if s.query_latent_dim is not None:
             self.query_norm = RMSNorm(s.query_latent_dim, s.eps, context, kernels.layers)
             self.query = Linear(first, [queries], bias=False, context=context, orders=[query_order])
-        self.latent_norm = RMSNorm(s.latent_dim, s.eps, context, kernels.layers)
+        self.latent_norm = RMSNorm(
+            s.latent_dim, s.eps, context, kernels.layers, scale=s.latent_scale
+        )
         self.expansion = Expansion(s, heads, context)
         self.output = RowParallelLinear(
             heads.times(s.value_dim), place.size, bias=s.bias, context=context
