@@ -597,6 +597,21 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             ),
         },
     ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            **_LATENT,
+            "kv_lora_rank": 128,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "moe_topk": 3,
+            "n_routed_experts": 6,
+            "zero_expert_num": 4,
+            "expert_ffn_hidden_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         "GptOssForCausalLM",

@@ -94,7 +94,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 THROUGH_TRANSFORMERS = ("phi", "cohere", "flex_olmo")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4", "gemma4_moe")
 NOT_ROUNDED = (
-    *("shared_expert_gate", "router", "router.proj", "kv_b_proj"),
+    *("shared_expert_gate", "router", "router.proj", "router.classifier", "kv_b_proj"),
     *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
 )
 
@@ -105,7 +105,8 @@ def _round(model: Any, quantization: str) -> None:
     for name, module in model.named_modules():
         for part in ("gate_up_proj", "down_proj"):
             if isinstance(experts := getattr(module, part, None), nn.Parameter):
-                is_transposed = getattr(module, "is_transposed", True)
+                is_longcat = type(module).__name__ == "LongcatFlashExperts"
+                is_transposed = getattr(module, "is_transposed", not is_longcat)
                 for expert in experts.data.mT if is_transposed else experts.data:
                     expert.copy_(quantize(expert, quantization).dequantize())
         is_linear = isinstance(module, (nn.Linear, Conv1D))
@@ -132,6 +133,7 @@ def _round(model: Any, quantization: str) -> None:
                     "glm4",
                     "gpt_neox",
                     "deepseek_v3",
+                    "longcat_flash",
                 ),
                 *EXPERTS,
                 *THROUGH_TRANSFORMERS,
@@ -147,6 +149,7 @@ def test_logits_are_those_of_the_rounded_weights(
     sizes = {
         "gpt_oss": {"head_dim": 32},
         "deepseek_v3": {"head_dim": 8},
+        "longcat_flash": {"head_dim": 8, "expert_ffn_hidden_size": 32},
         "gemma3n": {"hidden_size_per_layer_input": 32, "laurel_rank": 32},
         "gemma4_shared": {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300},
     }

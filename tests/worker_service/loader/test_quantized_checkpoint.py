@@ -57,7 +57,8 @@ def test_scales_may_lack_dimensions_of_size_one(name: str, tmp_path: Path) -> No
         *(("gptq 4", family) for family in ("qwen2", "opt", "mixtral", "phi3")),
         *(("fp8 of blocks of 128", family) for family in ("qwen3", "mixtral", "gemma2")),
         *(("nf4", family) for family in ("qwen2", "mixtral", "gemma2")),
-        *((name, "deepseek_v3") for name in ("fp8 of blocks of 128", "nf4")),
+        *(("fp8 of blocks of 128", family) for family in ("deepseek_v3", "longcat_flash")),
+        *(("nf4", family) for family in ("deepseek_v3", "longcat_flash")),
         ("gptq 4", "youtu"),
     ],
 )

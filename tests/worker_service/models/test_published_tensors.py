@@ -1,14 +1,15 @@
 """Tensors and keys that published checkpoints have, or lack, where `transformers` writes others."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.loading import assert_same, copy_checkpoint, edit_config, edit_tensors, load
-from worker_service.errors import BadCheckpoint
+from worker_service.errors import BadCheckpoint, UnsupportedModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,6 +25,25 @@ def test_a_x_k1_may_lack_corrections_and_have_norms_that_no_layer_uses(tmp_path:
     edit_tensors(path, edit)
     edit_config(path, topk_method="none")
     assert_same(path, path)
+
+
+def test_longcat_flash_has_no_weights_of_zero_experts_but_a_layer_that_predicts_tokens(
+    tmp_path: Path,
+) -> None:
+    path = copy_checkpoint("longcat_flash", tmp_path)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        of_zero = re.compile(r".*\.experts\.[6-9]\..*")  # which `transformers` writes
+        for name in [name for name in tensors if of_zero.fullmatch(name)]:
+            del tensors[name]
+        tensors["model.mtp.layers.0.eh_proj.weight"] = torch.ones(64, 128)
+
+    edit_tensors(path, edit)
+    edit_config(path, mla_scale_q_lora=True, mla_scale_kv_lora=True, zero_expert_type="identity")
+    assert_same(path, checkpoint("longcat_flash"))
+    edit_config(path, mla_scale_q_lora=False)
+    with pytest.raises(UnsupportedModel, match="mla_scale_q_lora: expected True, got False"):
+        load(path)
 
 
 @pytest.mark.parametrize("theta", [None, 10000.0])

@@ -98,6 +98,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "n_routed_experts": 6,
             "zero_expert_num": 2,
             "expert_ffn_hidden_size": 40,
+            "hidden_act": "mish",
         },
         "its code reads weights of linear layers itself",
     ),

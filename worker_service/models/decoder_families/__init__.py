@@ -82,6 +82,7 @@ from worker_service.models.decoder_families.llama_kin import (
     seed_oss_settings,
     smollm3_settings,
 )
+from worker_service.models.decoder_families.longcat import longcat_flash_settings
 from worker_service.models.decoder_families.mamba import mamba2_settings, mamba_settings
 from worker_service.models.decoder_families.mimo import mimo_v2_flash_settings
 from worker_service.models.decoder_families.mixture_kin import (
@@ -154,6 +155,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "YoutuForCausalLM": youtu_settings,
     "MiniCPM3ForCausalLM": minicpm3_settings,
     "Mistral4ForCausalLM": mistral4_settings,
+    "LongcatFlashForCausalLM": longcat_flash_settings,
     "OlmoeForCausalLM": olmoe_settings,
     "GraniteMoeForCausalLM": granite_moe_settings,
     "GraniteMoeSharedForCausalLM": granite_moe_shared_settings,

@@ -26,7 +26,7 @@ from worker_service.models.layers.norms import NormSpec
 from worker_service.models.layers.rotary import RotarySettings
 from worker_service.models.mixers.latent_attention import LatentAttentionSpec
 
-_NAMES = by_lines("""
+LATENT_NAMES = by_lines("""
 attention_norm          input_layernorm
 attention.inputs        self_attn.q_a_proj self_attn.kv_a_proj_with_mqa
 attention.query_norm    self_attn.q_a_layernorm
@@ -123,8 +123,8 @@ def latent_decoder(
     rotary_is_partial: whether the rotary embedding is that of a part of each head, not of heads of
     their own; expert_names: of layers with experts; others: further settings of the decoder."""
     norm = NormSpec(eps=config.get("rms_norm_eps", eps))
-    attention = _attention(config, query_latent_dim, rotary_is_partial=rotary_is_partial)
-    names = _NAMES
+    attention = latent_attention(config, query_latent_dim, rotary_is_partial=rotary_is_partial)
+    names = LATENT_NAMES
     if attention.query_latent_dim is None:
         names = {path: name for path, name in names.items() if "query" not in path} | _DIRECT
     if config.get("has_split_expansion"):  # of a GGUF file
@@ -148,9 +148,10 @@ def latent_decoder(
     return decoder_of(config, layers, norm, ignores_further_layers=True, **others)
 
 
-def _attention(
-    config: Config, query_latent_dim: int, *, rotary_is_partial: bool
+def latent_attention(
+    config: Config, query_latent_dim: int, *, rotary_is_partial: bool = False
 ) -> LatentAttentionSpec:
+    """Latent attention with the usual keys; the arguments as for `latent_decoder`."""
     rotary_dim, key_dim = config.get("qk_rope_head_dim", 64), config.get("qk_nope_head_dim", 128)
     head_dim = key_dim + rotary_dim if rotary_is_partial else rotary_dim
     partial = rotary_dim / head_dim
