@@ -58,6 +58,11 @@ _ARCHITECTURES = {
     "Qwen3_5ForCausalLM": ("qwen35", gguf.MODEL_ARCH.QWEN35),
     "Qwen3_5MoeForCausalLM": ("qwen35moe", gguf.MODEL_ARCH.QWEN35MOE),
     "GptOssForCausalLM": ("gpt-oss", gguf.MODEL_ARCH.GPT_OSS),
+    "GemmaForCausalLM": ("gemma", gguf.MODEL_ARCH.GEMMA),
+    "ArceeForCausalLM": ("arcee", gguf.MODEL_ARCH.ARCEE),
+    "OlmoeForCausalLM": ("olmoe", gguf.MODEL_ARCH.OLMOE),
+    "Dots1ForCausalLM": ("dots1", gguf.MODEL_ARCH.DOTS1),
+    "CohereForCausalLM": ("command-r", gguf.MODEL_ARCH.COMMAND_R),
     "Cohere2ForCausalLM": ("cohere2", gguf.MODEL_ARCH.COHERE2),
     "DeepseekV2ForCausalLM": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
     "DeepseekV3ForCausalLM": ("deepseek2", gguf.MODEL_ARCH.DEEPSEEK2),
@@ -87,9 +92,17 @@ _ARCHITECTURES = {
     "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
 }
 
+_OTHER_ARCHITECTURES = {
+    "llama_exaone": ("exaone", gguf.MODEL_ARCH.EXAONE),
+    "qwen2_vl": ("qwen2vl", gguf.MODEL_ARCH.QWEN2VL),
+    "qwen3_vl": ("qwen3vl", gguf.MODEL_ARCH.QWEN3VL),
+    "qwen3_moe_vl": ("qwen3vlmoe", gguf.MODEL_ARCH.QWEN3VLMOE),
+}
+"""Of files of models that compute the same as another one."""
+
 _PAIRS_ROTATED = (
     *("llama", "granite", "granitemoe", "granitehybrid", "mistral3", "nemotron_h"),
-    *("nemotron_h_moe", "smollm3"),
+    *("nemotron_h_moe", "smollm3", "arcee"),
 )
 """Architectures whose converter permutes queries and keys."""
 
@@ -169,6 +182,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_alpha": {"head_dim": 64},
     "hunyuan_moe": {"head_dim": 64, "moe_topk": 2},
     "llama": {"head_dim": 64},
+    "gemma": {"head_dim": 64, "tie_word_embeddings": True},
+    "olmoe": {"norm_topk_prob": False},  # files do not have it
+    "dots1": {"moe_intermediate_size": 256, "sliding_window": None, "layer_types": None},
     "qwen3": {"head_dim": 64},
     "gemma2": {**_GEMMA, "num_hidden_layers": 4},
     "gemma3": {**_GEMMA, "num_hidden_layers": 7, "layer_types": None},
@@ -244,6 +260,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron_h_latent": {**_NEMOTRON, "moe_latent_size": 128},
     "jamba": {"mamba_d_state": 32},
     "qwen3_moe": {**_EXPERTS, "head_dim": 64, "norm_topk_prob": True},
+    "qwen3_moe_vl": {**_EXPERTS, "head_dim": 64, "norm_topk_prob": True},
 }
 """By family; a name may go on after that of the checkpoint's family."""
 
@@ -257,10 +274,11 @@ def make_gguf(
     """
     from transformers import AutoConfig
 
-    base = re.sub("_(long|partial|expanded|folded|joined|square)$", "", family)
+    base = re.sub("_(long|partial|expanded|folded|joined|square|exaone|vl)$", "", family)
     source = make_checkpoint(base, folder / "source", **SHAPE, **_OVERRIDES.get(family, {}))
     config = AutoConfig.from_pretrained(source)
-    name, number = _ARCHITECTURES[config.architectures[0]]
+    own = _ARCHITECTURES[config.architectures[0]]
+    name, number = _OTHER_ARCHITECTURES.get(family, own)
     if "moe" in getattr(config, "layers_block_type", ()):
         name, number = "nemotron_h_moe", gguf.MODEL_ARCH.NEMOTRON_H_MOE
     file = folder / f"{family}-{kind}.gguf"
@@ -677,7 +695,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         _add_states(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
-    if kind == "cohere2":
+    if kind in ("cohere", "cohere2"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
     else:
         fields = {"lfm2": "norm_eps", "lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
@@ -965,7 +983,7 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_leading_dense_block_count(0)
     if kind == "lfm2_moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
-    if kind in ("glm4_moe", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear"):
+    if kind in ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if kind == "hunyuan_v1_moe":
         writer.add_expert_shared_count(1)
@@ -978,7 +996,7 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_moe_latent_size(config.moe_latent_size or 0)
-    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_linear", "mistral4"):
+    if kind in ("glm4_moe", "dots1", "deepseek_v2", "deepseek_v3", "kimi_linear", "mistral4"):
         writer.add_expert_shared_count(config.n_shared_experts)
         is_kimi = kind == "kimi_linear"
         num_dense = (

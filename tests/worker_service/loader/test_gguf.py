@@ -43,6 +43,8 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v2_expanded"),
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
+        *("llama_exaone", "qwen2_vl", "qwen3_vl", "qwen3_moe_vl"),
+        *("gemma", "arcee", "olmoe", "dots1", "cohere_plain"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
         *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe", "jamba", "nemotron_h"),
         *("nemotron_h_moe", "nemotron_h_latent"),

@@ -58,7 +58,7 @@ FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba")
 
 def architecture_of(model_type: str) -> str | None:
     """`general.architecture` of files of models of this `model_type`; None if there are none."""
-    found = {row.kind: name for name, row in ARCHITECTURES.items()}
+    found = {row.kind: name for name, row in reversed(ARCHITECTURES.items())}
     found |= {MISTRAL[1]: "llama", MIXTRAL[1]: "llama", OLMO3[1]: "olmo2"}
     found[FALCON_MAMBA[1]] = "mamba"
     return found.get(model_type)

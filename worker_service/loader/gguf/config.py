@@ -38,13 +38,14 @@ from worker_service.loader.gguf.rope import rope_parameters
 _LATENT = ("deepseek_v2", "deepseek_v3", "youtu", "kimi_linear", "mistral4")
 """`model_type` of models with latent attention."""
 
-_OTHER_EPSILON = ("cohere2", "nemotron_h")
+_OTHER_EPSILON = ("cohere", "cohere2", "nemotron_h")
 """`model_type` of models with the number of layer norms, whichever norms they have."""
 
 _NO_EFFECT = (
     *(".vocab_size", ".tensor_data_layout", ".rope.scaling.finetuned"),
     ".rope.scaling.original_context_length",
     ".rope.dimension_sections",  # positions of text are the same in all of them
+    ".n_deepstack_layers",  # of images
 )
 """Ends of settings that describe a file or its history, or have an effect with others only."""
 

@@ -151,13 +151,17 @@ MIXTURES: dict[str, Mixture] = {
     "ernie4_5_moe": Mixture(
         count="moe_num_experts", num_used="moe_k", size="moe_intermediate_size", further=_ernie
     ),
+    "olmoe": Mixture(fixed={"norm_topk_prob": False}, is_divided=False),
     "qwen2_moe": _QWEN,
     **dict.fromkeys(DELTA_NETS, _QWEN),
     "qwen3_moe": Mixture(size="moe_intermediate_size", fixed={"norm_topk_prob": True}),
     "lfm2_moe": Mixture(
         size="moe_intermediate_size", fixed={"norm_topk_prob": True}, scores=SIGMOID
     ),
-    "glm4_moe": Mixture(count=None, further=_scored, scores=SIGMOID, has_scale=True),
+    **dict.fromkeys(
+        ("glm4_moe", "dots1"),
+        Mixture(count=None, further=_scored, scores=SIGMOID, has_scale=True),
+    ),
     "nemotron_h": Mixture(count=None, further=_nemotron, scores=SIGMOID, has_scale=True),
     "deepseek_v2": Mixture(count=None, further=_deepseek2, has_scale=True),
     "deepseek_v3": Mixture(count=None, further=_deepseek3, scores=SIGMOID, has_scale=True),

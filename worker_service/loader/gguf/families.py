@@ -70,8 +70,17 @@ def _olmo3(meta: Metadata, config: Config) -> dict[str, Any]:
     return {"rope_parameters": with_local_rope(rope, theta)}
 
 
+def _olmoe(meta: Metadata, _: Config) -> dict[str, Any]:
+    limit = meta.get("attention.clamp_kqv", 0.0)
+    return {"clip_qkv": meta.real("attention.clamp_kqv") if limit else None}
+
+
 def _cohere2(meta: Metadata, config: Config) -> dict[str, Any]:
     return {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": meta.real("logit_scale")}
+
+
+def _cohere(meta: Metadata, config: Config) -> dict[str, Any]:
+    return {**_cohere2(meta, config), "use_qk_norm": meta.has_tensor("attn_q_norm.weight")}
 
 
 FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
@@ -96,7 +105,11 @@ FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
     "phimoe": _phimoe,
     "gpt_oss": _gpt_oss,
     "olmo3": _olmo3,
+    "cohere": _cohere,
     "cohere2": _cohere2,
+    "gemma": lambda *_: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+    "arcee": lambda *_: {"hidden_act": "relu2"},
+    "olmoe": _olmoe,
     "minimax_m2": lambda _, config: {"rotary_dim": rotary_dim(config)},
     "seed_oss": lambda meta, _: {"attention_out_bias": "blk.0.attn_output.bias" in meta.tensors},
     "glm4_moe": lambda meta, _: {"use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors},

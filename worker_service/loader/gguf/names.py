@@ -22,7 +22,7 @@ from worker_service.loader.tensors import OpenFiles
 
 _PAIRS_ROTATED = (
     *("llama", "granite", "granitemoe", "granitehybrid", "mistral3", "nemotron_h"),
-    *("nemotron_h_moe", "smollm3"),
+    *("nemotron_h_moe", "smollm3", "arcee"),
 )
 """Architectures with RoPE of neighbouring elements in files, and of halves in `transformers`, so
 that the rows of queries and keys are permuted, as are those of models without RoPE that share their
