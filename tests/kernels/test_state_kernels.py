@@ -19,6 +19,7 @@ from tests.support.paged_states import PagedStates
 from tests.support.state_layers import (
     ALL,
     LAYERS,
+    LIKE_OTHERS,
     Convolution,
     Layer,
     Mamba2,
@@ -40,6 +41,13 @@ each_implementation = pytest.mark.parametrize(
 
 
 each_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+each_kind = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=pytest.mark.long if name in LIKE_OTHERS else [])
+        for name, make in LAYERS.items()
+    ],
+)
 
 
 @each_implementation
@@ -56,7 +64,7 @@ def test_a_layer_is_what_it_is_called(
 
 
 @each_implementation
-@each_layer
+@each_kind
 def test_a_token_has_the_same_bits_in_any_step(
     kernels: LayerKernels, make: Callable[[torch.dtype], Layer]
 ) -> None:
@@ -82,7 +90,7 @@ def test_a_token_has_the_same_bits_in_any_step(
 
 
 @each_implementation
-@each_layer
+@each_kind
 def test_states_are_saved_where_they_are_reached(
     kernels: LayerKernels, make: Callable[[torch.dtype], Layer]
 ) -> None:
@@ -90,7 +98,7 @@ def test_states_are_saved_where_they_are_reached(
 
 
 @each_implementation
-@each_layer
+@each_kind
 def test_a_state_without_pages_begins_at_zero_and_is_not_kept(
     kernels: LayerKernels, make: Callable[[torch.dtype], Layer]
 ) -> None:
@@ -103,7 +111,7 @@ def test_a_state_without_pages_begins_at_zero_and_is_not_kept(
 
 
 @each_implementation
-@each_layer
+@each_kind
 def test_a_state_that_is_not_finite_stays_in_its_sequence(
     kernels: LayerKernels, make: Callable[[torch.dtype], Layer]
 ) -> None:

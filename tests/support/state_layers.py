@@ -275,6 +275,10 @@ LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     "mamba2 with limits": lambda dtype: Mamba2(dtype, dt_limits=(0.3, 1.5)),
 }
 
+LIKE_OTHERS = {f"convolution of {width}" for width in (2, 4, 5, 6, 7)}
+LIKE_OTHERS |= {"linear convolution", "mamba2 with limits", "delta rule with negative eigenvalues"}
+"""Layers that differ from others in their numbers, not in how they keep a state."""
+
 ALL = [(seq, 0, 40) for seq in range(3)]
 """All rows of all sequences."""
 

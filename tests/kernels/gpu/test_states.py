@@ -8,7 +8,15 @@ import torch
 from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.triton import TritonLayerKernels
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
-from tests.support.state_layers import LAYERS, Layer, Mamba1, check_saves, in_wider_rows, random
+from tests.support.state_layers import (
+    LAYERS,
+    LIKE_OTHERS,
+    Layer,
+    Mamba1,
+    check_saves,
+    in_wider_rows,
+    random,
+)
 
 pytestmark = MARKS
 
@@ -36,6 +44,10 @@ each_kind = pytest.mark.parametrize(
 """All but the layers `OF_EACH_KIND` are long tests."""
 
 
+def _is_long(name: str, dtype: torch.dtype) -> bool:
+    return name not in OF_EACH_KIND and (dtype != torch.float32 or name in LIKE_OTHERS)
+
+
 @pytest.mark.parametrize(
     ("make", "dtype"),
     [
@@ -43,7 +55,7 @@ each_kind = pytest.mark.parametrize(
             make,
             dtype,
             id=f"{name}-{dtype}",
-            marks=[] if dtype == torch.float32 or name in OF_EACH_KIND else pytest.mark.long,
+            marks=pytest.mark.long if _is_long(name, dtype) else [],
         )
         for name, make in LAYERS.items()
         for dtype in DTYPES

@@ -195,8 +195,8 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     [
         ("dense", {}),
         ("large table", {"quantization": "int4"}),
-        ("fp8", {}),
         ("Q4_K", {}),
+        pytest.param("fp8", {}, marks=pytest.mark.long),
         pytest.param("nf4", {}, marks=pytest.mark.long),
         pytest.param("dense", {"quantization": "int8"}, marks=pytest.mark.long),
         pytest.param("dense", {"quantization": "int4"}, marks=pytest.mark.long),

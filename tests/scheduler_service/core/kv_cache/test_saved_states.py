@@ -164,8 +164,7 @@ def test_what_requests_share_that_arrive_together_is_computed_once(
     assert num_computed_again(life, prompts) <= NUM_SHARED + 16 * len(prompts)
 
 
-@pytest.mark.parametrize("budget", [256, 2048])
-@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize(("is_together", "budget"), [(False, 2048), (True, 256)])
 @pytest.mark.parametrize("groups", [(CacheGroup(block_tokens=64), STATE), (STATE,)])
 def test_what_requests_share_is_computed_at_most_twice_whenever_they_come(
     groups: tuple[CacheGroup, ...], budget: int, is_together: bool

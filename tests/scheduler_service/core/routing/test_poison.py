@@ -85,9 +85,8 @@ def killed_by(record: RequestRecord, num_tokens: int) -> Callable[[StepPlan], bo
 @pytest.mark.parametrize(
     ("kind", "num_tokens", "place"),
     [
-        ("one choice", 0, 0),
         ("one choice", 7, 200),
-        ("three choices", 7, 100),
+        ("three choices", 0, 0),
         ("a beam search", 0, 100),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,23 @@ def without_drafts(model: Path) -> list[list[Output]]:
     return found
 
 
-@pytest.mark.parametrize("executor", [AheadExecutor, LateSampler])
-@pytest.mark.parametrize("speculative", LEAST_KEPT)
+ORDINARY = [
+    ("ngram", AheadExecutor),
+    ("suffix", LateSampler),
+    ("draft", AheadExecutor),
+    ("eagle", LateSampler),
+    ("mtp", AheadExecutor),
+]
+"""Each drafter with one of the orders in which hosts learn tokens."""
+
+
+@pytest.mark.parametrize(
+    ("speculative", "executor"),
+    [
+        case if case in ORDINARY else pytest.param(*case, marks=pytest.mark.long)
+        for case in product(LEAST_KEPT, (AheadExecutor, LateSampler))
+    ],
+)
 def test_ranks_keep_drafts_and_every_bit(
     speculative: str, executor: type[AheadExecutor], right: Path, tmp_path: Path
 ) -> None:

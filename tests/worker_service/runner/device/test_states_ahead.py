@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from tests.support.cases import each_with_one_of
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import AheadWorker, InProcessEngine, InProcessWorker, Output
 from tests.support.paged_driver import NAN
@@ -60,8 +61,10 @@ def test_chunks_of_prompts_change_no_bit(family: str) -> None:
     _check(family, engine.generate(prompts(), NUM_TOKENS, logprobs=0))
 
 
-@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    each_with_one_of(FAMILIES, (PreemptionMode.SWAP,), (PreemptionMode.RECOMPUTE,)),
+)
 def test_preempted_sequences_continue_to_the_bit(family: str, mode: PreemptionMode) -> None:
     config = SchedulerConfig(preemption_mode=mode, max_num_batched_tokens=24, watermark=0.0)
     engine = AheadEngine(checkpoint(family), num_gpu_blocks=60, num_cpu_blocks=160, config=config)

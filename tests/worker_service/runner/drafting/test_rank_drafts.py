@@ -103,7 +103,7 @@ def test_ranks_keep_drafts_and_every_bit(
     assert num_kept > LEAST_KEPT[speculative]
 
 
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", [pytest.param("lfm2", marks=pytest.mark.long), "qwen3_5"])
 def test_ranks_with_states_keep_drafts_and_every_bit(family: str, tmp_path: Path) -> None:
     """Where most drafts are wrong: the other rank restores states as well."""
     model = checkpoint(family)
@@ -118,8 +118,8 @@ def test_ranks_with_states_keep_drafts_and_every_bit(family: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("family", "layout", "speculative"),
     [
-        ("mistral", (2, 1), "draft"),
         ("mistral", (1, 2), "eagle"),
+        pytest.param("mistral", (2, 1), "draft", marks=pytest.mark.long),
         pytest.param("qwen2_sliding", (1, 2), "draft", marks=pytest.mark.long),
         pytest.param("qwen2_sliding", (2, 2), "eagle", marks=pytest.mark.long),
     ],
