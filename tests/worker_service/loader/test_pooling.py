@@ -511,12 +511,15 @@ def test_the_pooler_config_changes_what_files_say(
             {"pooler_config": '{"pooling_type": "STEP"}'},
             r"pooling_type: expected LAST or .* 'STEP'",
         ),
+        ({"pooler_config": '{"pooling_type": ["LAST"]}'}, r"expected LAST or .* \['LAST'\]"),
         ({"pooler_config": '{"normalize": 1}'}, r"normalize: expected true or false, got 1"),
         ({"pooler_config": '{"dimensions": 65}'}, r"dimensions: expected 1 to 64, got 65"),
         ({"pooler_config": '{"max_embed_len": 9}'}, r"max_embed_len: expected pooling_type, .* 9"),
         ({"classifier_tokens": "a"}, r"classifier_tokens: expected two or more tokens"),
         ({"classifier_tokens": "a,quite"}, r"'quite' is no token of the vocabulary"),
         ({"pair_template": "no/file", "runner": "pooling"}, r"pair_template: .* got 'no/file'"),
+        ({"pair_template": "{{ query }}"}, r"pair_template: expected none, .* generates; --runner"),
+        ({"pair_template": "{{ query }}", "runner": "pooling"}, r"pair_template: .* makes vectors"),
     ],
 )
 def test_options_that_cannot_be_obeyed_are_refused_by_name(

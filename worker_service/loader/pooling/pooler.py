@@ -55,6 +55,11 @@ def pools(config: ModelConfig, hf_config: Mapping[str, Any], model_dir: Path) ->
         reason = "the file has a pooling_type"
     elif not generates(hf_config):
         reason = f"{architecture} does not generate"
+    elif config.pair_template is not None:
+        raise InvalidOption(
+            f"pair_template: expected none, since {architecture} generates; --runner pooling, or"
+            " --classifier-tokens, lets it score pairs"
+        )
     if reason:
         logger.info("runner chosen runner=pooling reason=%s; --runner overrides it", reason)
     return bool(reason)
@@ -84,6 +89,11 @@ class PoolerBuilder:
         facts, classifier = self._with_classifier(facts, model)
         if self._config.pair_template is not None:
             template = read_template("pair_template", self._config.pair_template)
+            if not facts.labels:
+                raise InvalidOption(
+                    "pair_template: expected none, since the model makes vectors, which it makes"
+                    " of one text at a time"
+                )
             facts = replace(facts, pair_template=template)
         if facts.max_text_tokens >= model.max_model_len:
             facts = replace(facts, max_text_tokens=0)
@@ -209,7 +219,7 @@ def with_pooler_config(facts: PoolingFacts, text: str | None) -> PoolingFacts:
 
 def _with_key(facts: PoolingFacts, key: str, value: Any) -> PoolingFacts:
     if key in ("pooling_type", "seq_pooling_type"):
-        if value not in _TYPES:
+        if not isinstance(value, str) or value not in _TYPES:
             raise InvalidOption(f"pooler_config: {key}: expected {_named(_TYPES)}, got {value!r}")
         kind = _TYPES[value]
         if facts.labels:
