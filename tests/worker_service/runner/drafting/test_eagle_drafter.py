@@ -254,7 +254,10 @@ def test_drafts_are_those_of_a_plain_implementation(
     engine.drafter.assert_drafts_are_those_of(reference, every=3)
 
 
-@pytest.mark.parametrize("runner", list(RUNNERS))
+@pytest.mark.parametrize(
+    "runner",
+    [name if name != "eager" else pytest.param(name, marks=pytest.mark.long) for name in RUNNERS],
+)
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_outputs_are_those_without_drafts(
     target: Path, head: Path, sampling: dict[str, Any], runner: str
