@@ -260,6 +260,11 @@ def test_states_are_those_of_an_undisturbed_run(family: str) -> None:
     assert [kind for kind in sorted(kinds) if total[kind] == 0] == []
 
 
+@pytest.mark.parametrize("number", range(1, NUM_QUICK, 4))
+def test_layers_of_two_attentions_compute_as_in_an_undisturbed_run(number: int) -> None:
+    assert compare_runs(number, family="longcat_flash")["steps"] > 0
+
+
 def compare_tokens(got: Received, wanted: Received) -> None:
     """The device's sampler rounds log probabilities in another way."""
     for ours, theirs in zip(got.choices, wanted.choices, strict=True):
@@ -447,6 +452,13 @@ def test_states_of_more_are_those_of_an_undisturbed_run_with_and_without_drafts(
     for number in set(range(24)).difference(numbers_of(family)):
         assert compare_runs(number, family=family)["steps"] > 0
         assert speculation(number, family=family)["steps"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", LONG[:48])
+def test_more_layers_of_two_attentions_compute_so_with_and_without_drafts(number: int) -> None:
+    assert compare_runs(number, family="longcat_flash")["steps"] > 0
+    assert speculation(number, family="longcat_flash")["steps"] > 0
 
 
 @pytest.mark.long

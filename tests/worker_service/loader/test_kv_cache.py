@@ -27,8 +27,8 @@ def _load(path: Path, *, backend: str | None = "reference", **cache: object) -> 
     return load_model(config, CacheConfig(**cache))  # type: ignore[arg-type]
 
 
-def _with_scales(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
-    path = copy_checkpoint("llama", folder)
+def _with_scales(folder: Path, scales: dict[str, torch.Tensor], family: str = "llama") -> Path:
+    path = copy_checkpoint(family, folder)
     edit_tensors(path, lambda tensors: tensors.update(scales))
     return path
 
@@ -158,6 +158,18 @@ def test_scales_come_from_the_checkpoint_where_it_has_them(tmp_path: Path) -> No
     expected = logits(_load(checkpoint("llama")))
     found = logits(loaded)
     assert float((found - expected).norm() / expected.norm()) < 0.1
+
+
+def test_both_attentions_of_a_layer_have_scales_in_the_checkpoint(tmp_path: Path) -> None:
+    scales = {
+        "model.layers.0.self_attn.0.k_scale": torch.tensor(0.25),
+        "model.layers.1.self_attn.1.k_scale": torch.tensor(0.5),
+    }
+    path = _with_scales(tmp_path, scales, "longcat_flash")
+    loaded = _load(path, kv_cache_dtype="fp8")
+    assert isinstance(loaded.model, DecoderModel)
+    holders = loaded.model.kv_scale_holders()
+    assert [holder.key_scale for _, holder in holders] == [0.25, 1.0, 1.0, 0.5]
 
 
 def test_scales_are_ignored_by_a_cache_of_the_models_own_dtype(tmp_path: Path) -> None:
