@@ -395,12 +395,12 @@ class SchedulerCore:
     def _fail_unroutable(self, model: ServedModel, now: float) -> None:
         """End requests that no worker group, present or expected back, is large enough for."""
         for seq_group in model.recovery.unroutable(model.capacities()):
-            limits = [fitting.max_tokens_held(seq_group, c) for c in model.capacities()]
-            too_small = [limit for limit in limits if limit < seq_group.max_known_tokens]
+            caches = [fitting.num_cache_tokens(seq_group, c) for c in model.capacities()]
+            too_small = [cache for cache in caches if cache < seq_group.max_known_tokens]
             tokens = max(seq_group.placement.exceeded_tokens, *too_small, 0)
             error = GenerationFailed(
-                f"the request has outgrown the {tokens} tokens that a worker group can hold, and "
-                "none that holds more is there or expected back; lost ones are waited for "
+                f"the request has outgrown the KV cache of {tokens} tokens, and no worker group "
+                "with a larger one is there or expected back; lost ones are waited for "
                 f"{self._config.max_outgrown_wait_s:g} s",
                 reason="KV_CACHE_TOO_SMALL",
                 details={

@@ -12,7 +12,6 @@ def fits(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> bool:
     return (
         seq_group.request.work.kind in capacity.work_kinds
         and max_output_tokens(seq_group, capacity) > 0
-        and seq_group.max_known_tokens <= max_length(seq_group, capacity)
         and num_tokens <= num_cache_tokens(seq_group, capacity)
         and not (has_limit and not tenant.may_ever_hold(max_kv_quota(seq_group, capacity)))
     )
@@ -40,12 +39,6 @@ def max_output_tokens(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -
 def max_length(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> int:
     """Maximum number of tokens that it requests and that the worker group's model allows."""
     return seq_group.num_prompt_tokens + max_output_tokens(seq_group, capacity)
-
-
-def max_tokens_held(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> int:
-    """Most known tokens with which one of its sequences can go on in the worker group: those that
-    its cache can hold, and its model allows."""
-    return min(num_cache_tokens(seq_group, capacity), max_length(seq_group, capacity))
 
 
 def num_cache_tokens(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> int:

@@ -168,8 +168,7 @@ class CoreDriver:
             worker.inherit(former.worker)
         self.links[capacity.worker_group_id] = WorkerLink(capacity, worker, records=records)
         self._follow_up(*self.links)
-        lengths = self.promises.max_model_lens
-        lengths[capacity.model] = max(capacity.max_model_len, lengths.get(capacity.model, 0))
+        self.promises.max_model_lens[capacity.model] = capacity.max_model_len
         self.promises.workers.append(capacity)
 
     def _worker_at(self, address: str) -> SymbolicWorker | None:
@@ -505,11 +504,12 @@ class CoreDriver:
             for group_id in groups if record.is_live else ():
                 capacity = self.links[group_id].capacity
                 prompt = len(record.request.prompt_token_ids)
-                known = longest = prompt + max(len(choice.tokens) for choice in record.choices)
+                longest = prompt + max(len(choice.tokens) for choice in record.choices)
                 if record.request.work.beam_search is not None:  # none of its tokens are reported
                     longest = capacity.max_model_len * record.request.work.beam_search.width
-                fits = prompt < capacity.max_model_len >= known
-                fits &= longest <= num_cache_tokens(record, capacity)
+                fits = prompt < capacity.max_model_len and longest <= num_cache_tokens(
+                    record, capacity
+                )
                 assert not fits or capacity.model != record.request.model, "it waits for nothing"
 
     # What frontends see.

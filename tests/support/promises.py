@@ -20,7 +20,7 @@ class Promises:
         self.num_cached_tokens = 0
         """Prompt tokens of finished requests that were found in prefix caches."""
         self.max_model_lens: dict[str, int] = {}
-        """Of all workers, the longest by model."""
+        """Of all workers, by model."""
         self.workers: list[WorkerGroupCapacity] = []
         """All there ever were."""
         self._config = config
@@ -103,7 +103,7 @@ class Promises:
         self._check_prefixes(record)
         lengths = [len(self._expected(record, i)) for i in range(len(record.choices))]
         if record.error.reason == "KV_CACHE_TOO_SMALL":
-            assert int(record.error.details["num_cache_tokens"]) >= self._most_tokens_held(record)
+            assert int(record.error.details["num_cache_tokens"]) >= self._most_cache_tokens(record)
         if record.request.work.beam_search is not None:
             assert not any(choice.tokens for choice in record.choices), "reported before the end"
             return
@@ -115,15 +115,15 @@ class Promises:
         if record.error.reason == "KV_CACHE_TOO_SMALL":
             longest = len(record.request.prompt_token_ids) + max(lengths)
             workers = [w for w in self.workers if w.model == record.request.model]
-            assert longest > min(_num_tokens_held(record, worker) for worker in workers)
+            assert longest > min(num_cache_tokens(record, worker) for worker in workers)
 
-    def _most_tokens_held(self, record: RequestRecord) -> int:
+    def _most_cache_tokens(self, record: RequestRecord) -> int:
         """Of the groups there are in which a request can have all the tokens that it asks for."""
         model = record.request.model
         groups = [group for group in self._capacities() if group.model == model]
         longest = max(group.max_model_len for group in groups)
         groups = [group for group in groups if group.max_model_len == longest]
-        return max(_num_tokens_held(record, group) for group in groups)
+        return max(num_cache_tokens(record, group) for group in groups)
 
 
 def num_cache_tokens(record: RequestRecord, capacity: WorkerGroupCapacity) -> int:
@@ -131,11 +131,6 @@ def num_cache_tokens(record: RequestRecord, capacity: WorkerGroupCapacity) -> in
     beams = record.request.work.beam_search
     num_states = 0 if beams is None else beams.width - 1
     return capacity.num_cache_tokens_beside(num_source_tokens(record.request.context), num_states)
-
-
-def _num_tokens_held(record: RequestRecord, capacity: WorkerGroupCapacity) -> int:
-    """The same, if its model allows as many."""
-    return min(num_cache_tokens(record, capacity), capacity.max_model_len)
 
 
 def _check_timings(record: RequestRecord, timings: RequestTimings, now: float) -> None:

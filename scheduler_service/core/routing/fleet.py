@@ -98,7 +98,9 @@ class ServedModel:
     def remove(self, scheduler: Scheduler, now_us: int) -> None:
         """Remove a worker group. Unless it was draining, a replacement is expected."""
         self.schedulers.remove(scheduler)
-        if not scheduler.is_draining:
+        if scheduler.is_draining:
+            self.recovery.lose_drained(now_us)
+        else:
             self.recovery.expect_back(scheduler.capacity, now_us)
 
     @property

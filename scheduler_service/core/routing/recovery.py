@@ -30,8 +30,8 @@ class Recovery:
     lost: list[LostWorkerGroup] = field(default_factory=list)
     """Worker groups that were lost and not replaced, the first to be given up first."""
     accepted_until_us: dict[SequenceGroup, float] = field(default_factory=dict)
-    """Requests of `unschedulable` that have begun, or that another core accepted, and the time
-    until which each waits for a worker group that is gone, or that only the other core knew."""
+    """Requests of `unschedulable` that have begun, that another core accepted, or that a drained
+    worker group has left behind, and the time until which each waits for one that can hold it."""
 
     def expect_back(self, capacity: WorkerGroupCapacity, now_us: int) -> None:
         """Expect a lost worker group's replacement."""
@@ -55,6 +55,12 @@ class Recovery:
         for seq_group in [g for g in self.accepted_until_us if g not in self.unschedulable]:
             del self.accepted_until_us[seq_group]  # it fits a worker group that has joined
 
+    def lose_drained(self, now_us: int) -> None:
+        """Let requests that may have waited for a drained worker group, which is gone, wait no
+        longer than for a lost one."""
+        for seq_group in self.unschedulable:
+            self.accepted_until_us.setdefault(seq_group, now_us + self.max_lost_us)
+
     def discard(self, seq_group: SequenceGroup) -> None:
         """Remove a request, if it is here."""
         self.unschedulable.discard(seq_group)
@@ -77,10 +83,9 @@ class Recovery:
     def _give_up_unknown(
         self, seq_group: SequenceGroup, present: list[WorkerGroupCapacity]
     ) -> None:
-        """Stop waiting for a worker group that is unknown. A request that fits a lost
-        worker group keeps waiting as long as that group is expected back; any other request counts
-        as too large for all groups, unless none is present: they may return with other
-        capacities."""
+        """Stop waiting for a worker group that may never join. A request that fits a lost one keeps
+        waiting as long as that group is expected back; any other request counts as too large for
+        all groups, unless none is present: they may return with other capacities."""
         del self.accepted_until_us[seq_group]
         large = [lost for lost in self.lost if fitting.fits(seq_group, lost.capacity)]
         if large:
@@ -88,7 +93,7 @@ class Recovery:
         elif present and not seq_group.placement.exceeded_tokens:
             capacities = [*present, *(lost.capacity for lost in self.lost)]
             max_tokens = max(
-                1, *(fitting.max_tokens_held(seq_group, capacity) for capacity in capacities)
+                1, *(fitting.num_cache_tokens(seq_group, capacity) for capacity in capacities)
             )
             seq_group.placement.exceeded_tokens = max_tokens
 

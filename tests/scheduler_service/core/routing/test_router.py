@@ -17,7 +17,7 @@ from scheduler_service.core.scheduling.scheduler import make_scheduler as make_g
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import StepResult
 from scheduler_service.core.tenants import Tenants
-from scheduler_service.errors import DeadlineExceeded
+from scheduler_service.errors import DeadlineExceeded, PromptTooLong
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver, make_request
 from tests.support.steps import make_work
 
@@ -468,13 +468,33 @@ def test_one_that_came_later_and_takes_precedence_less_is_room_for_a_refused_req
     driver.check_empty()
 
 
-@pytest.mark.parametrize("shorter", [{"num_gpu_blocks": 5}, {"max_model_len": 20}])
+def test_a_prompt_that_fits_a_drained_group_alone_is_refused_if_none_replaces_it() -> None:
+    driver = make_driver(make_capacity("large"), max_outgrown_wait_s=30.0, max_num_seqs=1)
+    running = driver.submit(prompt=[1, 2, 3], max_tokens=4)
+    driver.step("large")
+    waiting = driver.submit(prompt=list(range(30)), max_tokens=4)
+    driver.add_worker_group(make_capacity("small", num_gpu_blocks=5))
+    driver.drain_worker_group("large")
+    driver.run_until_idle()
+    assert running.finished is not None
+    assert driver.core.is_drained("large")
+    driver.lose_worker_group("large")
+    driver.run_until_idle()
+    driver.expire(29.0)
+    driver.collect()
+    assert waiting.is_live
+    driver.expire(1.0)
+    driver.collect()
+    assert isinstance(waiting.error, PromptTooLong)
+    driver.check_empty()
+
+
 @pytest.mark.parametrize("returns", [True, False])
-def test_a_request_with_more_tokens_than_the_groups_that_are_left_take_waits_for_a_lost_one(
-    shorter: dict[str, int], returns: bool
+def test_a_request_with_more_tokens_than_the_groups_that_are_left_hold_waits_for_a_lost_one(
+    returns: bool,
 ) -> None:
     driver = make_driver(make_capacity("large"), max_outgrown_wait_s=30.0)
-    driver.add_worker_group(make_capacity("small", **shorter))
+    driver.add_worker_group(make_capacity("small", num_gpu_blocks=5))
     record = driver.submit(prompt=list(range(10)), max_tokens=40)
     driver.step("large", 22)
     driver.lose_worker_group("large")
