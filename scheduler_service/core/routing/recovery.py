@@ -84,12 +84,15 @@ class Recovery:
         self, seq_group: SequenceGroup, present: list[WorkerGroupCapacity]
     ) -> None:
         """Stop waiting for a worker group that may never join. A request that fits a lost one keeps
-        waiting as long as that group is expected back; any other request counts as too large for
-        all groups, unless none is present: they may return with other capacities."""
+        waiting as long as that group is expected back, and one that fits a present one as long
+        as that drains; any other request counts as too large for all groups, unless none is
+        present: they may return with other capacities."""
         del self.accepted_until_us[seq_group]
         large = [lost for lost in self.lost if fitting.fits(seq_group, lost.capacity)]
         if large:
             self.accepted_until_us[seq_group] = large[-1].expected_until_us
+        elif any(fitting.fits(seq_group, capacity) for capacity in present):
+            pass
         elif present and not seq_group.placement.exceeded_tokens:
             capacities = [*present, *(lost.capacity for lost in self.lost)]
             max_tokens = max(

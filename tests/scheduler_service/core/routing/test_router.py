@@ -489,6 +489,25 @@ def test_a_prompt_that_fits_a_drained_group_alone_is_refused_if_none_replaces_it
     driver.check_empty()
 
 
+def test_a_request_of_a_former_core_waits_for_the_replacement_of_a_draining_group() -> None:
+    driver = make_driver(max_outgrown_wait_s=30.0)
+    running = driver.submit(prompt=[1, 2, 3], max_tokens=40)
+    driver.step("g0")
+    driver.drain_worker_group("g0")
+    waiting = driver.submit(prompt=list(range(8)), max_tokens=4, was_accepted=True)
+    driver.run_until_idle()
+    driver.expire(31.0)
+    driver.collect()
+    assert running.finished is not None
+    assert waiting.is_live
+    driver.lose_worker_group("g0")
+    driver.expire(29.0)
+    driver.add_worker_group(make_capacity("g1"))
+    driver.run_until_idle()
+    assert waiting.finished is not None
+    driver.check_empty()
+
+
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_request_with_more_tokens_than_the_groups_that_are_left_hold_waits_for_a_lost_one(
     returns: bool,
