@@ -57,6 +57,16 @@ def main(
         return
     if address is None and core_listen is None:
         raise typer.BadParameter("expected ADDRESS or --core-listen")
+    for name, given_address in (("ADDRESS", address), ("--core-listen", core_listen)):
+        if given_address is not None and ":" not in given_address:
+            raise typer.BadParameter(
+                f"{name}: expected HOST:PORT or unix:PATH, got {given_address!r}"
+            )
+    if junit is not None:
+        try:
+            junit.open("a").close()  # not only after the run
+        except OSError as error:
+            raise typer.BadParameter(f"--junit: cannot write {junit}: {error.strerror}") from None
     given = [path is not None for path in (cluster_ca, cluster_cert, cluster_key)]
     if any(given) and not all(given):
         raise typer.BadParameter("expected all of --cluster-ca, --cluster-cert, --cluster-key")

@@ -81,7 +81,13 @@ def test_a_token_is_predicted_unless_it_is_too_close_to_tell(
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [([], "expected ADDRESS or --core-listen"), (["--only", "nonsense"], "no case has")],
+    [
+        ([], "expected ADDRESS or --core-listen"),
+        (["--only", "nonsense"], "no case has"),
+        (["nowhere"], "ADDRESS: expected HOST:PORT or unix:PATH, got 'nowhere'"),
+        (["--core-listen", "nowhere"], "--core-listen: expected HOST:PORT or unix:PATH, got"),
+        (["a:1", "--junit", "/no/such/file"], "--junit: cannot write /no/such/file: No such file"),
+    ],
 )
 def test_wrong_options_are_refused(arguments: list[str], problem: str) -> None:
     run = run_kit(*arguments)
