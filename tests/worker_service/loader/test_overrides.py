@@ -14,6 +14,7 @@ from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.loader.drafts.draft_model import load_draft_model
 from worker_service.loader.load import check_model
+from worker_service.models.native import NativeModel
 from worker_service.models.transformers_backend.model import TransformersModel
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -69,6 +70,44 @@ def test_theta_replaces_that_of_rope_parameters(tmp_path: Path) -> None:
     found = load(path, hf_overrides='{"rope_theta": 77.0}')
     edit_config(path, rope_parameters=YARN | {"rope_theta": 77.0})
     assert torch.equal(logits(found), logits(load(path)))
+
+
+NESTED = {"full_attention": {"rope_theta": 5000.0}, "sliding_attention": {"rope_theta": 300.0}}
+PARTIAL = {"rope_theta": 5000.0, "partial_rotary_factor": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("family", "stored", "changes", "expected"),
+    [
+        (
+            "gemma3",
+            NESTED,
+            {"rope_scaling": YARN},
+            NESTED | {"full_attention": {"rope_theta": 5000.0} | YARN},
+        ),
+        (
+            "gemma3",
+            NESTED,
+            {"rope_theta": 77.0},
+            NESTED | {"full_attention": {"rope_theta": 77.0}},
+        ),
+        ("glm4", PARTIAL | {"rope_type": "default"}, {"rope_scaling": YARN}, PARTIAL | YARN),
+        ("glm4", PARTIAL | YARN, {"rope_scaling": None}, PARTIAL),
+        ("llama", None, {"rope_scaling": YARN}, YARN),
+    ],
+)
+def test_what_rope_scaling_does_not_say_stays(
+    family: str, stored: Any, changes: Any, expected: Any, tmp_path: Path
+) -> None:
+    """The part of a head that is rotated, and the rotation of layers with windows."""
+    path = copy_checkpoint(family, tmp_path)
+    edit_config(path, rope_parameters=expected)
+    wanted = load(path)
+    config = json.loads((path / "config.json").read_text()) | {"rope_parameters": stored}
+    (path / "config.json").write_text(json.dumps(config))
+    found = load(path, hf_overrides=json.dumps(changes))
+    assert isinstance(found.model, NativeModel)
+    assert torch.equal(logits(found), logits(wanted))
 
 
 def test_keys_of_an_inner_configuration_are_replaced_one_by_one(tmp_path: Path) -> None:

@@ -23,6 +23,11 @@ _CONVERSATION = ("messages", "tools", "add_generation_prompt", "continue_final_m
 """Variables of chat templates that every request sets."""
 
 _ROTARY, _SCALING, _THETA = "rope_parameters", "rope_scaling", "rope_theta"
+_NO_SCALING = (_THETA, "partial_rotary_factor")
+"""Keys of `rope_parameters` that are no part of `rope_scaling`."""
+
+_FULL = "full_attention"
+"""The layers to which `rope_scaling` and `rope_theta` apply where others have their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +72,8 @@ class Overrides:
             before = changed.get(key)
             if key.endswith("_config") and isinstance(before, dict) and isinstance(value, dict):
                 changed[key] = Overrides(config=value).of_config(before)
-            elif key == _SCALING and _ROTARY in config and isinstance(value, dict):
-                changed[_ROTARY] = {_THETA: config[_ROTARY].get(_THETA)} | value
-            elif key == _THETA and _ROTARY in config:
-                changed[_ROTARY] = changed[_ROTARY] | {_THETA: value}
+            elif key in (_SCALING, _THETA) and isinstance(rope := changed.get(_ROTARY), dict):
+                changed[_ROTARY] = _with_rope(rope, key, value)
             else:
                 changed[key] = value
         return changed
@@ -97,6 +100,15 @@ class Overrides:
 
 
 NO_OVERRIDES = Overrides()
+
+
+def _with_rope(parameters: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """`rope_parameters` with another `rope_theta`, or another `rope_scaling`, which may be none."""
+    if isinstance(own := parameters.get(_FULL), dict):
+        return {**parameters, _FULL: _with_rope(own, key, value)}
+    if key == _THETA:
+        return {**parameters, _THETA: value}
+    return {name: parameters[name] for name in _NO_SCALING if name in parameters} | (value or {})
 
 
 def read_template(option: str, text: str) -> str:
