@@ -129,8 +129,18 @@ def test_what_is_wrong_with_a_checkpoint_is_named_before_it_is_loaded(
         ("rope_parameters", "x", "rope_parameters: expected an object, got 'x'"),
         (
             "rope_parameters",
+            {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0},
+            "rope_theta: expected a number above 1, got 1.0",
+        ),
+        (
+            "rope_parameters",
             {"rope_type": "llama3", "factor": 4.0},
-            "low_freq_factor: expected a number, which rope_type llama3 needs, got None",
+            "low_freq_factor: expected a positive number, which rope_type llama3 needs, got None",
+        ),
+        (
+            "rope_parameters",
+            {"rope_type": "yarn", "factor": -2},
+            "factor: expected a positive number, which rope_type yarn needs, got -2",
         ),
     ],
 )
@@ -170,6 +180,8 @@ def test_settings_of_another_kind_are_named_of_models_of_transformers_too(
         ("gpt2", "n_layer", 10**20, "n_layer: expected a positive number, got 1000"),
         ("mpt", "n_heads", "4", "n_heads: expected a positive number, got '4'"),
         ("llama4", "no_rope_layers", [1], "a value cannot be used: list index out of range"),
+        ("glm4", "rope_parameters", {"partial_rotary_factor": 0.01}, "expected 2 to 24 .*, got 0"),
+        ("glm4", "rope_parameters", {"partial_rotary_factor": 3}, "expected 2 to 24 .*, got 72"),
     ],
 )
 def test_settings_of_another_kind_are_named_of_other_families_too(
@@ -177,7 +189,7 @@ def test_settings_of_another_kind_are_named_of_other_families_too(
 ) -> None:
     path = copy_checkpoint(family, tmp_path)
     edit_config(path, **{key: value})
-    with pytest.raises(BadCheckpoint, match=message):
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match=message):
         _refuse(path)
 
 

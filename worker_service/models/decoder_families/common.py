@@ -191,7 +191,13 @@ def have_experts(config: Config, num_dense: int) -> list[bool]:
 def attention_of(
     config: Config, head_dim: int, rotary: RotarySettings | None, **others: Any
 ) -> AttentionSpec:
-    """Attention with the usual keys. others: further fields, or other values."""
+    """Attention with the usual keys. others: further fields, or other values. Raises
+    UnsupportedModel if more of a head is rotated than there is, or nothing."""
+    if rotary is not None and not 2 <= rotary.rotary_dim <= head_dim:
+        raise UnsupportedModel(
+            f"config.json: partial_rotary_factor: expected 2 to {head_dim} elements of a head to be"
+            f" rotated, got {rotary.rotary_dim}"
+        )
     num_heads = config["num_attention_heads"]
     fields = {
         "num_heads": num_heads,

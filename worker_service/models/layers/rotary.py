@@ -61,8 +61,8 @@ class RotarySettings:
     ) -> "RotarySettings":
         """Read `rope_scaling`, or `rope_parameters`, and the keys that may be beside them, in the
         order of precedence of `transformers`. If each type of layer has parameters of its own, the
-        scaling type is `nested`. Raises UnsupportedModel if a parameter is missing, and
-        BadCheckpoint for one of another kind."""
+        scaling type is `nested`. Raises UnsupportedModel for a number that is missing or cannot be,
+        and BadCheckpoint for a parameter of another kind."""
         outer = ("partial_rotary_factor", "rope_theta", "original_max_position_embeddings")
         found = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(found, Mapping):
@@ -74,15 +74,16 @@ class RotarySettings:
         if any(isinstance(value, Mapping) for value in found.values()):
             scaling_type = "nested"
         for key in _REQUIRED.get(scaling_type, ()):
-            if type(parameters.get(key)) not in (int, float):
+            if not _is_above(0, parameters.get(key)):
                 raise UnsupportedModel(
-                    f"config.json: {key}: expected a number, which rope_type {scaling_type} needs,"
-                    f" got {parameters.get(key)!r}"
+                    f"config.json: {key}: expected a positive number, which rope_type"
+                    f" {scaling_type} needs, got {parameters.get(key)!r}"
                 )
+        least = 1 if scaling_type == "yarn" else 0  # YaRN divides by its logarithm
         theta = parameters.get("rope_theta") or default_theta
-        if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        if not _is_above(least, theta):
             raise BadCheckpoint(
-                f"config.json: rope_theta: expected a number above 0, got {theta!r}"
+                f"config.json: rope_theta: expected a number above {least}, got {theta!r}"
             )
         return cls(
             rotary_dim=rotary_dim,
@@ -106,6 +107,11 @@ class RotarySettings:
             stretched = int(self.original_length() * float(self.parameters["factor"]))
             return max(self.max_position_embeddings, stretched)
         return self.max_position_embeddings
+
+
+def _is_above(limit: float, value: Any) -> bool:
+    """Whether a value of `config.json` is a finite number above a limit."""
+    return type(value) in (int, float) and limit < value < math.inf
 
 
 def halves_order(num_heads: int, head_dim: int, first: int, rotated: int) -> Tensor:
