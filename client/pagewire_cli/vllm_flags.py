@@ -91,8 +91,12 @@ def explain(
         if row.is_always:
             return f"{flag} cannot be given here: it is always on"
         return f"{flag} has no counterpart here: {row.remark}"
+    known = list(known)
+    longer = [name for name in known if name.startswith(f"{flag}-")]
     near = get_close_matches(flag, known, n=2, cutoff=_MIN_SIMILARITY)
+    near = near or (longer if len(longer) <= 2 else [])
     theirs = [name for row in rows() for name in row.flags] if vllm and not near else []
+    theirs = [name for name in theirs if name.startswith("--") and "*" not in name]
     for name in get_close_matches(flag, theirs, n=1, cutoff=_MIN_SIMILARITY):
         return f"{flag}: no such option; {explain(name, known, spell=spell)}"
     hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""

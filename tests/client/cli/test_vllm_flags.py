@@ -60,7 +60,7 @@ def test_all_unknown_options_are_explained_in_one_message() -> None:
     said = refused(
         *("serve", "model", "--enforce-eager", "--fully_sharded_loras"),
         *("--logits-processors=x", "-ep", "-O3", "--max-model-lem", "9", "--whatever"),
-        "--enforce-eagr",
+        *("--enforce-eagr", "-c", "4096", "--lora", "x.gguf"),
         *("--speculative-config.method", "ngram", "--no-enable-expert-parallel"),
     )
     assert said.startswith("error: --enforce-eager is --no-cuda-graphs here\n")
@@ -71,6 +71,7 @@ def test_all_unknown_options_are_explained_in_one_message() -> None:
     assert "--max-model-lem: no such option; did you mean --max-model-len?" in said
     assert "--whatever: no such option\n" in said
     assert "--enforce-eagr: no such option; --enforce-eager is --no-cuda-graphs here\n" in said
+    assert "\n-c: no such option\n--lora: no such option; did you mean --lora-modules?\n" in said
     assert "--speculative-config.method is --speculative, " in said
     assert "--no-enable-expert-parallel has no counterpart here" in said
 
