@@ -227,7 +227,7 @@ class ModelTokenizer:
         name = TOOL_TEMPLATE if with_tools and has_own else DEFAULT_TEMPLATE
         if (template := self._templates.get(name)) is not None:
             return template
-        reason = "the model has no chat template"
+        reason = "the model has no chat template (a worker's --chat-template gives it one)"
         if (error := self.template_errors.get(name)) is not None:
             reason = f"the model's chat template cannot be used: {error}"
         raise UnsupportedByModel(f"{reason}; texts and token ids work", reason="NO_CHAT_TEMPLATE")

@@ -68,7 +68,7 @@ def test_a_chat_is_rendered_and_gets_no_special_tokens_but_the_templates_own() -
 
 
 def test_without_a_template_there_is_no_chat() -> None:
-    with pytest.raises(UnsupportedByModel, match="no chat template"):
+    with pytest.raises(UnsupportedByModel, match="a worker's --chat-template gives it one"):
         ModelTokenizer(FILE).chat_template(with_tools=False)
 
 
