@@ -172,6 +172,9 @@ _BEGINNINGS = ("cls_token_id", "bos_token_id"), ("[CLS]", "<s>")
 _ENDS = ("seperator_token_id", "eos_token_id"), ("[SEP]", "</s>")
 """Keys of these, spelled as in files, and the tokens if a file has no such key."""
 
+_MERGES = b'"merges":['
+"""Where the merges of a `tokenizer.json` begin; its tokens have no quotes that are not escaped."""
+
 _CAPITAL = re.compile("(##)?[A-Z]")
 _KEEP_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
 """The special tokens of Phi-3 that keep the white space after them."""
@@ -202,6 +205,13 @@ def tokenizer_assets(path: Path, metadata: Mapping[str, Any]) -> dict[str, bytes
         if setting == "tokenizer" and (not name or name[0] == ".") and isinstance(template, str):
             assets[f"{name[1:] or 'chat_template'}.jinja"] = template.encode()
     return assets
+
+
+def without_merges(tokenizer: bytes) -> bytes:
+    """A `tokenizer.json` of `tokenizer_assets` that cannot encode, but decodes like the original:
+    of a large vocabulary it is read in a quarter of the time."""
+    before, merges, after = tokenizer.rpartition(_MERGES)
+    return before + merges + after[after.rindex(b"]") :] if merges else tokenizer
 
 
 class _Vocabulary:
@@ -285,7 +295,7 @@ class _Vocabulary:
         before, after = json.dumps(content, ensure_ascii=False).rsplit(
             '"vocab": {}, "merges": []', 1
         )
-        return f'{before}"vocab":{{{vocab}}},"merges":[{merges}]{after}'
+        return f'{before}"vocab":{{{vocab}}},{_MERGES.decode()}{merges}]{after}'
 
     def _pre_tokenizer(self) -> str:
         pre = self._get("pre")

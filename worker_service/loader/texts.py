@@ -11,6 +11,7 @@ from typing import TypeAlias
 from tokenizers import Tokenizer
 
 from worker_service.gguf.header import is_gguf
+from worker_service.gguf.tokenizer import without_merges
 from worker_service.loader.files.assets import read_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def start_reading_texts(
     to read their tokenizer if the model generates. Returns a function that waits for both.
 
     The files of a GGUF file are made while weights are read: a large vocabulary takes seconds. Its
-    tokenizer is read once it is needed.
+    tokenizer, which only decodes, is read once it is needed.
     Imports of `transformers`, which other files may need, are not safe in several threads.
     """
 
@@ -42,10 +43,13 @@ def start_reading_texts(
     def tokenizer_of(files: Mapping[str, bytes]) -> Callable[[], Tokenizer] | None:
         if not generates or "tokenizer.json" not in files:
             return None
-        read = cache(partial(read_tokenizer, files["tokenizer.json"]))
+        content = files["tokenizer.json"]
+        if is_gguf(model_dir):
+            # The library holds Python's lock while it reads, with many merges for seconds.
+            return cache(lambda: read_tokenizer(without_merges(content)))
+        read = cache(partial(read_tokenizer, content))
         try:
-            if not is_gguf(model_dir):
-                read()
+            read()
         except ValueError as error:
             logger.warning("no structured output error=tokenizer.json: %s", error)
             return None

@@ -126,7 +126,10 @@ class _Vocabulary:
     def __init__(self, texts: Sequence[bytes]) -> None:
         self.texts = texts
         wrapped = _Texts(texts)
-        self.tokenizer = LLTokenizer(TokenizerWrapper(wrapped), eos_token=wrapped.eos_token_id)
+        # Two calls, for each holds Python's lock, of a large vocabulary for half a second, and no
+        # heartbeat is sent meanwhile.
+        whole = LLTokenizer(TokenizerWrapper(wrapped), eos_token=wrapped.eos_token_id, slices=[])
+        self.tokenizer = whole.with_slices(LLTokenizer.general_slices())
 
 
 class Grammars:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import gguf
 import pytest
+from tokenizers import Tokenizer
 
 from tests.support.gguf_files import write
 from worker_service.errors import UnsupportedModel
 from worker_service.gguf.header import read_metadata
-from worker_service.gguf.tokenizer import tokenizer_assets
+from worker_service.gguf.tokenizer import tokenizer_assets, without_merges
 from worker_service.gguf.tokenizer_process import TokenizerProcess
+from worker_service.structured.grammars import special_texts, token_texts
 
 TOKENS = ["<unk>", "a", "b", "ab", "<|im_end|>"]
 
@@ -61,3 +63,23 @@ def test_a_process_that_is_killed_has_no_files(
     os.kill(process.pid, signal.SIGKILL)
     assert process.files() is None
     assert "has ended exit_code=-9" in caplog.text
+
+
+def test_a_tokenizer_without_merges_decodes_as_before() -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", '"merges":[', "]]", "<end>"],
+        "tokenizer.ggml.token_type": [1, 1, 1, 4, 1, 3],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    content = tokenizer_assets(Path("x.gguf"), metadata)["tokenizer.json"]
+    whole, decoding = map(Tokenizer.from_buffer, (content, without_merges(content)))
+    assert [tokenizer.encode("ab").ids for tokenizer in (whole, decoding)] == [[2], [0, 1]]
+    assert token_texts(decoding, 6) == token_texts(whole, 6)
+    assert special_texts(decoding) == special_texts(whole) == {5: b"<end>"}
+
+
+def test_a_tokenizer_that_has_no_merges_stays_as_it_is() -> None:
+    content = b'{"model":{"type":"WordPiece","vocab":{"[UNK]":0}}}'
+    assert without_merges(content) == content
