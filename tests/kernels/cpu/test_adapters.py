@@ -346,7 +346,7 @@ def test_what_adapters_add_to_experts_is_the_sum_of_torch_and_the_same_in_any_ba
         product(0),
         product(1),
         Gate(),
-        scales_inputs=scales_inputs,
+        routing,
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     assert (found.float() - expected).abs().amax() <= expected.abs().amax() * tolerance

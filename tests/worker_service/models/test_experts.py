@@ -206,6 +206,7 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
         lambda e, rows, _: rows @ gate_up[e].T + of_gate_up[e],
         lambda e, rows, _: rows @ down[e].T + of_down[e],
         spec.gate or Gate(),
+        spec.routing,
     )
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(found.float(), total + shared, atol=tolerance, rtol=tolerance)
