@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import inspect
-import io
 import json
 import os
 import signal
@@ -490,12 +489,11 @@ class _AskedClient:
         return _Interrupted()
 
 
-def test_a_question_that_ctrl_c_left_without_an_answer_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\nAgain\n"))
+def test_a_question_that_ctrl_c_left_without_an_answer_is_forgotten() -> None:
     client = _AskedClient()
-    Conversation(client, MODEL, pagewire_client.SamplingParams(), "Be kind.").run()  # type: ignore[arg-type]
+    chat = Conversation(client, MODEL, pagewire_client.SamplingParams(), "Be kind.")  # type: ignore[arg-type]
+    with CliRunner().isolation("Hi\nAgain\n"):
+        chat.run()
     assert client.conversations == [["Be kind.", "Hi"], ["Be kind.", "Again"]]
 
 
