@@ -43,7 +43,7 @@ _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("n_embd", "n_layer", "n_layers", "n_head", "n_heads", "dim", "d_model"),
 )
-_MAX_SIZE = 1 << 31
+MAX_SIZE = 1 << 31
 """More than any size is."""
 
 
@@ -52,7 +52,7 @@ def _require_sizes(config: Mapping[str, Any]) -> None:
     given."""
     for key in _SIZES:
         value = config.get(key)
-        if value is not None and not (type(value) is int and 0 < value < _MAX_SIZE):
+        if value is not None and not (type(value) is int and 0 < value < MAX_SIZE):
             raise BadCheckpoint(f"config.json: {key}: expected a positive number, got {value!r}")
 
 
@@ -61,7 +61,7 @@ def _require_types(config: Mapping[str, Any]) -> None:
     and activations that are no names, which some models leave out, or have as 0."""
     for key in ("head_dim", "global_head_dim", "qk_rope_head_dim", "max_position_embeddings"):
         value = config.get(key)
-        if value is not None and not (type(value) is int and 0 <= value < _MAX_SIZE):
+        if value is not None and not (type(value) is int and 0 <= value < MAX_SIZE):
             raise BadCheckpoint(f"config.json: {key}: expected a number, got {value!r}")
     kinds = config.get("layer_types")
     if not isinstance(kinds, list | None):
@@ -154,7 +154,7 @@ def special_tokens(
     generation_file = model_dir / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     inner = config.get("text_config") or {}
-    num_tokens = config.get("vocab_size") or inner.get("vocab_size") or _MAX_SIZE
+    num_tokens = config.get("vocab_size") or inner.get("vocab_size") or MAX_SIZE
 
     def ids(key: str) -> list[int]:
         value = next((h[key] for h in (generation, config, inner) if h.get(key) is not None), None)

@@ -11,6 +11,7 @@ from typing import Any
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.files.assets import transformer_settings
+from worker_service.loader.files.config import MAX_SIZE
 from worker_service.loader.files.json_files import read_json, read_json_list
 from worker_service.models.pooling import ACTIVATIONS, class_name, label_activation
 from worker_service.plan import PoolingType
@@ -27,9 +28,6 @@ _MODES = {"cls": PoolingType.CLS, "mean": PoolingType.MEAN, "lasttoken": Pooling
 _MODE_PREFIX = "pooling_mode_"
 
 _SIMILARITIES = {kind.name.lower().replace("_", ""): kind for kind in Similarity}
-
-_MAX_SIZE = 1 << 31
-"""More than any size is."""
 
 _PROMPT_KEYS = {"query_prefix": "query", "document_prefix": "document"}
 """PyLate's prefixes, by the names of prompts."""
@@ -131,7 +129,7 @@ def _dense(folder: Path, num_inputs: int) -> DenseSettings:
         got = config.get("in_features")
         raise BadCheckpoint(f"{file}: in_features: expected {num_inputs}, got {got}")
     size = config.get("out_features")
-    if type(size) is not int or not 0 < size < _MAX_SIZE:
+    if type(size) is not int or not 0 < size < MAX_SIZE:
         raise BadCheckpoint(f"{file}: out_features: expected a positive number, got {size!r}")
     return DenseSettings(
         folder=folder,
