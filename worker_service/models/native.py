@@ -211,7 +211,7 @@ def part_targets(
 class LoadableModule(nn.Module, ABC):
     """A module whose weights are filled from the tensors of a checkpoint."""
 
-    optional_names: ClassVar[re.Pattern[str]]
+    optional_names: re.Pattern[str]
     """Canonical names that a checkpoint may hold without a target for them, because the model
     computes the same without these tensors."""
 
@@ -256,7 +256,7 @@ class NativeModel(LoadableModule):
     pipeline stage, and its shard of each.
     """
 
-    optional_names: ClassVar[re.Pattern[str]] = re.compile(r"lm_head\.weight")
+    optional_names: re.Pattern[str] = re.compile(r"lm_head\.weight")
     """The weight of the LM head, which a checkpoint may hold although it is tied to the embedding.
     If it differs from that, the model is built with a head of its own."""
 

@@ -448,7 +448,7 @@ def test_a_decoders_classifier_of_tokens_has_the_logits_of_transformers(
     np.testing.assert_allclose(found, expected.flatten(), atol=10 * TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama_tied"])
+@pytest.mark.parametrize("family", ["qwen3", "llama_tied", "granite", "gptj"])
 def test_tokens_of_the_vocabulary_are_labels(family: str) -> None:
     logits = oracle(checkpoint(family)).logits(TOKENS)[-1]
     tokenizer = Tokenizer.from_file(str(checkpoint(family) / "tokenizer.json"))
@@ -500,6 +500,12 @@ def test_the_pooler_config_changes_what_files_say(
     loaded = load(checkpoint("qwen3"), pooler_config=json.dumps(settings))
     assert {name: getattr(facts_of(loaded), name) for name in expected} == expected
     assert len(pool(loaded, PoolingType.LAST)) == settings.get("dimensions", SIZE)
+
+
+def test_tokens_of_limited_logits_are_no_labels() -> None:
+    expected = r"classifier_tokens: .*Gemma2ForCausalLM does \(final_logit_softcapping: [\d.]+\)"
+    with pytest.raises(InvalidOption, match=expected):
+        load(checkpoint("gemma2"), classifier_tokens="a,b")
 
 
 @pytest.mark.parametrize(

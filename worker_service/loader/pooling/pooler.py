@@ -17,8 +17,8 @@ from worker_service.loader.pooling.sentence_transformers import MODULES, DenseSe
 from worker_service.loader.tensors import OpenFiles, describe
 from worker_service.loader.weights.checkpoint import Checkpoint
 from worker_service.loader.weights.fill import fill_dummy_weights
+from worker_service.models.decoder.model import DecoderModel
 from worker_service.models.interface import Model, ModelContext, Pools
-from worker_service.models.native import NativeModel
 from worker_service.models.pooling import Dense, Pooler
 from worker_service.models.registry import generates, stored_name
 from worker_service.plan import PoolingType
@@ -127,22 +127,29 @@ class PoolerBuilder:
             tokens = [token.strip() for token in self._config.classifier_tokens.split(",")]
         if not tokens:
             return facts, None
-        if len(tokens) < 2 or not isinstance(model, NativeModel):
+        if len(tokens) < 2 or not isinstance(model, DecoderModel):
             raise InvalidOption(
-                "classifier_tokens: expected two or more tokens of a native model, got"
+                "classifier_tokens: expected two or more tokens of a native decoder, got"
                 f" {','.join(tokens)} of {model.architecture}"
+            )
+        if model.logits_soft_cap is not None:
+            raise InvalidOption(
+                "classifier_tokens: expected none of a model that limits its logits, which"
+                f" {model.architecture} does (final_logit_softcapping: {model.logits_soft_cap})"
             )
         labels, activation, template = tuple(tokens), LabelActivation.SOFTMAX, ""
         if len(tokens) == 2:
             labels, activation = labels[1:], LabelActivation.SIGMOID
             is_reranker = tokens == _YES and self._hf_config.get("model_type") == "qwen3"
             template = _QWEN3_RERANKER if is_reranker else ""
-        classifier = Dense(model.hidden_size, len(labels), self._context, bias=False)
-        [target] = classifier.linear.targets("lm_head")
+        has_bias = "lm_head.bias" in self._checkpoint.sources(model)
+        classifier = Dense(model.hidden_size, len(labels), self._context, bias=has_bias)
+        targets = [*classifier.linear.targets("lm_head")]
         if self._checkpoint.files:
-            target.target.copy_(self._rows_of_head(model, tokens))
+            for target in targets:
+                target.target.copy_(self._rows_of_head(model, target.name, tokens))
         else:
-            fill_dummy_weights(iter([target]))
+            fill_dummy_weights(iter(targets))
         classifier.linear.pack()
         facts = replace(
             facts,
@@ -156,9 +163,9 @@ class PoolerBuilder:
         )
         return facts, classifier
 
-    def _rows_of_head(self, model: NativeModel, tokens: list[str]) -> Tensor:
-        """The rows of the LM head of these tokens; of two, the difference, whose sigmoid is the
-        softmax over both."""
+    def _rows_of_head(self, model: DecoderModel, name: str, tokens: list[str]) -> Tensor:
+        """What a tensor of the LM head, its weight or its bias, has for these tokens, scaled as
+        logits are; of two tokens, the difference, whose sigmoid is the softmax over both."""
         assets = dict(iter_assets(self._model_dir))
         if "tokenizer.json" not in assets:
             raise InvalidOption("classifier_tokens: expected none without a tokenizer.json")
@@ -173,8 +180,8 @@ class PoolerBuilder:
                 " word belongs to its token, as in 'Ġyes'"
             )
         sources = self._checkpoint.sources(model)
-        head = sources.get("lm_head.weight") or sources[model.embedding_name]
-        rows = head[...][ids].float()
+        head = sources.get(name) or sources[model.embedding_name]
+        rows = head[...][ids].float() * model.logits_scale
         return rows[1:] - rows[:1] if len(tokens) == 2 else rows
 
     def _dense(self, settings: DenseSettings) -> Dense:

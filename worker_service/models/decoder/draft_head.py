@@ -14,7 +14,6 @@ therefore need only a small part of the head, `write_kv`.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ class DraftHead(LoadableModule):
     """A draft head. Without an embedding or LM head of its own, it uses those of the target; if
     these are sharded over several ranks, it has copies of them."""
 
-    optional_names: ClassVar[re.Pattern[str]] = re.compile(
+    optional_names: re.Pattern[str] = re.compile(
         rf"d2t|t2d|.*rotary_emb\.inv_freq|{KV_SCALE_NAMES}"
     )
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -28,7 +27,7 @@ from worker_service.models.native import LayerInputs, ModelSettings, NativeModel
 class DecoderModel(NativeModel):
     """A decoder of any family."""
 
-    optional_names: ClassVar[re.Pattern[str]] = re.compile(
+    optional_names: re.Pattern[str] = re.compile(
         rf"lm_head\.weight|.*rotary_emb\.inv_freq|.*\.(attn|attention)\.(masked_)?bias|{KV_SCALE_NAMES}"
     )
     """Among them causal masks, which old checkpoints hold."""
@@ -50,9 +49,11 @@ class DecoderModel(NativeModel):
         super().__init__(settings, max_model_len, context, kernels)
         s, layout = settings, context.communicator.layout
         self.norm_name, self.unused_names = s.norm_name, unused_names(s)
+        if s.has_head_bias:  # a model that makes vectors has no head
+            self.optional_names = re.compile(rf"{self.optional_names.pattern}|lm_head\.bias")
         if s.draft_head is not None:
             self.head_names = re.compile(s.draft_head.tensor_names)
-        self._logits_scale, self._logits_soft_cap = s.logits_scale, s.logits_soft_cap
+        self.logits_scale, self.logits_soft_cap = s.logits_scale, s.logits_soft_cap
         self._sources = s.sources
         here = self._layer_range
         others = (*s.layers[: here.start], *s.layers[here.stop :])
@@ -158,9 +159,9 @@ class DecoderModel(NativeModel):
         logits = super()._apply_head(hidden_states)
         if not self.communicator.layout.samples:
             return logits
-        kernels, cap = self._kernels.layers, self._logits_soft_cap
-        if self._logits_scale != 1.0:
-            logits = kernels.scale(logits, self._logits_scale)
+        kernels, cap = self._kernels.layers, self.logits_soft_cap
+        if self.logits_scale != 1.0:
+            logits = kernels.scale(logits, self.logits_scale)
         return logits if cap is None else kernels.soft_cap(logits, cap)
 
     def weight_targets(self) -> Iterator[WeightTarget]:

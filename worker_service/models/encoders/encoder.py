@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -253,9 +253,7 @@ class EncoderModel(NativeModel):
     embedding_name = "embeddings.word_embeddings.weight"
     layers_name = "encoder.layer"
     norm_name = "final_norm"
-    optional_names: ClassVar[re.Pattern[str]] = re.compile(
-        r".*\.(position_ids|token_type_ids|inv_freq)"
-    )
+    optional_names: re.Pattern[str] = re.compile(r".*\.(position_ids|token_type_ids|inv_freq)")
     unused_names: re.Pattern[str] = re.compile(
         r"(pooler|cls|lm_head|generator_\w+|discriminator_\w+|vocab_\w+|head|decoder|(pre_)?classifier|qa_outputs)\..*"
     )
