@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
 from pagewire_kernels.batch import RowAdapters, StepBatch
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
@@ -17,6 +18,7 @@ from tests.support.transformers_oracle import Oracle
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.loader.trial import try_model
 from worker_service.models.kv_cache_spec import KVCacheSpec
+from worker_service.models.transformers_backend.build import pin_long_rotary
 from worker_service.models.transformers_backend.model import TransformersModel
 
 SHAPE: dict[str, Any] = {
@@ -191,24 +193,49 @@ def test_a_model_that_the_library_does_not_know_is_refused(tmp_path: Path) -> No
         load(tmp_path, load_format="dummy")
 
 
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [2.0 + i for i in range(8)],
+    "original_max_position_embeddings": 48,
+}
+
+
+@pytest.mark.parametrize("family", ["phi3", "flex_olmo"])  # native, and through transformers
 @pytest.mark.parametrize(("max_model_len", "prompt_len"), [(48, 40), (200, 60)])
 def test_long_rotary_factors_are_chosen_by_the_length_served(
-    max_model_len: int, prompt_len: int, tmp_path: Path
+    max_model_len: int, prompt_len: int, family: str, tmp_path: Path
 ) -> None:
     """Short factors within the trained length, long ones beyond, as in `transformers` for sequences
     of those lengths."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0 + i / 8 for i in range(8)],
-        "long_factor": [2.0 + i for i in range(8)],
-        "original_max_position_embeddings": 48,
-    }
-    path = make_checkpoint("phi3", tmp_path, rope_parameters=rope, sliding_window=None)
+    path = make_checkpoint(family, tmp_path, rope_parameters=_LONG_ROPE, sliding_window=None)
     loaded = load(path, max_model_len=max_model_len)
     tokens = torch.arange(prompt_len).tolist()
     (logits,) = PagedDriver(loaded.model).run([(0, 0, tokens)])
     torch.testing.assert_close(logits, Oracle(path).logits(tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("max_model_len", "num_positions"), [(48, 40), (200, 60)])
+def test_long_rotary_factors_of_a_layer_type_are_chosen_once(
+    max_model_len: int, num_positions: int
+) -> None:
+    config = transformers.Gemma3TextConfig(
+        head_dim=16,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": _LONG_ROPE,
+        },
+    )
+    ours, theirs = (Gemma3RotaryEmbedding(config) for _ in range(2))
+    pin_long_rotary(ours, config, max_model_len)
+    for kind in ("sliding_attention", "full_attention"):
+        for found, expected in zip(
+            ours(torch.zeros(1), torch.arange(10)[None], kind),
+            theirs(torch.zeros(1), torch.arange(num_positions)[None], kind),
+            strict=True,
+        ):
+            assert torch.equal(found, expected[:, :10])
 
 
 _TAKEN_TO_THE_HOST = (

@@ -138,6 +138,10 @@ def refuse_by_class(model_class: type) -> None:
         )
 
 
+_PINNED = "pinned"
+"""No type that `transformers` knows, so that no forward pass updates the factors."""
+
+
 def pin_long_rotary(model: Any, config: Any, max_model_len: int) -> None:
     """Choose LongRoPE's factors once: the long ones if sequences may exceed the trained length.
 
@@ -146,16 +150,29 @@ def pin_long_rotary(model: Any, config: Any, max_model_len: int) -> None:
     past the trained length. Limit `max_model_len` to that length for the short factors.
     """
     for module in model.modules():
-        if getattr(module, "rope_type", None) != "longrope":
-            continue
-        parameters = config.rope_parameters
-        trained = int(parameters["original_max_position_embeddings"])
-        initialise = ROPE_INIT_FUNCTIONS["longrope"]
-        inv_freq, scaling = initialise(config, module.inv_freq.device, seq_len=max_model_len)
-        module.inv_freq, module.attention_scaling = inv_freq, scaling
-        module.rope_type = "pinned"  # so that no forward pass updates it
-        kind = "long" if max_model_len > trained else "short"
-        logger.info("rotary factors chosen kind=%s trained_length=%d", kind, trained)
+        rope_type = getattr(module, "rope_type", None)
+        if rope_type == "longrope":
+            _pin(module, config, config.rope_parameters, max_model_len)
+            module.rope_type = _PINNED
+        elif isinstance(rope_type, dict):
+            for layer_type in (key for key, value in rope_type.items() if value == "longrope"):
+                parameters = config.rope_parameters[layer_type]
+                _pin(module, config, parameters, max_model_len, layer_type)
+                rope_type[layer_type] = _PINNED
+
+
+def _pin(
+    module: Any, config: Any, parameters: Any, max_model_len: int, layer_type: str | None = None
+) -> None:
+    """layer_type: that of the layers whose factors these are; None: all layers have the same."""
+    trained = int(parameters["original_max_position_embeddings"])
+    initialise, prefix = ROPE_INIT_FUNCTIONS["longrope"], f"{layer_type}_" if layer_type else ""
+    place = getattr(module, f"{prefix}inv_freq").device
+    inv_freq, scaling = initialise(config, place, seq_len=max_model_len, layer_type=layer_type)
+    setattr(module, f"{prefix}inv_freq", inv_freq)
+    setattr(module, f"{prefix}attention_scaling", scaling)
+    kind = "long" if max_model_len > trained else "short"
+    logger.info("rotary factors chosen kind=%s trained_length=%d", kind, trained)
 
 
 _DUMMY_RANGE = 0.05
