@@ -6,7 +6,7 @@ Both roles run the same way:
     add_SomeServiceServicer_to_server(servicer, runner.server)
     await runner.start()             # binds, or raises CannotListen
     await runner.set_serving(True)   # what grpc.health.v1 answers; NOT_SERVING until then
-    await runner.wait_for_signal()   # SIGTERM or SIGINT; a second one ends the process at once
+    await runner.wait_for_signal()   # of `end_signals`; a second one ends it at once
     ...                              # let running work finish, within runner.grace_period_s
     await runner.stop()
 """
@@ -18,7 +18,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from service_common.end_signals import EndSignals
+from service_common.end_signals import EndSignals, end_signals
 from service_common.grpc_server import GrpcServer
 
 logger = logging.getLogger(__name__)
@@ -35,9 +35,9 @@ class ServiceRunner(GrpcServer):
         self._signals = EndSignals()
 
     async def wait_for_signal(self, on_signal: Callable[[], None] | None = None) -> None:
-        """Wait for SIGTERM or SIGINT, call `on_signal`, then answer NOT_SERVING from then on."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Wait for a signal to end, call `on_signal`, then answer NOT_SERVING from then on."""
+        loop, signals = asyncio.get_running_loop(), end_signals()
+        for number in signals:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             await self._signalled.wait()
@@ -45,13 +45,13 @@ class ServiceRunner(GrpcServer):
                 on_signal()
             await self.leave()
         except asyncio.CancelledError:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in signals:
                 loop.remove_signal_handler(number)
             raise
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._signals.is_second_request():
+        if self._signals.is_second_request(number):
             logger.warning("ending at once signal=%s", name)
             logging.shutdown()
             os._exit(128 + number)

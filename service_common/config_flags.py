@@ -26,6 +26,7 @@ import typer
 
 from pagewire.standard_streams import open_standard_streams
 from service_common.cluster import ClusterConfig
+from service_common.end_signals import end_signals
 from service_common.errors import TooFewThreads
 from service_common.logging_config import LogFormat, LogLevel, configure_logging
 from service_common.threads import require_threads
@@ -207,7 +208,7 @@ async def _ignoring_signals_afterwards(service: Coroutine[Any, Any, Result]) -> 
         return await service
     finally:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in end_signals():
             if loop.remove_signal_handler(number):
                 signal.signal(number, lambda *_: None)
 
@@ -215,7 +216,7 @@ async def _ignoring_signals_afterwards(service: Coroutine[Any, Any, Result]) -> 
 def run_service(service: Coroutine[Any, Any, Result]) -> Result:
     """Run a service to its end, and return its result. Raises TooFewThreads.
 
-    If it handled SIGTERM and SIGINT, they do nothing from then on: asyncio restores their defaults
+    If it handled the signals to end, they do nothing from then on: asyncio restores their defaults
     when its loop is closed, and a late signal would replace the exit code of a process that is just
     ending.
     """

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from service_common.end_signals import end_signals
 from worker_service.address import TcpAddress, UnixAddress, parse
 from worker_service.cpu_cores import ALL_CORES, CpuShare, num_usable_cores
 from worker_service.errors import InvalidOption
@@ -76,13 +77,18 @@ class Launcher:
     async def run(self) -> int:
         """Run the ranks. Returns the launcher's exit code."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end, 0)
+        for number in end_signals():
+            loop.add_signal_handler(number, self._on_signal, number)
         await unless(self._ending, self._host.open())
         async with asyncio.TaskGroup() as tasks:
             for rank in self._ranks:
                 tasks.create_task(self._keep(rank))
         return self._exit_code
+
+    def _on_signal(self, number: int) -> None:
+        # Both the kernel and the shell send SIGHUP when a terminal ends.
+        if number != signal.SIGHUP or not self._ending.is_set():
+            self._end(0)
 
     async def _keep(self, rank: int) -> None:
         """Run a rank, and run it again when it ends, until the launcher ends."""

@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 
 from pagewire.v1 import scheduler_service_pb2, status_pb2, worker_service_pb2
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from service_common.cluster import Cluster
-from service_common.end_signals import EndSignals
+from service_common.end_signals import EndSignals, end_signals
 from service_common.grpc_server import GrpcServer
 from service_common.metrics_server import MetricsServer
 from service_common.prometheus import make_registry
@@ -259,13 +258,13 @@ class Worker:
         self._engine.close_any_stream()
 
     def handle_signals(self) -> None:
-        """Make SIGTERM and SIGINT end the worker, and a second request end the process at once."""
+        """Make the signals to end end the worker, and a second request end the process at once."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._handle_signal)
+        for number in end_signals():
+            loop.add_signal_handler(number, self._handle_signal, number)
 
-    def _handle_signal(self) -> None:
-        if self._signals.is_second_request():
+    def _handle_signal(self, number: int) -> None:
+        if self._signals.is_second_request(number):
             logger.warning("asked to end a second time, running steps are lost")
             os._exit(1)
         self.end()

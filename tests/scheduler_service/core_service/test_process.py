@@ -181,7 +181,7 @@ async def test_requests_that_outlive_the_grace_period_lose_their_stream(tmp_path
             await frontend.submit(1, [1, 2], max_tokens=100)
             await frontend.wait_tokens(1, 3)
             worker.hold_results()
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGHUP)
             await until(lambda: frontend.end, "the stream ended")
             assert frontend.end is not None
             assert frontend.end.code() == grpc.StatusCode.UNAVAILABLE

@@ -141,6 +141,13 @@ def test_flags_reach_the_worker_and_sigterm_ends_it_well() -> None:
         assert running.exit_code() == 0
 
 
+def test_the_end_of_the_terminal_drains_and_is_signalled_twice() -> None:
+    with serving() as (running, _):
+        running.signal(signal.SIGHUP)
+        running.signal(signal.SIGHUP)
+        assert running.exit_code() == 0
+
+
 def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
     with serving() as (running, stub):
         request = pb.InitializeCacheRequest(num_gpu_blocks=4, epoch=1)
