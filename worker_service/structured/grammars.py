@@ -101,6 +101,9 @@ seconds, in which the first requests would wait."""
 STACK_BYTES = 32 * 2**20
 """The compiler recurses; frontends check that a quarter of this suffices."""
 
+MAX_TEXT_BYTES = 1024
+"""Length up to which llguidance takes the text of a token; it panics at a longer one."""
+
 
 class _Texts:
     """A tokenizer for llguidance."""
@@ -108,7 +111,9 @@ class _Texts:
     bos_token_id = None
 
     def __init__(self, texts: Sequence[bytes]) -> None:
-        """Adds one token, the end of sequence, which means that the output matches."""
+        """Adds one token, the end of sequence, which means that the output matches. Tokens with
+        texts that are too long are as those without: no constrained output has them."""
+        texts = [text if len(text) <= MAX_TEXT_BYTES else NO_TEXT for text in texts]
         without = [token_id for token_id, text in enumerate(texts) if not text]
         self.eos_token_id = len(texts)
         self.special_token_ids = [*without, self.eos_token_id]
@@ -154,8 +159,9 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler = _thread_with_a_large_stack()
-        self._vocabulary: Future[_Vocabulary] = Future()
-        self._token_texts: Callable[[], Sequence[bytes]] | None = token_texts
+        self._token_texts = token_texts
+        self._preparation: Future[_Vocabulary] | None = None
+        """None before it has begun."""
         timer = threading.Timer(PREPARE_AFTER_S, self._prepare_in_advance)
         timer.daemon = True
         timer.start()
@@ -186,26 +192,26 @@ class Grammars:
     def _prepare(self) -> None:
         """Begin to prepare the vocabulary, unless that has begun."""
         with self._lock:
-            token_texts, self._token_texts = self._token_texts, None
-            if token_texts is not None:
-                self._compiler.submit(self._make_vocabulary, token_texts)
+            if self._preparation is None:
+                self._preparation = self._compiler.submit(self._make_vocabulary)
 
     def _prepare_in_advance(self) -> None:
         with suppress(RuntimeError):  # the process is ending
             self._prepare()
 
-    def _make_vocabulary(self, token_texts: Callable[[], Sequence[bytes]]) -> None:
-        try:
-            self._vocabulary.set_result(_Vocabulary(token_texts()))
-        except Exception as error:  # raised where the vocabulary is needed
-            self._vocabulary.set_exception(error)
+    def _make_vocabulary(self) -> _Vocabulary:
+        return _Vocabulary(self._token_texts())
+
+    def _vocabulary(self) -> _Vocabulary:
+        """Waits for it. Raises what its preparation has raised."""
+        assert self._preparation is not None, "begun with the first constraint"
+        return self._preparation.result()
 
     def _compile(self, text: str) -> LLMatcher:
-        tokenizer = self._vocabulary.result().tokenizer
-        return LLMatcher(tokenizer, text, log_level=0, limits=lark.LIMITS)
+        return LLMatcher(self._vocabulary().tokenizer, text, log_level=0, limits=lark.LIMITS)
 
     def _prepare_thought(self, thought: Thought) -> ThoughtTexts:
-        texts, special = self._vocabulary.result().texts, self._special_texts()
+        texts, special = self._vocabulary().texts, self._special_texts()
         return ThoughtTexts(
             [text or special.get(token, b"") for token, text in enumerate(texts)], thought
         )

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from tests.support import vocabularies
 from tests.support.tokenizers import SENTENCEPIECE_DECODERS, byte_level, sentencepiece
 from worker_service.structured.grammars import Grammars, token_texts
+from worker_service.structured.masks import ConstrainedRow, TokenMasks
 
 EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model/tokenizer.json"
 TEXTS = ["hello world", "naïve café 你好 😀", ' {"a": [1, 2]}\n', "  two  spaces", "\t\x00"]
@@ -60,11 +62,27 @@ def test_the_texts_are_prepared_once_a_constraint_needs_them() -> None:
     assert len(calls) == 1
 
 
-def test_an_error_of_the_texts_is_that_of_each_constraint() -> None:
+class Panic(BaseException):
+    """What a library in Rust raises."""
+
+
+@pytest.mark.parametrize("kind", [ValueError, Panic])
+def test_an_error_of_the_texts_is_that_of_each_constraint(kind: type[BaseException]) -> None:
     def texts() -> list[bytes]:
-        raise ValueError("no tokenizer")
+        raise kind("no tokenizer")
 
     grammars = Grammars(256, texts)
     for choice in ("a", "b"):
-        with pytest.raises(ValueError, match="no tokenizer"):
-            grammars.expect(vocabularies.constraint("choice", choice)).result()
+        with pytest.raises(kind, match="no tokenizer"):
+            grammars.expect(vocabularies.constraint("choice", choice)).result(timeout=60)
+
+
+def test_a_token_with_a_text_of_any_length_may_be_in_a_vocabulary() -> None:
+    texts = [*vocabularies.token_texts(256), b"a" * 5000]
+    grammars = Grammars(len(texts), lambda: texts)
+    masks = TokenMasks(grammars)
+    masks.add(0, vocabularies.constraint("regex", "a*"), 0, None)
+    masked = masks.compute([ConstrainedRow(0, 0, np.empty(0, np.int32))])
+    allowed = np.unpackbits(masked.bitmask.view(np.uint8), axis=1, bitorder="little")[0]
+    found = {texts[token] for token in np.flatnonzero(allowed)}
+    assert found == {b"", b"a", b"aa"}  # the first is the end's
