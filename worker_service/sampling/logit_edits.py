@@ -147,13 +147,11 @@ class LogitEdits:
         if self.bad_words is not None:
             banned = self.bad_words.banned_after(output)
         suppressed = params.suppressed_token_ids if params.min_tokens else banned[:0]
-        num_lasting = len(params.bias_token_ids) + len(banned)
+        num_lasting, end = len(params.bias_token_ids) + len(banned), min(params.min_tokens, _ALWAYS)
         return (
             np.concatenate([params.bias_token_ids, banned, suppressed]),
             np.concatenate([params.bias_values, _excluding(banned), _excluding(suppressed)]),
-            np.repeat(
-                np.array([_ALWAYS, params.min_tokens], np.int32), [num_lasting, len(suppressed)]
-            ),
+            np.repeat(np.array([_ALWAYS, end], np.int32), [num_lasting, len(suppressed)]),
         )
 
     @property

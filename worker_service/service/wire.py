@@ -408,7 +408,10 @@ def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerP
         raise InvalidPlan(f"{path}.{violation.path}", violation.expected)
     return SamplerParams(
         **{name: getattr(message, name) for name in _NUMBERS},
-        bias_token_ids=np.array([bias.token_id for bias in message.logit_bias], np.int32),
+        # Those that are no int32 become negative, and are refused as others beyond the vocabulary.
+        bias_token_ids=np.array([bias.token_id for bias in message.logit_bias], np.uint32).view(
+            np.int32
+        ),
         bias_values=np.array([bias.bias for bias in message.logit_bias], np.float32),
         suppressed_token_ids=_decode_suppressed(message, f"{path}."),
         bad_words=_decode_bad_words(message.bad_words, path),

@@ -185,6 +185,10 @@ BAD_SEQUENCES = {
     ),
     "presence": ({"sampling": sampler_params(presence_penalty=1e39)}, "presence_penalty"),
     "bias": ({"sampling": sampler_params(logit_bias=[{"token_id": 97}])}, "bias_token_ids"),
+    "large bias": (
+        {"sampling": sampler_params(logit_bias=[{"token_id": 2**32 - 1}])},
+        "bias_token_ids",
+    ),
     "bias value": (
         {"sampling": sampler_params(logit_bias=[{"token_id": 1, "bias": float("inf")}])},
         "bias",

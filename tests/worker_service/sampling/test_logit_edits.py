@@ -123,3 +123,11 @@ def test_a_bad_word_is_banned_only_after_its_beginning() -> None:
     assert words.banned_after(int32([7, 4, 2])).tolist() == [9]
     assert words.banned_after(int32([2])).tolist() == []
     assert words.banned_after(int32([1, 3, 2])).tolist() == []
+
+
+def test_tokens_may_be_suppressed_for_longer_than_any_output() -> None:
+    params = SamplerParams(min_tokens=2**32 - 1, suppressed_token_ids=int32([3]))
+    row = EditedRow(0, LogitEdits.of(params, int32([1]), int32([])), int32([5] * 9))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    apply_edits(logits, [row])
+    assert logits.isinf().nonzero().tolist() == [[0, 3]]
