@@ -71,7 +71,7 @@ class Samples:
     """[n]; -1 for rows that failed, and for rows whose token the core chooses."""
 
     non_finite: Int64Array
-    """Rows whose largest logit is NaN or infinite."""
+    """Rows whose largest logit is NaN or infinite, or becomes so by edits or the temperature."""
 
     no_candidates: Int64Array
     """Rows in which every token is excluded."""
@@ -108,6 +108,7 @@ def sample(
     num_logprobs = table.num_logprobs[batch.row_ids]
     non_finite = np.flatnonzero(~np.isfinite(largest_values))
     _neutralise(logits, non_finite)
+    largest_values[non_finite] = 0.0
     reporting = np.flatnonzero(num_logprobs != NO_LOGPROBS)
     raw = logits[_tensor(reporting, logits)] if len(reporting) else None
     num_candidates = table.num_candidates[batch.row_ids]
@@ -117,9 +118,11 @@ def sample(
     apply_edits(logits, batch.edited)
     apply_masks(logits, batch.masked)
     offered = offer(logits, offering, num_candidates[offering]) if len(offering) else {}
-    no_candidates = _update_best(logits, batch.changed_rows, best)
+    no_candidates = _update_best(logits, batch.changed_rows, best, largest_values)
     no_candidates = no_candidates[num_candidates[no_candidates] == 0]
-    _neutralise(logits, no_candidates)
+    overflowing = _overflowing(largest_values, table.temperature[batch.row_ids])
+    non_finite = np.union1d(non_finite, overflowing)
+    _neutralise(logits, np.union1d(no_candidates, overflowing))
     tokens = _choose(logits, best, batch, table)
     tokens[non_finite] = NO_TOKEN
     tokens[no_candidates] = NO_TOKEN
@@ -174,12 +177,22 @@ def _largest(logits: Tensor) -> Largest:
     return Largest(best, values[np.arange(len(values)), best])
 
 
-def _update_best(logits: Tensor, rows: Int64Array, best: Int64Array) -> Int64Array:
-    """Update `best` for changed rows. Returns the rows in which every token is excluded."""
+def _update_best(
+    logits: Tensor, rows: Int64Array, best: Int64Array, largest: Float32Array
+) -> Int64Array:
+    """Update the largest logits of changed rows. Returns the rows in which every token is
+    excluded."""
     if len(rows) == 0:
         return rows
-    best[rows], largest = _largest(logits[_tensor(rows, logits)])
-    return rows[largest == -np.inf]
+    best[rows], largest[rows] = _largest(logits[_tensor(rows, logits)])
+    return rows[largest[rows] == -np.inf]
+
+
+def _overflowing(largest: Float32Array, temperature: Float32Array) -> Int64Array:
+    """The rows with a token whose largest logit, divided by the temperature, is not finite."""
+    with np.errstate(over="ignore"):
+        scaled = largest / np.where(temperature > 0, temperature, np.float32(1))
+    return np.flatnonzero(~np.isfinite(scaled) & (largest != -np.inf))
 
 
 def _neutralise(logits: Tensor, rows: Int64Array) -> None:

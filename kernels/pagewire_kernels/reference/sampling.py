@@ -123,6 +123,7 @@ def sample(
 
     logits: float32 [n, vocab_size], edited; sound: returned by `edit`. min-p and top-k apply to the
     distribution after temperature, then top-p (Holtzman et al. 2020) to the tokens that they keep.
+    A row whose largest logit, edited and divided by the temperature, is not finite has NON_FINITE.
     They reduce to the smallest logit that is kept; all tokens with this logit are kept. The row's
     uniform draw then selects the first token id at which the cumulative probability exceeds it.
 
@@ -190,8 +191,10 @@ def _count(entries: Tensor, token: int) -> None:
 
 def _outcome(values: Tensor, sound: int, position: int, why: int, params: "_Params") -> int:
     """The outcome of one row. why: the outcome if every token is excluded."""
-    has_token = bool(values.max().isfinite())
-    if sound == _UNSOUND or (sound == _UNEDITED and not has_token):
+    largest = values.max()
+    has_token, is_excluded = bool(largest.isfinite()), bool(largest == -torch.inf)
+    overflows = not (largest / (params.temperature or 1.0)).isfinite() and not is_excluded
+    if sound == _UNSOUND or (sound == _UNEDITED and not has_token) or overflows:
         return NON_FINITE
     if params.offers:
         return why if why == OFF_CONSTRAINT else NOT_SAMPLED

@@ -286,7 +286,10 @@ def sample(
         offers = tl.load(own + OFFERS) != 0
         num_cells = tl.num_programs(0) * NUM_TILES
         largest, first, is_sound = _of_row(tiles + row * NUM_TILES, num_cells, NUM_TILES)
-        has_token = (largest < float("inf")) & (largest > float("-inf"))
+        has_token = largest > float("-inf")
+        temperature = _real(own + TEMPERATURE).to(tl.float32)
+        scaled = tl.abs(tl.div_rn(largest, tl.where(temperature == 0.0, 1.0, temperature)))
+        is_sound = is_sound & ((scaled < float("inf")) | (has_token == 0))
         why = before * 0 + NO_CANDIDATES
         if mask_row >= 0:
             last_word = tl.load(bitmask + mask_row * bitmask_stride + bitmask_stride - 1)

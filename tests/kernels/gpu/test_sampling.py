@@ -264,6 +264,25 @@ def test_rows_without_a_token_say_why() -> None:
     assert ours == expected == [-(-code % 10) for code in cases]
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # by numpy, in the interpreter
+def test_rows_whose_logits_overflow_have_no_token() -> None:
+    logits = _logits(7)
+    logits[:6] = 3e38
+    logits[1] = -3e38
+    sampled = [
+        _edited(0.5),
+        _edited(0.5, top_k=5),
+        _edited(1.0, occurrences={9: 1}, repetition_penalty=0.5),
+        _edited(0.0, occurrences={9: 1}, frequency_penalty=-3e38),
+        _edited(0.0, offers=1, occurrences={9: 1}, frequency_penalty=-3e38),
+        _edited(0.0),
+        _edited(1.0),
+    ]
+    ours, expected = _both(logits, sampled)
+    assert ours == expected
+    assert ours[:6] == [NON_FINITE] * 5 + [0]
+
+
 def test_a_failure_stays_and_nothing_is_counted() -> None:
     failed = _edited(0.0, latest=OFF_CONSTRAINT, occurrences={})
     rows, tables = tables_of([failed, _edited(0.0, latest=7, occurrences={})], VOCAB_SIZE)

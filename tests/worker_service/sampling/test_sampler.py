@@ -141,6 +141,31 @@ def test_a_row_with_broken_logits_fails_alone(
     assert sorted(samples.logprobs) == [0, 2]
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    ("logit", "params"),
+    [
+        (3e38, {"temperature": 0.5}),
+        (-3e38, {"temperature": 0.5}),
+        (3e38, {"temperature": 1.0, "repetition_penalty": 0.5}),
+        (3e38, {"temperature": 0.0, "frequency_penalty": -3e38}),
+    ],
+    ids=["divided", "negative", "repeated", "frequent"],
+)
+def test_a_row_whose_logits_overflow_fails_alone(
+    logit: float, params: dict[str, float], filters: dict[str, float]
+) -> None:
+    sound, rows = Rows(), Rows()
+    for outcome in (sound, rows):
+        outcome.add(SamplerParams(seed=4, num_logprobs=1))
+        outcome.add(SamplerParams(seed=4, **params, **filters), output=[3])
+        outcome.add(SamplerParams(seed=4, top_p=0.9))
+    rows.logits[1] = torch.full((VOCAB_SIZE,), logit)
+    expected, samples = sound.sample(), rows.sample()
+    assert samples.non_finite.tolist() == [1]
+    assert samples.tokens.tolist() == [expected.tokens[0], NO_TOKEN, expected.tokens[2]]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_may_exclude_tokens_itself(temperature: float) -> None:
     rows = Rows()
