@@ -102,6 +102,8 @@ class ResolvedRequest:
     """The tokens that are reported as stop reasons: all but end-of-sequence tokens."""
     stop: StopStrings
     include_stop: bool
+    continues_prompt: bool
+    """Whether the output goes on with the prompt's text; an answer begins a text of its own."""
     skip_special_tokens: bool
     answer: AnswerFormat
     num_logprobs: int | None
@@ -139,7 +141,9 @@ class ResolvedRequest:
         if self.model.tokenizer is None:
             return ByteLevelDetokenizer(lambda _: b"")
         return self.model.tokenizer.detokenizer(
-            skip_special_tokens=self.skip_special_tokens, kept=self.answer.kept_tokens
+            skip_special_tokens=self.skip_special_tokens,
+            kept=self.answer.kept_tokens,
+            follows=self.prompt_token_ids if self.continues_prompt else (),
         )
 
     def make_message(self, choice: int) -> MessageStream:
@@ -218,6 +222,7 @@ def resolve_request(
         reported_stop_token_ids=reported,
         stop=StopStrings(params.stop),
         include_stop=params.include_stop_in_output,
+        continues_prompt=not request.HasField("chat") or request.chat.continue_final_message,
         skip_special_tokens=value_or(params, "skip_special_tokens", True),
         answer=answer,
         num_logprobs=value_or(params, "logprobs", None),

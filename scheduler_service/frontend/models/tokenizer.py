@@ -239,10 +239,17 @@ class ModelTokenizer:
         return [list(ids) for ids in dict.fromkeys(map(tuple, sequences)) if ids]
 
     def detokenizer(
-        self, *, skip_special_tokens: bool, kept: Collection[str] = frozenset()
+        self,
+        *,
+        skip_special_tokens: bool,
+        kept: Collection[str] = frozenset(),
+        follows: Sequence[int] = (),
     ) -> Detokenizer:
-        """A detokenizer at the start of a text; special tokens in `kept` are not skipped."""
-        return self._detokenizers.make(skip_special_tokens=skip_special_tokens, kept=kept)
+        """A detokenizer at the start of a text, or of what comes after the tokens `follows`;
+        special tokens in `kept` are not skipped."""
+        return self._detokenizers.make(
+            skip_special_tokens=skip_special_tokens, kept=kept, follows=follows
+        )
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids."""

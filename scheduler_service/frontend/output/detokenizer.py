@@ -1,7 +1,8 @@
 """Incremental detokenization: text is never retracted and never ends within a character.
 
-The pieces that a `Detokenizer` returns, joined, equal the tokenizer's own `decode` of all tokens.
-Two kinds of tokenizer cover those of language models:
+The pieces that a `Detokenizer` returns, joined, equal the tokenizer's own `decode` of all tokens,
+or what they add to the text of the tokens that they follow. Two kinds of tokenizer cover those of
+language models:
 
 - **Byte-level** (GPT-2, Llama 3, Qwen): every token is a fixed run of bytes, so the text is those
   bytes, decoded as UTF-8 while they come. Exact, and a dictionary look-up per token.
@@ -25,6 +26,8 @@ from service_common.token_bytes import byte_level_bytes, decoder_steps
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 8
 """Tokens held back while their text ends in U+FFFD, which further tokens may complete."""
+MAX_TOKENS_BEFORE = 64
+"""The last tokens before a run of which one with a text of its own is looked for."""
 
 
 class Detokenizer(Protocol):
@@ -73,15 +76,16 @@ class WindowDetokenizer:
         ignored: Callable[[int], bool],
         is_byte_fallback: Callable[[int], bool],
         *,
+        context: Sequence[int],
         mends_replacements: bool,
     ) -> None:
         self._decode = decode
         self._ignored = ignored
         self._is_byte_fallback = is_byte_fallback
         self._mends_replacements = mends_replacements
-        self._anchor: list[int] = []
-        self._context: list[int] = []
-        self._context_text = ""
+        self._anchor = list(context)
+        self._context = self._anchor
+        self._context_text = decode(context) if context else ""
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -133,11 +137,18 @@ class DetokenizerFactory:
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._token_bytes: dict[int, bytes] = {}
         self._is_fallback: dict[int, bool] = {}
+        self._letter = tokenizer.token_to_id("<0x41>") or 0
+        """One byte that is a character, where tokens are bytes."""
 
     def make(
-        self, *, skip_special_tokens: bool, kept: Collection[str] = frozenset()
+        self,
+        *,
+        skip_special_tokens: bool,
+        kept: Collection[str] = frozenset(),
+        follows: Sequence[int] = (),
     ) -> Detokenizer:
-        """A detokenizer at the start of a text; special tokens in `kept` are not skipped."""
+        """A detokenizer at the start of a text, or of what comes after the tokens `follows`;
+        special tokens in `kept` are not skipped."""
         skipped: Set[int] = self._special if skip_special_tokens else frozenset()
         if skipped and kept:
             skipped = skipped - set(map(self._tokenizer.token_to_id, kept))
@@ -145,12 +156,31 @@ class DetokenizerFactory:
             return ByteLevelDetokenizer(
                 lambda token_id: b"" if token_id in skipped else self._bytes_of_token(token_id)
             )
+
+        def is_ignored(token_id: int) -> bool:
+            return token_id in skipped or self._tokenizer.id_to_token(token_id) is None
+
         return WindowDetokenizer(
             self._decode,
-            lambda token_id: token_id in skipped or self._tokenizer.id_to_token(token_id) is None,
+            is_ignored,
             self._is_fallback_token,
+            context=self._context_in(follows, is_ignored),
             mends_replacements=self._mends_replacements,
         )
+
+    def _context_in(self, follows: Sequence[int], is_ignored: Callable[[int], bool]) -> list[int]:
+        """The last tokens from one on that has a text of its own; empty without one. In place of a
+        byte, whose text later ones may change, there is a letter's."""
+        context: list[int] = []
+        for token_id in reversed(follows[-MAX_TOKENS_BEFORE:]):
+            if is_ignored(token_id):
+                continue
+            shown = self._letter if self._is_fallback_token(token_id) else token_id
+            if REPLACEMENT not in (text := self._decode([shown])):
+                context.insert(0, shown)
+                if text:
+                    return context
+        return []
 
     def token_text(self, token_id: int) -> str:
         """One token's text as it reads inside a text; special tokens too."""

@@ -248,7 +248,8 @@ class _Texts:
         is_written = of_prompt and self.body.truncate_prompt_tokens is None
         has_text = is_written and isinstance(self.prompts[0], str)
         skips = self._skips_special_tokens and not has_text
-        return tokenizer.detokenizer(skip_special_tokens=skips)
+        follows = () if started is None or of_prompt else started.prompt_token_ids
+        return tokenizer.detokenizer(skip_special_tokens=skips, follows=follows)
 
     @property
     def _skips_special_tokens(self) -> bool:

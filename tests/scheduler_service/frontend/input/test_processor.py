@@ -14,7 +14,7 @@ from scheduler_service.frontend.structured_output.constraint import to_lark
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
 from tests.support.json_schemas import allows
-from tests.support.tokenizers import EOS, byte_level, model_files
+from tests.support.tokenizers import EOS, byte_level, model_files, sentencepiece
 
 EOS_ID = byte_level().token_to_id(EOS)
 MODEL = build_model(model_info(structured_output=True), model_files(byte_level()))
@@ -203,6 +203,20 @@ def test_without_a_tokenizer_token_ids_work_and_there_is_no_text() -> None:
     request = resolved(BARE)
     assert request.make_detokenizer().push(5) == request.make_detokenizer().flush() == ""
     assert request.token_text(5) == ""
+
+
+def test_output_goes_on_with_its_prompt_and_an_answer_begins_a_text() -> None:
+    model = build_model(model_info(vocab_size=1000), model_files(sentencepiece()))
+    word = sentencepiece().token_to_id("▁hello")
+    continued = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+
+    def text_after(**prompt: Any) -> str:
+        request = inference_pb.GenerateRequest(**prompt)
+        return resolve_request(request, "r", model).make_detokenizer().push(word)
+
+    assert text_after(text="a") == text_after(token_ids={"ids": [word]}) == " hello"
+    assert text_after(chat={"messages": continued[:1]}) == "hello"
+    assert text_after(chat={"messages": continued, "continue_final_message": True}) == " hello"
 
 
 def test_tokenizer_files_that_cannot_be_used_leave_token_ids_working() -> None:

@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
@@ -46,6 +46,28 @@ def test_the_pieces_joined_are_what_the_library_decodes_from_all_tokens_at_once(
     assert OURS[kind].decode(ids, skip_special_tokens=skip) == LIBRARY[kind].decode(
         ids, skip_special_tokens=skip
     )
+
+
+ends = st.sampled_from([["hello"], ["a", "▁"], ["a", "ld"], [".", "ld", "</s>", "▁"], ["<0x7A>"]])
+
+
+@given(kinds, token_ids, ends, token_ids, st.booleans())
+def test_after_other_tokens_the_pieces_are_what_the_library_adds_to_their_text(
+    kind: str, before: list[int], end: list[str], ids: list[int], skip: bool
+) -> None:
+    follows = before + [LIBRARY[kind].token_to_id(token) or 300 for token in end]
+    detokenizer = OURS[kind].detokenizer(skip_special_tokens=skip, follows=follows)
+    text = LIBRARY[kind].decode(follows, skip_special_tokens=skip)
+    added = "".join(map(detokenizer.push, ids)) + detokenizer.flush()
+    whole = LIBRARY[kind].decode(follows + ids, skip_special_tokens=skip)
+    assume(whole.startswith(text))  # else bytes that follow have broken the last ones
+    assert text + added == whole
+
+
+@pytest.mark.parametrize("follows", [[], [1], [2, 400, 1]])
+def test_a_text_after_special_tokens_alone_begins_without_a_space(follows: list[int]) -> None:
+    detokenizer = OURS["llama"].detokenizer(skip_special_tokens=True, follows=follows)
+    assert detokenizer.push(LIBRARY["llama"].token_to_id("▁hello") or 0) == "hello"
 
 
 @given(kinds, token_ids)

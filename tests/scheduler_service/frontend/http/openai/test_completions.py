@@ -10,10 +10,13 @@ import grpc
 import httpx
 import pytest
 
+from pagewire.columns import pack, pack_floats
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from tests.support.fake_core import FakeCore
 from tests.support.frontends import eventually
 from tests.support.http_frontends import HttpServed, http_served, none_open
-from tests.support.tokenizers import tokens
+from tests.support.tokenizers import model_files, sentencepiece, tokens
 
 PATH = "/v1/completions"
 WISH = {"prompt": "hello", "max_tokens": 50}
@@ -80,6 +83,28 @@ async def test_a_stream_tells_what_there_is_and_ends_with_done(served: HttpServe
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world"
     assert all(chunk["id"] == "cmpl-mine-1" and "usage" not in chunk for chunk in chunks)
+
+
+async def test_a_text_goes_on_after_its_prompt_with_the_space_that_its_first_token_has() -> None:
+    words = [sentencepiece().token_to_id(word) for word in ("▁hello", "▁a")]
+    files = {"tiny": model_files(sentencepiece())}
+    async with http_served(FakeCore(files=files)) as served:
+        for wish in (WISH, WISH | {"prompt": words}):
+            answer = post(served, wish | {"logprobs": 0})
+            request = await served.core.next_request()
+            entries = [
+                scheduler_pb.ChoiceLogprobs(
+                    handle=request.handle, token_ids=pack([word]), logprobs=pack_floats([-1.0])
+                )
+                for word in words
+            ]
+            await request.accept()
+            await request.send_tokens(words, logprobs=entries)
+            await request.finish_choice()
+            await request.finish()
+            [choice] = (await answer).json()["choices"]
+            assert choice["text"] == " hello a"
+            assert choice["logprobs"]["text_offset"] == [0, len(" hello")]
 
 
 async def test_a_second_live_request_of_an_id_is_refused(served: HttpServed) -> None:
