@@ -97,6 +97,7 @@ _OTHER_ARCHITECTURES = {
     "qwen2_vl": ("qwen2vl", gguf.MODEL_ARCH.QWEN2VL),
     "qwen3_vl": ("qwen3vl", gguf.MODEL_ARCH.QWEN3VL),
     "qwen3_moe_vl": ("qwen3vlmoe", gguf.MODEL_ARCH.QWEN3VLMOE),
+    "mistral4_large": ("deepseek2", gguf.MODEL_ARCH.MISTRAL4),
 }
 """Of files of models that compute the same as another one."""
 
@@ -177,7 +178,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
-    "mistral4": _LATENT,
+    **dict.fromkeys(("mistral4", "mistral4_large"), _LATENT),
     "hunyuan_dense": {"head_dim": 64},
     "hunyuan_alpha": {"head_dim": 64},
     "hunyuan_moe": {"head_dim": 64, "moe_topk": 2},
@@ -232,6 +233,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"head_dim": 64},
     "ernie4_5_moe": {"moe_intermediate_size": 256},
     "glm4": {"head_dim": 64},
+    "glm4_vl": {"head_dim": 64, "attention_bias": True},
+    "llama_bias": {"head_dim": 64, "hidden_act": "silu"},
     "glm4_moe": {"head_dim": 64, "moe_intermediate_size": 256},
     "minimax_m2": {"head_dim": 64, "rotary_dim": 32},
     "seed_oss": {"head_dim": 64},
@@ -274,7 +277,7 @@ def make_gguf(
     """
     from transformers import AutoConfig
 
-    base = re.sub("_(long|partial|expanded|folded|joined|square|exaone|vl)$", "", family)
+    base = re.sub("_(long|large|partial|expanded|folded|joined|square|exaone|vl)$", "", family)
     source = make_checkpoint(base, folder / "source", **SHAPE, **_OVERRIDES.get(family, {}))
     config = AutoConfig.from_pretrained(source)
     own = _ARCHITECTURES[config.architectures[0]]
@@ -320,7 +323,8 @@ def make_gguf(
             result = _add_of_gemma3n(writer, names, tensor_name, values, kind, experts)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
-        has_stacks = name == "mistral4" and tensor_name.endswith(("gate_up_proj", "down_proj"))
+        is_stack = tensor_name.endswith(("gate_up_proj", "down_proj"))
+        has_stacks = family.startswith("mistral4") and is_stack
         if name == "gemma4" or has_stacks:
             result = _add_of_gemma4(writer, names, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
@@ -353,6 +357,9 @@ def make_gguf(
             query = ".q_proj." in tensor_name
             num_heads = config.num_attention_heads if query else config.num_key_value_heads
             order = order.reshape(num_heads, 2, -1).swapaxes(1, 2).ravel()
+        if family == "glm4_vl" and (".q_proj." in tensor_name or ".k_proj." in tensor_name):
+            heads = order.reshape(-1, config.head_dim)
+            order = np.hstack((heads[:, :32:2], heads[:, 1:32:2], heads[:, 32:])).ravel()
         is_router = tensor_name.endswith(
             (".gate.weight", ".router.weight", ".layer.weight", ".wg.weight")
         )

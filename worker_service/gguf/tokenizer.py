@@ -86,7 +86,7 @@ _BY_SPLITS: dict[tuple[str, ...], str] = {
     " roberta-bpe modern-bert jina-v1-en jina-es jina-de jina-v2-es jina-v2-de jina-v2-code",
     (r"\p{N}", _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
     (_LLAMA3,): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 smaug-bpe dbrx"
-    " jina-v5-nano glm4 chatglm-bpe",
+    " jina-v5-nano glm4 glm5 chatglm-bpe",
     (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
     (_QWEN35,): "qwen35",
     (_cased_words("", r"\p{N}"),): "tekken",
@@ -147,7 +147,9 @@ _KEEPS_NEWLINES = ("gemma4", "granite-embed-multi-311m")
 """Those with which a run of newlines that is a token is not merged from parts. They start every
 text with a BOS token, whatever the file says."""
 
-_IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5", "youtu", "granite-embed-multi-97m")
+_IGNORE_MERGES = (
+    *(*_STARTS_WITH_BOS, "glm4", "glm5", "minicpm5", "youtu", "granite-embed-multi-97m"),
+)
 """Pre-tokenizers with which a word that is a token is not merged from parts."""
 
 END_TOKENS = frozenset(

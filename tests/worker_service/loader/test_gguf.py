@@ -39,7 +39,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
         *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial", "phimoe", "phimoe_long"),
         *("gemma3n", "gemma4_shared", "gemma4_plain", "gemma4_moe", "llama4"),
-        *("ministral3", "mistral4"),
+        *("ministral3", "mistral4", "mistral4_large", "llama_bias"),
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v2_expanded"),
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
@@ -61,6 +61,13 @@ def test_embeddings_multiplied_by_an_unknown_number_are_refused(tmp_path: Path) 
     file, _ = make_gguf("falcon_h1_folded", "Q8_0", tmp_path)
     with pytest.raises(UnsupportedModel, match=r"expected a tensor output\.weight, since embeddin"):
         gguf_config(file)
+
+
+def test_heads_of_a_glm_4_of_images_are_put_in_order(tmp_path: Path) -> None:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_dimension_sections([4, 6, 6, 0])
+
+    assert_same(*make_gguf("glm4_vl", "Q8_0", tmp_path, metadata=metadata))
 
 
 def test_a_model_in_several_files_is_loaded_by_the_name_of_one(tmp_path: Path) -> None:

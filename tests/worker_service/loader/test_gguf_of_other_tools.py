@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import GemmaTokenizer
 
-from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID
+from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, MAX_POSITIONS
 from tests.support.gguf_files import make_gguf, tokenizer_of
 from tests.support.loading import load
 from worker_service.errors import BadCheckpoint, UnsupportedModel
@@ -206,6 +206,20 @@ def _pieces(pre: str | None, text: str) -> list[str]:
     return [text[start:end] for _, (start, end) in pieces]
 
 
+@pytest.mark.parametrize(("pre", "count"), [("glm4", 1), ("glm5", 1), ("chatglm-bpe", 3)])
+def test_a_word_that_is_a_token_is_not_merged_from_parts(pre: str, count: int) -> None:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "hey"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": [],
+    }
+    tokenizer = tokenizer_of(tokenizer_assets(Path("x.gguf"), metadata))
+    assert len(tokenizer.encode("hey")) == count
+
+
 TEXT = "Don't  (12345) fooBar, e\u0301a\n\n y 中文かな!"
 
 
@@ -330,6 +344,18 @@ def test_a_factor_without_a_type_scales_positions_linearly(key: str, tmp_path: P
     file, _ = make_gguf("llama", "F16", tmp_path, metadata=lambda w: w.add_float32(key, 4.0))
     rope = gguf_config(file)["rope_parameters"]
     assert rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def test_yarn_has_the_attention_factor_and_the_length_of_the_file(tmp_path: Path) -> None:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_yarn_attn_factor(1.5)
+
+    file, _ = make_gguf("llama", "F16", tmp_path, metadata=metadata)
+    rope = gguf_config(file)["rope_parameters"]
+    assert rope["attention_factor"] == 1.5
+    assert rope["original_max_position_embeddings"] == MAX_POSITIONS
 
 
 def test_the_log_says_how_weights_are_stored(

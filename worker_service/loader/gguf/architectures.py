@@ -50,8 +50,10 @@ MIXTRAL = ("MixtralForCausalLM", "mixtral")
 OLMO3 = ("Olmo3ForCausalLM", "olmo3")
 """The model with a sliding window whose architecture is `olmo2`."""
 DEEPSEEK2 = ("DeepseekV2ForCausalLM", "deepseek_v2")
+MISTRAL4 = ("Mistral4ForCausalLM", "mistral4")
 YOUTU = ("YoutuForCausalLM", "youtu")
-"""The models with scores by softmax, and without experts, whose architecture is `deepseek2`."""
+"""The models with scores by softmax, also with weights of experts that add up to 1 (Mistral Large
+3), and without experts, whose architecture is `deepseek2`."""
 FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba")
 """The model with norms before the recurrence whose architecture is `mamba`."""
 

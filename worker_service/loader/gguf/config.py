@@ -14,6 +14,7 @@ from worker_service.loader.gguf.architectures import (
     DEEPSEEK2,
     FALCON_MAMBA,
     MISTRAL,
+    MISTRAL4,
     MIXTRAL,
     OLMO3,
     YOUTU,
@@ -130,6 +131,7 @@ def _of_decoder(
         "rms_norm_eps": meta.real(f"attention.{epsilon}"),
         "hidden_act": "silu",
         "attention_bias": meta.has_tensor("attn_q.bias"),
+        "mlp_bias": meta.has_tensor("ffn_up.bias"),
         "tie_word_embeddings": "output.weight" not in meta.tensors,
         "sliding_window": window or None,
     }
@@ -161,7 +163,9 @@ def _model(meta: Metadata, window: int | None) -> Architecture:
     elif row.name == "deepseek2":
         corrects = any(key.endswith("exp_probs_b.bias") for key in meta.tensors)
         scores = meta.get("expert_gating_func", SIGMOID if corrects else SOFTMAX)
-        row = row.as_model(*DEEPSEEK2) if scores == SOFTMAX else row
+        if scores == SOFTMAX:
+            is_normed = meta.get("expert_weights_norm", False)
+            row = row.as_model(*(MISTRAL4 if is_normed else DEEPSEEK2))
     elif window and "windows" not in row.traits:
         meta.require("attention.sliding_window", None, "none")
     if num_experts and row.kind not in MIXTURES:

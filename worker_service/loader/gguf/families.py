@@ -5,7 +5,12 @@ from typing import Any, TypeAlias
 
 from worker_service.loader.gguf import gemma, hybrids
 from worker_service.loader.gguf.metadata import Metadata
-from worker_service.loader.gguf.rope import long_rope, scaled_by_position, with_local_rope
+from worker_service.loader.gguf.rope import (
+    SECTIONS,
+    long_rope,
+    scaled_by_position,
+    with_local_rope,
+)
 
 Config: TypeAlias = Mapping[str, Any]
 
@@ -75,6 +80,14 @@ def _olmoe(meta: Metadata, _: Config) -> dict[str, Any]:
     return {"clip_qkv": meta.real("attention.clamp_kqv") if limit else None}
 
 
+def _glm4(meta: Metadata, config: Config) -> dict[str, Any]:
+    """With sections of positions, queries and keys have another order, see `orders_of`."""
+    sections = meta.get("rope.dimension_sections", [])
+    if not isinstance(sections, list) or not any(sections):
+        return {}
+    return {"rope_parameters": {**config["rope_parameters"], SECTIONS: sections[:3]}}
+
+
 def _cohere2(meta: Metadata, config: Config) -> dict[str, Any]:
     return {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": meta.real("logit_scale")}
 
@@ -110,6 +123,7 @@ FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
     "gemma": lambda *_: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
     "arcee": lambda *_: {"hidden_act": "relu2"},
     "olmoe": _olmoe,
+    "glm4": _glm4,
     "minimax_m2": lambda _, config: {"rotary_dim": rotary_dim(config)},
     "seed_oss": lambda meta, _: {"attention_out_bias": "blk.0.attn_output.bias" in meta.tensors},
     "glm4_moe": lambda meta, _: {"use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensors},

@@ -139,7 +139,6 @@ def falcon_h1(meta: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
         "mamba_rms_norm": meta.has_tensor("ssm_norm.weight"),
         "mamba_norm_before_gate": False,
         "projectors_bias": meta.has_tensor("ssm_out.bias"),
-        "mlp_bias": meta.has_tensor("ffn_up.bias"),
     }
 
 
@@ -159,7 +158,6 @@ def nemotron_h(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_latent_size": meta.get("moe_latent_size", 0) or None,
         "layer_norm_epsilon": config["rms_norm_eps"],
         "mlp_hidden_act": "relu2",
-        "mlp_bias": meta.has_tensor("ffn_up.bias"),
         "mamba_num_heads": num_heads,
         "mamba_head_dim": head_dim,
         "n_groups": meta.number("ssm.group_count"),

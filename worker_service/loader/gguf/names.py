@@ -17,7 +17,7 @@ from worker_service.loader.gguf.config import gguf_config
 from worker_service.loader.gguf.file import GgufTensor, Order, open_gguf
 from worker_service.loader.gguf.gemma import GEMMA3N, GEMMA4
 from worker_service.loader.gguf.metadata import ROPE_FREQUENCIES
-from worker_service.loader.gguf.rope import LONG_ROPE
+from worker_service.loader.gguf.rope import LONG_ROPE, SECTIONS
 from worker_service.loader.tensors import OpenFiles
 
 _PAIRS_ROTATED = (
@@ -105,11 +105,16 @@ class Orders(NamedTuple):
 
 def orders_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Orders]:
     """The orders of tensors by the last part of their module's name, or of their own."""
+    num_heads = config.get("num_attention_heads", 0)
+    counts = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads") or num_heads}
     if architecture in _PAIRS_ROTATED:
-        num_heads = config["num_attention_heads"]
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
-        counts = {"q_proj": num_heads, "k_proj": num_kv_heads}
         return {name: Orders(partial(_pairs, count)) for name, count in counts.items()}
+    rope = config.get("rope_parameters") or {}
+    if architecture == "glm4" and rope.get(SECTIONS):
+        rotary_dim = round(config["head_dim"] * rope["partial_rotary_factor"])
+        return {
+            name: Orders(partial(_neighbours, count, rotary_dim)) for name, count in counts.items()
+        }
     if architecture not in _HEADS_INTERLEAVED:
         return {}
     heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -127,6 +132,14 @@ def orders_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Orders]
 def _pairs(num_heads: int, num_rows: int) -> Tensor:
     """Of heads whose pairs of elements are neighbours in files, and halves in `transformers`."""
     return torch.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).flatten()
+
+
+def _neighbours(num_heads: int, rotary_dim: int, num_rows: int) -> Tensor:
+    """Of heads whose first elements, which are rotated, have pairs of halves in files, and of
+    neighbours in `transformers`."""
+    rows = torch.arange(num_rows).reshape(num_heads, -1)
+    rotated = rows[:, :rotary_dim].reshape(num_heads, 2, -1).swapaxes(1, 2).flatten(1)
+    return torch.cat([rotated, rows[:, rotary_dim:]], 1).flatten()
 
 
 def _interleaved(num_key_heads: int, num_heads: int, first: int, num_rows: int) -> Tensor:

@@ -14,6 +14,9 @@ LONG_ROPE = {
 }
 """Tensors of the factors of Phi-3."""
 
+SECTIONS = "mrope_section"
+"""The parameter of models whose positions are those of images, too."""
+
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 8192,
@@ -36,10 +39,11 @@ def rope_parameters(meta: Metadata, head_dim: int) -> dict[str, Any]:
     if kind != "none":
         rope["factor"] = meta.real("rope.scaling.factor", factor)
     if kind == "yarn":
-        trained = meta.number("rope.scaling.original_context_length")
-        rope["original_max_position_embeddings"] = trained
-        for name in ("beta_fast", "beta_slow"):
-            key = f"rope.scaling.yarn_{name}"
+        trained = meta.get("rope.scaling.original_context_length", 0)
+        rope["original_max_position_embeddings"] = trained or meta.number("context_length")
+        others = {"attention_factor": "attn_factor", "beta_fast": "beta_fast"}
+        for name, stored in {**others, "beta_slow": "beta_slow"}.items():
+            key = f"rope.scaling.yarn_{stored}"
             if meta.get(key, 0.0):
                 rope[name] = meta.real(key)
     return rope
