@@ -17,7 +17,7 @@
 | `local/` | services started and supervised by this process, for `serve`, `demo` and `LLM` |
 | `options` | groups of options that commands share |
 | `command` | how arguments are read: unknown options together, vLLM's spellings |
-| `vllm_flags` | what vLLM's flags are called here, or why there is none |
+| `foreign_flags` | what other engines' flags are called here, or why there is none |
 | `terminal` | where answers, notes and errors are written |
 
 Answers go to standard output, everything else to standard error.

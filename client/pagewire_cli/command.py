@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import typer
 
 from pagewire.usage_errors import OneLineCommand, OneLineGroup, spelled_as_options
-from pagewire_cli import terminal, vllm_flags
+from pagewire_cli import foreign_flags, terminal
 from pagewire_cli.options import spelled_with_parameters
 from pagewire_client.errors import InvalidArgument
 
@@ -28,20 +28,20 @@ class Group(OneLineGroup):
 class Command(OneLineCommand):
     """A command that explains all its unknown options together."""
 
-    has_vllm_flags = False
+    has_foreign_flags = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; exits with an explanation of each unknown option."""
         values, rest = self._parse(ctx, args)
         unknown = dict.fromkeys(arg for arg in rest if arg.startswith("-") and len(arg) > 1)
-        if self.has_vllm_flags:
-            always = {arg for arg in unknown if vllm_flags.is_always_on(_name(arg))}
+        if self.has_foreign_flags:
+            always = {arg for arg in unknown if foreign_flags.is_always_on(_name(arg))}
             unknown = {arg: None for arg in unknown if arg not in always}
             num_values = sum(arg not in always for arg in rest) - ("model" not in values)
             args = _repeat_lists([arg for arg in args if arg not in always], num_values)
         if unknown:
             known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
-            refuse([_name(arg) for arg in unknown], known, vllm=self.has_vllm_flags)
+            refuse([_name(arg) for arg in unknown], known, foreign=self.has_foreign_flags)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -69,7 +69,7 @@ class ServeCommand(Command):
     """`pagewire serve`, which understands the flags of `vllm serve` too: switches without effect,
     and `--served-model-name A B` as the option given twice."""
 
-    has_vllm_flags = True
+    has_foreign_flags = True
 
 
 def _repeat_lists(args: Sequence[str], num_further: int) -> list[str]:
@@ -88,9 +88,9 @@ def _repeat_lists(args: Sequence[str], num_further: int) -> list[str]:
     return repeated
 
 
-def refuse(names: Sequence[str], known: Sequence[str] = (), *, vllm: bool) -> NoReturn:
+def refuse(names: Sequence[str], known: Sequence[str] = (), *, foreign: bool) -> NoReturn:
     """Print what to use instead of each unknown option, and exit."""
-    terminal.error("\n".join(vllm_flags.explain(name, known, vllm=vllm) for name in names))
+    terminal.error("\n".join(foreign_flags.explain(name, known, foreign=foreign) for name in names))
     raise typer.Exit(EXIT_WRONG_OPTION)
 
 
@@ -99,4 +99,4 @@ def _name(argument: str) -> str:
     name = argument.partition("=")[0]
     if name.startswith("--"):
         return name.replace("_", "-")
-    return name if vllm_flags.row_of(name) else name[:2]
+    return name if foreign_flags.rows_of(name) else name[:2]

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from pagewire_cli import health, vllm_flags
+from pagewire_cli import foreign_flags, health
 from pagewire_cli.command import refuse
 from pagewire_cli.local import service_commands
 
@@ -17,7 +17,7 @@ _PROGRAMS = {
     "conformance": "Check whether a worker implements the contract.",
     "replay": "Replay a recorded schedule, without workers.",
 }
-_WITH_VLLM_FLAGS = ("frontend", "scheduler", "worker")
+_WITH_FOREIGN_FLAGS = ("frontend", "scheduler", "worker")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -41,16 +41,16 @@ def _become(context: typer.Context) -> None:
     if name == "worker":
         needed = service_commands.kind_of_worker(simulate="--simulate" in arguments)
     service_commands.require(needed)
-    if name in _WITH_VLLM_FLAGS:
-        arguments = _without_vllm_flags(arguments)
+    if name in _WITH_FOREIGN_FLAGS:
+        arguments = _without_foreign_flags(arguments)
     command = [sys.executable, "-m", *service_commands.COMMANDS[name], *arguments]
     os.execve(sys.executable, command, service_commands.environment())
 
 
-def _without_vllm_flags(arguments: list[str]) -> list[str]:
+def _without_foreign_flags(arguments: list[str]) -> list[str]:
     """The arguments for a service, which explains the unknown ones that are not vLLM's itself."""
-    foreign = [arg for arg in arguments if vllm_flags.is_foreign(arg.partition("=")[0])]
-    unknown = [arg for arg in foreign if not vllm_flags.is_always_on(arg)]
+    foreign = [arg for arg in arguments if foreign_flags.is_foreign(arg.partition("=")[0])]
+    unknown = [arg for arg in foreign if not foreign_flags.is_always_on(arg)]
     if unknown:
-        refuse([arg.partition("=")[0] for arg in unknown], vllm=True)
+        refuse([arg.partition("=")[0] for arg in unknown], foreign=True)
     return [arg for arg in arguments if arg not in foreign]

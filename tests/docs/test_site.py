@@ -108,16 +108,23 @@ def rows(page: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_each_flag_of_ours_that_a_vllm_flag_becomes_is_there() -> None:
-    found = [re.findall(r"`(--[\w-]+)", row[1]) for row in rows("migrating-from-vllm.md")]
+@pytest.mark.parametrize("page", ["migrating-from-vllm.md", "migrating-from-others.md"])
+def test_each_flag_of_ours_that_a_foreign_flag_becomes_is_there(page: str) -> None:
+    found = [re.findall(r"`(--[\w-]+)", row[1]) for row in rows(page)]
     named = {flag for cell in found for flag in cell}
     assert len(named) > 30
     assert named - flags() == set()
 
 
-def test_the_commands_explain_vllms_flags_with_the_tables_of_the_page() -> None:
-    tables = (ROOT / "client/pagewire_cli/vllm_flags.txt").read_text()
-    assert tables in (DOCS / "migrating-from-vllm.md").read_text(), "copy the one to the other"
+@pytest.mark.parametrize(
+    ("tables", "page"),
+    [("vllm", "migrating-from-vllm.md"), ("other", "migrating-from-others.md")],
+)
+def test_the_commands_explain_foreign_flags_with_the_tables_of_the_page(
+    tables: str, page: str
+) -> None:
+    text = (ROOT / f"client/pagewire_cli/{tables}_flags.txt").read_text()
+    assert text in (DOCS / page).read_text(), "copy the one to the other"
 
 
 def test_each_flag_that_is_said_to_be_vllms_is_there() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire_cli import vllm_flags
+from pagewire_cli import foreign_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def check_names(values: Mapping[str, Any]) -> dict[str, Any]:
         if name in flags:
             flags[name].check(value)
             accepted[name] = value
-        elif not (value and vllm_flags.is_always_on(option)):
-            line = vllm_flags.explain(option, options, spell=_as_argument)
+        elif not (value and foreign_flags.is_always_on(option)):
+            line = foreign_flags.explain(option, options, spell=_as_argument)
             lines.append(line.replace(option, name, 1))
     if len(lines) > 1:
         raise TypeError("\n".join(lines))

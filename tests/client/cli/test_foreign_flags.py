@@ -1,9 +1,9 @@
-"""vLLM's flags: each one is accepted, or explained."""
+"""Flags of other engines: each one is accepted, or explained."""
 
 import pytest
 from typer.testing import CliRunner
 
-from pagewire_cli import vllm_flags
+from pagewire_cli import foreign_flags
 from pagewire_cli.app import app
 from pagewire_cli.command import CONTEXT, ServeCommand, _repeat_lists
 from pagewire_cli.local import engine_args
@@ -13,6 +13,12 @@ from tools.launch import ROOT
 
 THEIRS = (ROOT / "tests/docs/vllm_0_32_flags.txt").read_text().split()
 
+OTHERS = dict(
+    part.split("\n", 1)  # the engine, and its flags
+    for part in (ROOT / "tests/docs/other_engines_flags.txt").read_text().split("### ")[1:]
+)
+"""Of llama-server 0.6.0 (build 11434), and of the documentation of SGLang, TGI 3 and TEI 1.8."""
+
 
 def refused(*arguments: str) -> str:
     result = CliRunner().invoke(app, arguments)
@@ -21,14 +27,46 @@ def refused(*arguments: str) -> str:
 
 
 def test_every_flag_of_vllm_has_a_counterpart_or_a_reason() -> None:
-    rows = {flag: vllm_flags.row_of(flag) for flag in THEIRS}
-    assert [flag for flag, row in rows.items() if row is None] == []
+    assert [flag for flag in THEIRS if not foreign_flags.rows_of(flag)] == []
     unexplained = [
-        flag
-        for flag, row in rows.items()
-        if row and not (row.counterparts or row.is_always or row.remark)
+        row.flags
+        for row in foreign_flags.rows()
+        if not (row.counterparts or row.is_always or row.remark)
     ]
     assert unexplained == []
+
+
+@pytest.mark.parametrize("engine", OTHERS)
+def test_every_flag_of_another_engine_is_explained(engine: str) -> None:
+    ours = flags()
+    foreign = [flag for flag in OTHERS[engine].split() if flag not in ours]
+    assert len(foreign) > 20
+    lines = [foreign_flags.explain(flag, ours) for flag in foreign]
+    assert [line for line in lines if "no such option" in line] == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        ("-ngl", "-ngl is --device here (cpu, cuda or cuda:N: a worker has all its layers on one"),
+        ("--mem-fraction-static", "--mem-fraction-static is --gpu-memory-utilization here (a sh"),
+        (
+            "-n",
+            "-n is --num-nodes, --node-rank here (on pagewire worker); that of llama.cpp has no",
+        ),
+        ("--no-mmap", "--no-mmap has no counterpart here: weights are mapped into memory and read"),
+        ("--num-shard", "--num-shard is --tensor-parallel-size here (1 by default)"),
+        ("--dense-path", "--dense-path has no counterpart here: dense layers are those of modules"),
+        ("--speculative-modl", "--speculative-modl: no such option; did you mean --speculative-m"),
+    ],
+)
+def test_serve_explains_flags_of_other_engines(flag: str, line: str) -> None:
+    assert refused("serve", "model", flag, "9").startswith(f"error: {line}")
+
+
+def test_switches_of_other_engines_that_are_always_on_are_accepted() -> None:
+    said = refused("serve", "model", "--jinja", "-cb", "--enable-metrics", "--whatever")
+    assert said == "error: --whatever: no such option\n"
 
 
 def test_no_flag_of_a_service_is_mistaken_for_one_that_only_vllm_has() -> None:
@@ -40,17 +78,16 @@ def test_no_flag_of_a_service_is_mistaken_for_one_that_only_vllm_has() -> None:
         for flag in (*parameter.opts, *parameter.secondary_opts)
     }
     assert len(ours) > 100
-    assert {flag for flag in ours if vllm_flags.is_foreign(flag)} == set()
+    assert {flag for flag in ours if foreign_flags.is_foreign(flag)} == set()
 
 
 def test_serve_answers_each_of_vllms_flags_with_its_row() -> None:
     ours = flags()
-    foreign = [flag for flag in THEIRS if flag not in ours and not vllm_flags.is_always_on(flag)]
+    foreign = [flag for flag in THEIRS if flag not in ours and not foreign_flags.is_always_on(flag)]
     lines = refused("serve", "model", *foreign).removeprefix("error: ").splitlines()
     assert len(lines) == len(foreign) > 250
     for flag, line in zip(foreign, lines, strict=True):
-        row = vllm_flags.row_of(flag)
-        assert row is not None
+        row = foreign_flags.rows_of(flag)[0]
         expected = row.counterparts[0] if row.counterparts else row.remark
         assert line.startswith(f"{flag} ")
         assert expected in line
@@ -71,7 +108,8 @@ def test_all_unknown_options_are_explained_in_one_message() -> None:
     assert "--max-model-lem: no such option; did you mean --max-model-len?" in said
     assert "--whatever: no such option\n" in said
     assert "--enforce-eagr: no such option; --enforce-eager is --no-cuda-graphs here\n" in said
-    assert "\n-c: no such option\n--lora: no such option; did you mean --lora-modules?\n" in said
+    assert "\n-c is --max-model-len here (of each request, not shared by all slots)\n" in said
+    assert "\n--lora is --enable-lora, --lora-modules here (NAME=PATH of a PEFT folder" in said
     assert "--speculative-config.method is --speculative, " in said
     assert "--no-enable-expert-parallel has no counterpart here" in said
 
