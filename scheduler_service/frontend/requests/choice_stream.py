@@ -38,10 +38,10 @@ class ChoiceStream:
         self.index = index
         self.token_ids: list[int] = []
         """All tokens that count, those of a resumed stream included."""
+        self._is_reasoning = bytearray()
+        """By token: whether the text up to it ends inside the model's reasoning."""
         self.cumulative_logprob = 0.0
         self.finish: Finish | None = None
-        self.num_reasoning_tokens = 0
-        self._num_reasoning_sent = 0
         self._request = request
         self._detokenizer = request.make_detokenizer()
         self._matcher = (
@@ -111,7 +111,6 @@ class ChoiceStream:
         """Mark the output that the client already has as sent."""
         self._message.skip(resumed, field)
         self._num_sent = len(resumed.token_ids)
-        self._num_reasoning_sent = self.num_reasoning_tokens
 
     def _accept_tokens(self, token_ids: Iterable[int]) -> None:
         request = self._request
@@ -120,9 +119,10 @@ class ChoiceStream:
                 return
             self.token_ids.append(token_id)
             if token_id in request.stop_token_ids and not request.include_stop:
+                self._is_reasoning.append(False)
                 continue
             self._show(self._detokenizer.push(token_id))
-            self.num_reasoning_tokens += self._message.in_reasoning
+            self._is_reasoning.append(self._message.in_reasoning)
             if self.finish is not None:
                 self._message.finish()
 
@@ -192,6 +192,11 @@ class ChoiceStream:
     # To the client.
 
     @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens of the model's reasoning."""
+        return sum(self._is_reasoning)
+
+    @property
     def has_output(self) -> bool:
         """Whether `take` would return anything new."""
         return bool(
@@ -202,8 +207,12 @@ class ChoiceStream:
 
     def take(self, max_tokens: int, index: int) -> list[inference_pb.ChoiceDelta]:
         """Remove at most `max_tokens` new tokens; the message and the finish come with the last of
-        them. `index` is the client's number of the choice."""
+        them. With log probabilities, tokens of the reasoning come without those that follow it.
+        `index` is the client's number of the choice."""
         until = min(len(self.token_ids), self._num_sent + max_tokens)
+        if self._request.num_logprobs is not None:
+            end = self._is_reasoning.rfind(True, self._num_sent, until) + 1
+            until = end or until
         new = self.token_ids[self._num_sent : until]
         delta = inference_pb.ChoiceDelta(index=index, token_ids=new)
         if self._request.num_logprobs is not None:
@@ -211,11 +220,10 @@ class ChoiceStream:
             delta.logprobs.extend(
                 token_logprobs(entry, self._request.token_text) for entry in entries
             )
+        delta.reasoning_tokens = sum(self._is_reasoning[self._num_sent : until])
         self._num_sent = until
         if until < len(self.token_ids):
             return [delta]
-        delta.reasoning_tokens = self.num_reasoning_tokens - self._num_reasoning_sent
-        self._num_reasoning_sent = self.num_reasoning_tokens
         deltas = self._message.write(delta)
         if self.finish is not None:
             self._write_finish(deltas[-1], self.finish)

@@ -111,7 +111,7 @@ class OutputAssembler:
             self._prompt_logprobs = None
         room = MAX_LOGPROBS_PER_RESPONSE // (1 + (self.request.num_logprobs or 0))
         for index, choice in enumerate(self.returned):
-            if choice.has_output and room > 0:
+            while choice.has_output and room > 0:
                 deltas = choice.take(room, index)
                 room -= len(deltas[0].token_ids)
                 response.choices.extend(deltas)

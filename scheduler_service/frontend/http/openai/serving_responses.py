@@ -390,10 +390,9 @@ class ResponsesBuilder(parts.PartsBuilder):
 
     def record_tokens(self, delta: inference_pb.ChoiceDelta) -> None:
         """Keep the log probabilities of a text's tokens, which may come before the text."""
-        is_other = bool(delta.reasoning or delta.tool_calls)
-        if is_other:
+        if delta.reasoning_tokens or delta.tool_calls:
             self._logprobs = []
-        if delta.text or not is_other:
+        if not delta.reasoning_tokens and (delta.text or not delta.tool_calls):
             self._logprobs += serving.chat_logprobs(delta.logprobs, as_ids=False)["content"]
 
     def begin_part(

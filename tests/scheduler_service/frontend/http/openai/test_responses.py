@@ -1,11 +1,18 @@
-"""`/v1/responses`: its translation to a chat."""
+"""`/v1/responses`: its translation to a chat, and its answer."""
 
+import asyncio
+import json
 from typing import Any
 
 import pytest
 
+from pagewire.columns import pack, pack_floats
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from scheduler_service.frontend.http.openai.serving_responses import ResponsesRequest, chat_request
+from tests.support.fake_core import FakeCore
+from tests.support.http_frontends import http_served
+from tests.support.tokenizers import byte_level, letters, model_files
 
 ASKED = {"role": "user", "content": "q"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
@@ -83,3 +90,36 @@ def test_parts_stay_parts() -> None:
         ("tool", ["a", "b"], "", 0),
         ("assistant", ["no"], "", 0),
     ]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_text_has_the_log_probabilities_of_what_follows_the_thought(
+    is_streamed: bool,
+) -> None:
+    files = model_files(byte_level())
+    files["chat_template.jinja"] += b"{# <think></think> #}"
+    wish = {"input": "q", "include": ["message.output_text.logprobs"], "stream": is_streamed}
+    token_ids = letters("<think>hm</think>yes")
+    async with http_served(FakeCore(files={"tiny": files})) as served:
+        call = asyncio.create_task(served.client.post("/v1/responses", json=wish))
+        request = await served.core.next_request()
+        await request.accept()
+        for piece in [[token_id] for token_id in token_ids] if is_streamed else [token_ids]:
+            entries = [
+                scheduler_pb.ChoiceLogprobs(
+                    handle=request.handle, token_ids=pack([token_id]), logprobs=pack_floats([-1.0])
+                )
+                for token_id in piece
+            ]
+            await request.send_tokens(piece, logprobs=entries)
+        await request.finish_choice()
+        await request.finish()
+        body = (await call).text
+    last = body.rpartition("data: ")[2] if is_streamed else body
+    answer = json.loads(last)
+    thought, message = (answer["response"] if is_streamed else answer)["output"]
+    assert thought["content"][0]["text"] == "hm"
+    [part] = message["content"]
+    assert part["text"] == "yes"
+    # The thought ends with its mark, whose last token is the first that is not of the thought.
+    assert "".join(entry["token"] for entry in part["logprobs"]) == ">yes"
