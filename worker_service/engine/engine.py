@@ -141,7 +141,9 @@ class Engine:
                 self._cached_blocks = CachedBlocks(*sizes)
             return self.model.executor.make_runner(*sizes, epoch)
 
-        self._runner = await self.model.prepare(f"the caches of epoch {epoch}", make_runner)
+        runner = await self.model.prepare(f"the caches of epoch {epoch}", make_runner)
+        self._check_newest(epoch)
+        self._runner = runner
         logger.info(
             "cache initialised epoch=%d num_gpu_blocks=%d num_cpu_blocks=%d",
             epoch,

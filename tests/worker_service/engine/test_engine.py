@@ -15,7 +15,13 @@ from worker_service.distributed.communicator import Communicator, EpochRendezvou
 from worker_service.distributed.layout import Layout
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import BlockCounts
-from worker_service.errors import GroupBroken, OutOfMemory, ProfilingFailed, StaleEpoch
+from worker_service.errors import (
+    GroupBroken,
+    OutOfMemory,
+    OutOfOrder,
+    ProfilingFailed,
+    StaleEpoch,
+)
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
@@ -120,6 +126,43 @@ async def test_nothing_is_made_for_an_epoch_that_another_has_taken_over_meanwhil
         may_go_on.set()
         engine.stop()
     assert executor.epochs == [2]
+
+
+class SlowExecutor(CountingExecutor):
+    """Makes a runner when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins, self.may_end = threading.Event(), threading.Event()
+
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
+        self.begins.set()
+        assert self.may_end.wait(60)
+        if epoch == 2:
+            raise OutOfMemory("no room")
+        return super().make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
+
+
+async def test_an_epoch_does_not_get_the_caches_of_one_that_it_has_taken_over() -> None:
+    executor = SlowExecutor()
+    engine = Engine(executor, NO_PEERS)
+    await engine.model.load()
+    try:
+        older = asyncio.create_task(engine.initialize_cache(4, 0, epoch=1))
+        assert await asyncio.to_thread(executor.begins.wait, 60)
+        newer = asyncio.create_task(engine.initialize_cache(6, 0, epoch=2))
+        await asyncio.sleep(0)
+        assert engine.last_epoch == 2
+        executor.may_end.set()
+        with pytest.raises(StaleEpoch):
+            await older
+        with pytest.raises(OutOfMemory):
+            await newer
+        with pytest.raises(OutOfOrder, match="no cache"):
+            engine.open_stream(2)
+    finally:
+        executor.may_end.set()
+        engine.stop()
 
 
 TWO = Layout(tensor_parallel_size=2)
