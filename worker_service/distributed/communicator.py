@@ -546,6 +546,9 @@ class Communicator:
             sums_in_order=self._sums_in_order,
             symmetric=self._symmetric,
         )
+        if cancelled.is_set():  # before the groups could be found
+            self.groups.interrupt()
+            raise GroupBroken(_INTERRUPTED)
         if device.type == "cuda":
             self._device_bytes = self._connect(self.groups, device)
             if self._device_bytes > ESTIMATED_DEVICE_BYTES:

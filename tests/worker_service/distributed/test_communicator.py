@@ -1,7 +1,7 @@
 """What ranks exchange within a stage."""
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +18,7 @@ from worker_service.distributed.communicator import (
     ESTIMATED_DEVICE_BYTES,
     SYMMETRIC_BYTES,
     Communicator,
+    EpochRendezvous,
     ProcessGroups,
     Rendezvous,
     Transfer,
@@ -109,6 +110,39 @@ def test_memory_of_nccl_is_estimated_then_measured_and_counted_only_until_it_is_
         for seen in threads.map(lives, range(2)):
             assert seen == [ESTIMATED_DEVICE_BYTES, 0, 300 << 20, 0]
     assert Communicator(Layout()).bytes_to_allocate(gpu) == 0
+
+
+class InterruptedRendezvous(GlooRendezvous):
+    """Another thread ends the epoch while the groups are made."""
+
+    def __init__(self, address: TcpAddress, communicator: Communicator) -> None:
+        super().__init__(address, communicator.layout)
+        self._communicator = communicator
+
+    def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
+        meeting = super().meet(epoch, cancelled)
+        make = meeting.process_group
+
+        def process_group(name: str, ranks: Sequence[int]) -> Any:
+            self._communicator.interrupt(epoch)
+            return make(name, ranks)
+
+        meeting.process_group = process_group  # type: ignore[method-assign]
+        return meeting
+
+
+def test_an_epoch_that_ends_while_its_groups_are_made_sends_nothing() -> None:
+    """The kernels of a GPU would wait for other ranks for ever."""
+
+    def connected(groups: ProcessGroups, device: torch.device) -> int:
+        raise AssertionError("the epoch has ended")
+
+    communicator = Communicator(Layout(), connect=connected)
+    rendezvous = InterruptedRendezvous(TcpAddress("127.0.0.1", free_port()), communicator)
+    rendezvous.open()
+    with pytest.raises(GroupBroken, match="epoch has ended"):
+        communicator.join(rendezvous, 1, torch.device("cuda"))
+    communicator.leave()
 
 
 @pytest.mark.parametrize(
