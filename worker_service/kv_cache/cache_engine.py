@@ -320,12 +320,15 @@ class CacheEngine:
         """Swap out, swap in and copy, as if in this order; no operation writes before it has read
         all its sources.
 
-        Raises InvalidPlan for a block that neither cache has.
+        Raises InvalidPlan for a block that neither cache has, and for one that is written twice.
         """
         device, host = self.device_cache, self.host_cache
         _check(plan.swap_out, device, host, "swap_out")
         _check(plan.swap_in, host, device, "swap_in")
         _check(plan.copy, device, device, "copy")
+        if len(plan.copy) and len(plan.swap_in):  # few steps have both
+            for block in np.intersect1d(plan.copy, plan.swap_in[:, 1]).tolist():
+                raise InvalidPlan("copy", f"device block {block} is a target of swap_in, too")
         if self._stream is None:
             self._swap_out(plan)
             self._swap_in(plan)
@@ -457,3 +460,6 @@ def _check(pairs: Int32Array, source: Tensor, target: Tensor, field: str) -> Non
     if low.min() < 0 or high[0] >= len(source) or high[1] >= len(target):
         limits = f"blocks below {len(source)} as source and below {len(target)} as target"
         raise InvalidPlan(field, f"expected {limits}")
+    targets, counts = np.unique(pairs[:, 1], return_counts=True)
+    if len(targets) < len(pairs):
+        raise InvalidPlan(field, f"target block {targets[counts.argmax()]} is named twice")
