@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from tests.support.checkpoints import (
@@ -90,10 +91,25 @@ _ARCHITECTURES = {
     "PhimoeForCausalLM": ("phimoe", gguf.MODEL_ARCH.PHIMOE),
     "SeedOssForCausalLM": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
     "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
+    "ApertusForCausalLM": ("apertus", gguf.MODEL_ARCH.APERTUS),
+    "OlmoForCausalLM": ("olmo", gguf.MODEL_ARCH.OLMO),
+    "PhiForCausalLM": ("phi2", gguf.MODEL_ARCH.PHI2),
+    "Starcoder2ForCausalLM": ("starcoder2", gguf.MODEL_ARCH.STARCODER2),
+    "StableLmForCausalLM": ("stablelm", gguf.MODEL_ARCH.STABLELM),
+    "NemotronForCausalLM": ("nemotron", gguf.MODEL_ARCH.NEMOTRON),
+    "Jais2ForCausalLM": ("jais2", gguf.MODEL_ARCH.JAIS2),
+    "GPTNeoXForCausalLM": ("gptneox", gguf.MODEL_ARCH.GPTNEOX),
+    "FalconForCausalLM": ("falcon", gguf.MODEL_ARCH.FALCON),
+    "GPT2LMHeadModel": ("gpt2", gguf.MODEL_ARCH.GPT2),
+    "GPTBigCodeForCausalLM": ("starcoder", gguf.MODEL_ARCH.STARCODER),
+    "BloomForCausalLM": ("bloom", gguf.MODEL_ARCH.BLOOM),
+    "MptForCausalLM": ("mpt", gguf.MODEL_ARCH.MPT),
 }
 
 _OTHER_ARCHITECTURES = {
     "llama_exaone": ("exaone", gguf.MODEL_ARCH.EXAONE),
+    "llama_internlm": ("internlm2", gguf.MODEL_ARCH.INTERNLM2),
+    "granite_minicpm": ("minicpm", gguf.MODEL_ARCH.MINICPM),
     "qwen2_vl": ("qwen2vl", gguf.MODEL_ARCH.QWEN2VL),
     "qwen3_vl": ("qwen3vl", gguf.MODEL_ARCH.QWEN3VL),
     "qwen3_moe_vl": ("qwen3vlmoe", gguf.MODEL_ARCH.QWEN3VLMOE),
@@ -103,9 +119,14 @@ _OTHER_ARCHITECTURES = {
 
 _PAIRS_ROTATED = (
     *("llama", "granite", "granitemoe", "granitehybrid", "mistral3", "nemotron_h"),
-    *("nemotron_h_moe", "smollm3", "arcee"),
+    *("nemotron_h_moe", "smollm3", "arcee", "olmo", "minicpm", "internlm2"),
 )
 """Architectures whose converter permutes queries and keys."""
+
+_GROUPS_JOINED = ("bloom", "falcon", "gptneox")
+"""Architectures whose converter puts queries, keys and values of all heads one after the other."""
+
+_EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 _GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
 _GEMMA4 = {"head_dim": 64, "global_head_dim": 128, "final_logit_softcapping": 3.0}
@@ -227,6 +248,14 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.75,
         },
     },
+    "granite_minicpm": {"attention_multiplier": 0.125},  # files do not have it
+    "starcoder2": {"sliding_window": None},  # likewise
+    "gpt2": {"scale_attn_by_inverse_layer_idx": False, "n_embd": 256},
+    "gpt_bigcode": {"n_inner": None, "n_embd": 256},
+    "falcon": {"ffn_hidden_size": None},
+    "falcon_groups": {"bias": False, "num_ln_in_parallel_attn": 1},
+    "bloom": {"seq_length": MAX_POSITIONS},
+    "mpt": {"d_model": 256},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 512},
     "gpt_oss": {"head_dim": 64},
     "cohere2": {"num_hidden_layers": 4, "layer_types": None},
@@ -277,7 +306,11 @@ def make_gguf(
     """
     from transformers import AutoConfig
 
-    base = re.sub("_(long|large|partial|expanded|folded|joined|square|exaone|vl)$", "", family)
+    base = re.sub(
+        "_(long|large|partial|expanded|folded|joined|square|exaone|internlm|minicpm|vl)$",
+        "",
+        family,
+    )
     source = make_checkpoint(base, folder / "source", **SHAPE, **_OVERRIDES.get(family, {}))
     config = AutoConfig.from_pretrained(source)
     own = _ARCHITECTURES[config.architectures[0]]
@@ -292,6 +325,7 @@ def make_gguf(
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     dequantized = {}
     experts: dict[str, dict[str, Any]] = {}
+    activations: dict[str, list[float]] = {}
     for tensor_name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.float().numpy()
         if config.model_type == "gpt_oss" and ".experts." in tensor_name:
@@ -344,15 +378,27 @@ def make_gguf(
                     stacked_name = stacked_name.replace(f".{part}.", f".{usual}_proj.")
             experts.setdefault(stacked_name, {})[tensor_name] = values
             continue
-        adds_one = name.startswith(("gemma", "qwen3next", "qwen35")) and "norm." in tensor_name
+        adds_one = f"{name}.".startswith(("gemma", "qwen3next", "qwen35", "nemotron."))
+        adds_one = adds_one and tensor_name.endswith("norm.weight")
         if adds_one:
             values = values + 1
         if tensor_name.endswith(
             ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
         ):
             values = values[0]
+        if ".act_fn." in tensor_name:
+            activations.setdefault(tensor_name.rpartition(".")[2], []).append(float(values.item()))
+            dequantized[tensor_name] = tensor
+            continue
+        is_transposed = name == "gpt2" and ".c_" in tensor_name
+        if is_transposed:
+            values = np.ascontiguousarray(values.T)
         factor = _factor(tensor_name, config)
         order = np.arange(len(values))
+        if ".query_key_value." in tensor_name and name in _GROUPS_JOINED:
+            num_heads, num_kv_heads = config.num_attention_heads, _num_kv_heads(config)
+            groups = order.reshape(num_kv_heads, num_heads // num_kv_heads + 2, -1)
+            order = np.concatenate([groups[:, :-2].ravel(), groups[:, -2:].swapaxes(0, 1).ravel()])
         if name in _PAIRS_ROTATED and (".q_proj." in tensor_name or ".k_proj." in tensor_name):
             query = ".q_proj." in tensor_name
             num_heads = config.num_attention_heads if query else config.num_key_value_heads
@@ -367,6 +413,7 @@ def make_gguf(
         data, result, data_type = _quantized(stored, "F32" if is_router else kind)
         stored_name = names.get_name(
             _DENSE_MLP.sub(".mlp.", tensor_name)
+            .removeprefix("transformer." if name == "bloom" else "")
             .replace("correction_bias", "correction.bias")
             .replace("expert_bias", "expert_bias.bias"),
             try_suffixes=(".weight", ".bias"),
@@ -378,13 +425,16 @@ def make_gguf(
         if adds_one:
             result = result - 1
         result = result[np.argsort(order)] / factor
-        dequantized[tensor_name] = torch.from_numpy(result.reshape(tensor.shape))
+        result = result.T if is_transposed else result.reshape(tensor.shape)
+        dequantized[tensor_name] = torch.from_numpy(result)
     for stacked_name, of_each in experts.items():
         data, result, data_type = _quantized(np.stack(list(of_each.values())), kind)
         stored_name = names.get_name(stacked_name, try_suffixes=(".weight",))
         assert stored_name is not None, tensor_name
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
         dequantized |= zip(of_each, torch.from_numpy(result).unbind(), strict=True)
+    for key, numbers in activations.items():
+        writer.add_array(f"xielu.{key}", numbers)
     write(writer)
     reference = Path(shutil.copytree(source, folder / "reference"))
     dequantized = {name: tensor.contiguous().clone() for name, tensor in dequantized.items()}
@@ -671,6 +721,15 @@ def write(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
+def _num_kv_heads(config: Any) -> int:
+    """As the converters find it."""
+    kind = config.model_type
+    if kind in ("falcon", "gpt_bigcode") and config.multi_query:
+        return config.num_kv_heads if getattr(config, "new_decoder_architecture", False) else 1
+    has_groups = kind not in ("gpt_neox", *_WITHOUT_ROPE)
+    return config.num_key_value_heads if has_groups else config.num_attention_heads
+
+
 def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     """Add the metadata of a model with this configuration of `transformers`."""
     kind = config.model_type
@@ -681,8 +740,11 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if kind in ("mamba", "falcon_mamba", "mamba2"):
         _add_states_alone(writer, config)
         return
-    writer.add_context_length(config.max_position_embeddings)
-    size = getattr(config, "intermediate_size_mlp", config.intermediate_size)
+    writer.add_context_length(getattr(config, "max_position_embeddings", MAX_POSITIONS))
+    size = 4 * config.hidden_size
+    if kind not in ("falcon", *_WITHOUT_ROPE):
+        size = config.intermediate_size
+    size = getattr(config, "intermediate_size_mlp", size)
     if kind == "nemotron_h":
         with_experts = config.moe_intermediate_size
         sizes = {"mlp": size, "moe": with_experts}
@@ -701,9 +763,10 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     ):
         _add_states(writer, config)
     else:
-        writer.add_head_count_kv(config.num_key_value_heads)
-    if kind in ("cohere", "cohere2"):
-        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_head_count_kv(_num_kv_heads(config))
+    layer_norms = [getattr(config, name) for name in _EPSILONS if hasattr(config, name)]
+    if kind == "olmo" or (layer_norms and not kind.startswith(("lfm2", "nemotron_h"))):
+        writer.add_layer_norm_eps(*(layer_norms or [1e-5]))
     else:
         fields = {"lfm2": "norm_eps", "lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
         writer.add_layer_norm_rms_eps(getattr(config, fields.get(kind, "rms_norm_eps")))
@@ -719,6 +782,12 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         _add_experts(writer, config)
         _add_latents(writer, config)
         return
+    if kind == "mpt":
+        writer.add_max_alibi_bias(config.attn_config.alibi_bias_max)
+    if kind in _WITHOUT_ROPE:
+        return
+    if kind in ("stablelm", "gpt_neox"):
+        writer.add_parallel_residual(config.use_parallel_residual or kind == "stablelm")
     if hasattr(config, "linear_num_key_heads"):
         _add_delta_nets(writer, config)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -750,6 +819,10 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
             add(getattr(config, field))
     if getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if rope["rope_type"] == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        plain = rope["rope_theta"] ** -(np.arange(len(scaled)) / len(scaled))
+        writer.add_tensor("rope_freqs.weight", (plain / scaled.numpy()).astype(np.float32))
     if rope["rope_type"] in ("linear", "yarn"):
         kind = gguf.RopeScalingType(rope["rope_type"])
         writer.add_rope_scaling_type(kind)
@@ -770,6 +843,9 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "kv_lora_rank"):
         _add_latents(writer, config)
         return
+    if share := rope.get("partial_rotary_factor"):
+        heads = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(share * heads))
     head_dim = getattr(config, "head_dim", None)
     if head_dim:
         writer.add_key_length(head_dim)
@@ -947,6 +1023,8 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
 
 
+_WITHOUT_ROPE = ("gpt2", "gpt_bigcode", "bloom", "mpt")
+
 _WITH_WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3")
 _WITH_WINDOWS += ("gemma3n_text", "gemma4_text")
 
@@ -980,11 +1058,6 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
             chosen = "top_k_experts" if kind == "gemma4_text" else "num_experts_per_tok"
             writer.add_expert_used_count(getattr(config, chosen))
     if kind == "llama4_text":
-        rope = config.rope_parameters
-        frequencies = rope["rope_theta"] ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-        is_long = 2 * np.pi / frequencies > rope["original_max_position_embeddings"]
-        factors = np.where(is_long, rope["factor"], 1.0).astype(np.float32)
-        writer.add_tensor("rope_freqs.weight", factors)
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_leading_dense_block_count(0)

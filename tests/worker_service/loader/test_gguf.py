@@ -44,7 +44,10 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("deepseek_v3", "deepseek_v3_yarn", "youtu"),
         *("hunyuan_dense", "hunyuan_alpha", "hunyuan_moe"),
         *("llama_exaone", "qwen2_vl", "qwen3_vl", "qwen3_moe_vl"),
-        *("gemma", "arcee", "olmoe", "dots1", "cohere_plain"),
+        *("gemma", "arcee", "olmoe", "dots1", "cohere_plain", "llama_internlm", "granite_minicpm"),
+        *("apertus", "olmo", "phi_plain", "starcoder2", "stablelm", "stablelm_parallel"),
+        *("nemotron", "jais2", "gpt_neox", "gpt_neox_sequential", "falcon", "falcon_groups"),
+        *("gpt2", "gpt_bigcode", "bloom", "mpt"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
         *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe", "jamba", "nemotron_h"),
         *("nemotron_h_moe", "nemotron_h_latent"),
@@ -362,6 +365,18 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             r"phi3\.rope\.scaling\.type: expected none without tensors rope_factors_\*, got 'long",
         ),
         (
+            "bloom",
+            lambda w: w.add_head_count_kv(3),
+            UnsupportedModel,
+            r"bloom\.attention\.head_count_kv: expected 4, that of heads of queries, got 3",
+        ),
+        (
+            "falcon_groups",
+            lambda w: w.add_tensor("blk.0.attn_norm_2.weight", np.ones(256, np.float32)),
+            BadCheckpoint,
+            r"weights do not fit FalconForCausalLM: unexpected tensors: blk\.0\.attn_norm_2",
+        ),
+        (
             "qwen3_moe",
             lambda w: w.add_tensor("blk.7.ffn_up_exps.weight", np.ones((4, 4), np.float32)),
             BadCheckpoint,
@@ -591,6 +606,21 @@ def test_what_a_file_lacks_is_named(
     file = tmp_path / "edited.gguf"
     file.write_bytes(edit(llama.read_bytes()))
     with pytest.raises(error, match=message):
+        load(file)
+
+
+def test_numbers_of_activations_that_a_file_lacks_are_named(tmp_path: Path) -> None:
+    file, _ = make_gguf("apertus", "Q8_0", tmp_path)
+    file.write_bytes(file.read_bytes().replace(b"xielu.beta", b"xielu.eta_"))
+    message = r"apertus-Q8_0\.gguf: xielu\.beta: expected a number for each of 2 layers, got \[None"
+    with pytest.raises(BadCheckpoint, match=message):
+        load(file)
+
+
+def test_old_files_of_minicpm_that_lack_its_multipliers_are_refused(tmp_path: Path) -> None:
+    file, _ = make_gguf("granite_minicpm", "Q8_0", tmp_path)
+    file.write_bytes(file.read_bytes().replace(b"minicpm.logit_scale", b"minicpm.logit_sc___"))
+    with pytest.raises(BadCheckpoint, match=r"missing metadata minicpm\.logit_scale"):
         load(file)
 
 

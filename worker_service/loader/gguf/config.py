@@ -39,8 +39,17 @@ from worker_service.loader.gguf.rope import rope_parameters
 _LATENT = ("deepseek_v2", "deepseek_v3", "youtu", "kimi_linear", "mistral4")
 """`model_type` of models with latent attention."""
 
-_OTHER_EPSILON = ("cohere", "cohere2", "nemotron_h")
-"""`model_type` of models with the number of layer norms, whichever norms they have."""
+_ACTIVATIONS = {
+    **dict.fromkeys(("arcee", "jais2", "nemotron"), "relu2"),
+    "apertus": "xielu",
+    "gpt_neox": "gelu",
+    "phi": "gelu_new",
+    "starcoder2": "gelu_pytorch_tanh",
+}
+"""Those of MLPs by `model_type`, of models that have another one than SiLU."""
+
+_EPSILONS = ["layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"]
+"""The fields of the epsilon of norms of layers."""
 
 _NO_EFFECT = (
     *(".vocab_size", ".tensor_data_layout", ".rope.scaling.finetuned"),
@@ -123,14 +132,15 @@ def _of_decoder(
     rotary_dim: int,
 ) -> dict[str, Any]:
     """The fields that all families of decoders have, and those of experts and of latents."""
-    kind, epsilon = model.kind, "layer_norm_rms_epsilon"
-    has_other = f"{model.name}.attention.layer_norm_epsilon" in meta.settings
-    if has_other and kind in _OTHER_EPSILON:
-        epsilon = "layer_norm_epsilon"
-    fields = {
-        "rms_norm_eps": meta.real(f"attention.{epsilon}"),
-        "hidden_act": "silu",
-        "attention_bias": meta.has_tensor("attn_q.bias"),
+    kind, epsilon = model.kind, "attention.layer_norm_rms_epsilon"
+    norms, default = ["rms_norm_eps"], None
+    if "layer-norms" in model.traits:
+        norms, default = _EPSILONS, meta.get(epsilon, 0.0) or None
+        epsilon = "attention.layer_norm_epsilon"
+    fields: dict[str, Any] = {
+        **dict.fromkeys(norms, meta.real(epsilon, default)),
+        "hidden_act": _ACTIVATIONS.get(kind, "silu"),
+        "attention_bias": any(map(meta.has_tensor, ("attn_q.bias", "attn_qkv.bias"))),
         "mlp_bias": meta.has_tensor("ffn_up.bias"),
         "tie_word_embeddings": "output.weight" not in meta.tensors,
         "sliding_window": window or None,

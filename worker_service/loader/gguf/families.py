@@ -75,7 +75,7 @@ def _olmo3(meta: Metadata, config: Config) -> dict[str, Any]:
     return {"rope_parameters": with_local_rope(rope, theta)}
 
 
-def _olmoe(meta: Metadata, _: Config) -> dict[str, Any]:
+def _olmo(meta: Metadata, _: Config) -> dict[str, Any]:
     limit = meta.get("attention.clamp_kqv", 0.0)
     return {"clip_qkv": meta.real("attention.clamp_kqv") if limit else None}
 
@@ -88,12 +88,66 @@ def _glm4(meta: Metadata, config: Config) -> dict[str, Any]:
     return {"rope_parameters": {**config["rope_parameters"], SECTIONS: sections[:3]}}
 
 
-def _cohere2(meta: Metadata, config: Config) -> dict[str, Any]:
-    return {"layer_norm_eps": config["rms_norm_eps"], "logit_scale": meta.real("logit_scale")}
+def _cohere(meta: Metadata, _: Config) -> dict[str, Any]:
+    has_norms = meta.has_tensor("attn_q_norm.weight")
+    return {"logit_scale": meta.real("logit_scale"), "use_qk_norm": has_norms}
 
 
-def _cohere(meta: Metadata, config: Config) -> dict[str, Any]:
-    return {**_cohere2(meta, config), "use_qk_norm": meta.has_tensor("attn_q_norm.weight")}
+def _stablelm(meta: Metadata, config: Config) -> dict[str, Any]:
+    meta.get("use_parallel_residual", False)  # wrong in files: tensors say it
+    return {
+        "use_parallel_residual": not meta.has_tensor("ffn_norm.weight"),
+        "use_qkv_bias": config["attention_bias"],
+        "qk_layernorm": meta.has_tensor("attn_q_norm.weight"),
+    }
+
+
+def _falcon(_: Metadata, config: Config) -> dict[str, Any]:
+    """Of the models with one norm in a layer."""
+    num_kv_heads = config["num_key_value_heads"]
+    return {
+        "new_decoder_architecture": num_kv_heads > 1,
+        "num_ln_in_parallel_attn": 1,
+        "num_kv_heads": num_kv_heads,
+        "ffn_hidden_size": config["intermediate_size"],
+    }
+
+
+def _keys_of_all_heads(meta: Metadata, config: Config) -> dict[str, Any]:
+    num_heads = config["num_attention_heads"]
+    meta.require("attention.head_count_kv", num_heads, f"{num_heads}, that of heads of queries")
+    return {}
+
+
+def _gpt2(meta: Metadata, config: Config) -> dict[str, Any]:
+    if config["model_type"] == "gpt2":
+        _keys_of_all_heads(meta, config)
+    else:
+        meta.require("attention.head_count_kv", 1, "1")
+    return {
+        "n_embd": config["hidden_size"],
+        "n_layer": config["num_hidden_layers"],
+        "n_head": config["num_attention_heads"],
+        "n_positions": config["max_position_embeddings"],
+        "n_inner": config["intermediate_size"],
+        "has_linear_layers": True,
+    }
+
+
+def _gpt_neox(meta: Metadata, config: Config) -> dict[str, Any]:
+    _keys_of_all_heads(meta, config)
+    return {"use_parallel_residual": bool(meta.get("use_parallel_residual"))}
+
+
+def _mpt(meta: Metadata, config: Config) -> dict[str, Any]:
+    _keys_of_all_heads(meta, config)
+    return {
+        "attn_config": {
+            "alibi_bias_max": int(meta.real("attention.max_alibi_bias")),
+            "clip_qkv": meta.get("attention.clamp_kqv", 0.0),
+            "qk_ln": meta.has_tensor("attn_q_norm.weight"),
+        }
+    }
 
 
 FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
@@ -118,11 +172,16 @@ FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
     "phimoe": _phimoe,
     "gpt_oss": _gpt_oss,
     "olmo3": _olmo3,
-    "cohere": _cohere,
-    "cohere2": _cohere2,
+    **dict.fromkeys(("cohere", "cohere2"), _cohere),
+    "stablelm": _stablelm,
+    "falcon": _falcon,
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), _gpt2),
+    "mpt": _mpt,
+    "bloom": _keys_of_all_heads,
+    "gpt_neox": _gpt_neox,
+    "starcoder2": lambda _, config: {"use_bias": config["attention_bias"]},
     "gemma": lambda *_: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
-    "arcee": lambda *_: {"hidden_act": "relu2"},
-    "olmoe": _olmoe,
+    **dict.fromkeys(("olmo", "olmoe"), _olmo),
     "glm4": _glm4,
     "minimax_m2": lambda _, config: {"rotary_dim": rotary_dim(config)},
     "seed_oss": lambda meta, _: {"attention_out_bias": "blk.0.attn_output.bias" in meta.tensors},

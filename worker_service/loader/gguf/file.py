@@ -115,6 +115,17 @@ class GgufTensor(CheckpointTensor):
         return data
 
 
+@dataclass(kw_only=True)
+class GgufNumber(GgufTensor):
+    """A number of the metadata in place of a tensor."""
+
+    value: float
+
+    def stored_values(self) -> Tensor:
+        """The number."""
+        return torch.full(tuple(self.shape), self.value)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Gguf:
     """The headers of all GGUF files of a model. Equal to itself only."""

@@ -115,12 +115,13 @@ def _mamba2(meta: Metadata) -> dict[str, Any]:
 
 
 def multipliers(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Those of Granite."""
+    """Those of Granite, and of MiniCPM, whose older files lack them."""
+    default = None if meta.architecture.name == "minicpm" else 1.0
     return {
         "attention_multiplier": meta.real("attention.scale", head_dim**-0.5),
-        "embedding_multiplier": meta.real("embedding_scale", 1.0),
-        "residual_multiplier": meta.real("residual_scale", 1.0),
-        "logits_scaling": meta.real("logit_scale", 1.0),
+        "embedding_multiplier": meta.real("embedding_scale", default),
+        "residual_multiplier": meta.real("residual_scale", default),
+        "logits_scaling": meta.real("logit_scale", default),
     }
 
 
@@ -145,7 +146,6 @@ def falcon_h1(meta: Metadata, _: Mapping[str, Any]) -> dict[str, Any]:
 def nemotron_h(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that only Nemotron-H has."""
     num_layers = config["num_hidden_layers"]
-    meta.get("attention.layer_norm_rms_epsilon", 0.0)  # see `_OTHER_EPSILON`
     num_heads, head_dim = _heads_of_states(meta)
     sizes = meta.by_layer("feed_forward_length", num_layers)
     kinds = _mixers(meta, num_layers, _LINEAR)
@@ -156,7 +156,6 @@ def nemotron_h(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "layers_block_type": kinds,
         "moe_latent_size": meta.get("moe_latent_size", 0) or None,
-        "layer_norm_epsilon": config["rms_norm_eps"],
         "mlp_hidden_act": "relu2",
         "mamba_num_heads": num_heads,
         "mamba_head_dim": head_dim,

@@ -14,7 +14,7 @@ from torch import Tensor
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf.architectures import ENCODERS
 from worker_service.loader.gguf.config import gguf_config
-from worker_service.loader.gguf.file import GgufTensor, Order, open_gguf
+from worker_service.loader.gguf.file import Gguf, GgufNumber, GgufTensor, Order, open_gguf
 from worker_service.loader.gguf.gemma import GEMMA3N, GEMMA4
 from worker_service.loader.gguf.metadata import ROPE_FREQUENCIES
 from worker_service.loader.gguf.rope import LONG_ROPE, SECTIONS
@@ -22,17 +22,20 @@ from worker_service.loader.tensors import OpenFiles
 
 _PAIRS_ROTATED = (
     *("llama", "granite", "granitemoe", "granitehybrid", "mistral3", "nemotron_h"),
-    *("nemotron_h_moe", "smollm3", "arcee"),
+    *("nemotron_h_moe", "smollm3", "arcee", "olmo", "minicpm", "internlm2"),
 )
 """Architectures with RoPE of neighbouring elements in files, and of halves in `transformers`, so
 that the rows of queries and keys are permuted, as are those of models without RoPE that share their
 converter. RoPE of the others is the same in both."""
 
+_GROUPS_JOINED = ("bloom", "falcon", "gptneox")
+"""Architectures with queries, keys and values of all heads one after the other, see `_groups`."""
+
 _HEADS_INTERLEAVED = ("qwen35", "qwen35moe")
 """Architectures with heads of values in another order, see `_interleaved`."""
 
-_NORMS_ADD_ONE = ("gemma", "qwen3_next", "qwen3_5")
-"""Beginnings of `model_type` with norms by weights plus 1, which files store."""
+_NORMS_ADD_ONE = ("gemma", "qwen3_next", "qwen3_5", "nemotron.")
+"""Models with norms by weights plus 1, which files store, by `model_type` as in `names.txt`."""
 
 _TENSOR = re.compile(
     r"(?:blk\.(\d+)\.)?(\w+|\w+\.scale|cls\.\w+|shortconv\.\w+)(?:\.(weight|bias))?"
@@ -75,7 +78,7 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     unused = tuple(f"blk.{num_layers + layer}." for layer in range(num_further))
     orders, names = orders_of(architecture, config), names_of(kind)
     read_already = LONG_ROPE.values() if kind in ("phi3", "phimoe") else (ROPE_FREQUENCIES,)
-    return {
+    tensors = {
         part.name: replace(
             part,
             files=files,
@@ -87,12 +90,39 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
         if tensor.stored_name not in read_already and not tensor.stored_name.startswith(unused)
         for part in _parts(replace(tensor, name=name_of(tensor.stored_name, names)))
     }
+    return tensors | (_xielus(gguf, num_layers) if kind == "apertus" else {})
+
+
+def _xielus(gguf: Gguf, num_layers: int) -> dict[str, GgufTensor]:
+    """The numbers of the activations of Apertus, which are metadata of a file."""
+    numbers: dict[str, GgufTensor] = {}
+    for key in ("alpha_p", "alpha_n", "beta", "eps"):
+        setting, shape = f"xielu.{key}", [1] if key.startswith("alpha") else []
+        values = gguf.metadata.get(setting)
+        values = values if isinstance(values, list) else [values] * num_layers
+        if len(values) != num_layers or not all(isinstance(value, float) for value in values):
+            expected = f"a number for each of {num_layers} layers"
+            raise BadCheckpoint(f"{gguf.files[0]}: {setting}: expected {expected}, got {values}")
+        for layer, value in enumerate(values):
+            name = f"model.layers.{layer}.mlp.act_fn.{key}"
+            numbers[name] = GgufNumber(
+                name=name,
+                stored_name=setting,
+                file=gguf.files[0],
+                files=OpenFiles(),
+                shape=shape,
+                type="F32",
+                offset=0,
+                num_bytes=0,
+                value=value,
+            )
+    return numbers
 
 
 def _has_one_added(kind: str, name: str) -> bool:
     """Whether a tensor is that of a norm whose weights begin at 0 in `transformers`."""
     of_gate = name.endswith(".linear_attn.norm.weight")
-    begins_at_zero = kind.startswith(_NORMS_ADD_ONE) and kind not in (GEMMA3N, GEMMA4)
+    begins_at_zero = f"{kind}.".startswith(_NORMS_ADD_ONE) and kind not in (GEMMA3N, GEMMA4)
     return begins_at_zero and name.endswith("norm.weight") and not of_gate
 
 
@@ -115,6 +145,8 @@ def orders_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Orders]
         return {
             name: Orders(partial(_neighbours, count, rotary_dim)) for name, count in counts.items()
         }
+    if architecture in _GROUPS_JOINED:
+        return {"query_key_value": Orders(partial(_groups, *counts.values()))}
     if architecture not in _HEADS_INTERLEAVED:
         return {}
     heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -142,6 +174,13 @@ def _neighbours(num_heads: int, rotary_dim: int, num_rows: int) -> Tensor:
     return torch.cat([rotated, rows[:, rotary_dim:]], 1).flatten()
 
 
+def _groups(num_heads: int, num_kv_heads: int, num_rows: int) -> Tensor:
+    """Of queries, keys and values, which follow each other by head of keys in `transformers`."""
+    heads = torch.arange(num_rows).reshape(num_heads + 2 * num_kv_heads, -1)
+    parts = heads.split([num_heads, num_kv_heads, num_kv_heads])
+    return torch.cat([part.reshape(num_kv_heads, -1) for part in parts], 1).flatten()
+
+
 def _interleaved(num_key_heads: int, num_heads: int, first: int, num_rows: int) -> Tensor:
     """Of heads of values from row `first` on, which follow each other by head of keys in
     `transformers`; files begin with the first of each head of keys, to repeat keys as a block."""
@@ -157,7 +196,7 @@ def names_of(model_type: str) -> dict[str, str]:
     return {
         stored: name
         for kinds, stored, name in rows
-        if kinds in groups or model_type.startswith(tuple(kinds.split(",")))
+        if kinds in groups or f"{model_type}.".startswith(tuple(kinds.split(",")))
     }
 
 

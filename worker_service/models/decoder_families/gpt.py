@@ -84,7 +84,8 @@ def opt_settings(config: Config) -> DecoderSettings:
 
 
 def gpt2_settings(config: Config) -> DecoderSettings:
-    """GPT-2: queries, keys and values are one tensor, and weights are transposed. GPT-BigCode, of
+    """GPT-2: queries, keys and values are one tensor, and weights are transposed, but in GGUF files
+    (`has_linear_layers`). GPT-BigCode, of
     which they are not, has one head of keys for all queries, or these by head."""
     if config.get("add_cross_attention"):
         raise UnsupportedModel(
@@ -130,7 +131,7 @@ def gpt2_settings(config: Config) -> DecoderSettings:
         layers=tuple(map(layer, range(num_layers))),
         final_norm=norm,
         position_offset=0,
-        is_transposed=not is_bigcode,
+        is_transposed=not is_bigcode and not config.get("has_linear_layers"),
     )
 
 
