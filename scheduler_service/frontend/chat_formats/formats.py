@@ -97,9 +97,15 @@ class ChatFormat:
         return Thought(start, closings, tuple(space + start for space in spaces))
 
     def parser(
-        self, functions: Functions, *, prompt: str = "", required: str | None = None
+        self,
+        functions: Functions,
+        *,
+        prompt: str = "",
+        continues: bool = False,
+        required: str | None = None,
     ) -> FormatParser:
-        """A parser of one choice that follows `prompt`.
+        """A parser of one choice that follows `prompt`, or `continues` the message in which it
+        ends.
 
         Without functions calls are not looked for. What follows the thoughts is the arguments of
         the function `required`, or a list of calls if that is empty, because the request constrains
@@ -111,6 +117,7 @@ class ChatFormat:
             *(self.reasoning, calls if functions else None, functions),
             thought=thought,
             has_thought=has_thought,
+            continues=continues and thought is None,
             required=required or "",
         )
 

@@ -24,10 +24,11 @@ class _Text:
     """The text of one kind. White space beside a thought or a call is no part of it, but separates
     what is before from what follows."""
 
-    def __init__(self, kind: Kind, parts: list[Part], *, trims: bool) -> None:
+    def __init__(self, kind: Kind, parts: list[Part], *, trims: bool, continues: bool) -> None:
+        """`continues`: it goes on with a text that is in the prompt."""
         self._kind = kind
         self._parts = parts
-        self._trims = trims
+        self._trims = trims and not continues
         """Whether no text has come since the last thought or call."""
         self._spaces = ""
         """The last of the text, which waits for more."""
@@ -35,7 +36,7 @@ class _Text:
         """The space before that thought or call."""
         self._joiner = ""
         """What is between two texts without space around what separates them."""
-        self._has_text = False
+        self._has_text = continues
 
     def add(self, text: str) -> None:
         """Add the next piece; space at its end waits for more."""
@@ -77,11 +78,12 @@ class FormatParser:
         *,
         thought: str | None = None,
         has_thought: bool = False,
+        continues: bool = False,
         required: str = "",
     ) -> None:
         """`thought` is the thought in which the prompt ends; `has_thought` says that one is over in
-        it. What follows the thoughts is the arguments of the function `required`, if that is
-        not empty."""
+        it, and `continues` that it ends in content that goes on. What follows the thoughts is the
+        arguments of the function `required`, if that is not empty."""
         self._reasoning = reasoning or NO_REASONING
         self._calls = calls or NO_CALLS
         self._framing = (*self._reasoning.framing, *self._calls.framing)
@@ -89,9 +91,9 @@ class FormatParser:
         self._required = required
         self._source = Source()
         self._parts: list[Part] = []
-        is_continued = thought is not None and bool(thought.strip())
-        self._content = _Text("text", self._parts, trims=has_thought)
-        self._thought = _Text("reasoning", self._parts, trims=not is_continued)
+        has_begun = thought is not None and bool(thought.strip())
+        self._content = _Text("text", self._parts, trims=has_thought, continues=continues)
+        self._thought = _Text("reasoning", self._parts, trims=True, continues=has_begun)
         self.in_reasoning = thought is not None or (
             self._reasoning.starts_unmarked and not has_thought
         )

@@ -52,7 +52,9 @@ def answer_format(
     thought = found.thought(prompt)
 
     return AnswerFormat(
-        make_parser=lambda: found.parser(functions, prompt=prompt, required=required),
+        make_parser=lambda: found.parser(
+            functions, prompt=prompt, continues=chat.continue_final_message, required=required
+        ),
         kept_tokens=found.special_tokens,
         include_reasoning=chat.include_reasoning or not chat.HasField("include_reasoning"),
         max_calls=1 if _allows_one(chat) else None,

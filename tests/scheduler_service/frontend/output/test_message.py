@@ -208,6 +208,27 @@ def test_an_answer_that_has_begun_is_no_thought_without_a_mark(
     assert (whole.reasoning.strip(), whole.text) == (reasoning, text)
 
 
+@pytest.mark.parametrize("thought", ["", "<think>\n\n</think>\n\n"])
+@pytest.mark.parametrize(
+    ("rest", "text"),
+    [(" so.", " so."), ("\n\nYes.", "\n\nYes."), (f" so. {CALLS} Yes.", " so. First. Yes.")],
+)
+def test_an_answer_that_has_begun_goes_on_with_the_space_that_is_next(
+    thought: str, rest: str, text: str
+) -> None:
+    """Also after a thought, which Qwen3's template writes even if it is empty."""
+    template = "<|im_start|>{{ messages[-1].content }}{# <think> <tool_call> #}"
+    model = build_model(model_info(), FILES | {"chat_template.jinja": template.encode()})
+    chat = pb.Chat(
+        messages=[pb.ChatMessage(role="assistant", content=f"{thought}It is")],
+        tools=TOOLS,
+        continue_final_message=True,
+    )
+    request = resolve_request(generate_request(None, chat=chat), "r", model)
+    output = byte_level().encode(rest, add_special_tokens=False).ids
+    assert joined(play(ChoiceStream(0, request), output)).text == text
+
+
 @pytest.mark.parametrize("thought", ["", "<think>Hm.</think>"])
 @pytest.mark.parametrize("is_named", [False, True])
 def test_a_required_call_that_is_cut_off_is_no_text(thought: str, is_named: bool) -> None:
