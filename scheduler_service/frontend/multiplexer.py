@@ -1,6 +1,7 @@
 """Several requests in one call: a stream of GenerateMany, and the prompts of one HTTP call."""
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -176,6 +177,9 @@ def request_error(request_id: str, error: PagewireError) -> inference_pb.Request
     )
 
 
+_PROMPT = re.compile(r"(text|token_ids\.ids)\b")
+"""The field of a prompt in an error, as gRPC names it."""
+
 SILENCE: tuple[int, inference_pb.GenerateResponse] = (-1, inference_pb.GenerateResponse())
 """Stands for a response when none has come for some time."""
 
@@ -233,7 +237,7 @@ class RequestBatch:
                 stream = await self._manager.open_soon(
                     request, None, on_update, tenant, is_late=True
                 )
-            except PromptTooLong as error:
+            except (InvalidArgument, PromptTooLong) as error:
                 raise self._naming(index, error) from None
             self._opened.add(index, stream)
 
@@ -260,9 +264,14 @@ class RequestBatch:
         raise RequestAborted("the client has disconnected")
 
     def _naming(self, index: int, error: PagewireError) -> PagewireError:
-        """The error of a request, which says which of several prompts is too long."""
-        if isinstance(error, PromptTooLong) and self._num_requests > 1:
+        """The error of a request, which says which of several prompts is too long or invalid."""
+        if self._num_requests == 1:
+            return error
+        if isinstance(error, PromptTooLong):
             error.message = f"prompt[{index}]: {error.message}"
+        elif isinstance(error, InvalidArgument) and (field := _PROMPT.match(error.field)):
+            place = error.field[field.end() :]
+            return InvalidArgument(f"prompt[{index}]{place}", error.expected)
         return error
 
     def record_output(self) -> None:

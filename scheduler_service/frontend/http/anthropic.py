@@ -27,7 +27,12 @@ from scheduler_service.frontend.http.openai.parts import (
     named_choice,
     required,
 )
-from scheduler_service.frontend.http.openai.protocol import MAX_MESSAGES, ChatRequest, FunctionBody
+from scheduler_service.frontend.http.openai.protocol import (
+    MAX_MESSAGES,
+    ChatRequest,
+    FunctionBody,
+    ReasoningEffort,
+)
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
     STOP,
@@ -104,7 +109,9 @@ class OutputConfig(Strict):
     """The form of the answer."""
 
     format: OutputFormat | None = None
-    effort: str | None = Field(None, description="The template's variable `reasoning_effort`.")
+    effort: ReasoningEffort | None = Field(
+        None, description="The template's variable `reasoning_effort`."
+    )
 
 
 class Thinking(Strict):
