@@ -250,8 +250,7 @@ def _request_row(request: RequestStatus, uptime_s: float, *, in_colour: bool) ->
     name = Text(request.request_id, style="dim" if is_over else "")
     if in_colour and not is_over:
         name = Text.assemble(("■ ", Style(color=colour_of(request.number))), name)
-    tables = (*request.block_tables, *request.host_block_tables)
-    num_blocks = sum(len(unpack(table)) for table in tables)
+    num_blocks = _num_blocks(request.block_tables) + _num_blocks(request.host_block_tables)
     state = word(request, "state")
     until_s = request.ended_at_s if is_over else uptime_s
     return [
@@ -263,6 +262,11 @@ def _request_row(request: RequestStatus, uptime_s: float, *, in_colour: bool) ->
         Text(str(num_blocks) if num_blocks else ""),
         Text(_duration(until_s - request.accepted_at_s)),
     ]
+
+
+def _num_blocks(tables: Iterable[bytes]) -> int:
+    """Number of blocks of one memory; the sequences of a request share some."""
+    return len({block for table in tables for block in unpack(table)})
 
 
 def _number(value: float | None) -> str:

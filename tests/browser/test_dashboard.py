@@ -36,6 +36,17 @@ HEIGHTS = """(text) => {
   return { charts: heights(".chart"), legends: heights(".chart .legend") };
 }"""
 """Heights of the charts, with this text as each value; null: with the present ones."""
+DESCRIBED = """async (caches) => {
+  const { BlockMap } = await import("/dashboard/blockmap.js");
+  const view = {
+    facts: { groups: { g: { block_size: 16, cache_groups: caches } } },
+    columns: new Map([["g/gpu/owners", [0, 1, 1]], ["g/gpu/references", [0, 1, 1]]]),
+    tables: new Map([["1/gpu", [[1, 2]]]]),
+    request: () => ({ request_id: "mine", group_id: "g" }),
+  };
+  return new BlockMap(view, "g/gpu", "", () => {}).describe(2);
+}"""
+"""What is said of the second block of a request, in a worker group with these cache groups."""
 BLOCK_SIZE = 16
 
 
@@ -94,6 +105,16 @@ def test_a_shared_block_tells_who_shares_it(open_page: OpenPage, deployment: Dep
     expect(tip).to_contain_text("tokens 0 to 15")
     num_shared = list(deployment.status().groups[0].gpu_blocks.num_references).count(4)
     assert num_shared == len(SHARED) // BLOCK_SIZE
+
+
+def test_a_block_has_a_place_where_tables_begin_with_the_first_token(open_page: OpenPage) -> None:
+    page = open_page()
+    for caches, place in (
+        ([["growing, 16 tokens a block", ""]], ", tokens 16 to 31"),
+        ([["window 64, 16 tokens a block", ""]], ""),
+        ([["growing, 16 tokens a block", ""], ["window 64, 16 tokens a block", ""]], ""),
+    ):
+        assert page.evaluate(DESCRIBED, caches) == f"Block 2: mine{place}"
 
 
 def test_a_request_has_a_timeline(open_page: OpenPage, deployment: Deployment) -> None:

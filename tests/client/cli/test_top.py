@@ -58,7 +58,8 @@ def make_status(
             state=pb.REQUEST_STATE_DECODING,
             group_id="g0",
             num_prompt_tokens=12,
-            block_tables=[column([1, 2, 3])],
+            block_tables=[column([1, 2, 3]), column([1, 2, 4])],
+            host_block_tables=[column([1])],
             accepted_at_s=uptime_s - 2.5,
         )
     return status
@@ -100,7 +101,7 @@ def test_a_picture_has_rates_latencies_memory_and_requests() -> None:
     ):
         assert words in text
     [row] = [line for line in lines if line.startswith("request-1")]
-    assert row.split() == ["request-1", "decoding", "g0", "12", "0", "3", "2.5", "s"]
+    assert row.split() == ["request-1", "decoding", "g0", "12", "0", "5", "2.5", "s"]
 
 
 @pytest.mark.parametrize("in_colour", [False, True])

@@ -105,9 +105,11 @@ export class BlockMap {
     const owner = this.owners[block];
     if (!(owner > 0)) return `Block ${count(block)}: free, ${owner === CACHED ? "its contents still cached" : "empty"}`;
     const holders = this.#holders(block);
-    const { block_size: blockSize } = this.view.facts.groups?.[this.#group] ?? {};
+    const { block_size: blockSize, cache_groups: caches = [] } = this.view.facts.groups?.[this.#group] ?? {};
     const first = holders[0] ?? { number: owner };
-    const place = first.index == null ? "" : `, tokens ${count(first.index * blockSize)} to ${count((first.index + 1) * blockSize - 1)}`;
+    // Only of such a table the blocks are all there, one after the other.
+    const isGrowing = caches.length < 2 && caches.every(([name]) => name.startsWith("growing"));
+    const place = first.index == null || !isGrowing ? "" : `, tokens ${count(first.index * blockSize)} to ${count((first.index + 1) * blockSize - 1)}`;
     const name = (number) => this.view.request(number)?.request_id ?? `request ${number}`;
     const others = holders.length > 1 ? `, shared by ${count(this.references[block])} sequences: ${names(holders.map((h) => name(h.number)))}` : this.references[block] > 1 ? `, shared by ${this.references[block]} of its sequences` : "";
     return `Block ${count(block)}: ${name(owner)}${place}${others}`;

@@ -69,8 +69,9 @@ export class Requests {
   }
 
   #numBlocks(number) {
-    const tables = ["gpu", "cpu"].flatMap((memory) => this.view.tables.get(`${number}/${memory}`) ?? []);
-    return tables.length === 1 ? tables[0].length : new Set(tables.flat()).size;
+    const tables = ["gpu", "cpu"].map((memory) => this.view.tables.get(`${number}/${memory}`) ?? []);
+    const sizes = tables.map((same) => (same.length === 1 ? same[0].length : new Set(same.flat()).size));
+    return sizes[0] + sizes[1]; // blocks of both memories have the same numbers
   }
 }
 
