@@ -8,12 +8,12 @@ _TEXT_MODEL = re.compile(
 )
 """The beginning of names that says that something belongs to the text model of a multimodal one."""
 
-_OTHER = "visual."
-"""The beginning of names in older checkpoints, where those of the text model have no such one."""
+_OTHER = ("visual.", "vit.")
+"""Beginnings of names in older checkpoints, where those of the text model have no such one."""
 
 _TEXT_PARTS = (
     *("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head."),
-    *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_", "mtp."),
+    *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_", "backbone.", "mtp."),
 )
 
 
@@ -24,7 +24,7 @@ def text_name(name: str) -> str:
     if found is None:
         return name
     inner = name[found.end() :]
-    return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+    return inner if inner.startswith(("model.", "backbone.", "lm_head.")) else f"model.{inner}"
 
 
 def of_other_parts(names: Iterable[str], stored: Iterable[str]) -> set[str]:

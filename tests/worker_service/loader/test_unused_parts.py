@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -329,6 +330,15 @@ VISION = {
     "image_size": 8,
     "patch_size": 4,
 }
+VISION_OF: dict[str, dict[str, Any]] = {
+    "Lfm3Vl": {"num_key_value_heads": 2},
+    "GraniteDocling": {
+        "out_hidden_size": 64,
+        "scale_factor": 2,
+        "use_fine_route": False,
+        "deepstack_visual_indexes": [0],
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -355,6 +365,10 @@ VISION = {
         ("PaddleOCRVL", "PaddleOCRTextConfig", "PaddleOCRVisionConfig"),
         ("Gemma4Unified", "Gemma4UnifiedTextConfig", "Gemma4UnifiedVisionConfig"),
         ("Lfm2Vl", "Lfm2Config", "Siglip2VisionConfig"),
+        ("Lfm3Vl", "Lfm3Config", "Lfm3VlVisionConfig"),
+        ("Cohere2Vision", "Cohere2Config", "SiglipVisionConfig"),
+        ("GraniteDocling", "GraniteDoclingTextConfig", "GraniteDoclingVisionConfig"),
+        ("HunYuanVL", "HunYuanVLTextConfig", "HunYuanVLVisionConfig"),
     ],
 )
 def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
@@ -375,11 +389,21 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
         of_text |= {**experts, "moe_intermediate_size": 40, "first_k_dense_replace": 1}
     if whole == "Qwen3VLMoe":
         of_text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    if whole.startswith("Glm4v"):
+        of_text = {key: value for key, value in of_text.items() if key != "head_dim"}
+    if whole == "Lfm3Vl":
+        of_text = TEXT | {"layer_types": ["conv", "full_attention"]}
+    if whole == "HunYuanVL":
+        of_text = TEXT | {
+            "rope_parameters": rope | {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}
+        }
+    if whole == "Cohere2Vision":
+        of_text = TEXT | {"logit_scale": 1.0}  # which transformers 5.24 does not apply here
     if whole == "Gemma4":
         of_text = TEXT | {"vocab_size_per_layer_input": TEXT["vocab_size"]}
     config = getattr(transformers, f"{whole}Config")(
         text_config=getattr(transformers, text)(**of_text),
-        vision_config=getattr(transformers, vision)(**VISION),
+        vision_config=getattr(transformers, vision)(**VISION | VISION_OF.get(whole, {})),
         **more,
     )
     torch.manual_seed(0)
@@ -396,6 +420,42 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
     assert loaded.eos_token_ids == (2,)
     assert f"only the text model of {whole}ForConditionalGeneration is served" in _warnings(caplog)
     assert "tensors not used num=" in _warnings(caplog)
+
+
+def test_the_text_model_of_nemotron_omni_is_served(tmp_path: Path) -> None:
+    """Under the names with which it was published."""
+    path = copy_checkpoint("nemotron_h", tmp_path)
+    expected = logits(load(path))
+    edit_tensors(path, lambda t: t.update({"vision_model.norm.weight": torch.zeros(2)}))
+    _rename(path, r"^(?:model|backbone)\.", "backbone.")
+    _rename(path, r"^(?=backbone|lm_head)", "language_model.")
+    whole = {"architectures": ["NemotronH_Omni_Reasoning_V3"], "model_type": "nemotron_h_omni"}
+    text = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**whole, "llm_config": text}))
+    assert logits(load(path)).equal(expected)
+
+
+def _rename(path: Path, pattern: str, replacement: str) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[re.sub(pattern, replacement, name)] = tensors.pop(name)
+
+    edit_tensors(path, rename)
+
+
+def test_keys_of_another_part_do_not_matter(tmp_path: Path) -> None:
+    """As Music Flamingo keeps the number of its audio's positions."""
+    path = copy_checkpoint("qwen2", tmp_path)
+    text = json.loads((path / "config.json").read_text())
+    _rename(path, "^", "language_model.")
+    whole = {
+        "architectures": ["MusicFlamingoForConditionalGeneration"],
+        "max_position_embeddings": 1200.0,
+    }
+    (path / "config.json").write_text(
+        json.dumps({**whole, "model_type": "musicflamingo", "text_config": text})
+    )
+    assert load(path).model.max_model_len == text["max_position_embeddings"]
 
 
 @pytest.mark.parametrize("revision", [None, "main"])

@@ -62,6 +62,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**SHAPE, "layer_types": ["full_attention", "minimax_m3_sparse"]},
         "sparse attention, whose blocks an indexer",
     ),
+    "BltForCausalLM": ("BltConfig", {}, "no hidden_size, since it is not one decoder"),
     "RwkvForCausalLM": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, ""),
     "Llama4ForCausalLM": (
         "Llama4TextConfig",

@@ -35,7 +35,8 @@ def read_config(model_dir: Path, overrides: Overrides = NO_OVERRIDES) -> dict[st
         raise BadCheckpoint(f"config.json: text_config: expected an object, got {text!r}")
     for holder in (config, text):
         _require_sizes(holder)
-        _require_types(holder)
+    # A multimodal model's keys of the same names may be those of another part.
+    _require_types(text if text and names[0].endswith(_WHOLE_MODELS) else config)
     return _text_part(config)
 
 
@@ -83,8 +84,14 @@ _TEXT_MODELS = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granite4_vision_text": "GraniteForCausalLM",
+    "granite_docling_text": "GraniteForCausalLM",
+    "hunyuan_vl_text": "HunYuanDenseV1ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
@@ -105,6 +112,9 @@ _TEXT_MODELS = {
 }
 """Text models of multimodal ones that can be served alone, by `model_type`."""
 
+_WHOLE_MODELS = ("ForConditionalGeneration", "NemotronH_Omni_Reasoning_V3")
+"""Ends of the names of multimodal models."""
+
 _TEXT_SETTINGS = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "glm_ocr_text": {"attention_bias": False},
@@ -119,7 +129,7 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a multimodal model's text model, if that can be served alone; other
     configurations are returned unchanged."""
     whole, text = str(config["architectures"][0]), config.get("text_config") or {}
-    if not whole.endswith("ForConditionalGeneration"):
+    if not whole.endswith(_WHOLE_MODELS):
         return config
     from transformers import AutoConfig  # which knows the defaults of absent keys
 
@@ -139,6 +149,8 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     is_tied = getattr(inner, "tie_word_embeddings", False) if is_tied is None else is_tied
     tied = {"tie_word_embeddings": is_tied}
     fixed = _TEXT_SETTINGS.get(inner.model_type, {})
+    if inner.model_type.startswith("glm") and not getattr(inner, "head_dim", None):
+        fixed = {**fixed, "head_dim": inner.hidden_size // inner.num_attention_heads}
     names = {"architectures": [name], WHOLE_MODEL: whole}
     return {**inner.to_dict(), **outer, **tied, **fixed, **names}
 

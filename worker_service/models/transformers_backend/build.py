@@ -58,6 +58,9 @@ _LAYER_TYPE_NAMES = {
 }
 
 
+_NEEDED_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
+"""Sizes that every configuration of a single decoder has, under these names or others."""
+
 _HARMLESS = re.compile(r"inv_freq$|position_ids$|(cos|sin)_cached$|masked_bias$")
 """Tensors that models compute themselves."""
 
@@ -111,6 +114,9 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
             yield "its dynamic rotary scaling depends on what else is in the batch"
     if getattr(config, "num_kv_shared_layers", 0):
         yield "its layers share keys and values with each other"
+    for size in _NEEDED_SIZES:
+        if not hasattr(config.get_text_config(), size):
+            yield f"its configuration has no {size}, since it is not one decoder"
 
 
 def _layer_features(config: Any) -> Iterator[str]:
