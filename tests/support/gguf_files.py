@@ -91,6 +91,12 @@ _ARCHITECTURES = {
     "PhimoeForCausalLM": ("phimoe", gguf.MODEL_ARCH.PHIMOE),
     "SeedOssForCausalLM": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
     "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
+    "AfmoeForCausalLM": ("afmoe", gguf.MODEL_ARCH.AFMOE),
+    "ExaoneMoeForCausalLM": ("exaone-moe", gguf.MODEL_ARCH.EXAONE_MOE),
+    "MiMoV2FlashForCausalLM": ("mimo2", gguf.MODEL_ARCH.MIMO2),
+    "MiniCPM3ForCausalLM": ("minicpm3", gguf.MODEL_ARCH.MINICPM3),
+    "DeepseekV32ForCausalLM": ("deepseek32", gguf.MODEL_ARCH.GLM_DSA),
+    "GlmMoeDsaForCausalLM": ("glm-dsa", gguf.MODEL_ARCH.GLM_DSA),
     "ApertusForCausalLM": ("apertus", gguf.MODEL_ARCH.APERTUS),
     "OlmoForCausalLM": ("olmo", gguf.MODEL_ARCH.OLMO),
     "PhiForCausalLM": ("phi2", gguf.MODEL_ARCH.PHI2),
@@ -155,6 +161,13 @@ _LATENT = {
     "v_head_dim": 64,
     "moe_intermediate_size": 256,
 }
+_MINICPM3 = {  # files do not have these factors
+    **_LATENT,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+    "attention_bias": False,
+}
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "shared_intermediate_size": 512}
 _MAMBA1 = ("mamba", "falcon_mamba", "jamba")
 _NEMOTRON = {
@@ -184,7 +197,31 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.7,
         },
     },
+    "deepseek_v32": _LATENT,
+    "glm_moe_dsa": _LATENT,
     "youtu": _LATENT,
+    "minicpm3": _MINICPM3,
+    "minicpm3_long": {
+        **_MINICPM3,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": MAX_POSITIONS,
+            "short_factor": [1.0 + number / 8 for number in range(8)],
+            "long_factor": [2.0 + number for number in range(8)],
+        },
+    },
+    "afmoe": {"head_dim": 64, "moe_intermediate_size": 256},
+    "exaone_moe": {"moe_intermediate_size": 256},
+    "mimo_v2_flash": {
+        "head_dim": 96,
+        "v_head_dim": 64,
+        "moe_intermediate_size": 256,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 1 / 3}
+            for kind, theta in (("full_attention", 5e6), ("sliding_attention", 2e4))
+        },
+    },
     "ministral3": {
         "head_dim": 64,
         "rope_parameters": {
@@ -363,7 +400,8 @@ def make_gguf(
             result = _add_of_gemma4(writer, names, tensor_name, values, kind)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
-        if ".kv_b_proj." in tensor_name and family != "deepseek_v2_expanded":
+        is_split = family != "deepseek_v2_expanded" and name != "minicpm3"
+        if ".kv_b_proj." in tensor_name and is_split:
             result = _add_expansion(writer, tensor_name, values, kind, config)
             dequantized[tensor_name] = torch.from_numpy(result)
             continue
@@ -418,7 +456,7 @@ def make_gguf(
             .replace("expert_bias", "expert_bias.bias"),
             try_suffixes=(".weight", ".bias"),
         )
-        if tensor_name.endswith(".sinks"):
+        if tensor_name.endswith((".sinks", "_sink_bias")):
             stored_name = f"blk.{tensor_name.split('.')[2]}.attn_sinks.weight"
         assert stored_name is not None, tensor_name
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
@@ -798,7 +836,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     window = getattr(config, "sliding_window", None)
     if window and config.model_type in _WITH_WINDOWS:
         writer.add_sliding_window(window)
-    if window and config.model_type in ("olmo3", "exaone4"):
+    if window and config.model_type in ("olmo3", "exaone4", "exaone_moe", "afmoe"):
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_sliding_window_pattern(pattern)
     if config.model_type == "gemma2":
@@ -810,6 +848,9 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     _add_experts(writer, config)
     if kind == "gemma4_text":
         _add_gemma4(writer, config)
+        return
+    if kind == "mimo_v2_flash":
+        _add_mimo(writer, config)
         return
     if kind == "gemma3n_text":
         _add_gemma3n(writer, config)
@@ -985,6 +1026,21 @@ def _add_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", divisors)
 
 
+def _add_mimo(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Windows, whose tokens are counted without the token itself, and sizes of heads."""
+    kinds = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * (1 + slides) for slides in kinds])
+    writer.add_sliding_window(config.sliding_window - 1)
+    writer.add_sliding_window_pattern(kinds)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim // 3)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.v_head_dim)
+    writer.add_float32(f"{writer.arch}.attention.value_scale", config.attention_value_scale)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 def _add_gemma3n(writer: gguf.GGUFWriter, config: Any) -> None:
     """Streams, what layers share, and which numbers of gates count."""
     shares = torch.tensor(config.activation_sparsity_pattern)
@@ -1010,6 +1066,11 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "deepseek_v2" and config.q_lora_rank:
         writer.add_key_length(config.qk_nope_head_dim + rotary_dim)
         writer.add_value_length(config.v_head_dim)
+    elif config.model_type == "minicpm3":
+        writer.add_key_length(config.qk_nope_head_dim + rotary_dim)
+        for kind in ("long", "short") if "long_factor" in config.rope_parameters else ():
+            factors = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
     else:
         writer.add_key_length(latent_dim + rotary_dim)
         if config.model_type == "kimi_linear":
@@ -1026,7 +1087,11 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
 _WITHOUT_ROPE = ("gpt2", "gpt_bigcode", "bloom", "mpt")
 
 _WITH_WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3")
-_WITH_WINDOWS += ("gemma3n_text", "gemma4_text")
+_WITH_WINDOWS += ("gemma3n_text", "gemma4_text", "exaone_moe", "afmoe")
+
+
+_SCORED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "exaone_moe")
+"""With experts as in DeepSeek-V3."""
 
 
 def _multipliers(writer: gguf.GGUFWriter) -> dict[str, Callable[[float], None]]:
@@ -1063,8 +1128,21 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_leading_dense_block_count(0)
     if kind == "lfm2_moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
-    if kind in ("glm4_moe", "dots1", "minimax_m2", "deepseek_v3", "lfm2_moe", "kimi_linear"):
+    if kind in ("glm4_moe", "dots1", "minimax_m2", "lfm2_moe", *_SCORED):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "exaone_moe":
+        size = config.moe_intermediate_size * config.n_shared_experts
+        writer.add_expert_shared_feed_forward_length(size)
+    if kind == "afmoe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config.route_scale)
+    if hasattr(config, "index_topk"):
+        writer.add_indexer_head_count(config.index_n_heads)
+        writer.add_indexer_key_length(config.index_head_dim)
+        writer.add_indexer_top_k(config.index_topk)
     if kind == "hunyuan_v1_moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -1076,12 +1154,10 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_moe_latent_size(config.moe_latent_size or 0)
-    if kind in ("glm4_moe", "dots1", "deepseek_v2", "deepseek_v3", "kimi_linear", "mistral4"):
+    if kind in ("glm4_moe", "dots1", "deepseek_v2", "mistral4", *_SCORED):
         writer.add_expert_shared_count(config.n_shared_experts)
-        is_kimi = kind == "kimi_linear"
-        num_dense = (
-            config.mlp_layer_types.count("dense") if is_kimi else config.first_k_dense_replace
-        )
+        kinds = getattr(config, "mlp_layer_types", None)
+        num_dense = kinds.count("dense") if kinds else config.first_k_dense_replace
         writer.add_leading_dense_block_count(num_dense)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)

@@ -47,7 +47,8 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("gemma", "arcee", "olmoe", "dots1", "cohere_plain", "llama_internlm", "granite_minicpm"),
         *("apertus", "olmo", "phi_plain", "starcoder2", "stablelm", "stablelm_parallel"),
         *("nemotron", "jais2", "gpt_neox", "gpt_neox_sequential", "falcon", "falcon_groups"),
-        *("gpt2", "gpt_bigcode", "bloom", "mpt"),
+        *("gpt2", "gpt_bigcode", "bloom", "mpt", "afmoe", "exaone_moe", "mimo_v2_flash"),
+        *("minicpm3", "minicpm3_long", "deepseek_v32", "glm_moe_dsa"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
         *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe", "jamba", "nemotron_h"),
         *("nemotron_h_moe", "nemotron_h_latent"),
@@ -371,6 +372,18 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             r"bloom\.attention\.head_count_kv: expected 4, that of heads of queries, got 3",
         ),
         (
+            "afmoe",
+            lambda w: w.add_expert_group_count(2),
+            UnsupportedModel,
+            r"afmoe\.expert_group_count: expected 1, got 2",
+        ),
+        (
+            "exaone_moe",
+            lambda w: w.add_sliding_window_pattern([True] * 3),
+            BadCheckpoint,
+            r"sliding_window_pattern: expected a positive number, or one value for each of 2",
+        ),
+        (
             "falcon_groups",
             lambda w: w.add_tensor("blk.0.attn_norm_2.weight", np.ones(256, np.float32)),
             BadCheckpoint,
@@ -615,6 +628,21 @@ def test_numbers_of_activations_that_a_file_lacks_are_named(tmp_path: Path) -> N
     message = r"apertus-Q8_0\.gguf: xielu\.beta: expected a number for each of 2 layers, got \[None"
     with pytest.raises(BadCheckpoint, match=message):
         load(file)
+
+
+def test_layers_behind_the_last_one_have_settings_that_are_not_used(tmp_path: Path) -> None:
+    file, _ = make_gguf("mimo_v2_flash", "Q8_0", tmp_path)
+    config = gguf_config(file)
+    (tmp_path / "longer").mkdir()
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_nextn_predict_layers(1)
+
+    longer, _ = make_gguf("mimo_v2_flash", "Q8_0", tmp_path / "longer", metadata=metadata)
+    shorter = gguf_config(longer)
+    assert shorter["num_hidden_layers"] == config["num_hidden_layers"] - 1
+    for key in ("layer_types", "mlp_layer_types"):
+        assert shorter[key] == config[key][:-1]
 
 
 def test_old_files_of_minicpm_that_lack_its_multipliers_are_refused(tmp_path: Path) -> None:

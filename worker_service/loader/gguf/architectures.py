@@ -6,6 +6,12 @@ from pathlib import Path
 ENCODERS = ("bert", "nomic_bert", "modernbert")
 """`model_type` of encoders."""
 
+LATENT = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "youtu", "kimi_linear"),
+    *("mistral4", "minicpm3"),
+)
+"""`model_type` of models with latent attention."""
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:

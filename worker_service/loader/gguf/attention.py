@@ -17,7 +17,8 @@ def head_dims(meta: Metadata, default: int) -> tuple[int, int]:
     head_dim = meta.number("attention.key_length", default)
     rotary_dim = meta.number("rope.dimension_count", head_dim)
     size = f"{head_dim}, the size of a head"
-    meta.require("attention.value_length", head_dim, size)
+    if "values" not in traits:
+        meta.require("attention.value_length", head_dim, size)
     if "no-rope" in traits:
         rotary_dim = head_dim
     elif "part" not in traits or rotary_dim > head_dim:
@@ -34,10 +35,11 @@ def layer_types(meta: Metadata, num_layers: int, window: int | None) -> list[str
     if isinstance(pattern, int) and pattern > 0:
         full = 0 if meta.architecture.name == "modern-bert" else pattern - 1
         pattern = [layer % pattern != full for layer in range(num_layers)]
-    if not isinstance(pattern, list) or len(pattern) != num_layers:
+    num_further = meta.get("nextn_predict_layers", 0)  # which are after the others
+    if not isinstance(pattern, list) or len(pattern) - num_layers not in (0, num_further):
         expected = f"a positive number, or one value for each of {num_layers} layers"
         raise meta.fault(key, expected, pattern)
-    slides = (window is not None and bool(value) for value in pattern)
+    slides = (window is not None and bool(value) for value in pattern[:num_layers])
     return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
 
 
@@ -58,6 +60,7 @@ def latent(meta: Metadata, rotary_dim: int) -> dict[str, Any]:
     key_dim = meta.number(f"{key}{suffix}")
     if key_dim <= rotary_dim:
         raise meta.fault(f"{key}{suffix}", f"more than {rotary_dim}, what is rotated", key_dim)
+    default = meta.number("embedding_length") // meta.number("attention.head_count")
     rope = rope_parameters(meta, rotary_dim)
     if rope["rope_type"] == "yarn":
         weight = float(meta.get("rope.scaling.yarn_log_multiplier", 0.0)) / 0.1
@@ -69,7 +72,7 @@ def latent(meta: Metadata, rotary_dim: int) -> dict[str, Any]:
         "q_lora_rank": meta.number("attention.q_lora_rank") if has_latents else None,
         "qk_nope_head_dim": key_dim - rotary_dim,
         "qk_rope_head_dim": rotary_dim,
-        "v_head_dim": meta.number(f"{value}{suffix}"),
+        "v_head_dim": meta.number(f"{value}{suffix}", default),
         "rope_parameters": rope,
         "has_split_expansion": meta.has_tensor("attn_k_b.weight"),
     }

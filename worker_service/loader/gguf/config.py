@@ -13,6 +13,7 @@ from worker_service.loader.gguf.architectures import (
     ARCHITECTURES,
     DEEPSEEK2,
     FALCON_MAMBA,
+    LATENT,
     MISTRAL,
     MISTRAL4,
     MIXTRAL,
@@ -36,9 +37,6 @@ from worker_service.loader.gguf.hybrids import (
 from worker_service.loader.gguf.metadata import Metadata
 from worker_service.loader.gguf.rope import rope_parameters
 
-_LATENT = ("deepseek_v2", "deepseek_v3", "youtu", "kimi_linear", "mistral4")
-"""`model_type` of models with latent attention."""
-
 _ACTIVATIONS = {
     **dict.fromkeys(("arcee", "jais2", "nemotron"), "relu2"),
     "apertus": "xielu",
@@ -56,6 +54,7 @@ _NO_EFFECT = (
     ".rope.scaling.original_context_length",
     ".rope.dimension_sections",  # positions of text are the same in all of them
     ".n_deepstack_layers",  # of images
+    *(".indexer.head_count", ".indexer.key_length", ".indexer.types"),  # of longer texts
 )
 """Ends of settings that describe a file or its history, or have an effect with others only."""
 
@@ -145,7 +144,7 @@ def _of_decoder(
         "tie_word_embeddings": "output.weight" not in meta.tensors,
         "sliding_window": window or None,
     }
-    if kind in _LATENT:
+    if kind in LATENT:
         fields |= latent(meta, config["head_dim"])
     if model.window_period is not None:
         fields["layer_types"] = layer_types(meta, config["num_hidden_layers"], window)
@@ -203,6 +202,6 @@ def _num_layers(meta: Metadata) -> int:
 
 def _of_layers(meta: Metadata, kind: str, key: str, default: int | None = None) -> int:
     """A number of all layers, or of those that have the part that it describes."""
-    if kind in (GEMMA3N, GEMMA4):  # which read those of their layers themselves
+    if kind in (GEMMA3N, GEMMA4, "mimo_v2_flash"):  # which read those of their layers themselves
         return meta.by_layer(key, _num_layers(meta))[0]
     return of_some_layers(meta, kind, key, default)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from worker_service.errors import UnsupportedModel
 from worker_service.loader.gguf.hybrids import DELTA_NETS
 from worker_service.loader.gguf.metadata import Metadata
 
@@ -88,6 +89,25 @@ def _deepseek3(meta: Metadata, experts: Experts) -> dict[str, Any]:
     return _scored(meta, experts) | {"topk_method": None}
 
 
+def _exaone(meta: Metadata, experts: Experts) -> dict[str, Any]:
+    fields = _scored(meta, experts)
+    shared = experts.size * fields["n_shared_experts"]
+    meta.require("expert_shared_feed_forward_length", shared, f"{shared}, that of shared experts")
+    return fields
+
+
+def _afmoe(meta: Metadata, experts: Experts) -> dict[str, Any]:
+    fields = _scored(meta, experts)
+    if not fields["norm_topk_prob"]:
+        raise meta.fault("expert_weights_norm", "true", False, UnsupportedModel)
+    meta.require("expert_group_count", 1, "1")
+    return {**fields, "num_dense_layers": fields["first_k_dense_replace"], "mup_enabled": True}
+
+
+def _mimo(meta: Metadata, experts: Experts) -> dict[str, Any]:
+    return _scored(meta, experts) | {"norm_topk_prob": True}
+
+
 def _nemotron(meta: Metadata, experts: Experts) -> dict[str, Any]:
     shared = meta.number("expert_shared_feed_forward_length")
     return {"moe_shared_expert_intermediate_size": shared} | _scored(meta, experts)
@@ -162,10 +182,15 @@ MIXTURES: dict[str, Mixture] = {
         ("glm4_moe", "dots1"),
         Mixture(count=None, further=_scored, scores=SIGMOID, has_scale=True),
     ),
+    "exaone_moe": Mixture(count=None, further=_exaone, scores=SIGMOID, has_scale=True),
+    "afmoe": Mixture(count=None, further=_afmoe, scores=SIGMOID, has_scale=True),
+    "mimo_v2_flash": Mixture(count=None, further=_mimo, scores=SIGMOID),
     "nemotron_h": Mixture(count=None, further=_nemotron, scores=SIGMOID, has_scale=True),
     "deepseek_v2": Mixture(count=None, further=_deepseek2, has_scale=True),
-    "deepseek_v3": Mixture(count=None, further=_deepseek3, scores=SIGMOID, has_scale=True),
-    "kimi_linear": Mixture(count=None, further=_deepseek3, scores=SIGMOID, has_scale=True),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear"),
+        Mixture(count=None, further=_deepseek3, scores=SIGMOID, has_scale=True),
+    ),
     "mistral4": Mixture(count=None, further=_deepseek3, has_scale=True),
 }
 """By `model_type`."""

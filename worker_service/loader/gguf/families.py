@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from worker_service.errors import UnsupportedModel
 from worker_service.loader.gguf import gemma, hybrids
+from worker_service.loader.gguf.attention import layer_types
 from worker_service.loader.gguf.metadata import Metadata
 from worker_service.loader.gguf.rope import (
     SECTIONS,
@@ -49,6 +51,38 @@ def _ministral3(meta: Metadata, config: Config) -> dict[str, Any]:
         weight = float(meta.get("rope.scaling.yarn_log_multiplier", 0.0))
         rope |= {"mscale": weight, "mscale_all_dim": weight}
     return {"rope_parameters": rope}
+
+
+def _minicpm3(meta: Metadata, config: Config) -> dict[str, Any]:
+    """With the numbers of the released model, which files do not have."""
+    num_factors, length = config["qk_rope_head_dim"] // 2, config["max_position_embeddings"]
+    rope = long_rope(meta, config["rope_parameters"], num_factors, length)
+    return {**rope, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+
+
+def _mimo(meta: Metadata, config: Config) -> dict[str, Any]:
+    """Files count the tokens of a window without the token itself."""
+    num_layers, window = config["num_hidden_layers"], meta.number("attention.sliding_window")
+    counts = meta.by_layer("attention.head_count_kv", num_layers)
+    kinds = layer_types(meta, num_layers, window)
+    full = {"full_attention": 1, "sliding_attention": 2}
+    expected = [full[kind] * config["num_key_value_heads"] for kind in kinds]
+    if counts != expected:
+        raise meta.fault("attention.head_count_kv", f"{expected}", counts, UnsupportedModel)
+    have_experts = [f"blk.{i}.ffn_gate_inp.weight" in meta.tensors for i in range(num_layers)]
+    rope, theta = config["rope_parameters"], meta.real("rope.freq_base_swa", 10000.0)
+    scale = meta.get("attention.value_scale", 1.0)
+    return {
+        "v_head_dim": meta.number("attention.value_length", config["head_dim"]),
+        "attention_value_scale": meta.real("attention.value_scale", 1.0) if scale else 1.0,
+        "sliding_window": window + 1,
+        "layer_types": kinds,
+        "mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in have_experts],
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {**rope, "rope_theta": theta},
+        },
+    }
 
 
 def _granite(meta: Metadata, config: Config) -> dict[str, Any]:
@@ -179,6 +213,12 @@ FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
     "mpt": _mpt,
     "bloom": _keys_of_all_heads,
     "gpt_neox": _gpt_neox,
+    "minicpm3": _minicpm3,
+    "mimo_v2_flash": _mimo,
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        lambda meta, _: {"index_topk": meta.number("attention.indexer.top_k")},
+    ),
     "starcoder2": lambda _, config: {"use_bias": config["attention_bias"]},
     "gemma": lambda *_: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
     **dict.fromkeys(("olmo", "olmoe"), _olmo),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from worker_service.errors import BadCheckpoint
-from worker_service.loader.gguf.architectures import ENCODERS
+from worker_service.loader.gguf.architectures import ENCODERS, LATENT
 from worker_service.loader.gguf.config import gguf_config
 from worker_service.loader.gguf.file import Gguf, GgufNumber, GgufTensor, Order, open_gguf
 from worker_service.loader.gguf.gemma import GEMMA3N, GEMMA4
@@ -38,11 +38,11 @@ _NORMS_ADD_ONE = ("gemma", "qwen3_next", "qwen3_5", "nemotron.")
 """Models with norms by weights plus 1, which files store, by `model_type` as in `names.txt`."""
 
 _TENSOR = re.compile(
-    r"(?:blk\.(\d+)\.)?(\w+|\w+\.scale|cls\.\w+|shortconv\.\w+)(?:\.(weight|bias))?"
+    r"(?:blk\.(\d+)\.)?(\w+|\w+\.scale|(?:cls|shortconv|indexer)\.\w+)(?:\.(weight|bias))?"
 )
 _SUFFIX = re.compile(r"\.(weight|bias)$")
 _WITHOUT_SUFFIX = (
-    *("sinks", "e_score_correction_bias", ".expert_bias"),
+    *("sinks", "sink_bias", "e_score_correction_bias", ".expert_bias"),
     *(".dt_bias", ".A_log", ".D"),
     *(".layer_scalar", ".router.scale", ".per_expert_scale", ".correct_output_scale"),
 )
@@ -77,7 +77,8 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     # Of layers that predict further tokens.
     unused = tuple(f"blk.{num_layers + layer}." for layer in range(num_further))
     orders, names = orders_of(architecture, config), names_of(kind)
-    read_already = LONG_ROPE.values() if kind in ("phi3", "phimoe") else (ROPE_FREQUENCIES,)
+    is_long = kind in ("phi3", "phimoe", "minicpm3")
+    read_already = LONG_ROPE.values() if is_long else (ROPE_FREQUENCIES,)
     tensors = {
         part.name: replace(
             part,
@@ -192,7 +193,8 @@ def names_of(model_type: str) -> dict[str, str]:
     """Names in `transformers` by names in files, of tensors of a kind of model."""
     lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
     rows = (line.split() for line in lines if not line.startswith("#"))
-    groups = ("all", *(["encoder"] if model_type in ENCODERS else []))
+    named = {"encoder": ENCODERS, "latent": LATENT}
+    groups = ["all", *(group for group, models in named.items() if model_type in models)]
     return {
         stored: name
         for kinds, stored, name in rows

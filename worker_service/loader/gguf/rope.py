@@ -12,7 +12,7 @@ LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
     "short_factor": "rope_factors_short.weight",
 }
-"""Tensors of the factors of Phi-3."""
+"""Tensors of the factors of Phi-3 and MiniCPM3."""
 
 SECTIONS = "mrope_section"
 """The parameter of models whose positions are those of images, too."""
@@ -93,12 +93,15 @@ def scaled_by_position(meta: Metadata, rope: Mapping[str, Any]) -> dict[str, Any
     return {**rope, "llama_4_scaling_beta": meta.real(scale)}
 
 
-def long_rope(meta: Metadata, rope: dict[str, Any], num_factors: int) -> dict[str, Any]:
-    """The fields of Phi-3 and Phi-MoE: RoPE factors beyond the trained length."""
+def long_rope(
+    meta: Metadata, rope: dict[str, Any], num_factors: int, length: int | None = None
+) -> dict[str, Any]:
+    """The fields of Phi-3, Phi-MoE and MiniCPM3: RoPE factors beyond the trained length. length:
+    that one, if the file does not say it."""
     if not any(name in meta.tensors for name in LONG_ROPE.values()):
         meta.require("rope.scaling.type", "none", "none without tensors rope_factors_*")
         return {"rope_parameters": rope}
-    trained = meta.number("rope.scaling.original_context_length")
+    trained = meta.number("rope.scaling.original_context_length", length)
     rope |= {"rope_type": "longrope", "original_max_position_embeddings": trained}
     if meta.get("rope.scaling.attn_factor", 0.0):
         rope["attention_factor"] = meta.real("rope.scaling.attn_factor")
