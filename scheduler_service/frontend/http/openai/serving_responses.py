@@ -255,18 +255,31 @@ def _add_item(messages: list[dict[str, Any]], item: Item, where: str) -> None:
 
 
 def _add_message(messages: list[dict[str, Any]], role: str, content: message_forms.Content) -> None:
-    is_open = messages and messages[-1]["role"] == "assistant" == role
-    if is_open and messages[-1]["content"] is None and "tool_calls" not in messages[-1]:
-        messages[-1]["content"] = content  # after a thought
+    """Append a turn, or a text to the turn of the thought or the call that it follows: the results
+    of calls come next to them."""
+    last = messages[-1] if messages else {"role": None}
+    if role == "assistant" == last["role"] and (last["content"] is None or "tool_calls" in last):
+        last["content"] = _both(last["content"], content)
     else:
         messages.append({"role": role, "content": content})
+
+
+def _both(former: message_forms.Content | None, new: message_forms.Content) -> Any:
+    """The content of a turn with more of it."""
+    if not former:
+        return new
+    parts = [
+        message_forms.text_parts(text) if isinstance(text, str) else text for text in (former, new)
+    ]
+    return [*parts[0], *parts[1]]
 
 
 def _assistant_message(messages: list[dict[str, Any]], *, may_have_content: bool) -> dict[str, Any]:
     """The last message if it is the assistant's, or else a new one: thoughts precede what they lead
     to."""
     last = messages[-1] if messages else {"role": None}
-    if last["role"] != "assistant" or (last["content"] is not None and not may_have_content):
+    is_open = may_have_content or "tool_calls" in last or last.get("content") is None
+    if last["role"] != "assistant" or not is_open:
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 

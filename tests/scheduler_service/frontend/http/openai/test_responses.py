@@ -61,6 +61,14 @@ def translated(*items: dict[str, Any]) -> list[tuple[str, list[str], str, int]]:
             [answer("a"), thought("w"), answer("b")],
             [("assistant", ["a"], "", 0), ("assistant", ["b"], "w", 0)],
         ),
+        (
+            [CALL, answer("a"), RESULT, answer("b")],
+            [("assistant", ["a"], "", 1), ("tool", ["r"], "", 0), ("assistant", ["b"], "", 0)],
+        ),
+        (
+            [answer("a"), CALL, thought("w"), answer("b"), CALL, RESULT],
+            [("assistant", ["a", "b"], "w", 2), ("tool", ["r"], "", 0)],
+        ),
         ([HIDDEN, ASKED], [("user", ["q"], "", 0)]),
         ([HIDDEN, CALL, HIDDEN, CALL], [("assistant", [""], "", 2)]),
         ([thought("w"), thought("x"), answer("a")], [("assistant", ["a"], "w\nx", 0)]),
