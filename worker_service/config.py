@@ -169,7 +169,8 @@ class ModelConfig:
     """The model to load, its numbers and its device."""
 
     model: str = "embedded"
-    """Checkpoint directory, GGUF file, Hugging Face hub id, or `embedded`."""
+    """Checkpoint directory, GGUF file, Hugging Face hub id (`owner/name`; of a GGUF file
+    `owner/name:TYPE`), or `embedded`."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub."""

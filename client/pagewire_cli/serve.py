@@ -32,7 +32,8 @@ class Deployment:
     """The services to start."""
 
     model: str | None = None
-    """Checkpoint directory, GGUF file, Hugging Face hub id, or `embedded`."""
+    """Checkpoint directory, GGUF file, Hugging Face hub id (`owner/name`; of a GGUF file
+    `owner/name:TYPE`), or `embedded`."""
     listen: str = DEFAULT_ADDRESS
     """HOST:PORT or unix:PATH for gRPC clients; further frontends use the next ports."""
     http: str = DEFAULT_HTTP_ADDRESS

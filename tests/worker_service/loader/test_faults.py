@@ -397,6 +397,8 @@ class Hub(BaseHTTPRequestHandler):
         self.requests.append(self.path)
         if self.path.startswith("/some/broken/"):
             self._answer(200, b"{", ETag='"etag"')
+        elif self.path.startswith("/api/models/some/file/tree/"):
+            self._answer(200, b"[]")
         else:
             status, code = self.answers.get(self.path.split("/")[1], (500, ""))
             self._answer(status, b"", **{"X-Error-Code": code})
@@ -443,7 +445,7 @@ def test_why_the_hub_gives_no_model_is_said_after_one_request(tmp_path: Path) ->
         thread.join()
     broken, without, unknown, private, gated, failing = said
     assert "config.json cannot be read as JSON" in broken
-    assert without.startswith("some/file: on the Hugging Face hub, but without a config.json")
+    assert without.startswith("some/file: on the Hugging Face hub, but with neither a config.")
     assert unknown.startswith("others/model: no such directory or file, and the Hugging Face hub")
     assert unknown.endswith("has none that HF_TOKEN may read (status 404)")
     assert private.endswith("has none that HF_TOKEN may read (status 401)")

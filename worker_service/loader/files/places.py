@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from worker_service.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
@@ -13,6 +14,7 @@ from worker_service.config import EMBEDDED, local_model
 from worker_service.errors import AdapterNotFound, ModelNotFound
 from worker_service.gguf.header import is_gguf
 from worker_service.load_progress import LoadProgress
+from worker_service.loader.files.gguf_on_hub import choose_gguf, split_type
 
 logger = logging.getLogger(__name__)
 
@@ -30,38 +32,63 @@ def resolve_model(
 ) -> Path:
     """Return the directory or GGUF file of `model`; a model of the hub is downloaded first.
 
-    revision: of a model of the hub; weights: whether weight files are downloaded, too; progress:
-    of the download. Raises ModelNotFound, which names the places that were searched.
+    A GGUF file of the hub is `owner/name:TYPE`, or `owner/name` where there is no safetensors
+    checkpoint, see `choose_gguf`. revision: of a model of the hub; weights: whether weight files
+    are downloaded, too; progress: of the download. Raises ModelNotFound, which names the places
+    that were searched.
     """
     found = _EMBEDDED_DIR if model == EMBEDDED else local_model(model)
     if found is not None:
         if revision is not None:
             logger.warning("revision is not used of a local model: %s model=%s", revision, model)
         return found
-    _require_hub_id(model)
-    return _download(model, revision, weights, progress or LoadProgress())
+    hub_id, kind = split_type(model)
+    _require_hub_id(hub_id)
+    folder, progress = Path(), progress or LoadProgress()
+    if not kind:
+        patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
+        folder = _download(model, revision, patterns, progress)
+        has_weights = not weights or any(folder.glob(_WEIGHT_PATTERNS[0]))
+        if has_weights and (folder / "config.json").is_file():
+            return folder
+    if parts := _gguf_on_hub(model, revision):
+        return _download(model, revision, [*map(escape, parts)], progress) / parts[0]
+    return folder
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path | None:
     """Like `resolve_model`, but of a model of the hub only `config.json` is downloaded.
 
-    None if the model is in the hub's local cache, which may be older than the hub.
+    None if the model is in the hub's local cache, which may be older than the hub, or if it is a
+    GGUF file there.
     """
     if model == EMBEDDED or local_model(model) is not None:
         return resolve_model(model)
-    _require_hub_id(model)
+    hub_id, kind = split_type(model)
+    _require_hub_id(hub_id)
     from huggingface_hub import (
+        errors,
         get_hf_file_metadata,
         hf_hub_download,
         hf_hub_url,
         try_to_load_from_cache,
     )
 
+    if kind:
+        _gguf_on_hub(model, revision)
+        return None
     if try_to_load_from_cache(model, "config.json", revision=revision) is not None:
         return None
+    if choose_gguf(model, _cached_files(model, revision)):
+        return None
     with _hub_errors(model):
-        # Asked once: the download repeats failures for 25 s, and hides their reason.
-        get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision))
+        try:
+            # Asked once: the download repeats failures for 25 s, and hides their reason.
+            get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision))
+        except errors.RemoteEntryNotFoundError:
+            if not _gguf_on_hub(model, revision):
+                raise
+            return None
         return Path(hf_hub_download(model, "config.json", revision=revision)).parent
 
 
@@ -98,22 +125,63 @@ def _require_hub_id(model: str) -> None:
         ) from None
 
 
-def _download(model: str, revision: str | None, weights: bool, progress: LoadProgress) -> Path:
+def _download(
+    model: str, revision: str | None, patterns: list[str], progress: LoadProgress
+) -> Path:
     from huggingface_hub import snapshot_download
 
     from worker_service.loader.files.hub_progress import download_bars
 
-    patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
     logger.info("looking for the model on the hub model=%s revision=%s", model, revision)
     with _hub_errors(model), progress.phase("downloading") as advance:
         return Path(
             snapshot_download(
-                model,
+                split_type(model)[0],
                 revision=revision,
                 allow_patterns=patterns,
                 tqdm_class=download_bars(advance),
             )
         )
+
+
+def _gguf_on_hub(model: str, revision: str | None) -> tuple[str, ...]:
+    """See `choose_gguf`; of the hub's local cache if the hub cannot be reached.
+
+    Raises ModelNotFound also if a type is named where there is no GGUF file.
+    """
+    from huggingface_hub import HfApi, errors
+
+    hub_id, kind = split_type(model)
+    with _hub_errors(model):
+        try:
+            files = HfApi().list_repo_files(hub_id, revision=revision)
+        except errors.HfHubHTTPError:
+            raise
+        except Exception:  # see `_hub_errors`
+            files = _cached_files(hub_id, revision)
+            if not files:
+                raise
+    parts = choose_gguf(model, files)
+    if kind and not parts:
+        raise ModelNotFound(f"{model}: {hub_id} is on the Hugging Face hub, but has no GGUF file")
+    return parts
+
+
+def _cached_files(hub_id: str, revision: str | None) -> list[str]:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=[],  # the folder, whatever it lacks
+                local_files_only=True,
+            )
+        )
+    except errors.LocalEntryNotFoundError:
+        return []
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 @contextmanager
@@ -124,10 +192,11 @@ def _hub_errors(model: str) -> Iterator[None]:
     tried = f"{model}: no such directory or file, and the Hugging Face hub"
     try:
         yield
+    except ModelNotFound:
+        raise
     except errors.RemoteEntryNotFoundError as error:
         raise ModelNotFound(
-            f"{model}: on the Hugging Face hub, but without a config.json; download a GGUF file and"
-            " name that as the model"
+            f"{model}: on the Hugging Face hub, but with neither a config.json nor a GGUF file"
         ) from error
     except errors.GatedRepoError as error:
         raise ModelNotFound(
