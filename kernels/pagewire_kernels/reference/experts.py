@@ -154,6 +154,7 @@ def route(
         groups = compared.unflatten(1, (routing.num_groups, -1))
         num_best = min(routing.num_best, groups.shape[2])
         of_groups = groups.topk(num_best, dim=2).values.sum(dim=2)
+        of_groups = torch.where(of_groups.isnan(), -torch.inf, of_groups)
         kept = torch.zeros_like(of_groups, dtype=torch.bool)
         kept.scatter_(1, _best(of_groups, routing.num_chosen_groups), True)
         compared = groups.masked_fill(~kept.unsqueeze(2), -torch.inf).flatten(1)

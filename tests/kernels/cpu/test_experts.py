@@ -57,6 +57,14 @@ ROUTINGS = {
         num_chosen_groups=3,
         num_best=2,
     ),
+    "groups of one": Routing(
+        num_experts=12,
+        num_chosen=2,
+        scoring="sigmoid",
+        num_groups=12,
+        num_chosen_groups=4,
+        num_best=2,
+    ),
     "greedy groups": Routing(num_experts=20, num_chosen=3, num_groups=5, num_chosen_groups=2),
     "minimum sum": Routing(
         num_experts=40, num_chosen=2, scoring="sigmoid", normalizes=True, min_sum=1.9
@@ -103,6 +111,26 @@ def test_of_equal_scores_the_first_expert_is_chosen(kernels: Library) -> None:
     expected = torch.tensor([[0, 1, 2, 3], [20, 21, 22, 23], [0, 1, 2, 39]])
     assert torch.equal(_pairs(route(kernels, logits, routing), 3)[0], expected)
     assert torch.equal(reference.route(logits, routing)[0], expected)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_groups_may_have_infinite_scores_and_those_of_no_number(
+    kernels: Library, scoring: str
+) -> None:
+    routing = Routing(
+        num_experts=8,
+        num_chosen=3,
+        scoring=scoring,
+        num_groups=4,
+        num_chosen_groups=2,
+        num_best=2,
+    )
+    logits = _random(4, 8)
+    logits[0], logits[1, 1::2], logits[2, ::2] = torch.nan, torch.nan, torch.inf
+    logits[1, ::2] = torch.inf
+    chosen, _ = _pairs(route(kernels, logits, routing), 4)
+    assert torch.equal(chosen, reference.route(logits, routing)[0])
 
 
 def test_slots_are_sorted_by_expert_then_by_row(kernels: Library) -> None:

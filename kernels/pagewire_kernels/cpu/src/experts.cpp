@@ -55,7 +55,8 @@ int64_t next_best(Padded& x, int64_t count, const bool* is_chosen) {
   return i;
 }
 
-// A group's score: the sum of its one or two best.
+// A group's score: the sum of its one or two best. Not a number, as infinity and what was none before
+// have as their sum, is the lowest.
 float score_of(const float* x, int64_t count, int64_t num_best) {
   float first = kLowest, second = kLowest;
   for (int64_t i = 0; i < count; ++i) {
@@ -66,7 +67,8 @@ float score_of(const float* x, int64_t count, int64_t num_best) {
       second = x[i];
     }
   }
-  return num_best == 1 ? first : first + second;
+  const float score = num_best == 1 || count == 1 ? first : first + second;
+  return score > kLowest ? score : kLowest;
 }
 
 // Lowers the scores of all groups but the best.
