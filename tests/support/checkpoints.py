@@ -496,6 +496,22 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mup_enabled": True,
         },
     ),
+    "sarvam_moe": (
+        "SarvamMoEConfig",
+        "Glm4MoeForCausalLM",
+        {**_SCORED_MOE, "head_dim": 24, "attention_bias": True},
+    ),
+    "kolibri1": (
+        "Kolibri1Config",
+        "Kolibri1ForCausalLM",
+        {
+            **_MOE,
+            "head_dim": 24,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
     "mellum": (
         "MellumConfig",
         "MellumForCausalLM",

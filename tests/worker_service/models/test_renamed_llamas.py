@@ -1,4 +1,4 @@
-"""Models that are Llamas under their authors' names."""
+"""Models that are those of other families under their authors' names."""
 
 import json
 from pathlib import Path
@@ -30,6 +30,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
             {"attention_bias": "qkv_bias", "mlp_bias": "bias"},
         ),
         ("llama", "IQuestCoderForCausalLM", {}),
+        (
+            "sarvam_moe",
+            "BailingMoeV2ForCausalLM",
+            {
+                "n_routed_experts": "num_experts",
+                "n_shared_experts": "num_shared_experts",
+                "attention_bias": "use_qkv_bias",
+            },
+        ),
     ],
 )
 def test_the_keys_of_the_authors_are_read(

@@ -4,6 +4,10 @@ from collections.abc import Callable, Mapping
 
 from worker_service.models.decoder.specs import DecoderSettings
 from worker_service.models.decoder_families.alibi import bloom_settings, mpt_settings
+from worker_service.models.decoder_families.bailing import (
+    bailing_moe_settings,
+    glm4_moe_or_sarvam_settings,
+)
 from worker_service.models.decoder_families.common import Config
 from worker_service.models.decoder_families.delta_nets import (
     olmo_hybrid_settings,
@@ -114,9 +118,10 @@ from worker_service.models.decoder_families.scored_kin import (
     afmoe_settings,
     exaone_moe_settings,
     hy_v3_settings,
+    kolibri1_settings,
     solar_open_settings,
 )
-from worker_service.models.decoder_families.scored_mixtures import dots1_settings, glm4_moe_settings
+from worker_service.models.decoder_families.scored_mixtures import dots1_settings
 from worker_service.models.decoder_families.zamba import zamba2_settings
 
 DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
@@ -139,12 +144,15 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "MixtralForCausalLM": mixtral_settings,
     "Qwen2MoeForCausalLM": qwen_moe_settings,
     "Qwen3MoeForCausalLM": qwen_moe_settings,
-    "Glm4MoeForCausalLM": glm4_moe_settings,
+    "Glm4MoeForCausalLM": glm4_moe_or_sarvam_settings,
+    "BailingMoeV2ForCausalLM": bailing_moe_settings,
+    "SarvamMoEForCausalLM": bailing_moe_settings,
     "Dots1ForCausalLM": dots1_settings,
     "SolarOpenForCausalLM": solar_open_settings,
     "ExaoneMoeForCausalLM": exaone_moe_settings,
     "HYV3ForCausalLM": hy_v3_settings,
     "AfmoeForCausalLM": afmoe_settings,
+    "Kolibri1ForCausalLM": kolibri1_settings,
     "MellumForCausalLM": mellum_settings,
     "DeepseekV2ForCausalLM": deepseek_v2_settings,
     "DeepseekV3ForCausalLM": deepseek_v3_settings,

@@ -1,5 +1,5 @@
 """Families with the experts of GLM-4.5 and another attention, or other names: Solar Open, K-EXAONE
-(`ExaoneMoe`), Hunyuan 3 (`HYV3`) and Trinity (`Afmoe`)."""
+(`ExaoneMoe`), Hunyuan 3 (`HYV3`), Trinity (`Afmoe`) and Kolibri 1."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +16,7 @@ from worker_service.models.decoder_families.common import (
     have_experts,
     head_dim_of,
     rotary_of,
+    routing,
     with_keys,
     with_values,
 )
@@ -24,6 +25,7 @@ from worker_service.models.decoder_families.scored_mixtures import (
     SCORED_NAMES,
     scored_experts,
 )
+from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
 from worker_service.models.layers.norms import NormSpec
 from worker_service.models.mixers.attention import AttentionSpec
 
@@ -49,6 +51,13 @@ _AFMOE_NAMES = by_lines("""
 feed_forward.router      mlp.router.gate
 feed_forward.correction  mlp.expert_bias
 """)
+
+_KOLIBRI_NORM_NAMES = by_lines("""
+attention_output_norm     post_attn_norm
+feed_forward_output_norm  post_ffn_norm
+""")
+
+_KOLIBRI_NAMES = {"feed_forward.correction": "moe.router.expert_bias"}
 
 
 def solar_open_settings(config: Config) -> DecoderSettings:
@@ -121,6 +130,34 @@ def afmoe_settings(config: Config) -> DecoderSettings:
     )
 
 
+def kolibri1_settings(config: Config) -> DecoderSettings:
+    """Kolibri 1: the attention of EXAONE 4, norms around each part, and experts that are chosen by
+    logits with a correction."""
+    config = with_keys(config, {}, head_dim=128, num_key_value_heads=4, rms_norm_eps=1e-6)
+    config = with_keys(config, {}, sliding_window=513, sliding_window_pattern=5)
+    experts = ExpertsSpec(
+        routing=routing(
+            num_experts=config.get("num_local_experts") or config.get("num_experts", 384),
+            num_chosen=config.get("num_experts_per_tok", 6),
+            scoring="sigmoid_of_chosen",
+            normalizes=bool(config.get("norm_topk_prob", False)),
+        ),
+        inner_size=config.get("moe_intermediate_size", 512),
+        activation=config.get("hidden_act", "silu"),
+        shared=SharedSpec(inner_size=config.get("shared_expert_intermediate_size", 512)),
+        corrects=True,
+    )
+    kinds = [True] * config["num_hidden_layers"]
+    return _decoder(
+        config,
+        exaone4_attentions(config),
+        kinds,
+        names=_KOLIBRI_NORM_NAMES,
+        expert_names=_KOLIBRI_NAMES,
+        experts=experts,
+    )
+
+
 def _with_usual_keys(config: Config, scale: str, default: float, *, num_experts: int) -> Config:
     """scale: the key of `routed_scaling_factor`, which has this default. Weights of experts always
     add up to it."""
@@ -140,12 +177,13 @@ def _decoder(
     *,
     names: Mapping[str, str] = _NO_NAMES,
     expert_names: Mapping[str, str] = _NO_NAMES,
+    experts: ExpertsSpec | None = None,
     **others: Any,
 ) -> DecoderSettings:
     """attentions, have_experts: of each layer; names, expert_names: those that differ from Llama's,
-    and from GLM-4.5's; others: further settings of the decoder."""
+    and from GLM-4.5's; experts: others than GLM-4.5's; others: further settings of the decoder."""
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-5))
-    experts = scored_experts(config, num_chosen=8, normalizes=True)
+    experts = experts or scored_experts(config, num_chosen=8, normalizes=True)
     dense = gated_mlp(config, bias=False) if not all(have_experts) else experts
     layers = [
         LayerSpec(
