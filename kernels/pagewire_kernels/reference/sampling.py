@@ -194,10 +194,12 @@ def _outcome(values: Tensor, sound: int, position: int, why: int, params: "_Para
     largest = values.max()
     has_token, is_excluded = bool(largest.isfinite()), bool(largest == -torch.inf)
     overflows = not (largest / (params.temperature or 1.0)).isfinite() and not is_excluded
-    if sound == _UNSOUND or (sound == _UNEDITED and not has_token) or overflows:
+    if sound == _UNSOUND or (sound == _UNEDITED and not has_token):
         return NON_FINITE
-    if params.offers:
+    if params.offers:  # candidates are edited apart
         return why if why == OFF_CONSTRAINT else NOT_SAMPLED
+    if overflows:
+        return NON_FINITE
     return _choose(values, position, params) if has_token else why
 
 

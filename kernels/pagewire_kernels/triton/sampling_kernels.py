@@ -289,7 +289,8 @@ def sample(
         has_token = largest > float("-inf")
         temperature = _real(own + TEMPERATURE).to(tl.float32)
         scaled = tl.abs(tl.div_rn(largest, tl.where(temperature == 0.0, 1.0, temperature)))
-        is_sound = is_sound & ((scaled < float("inf")) | (has_token == 0))
+        # Candidates are edited apart.
+        is_sound = is_sound & ((scaled < float("inf")) | (has_token == 0) | offers)
         why = before * 0 + NO_CANDIDATES
         if mask_row >= 0:
             last_word = tl.load(bitmask + mask_row * bitmask_stride + bitmask_stride - 1)
