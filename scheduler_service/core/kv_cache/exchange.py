@@ -7,6 +7,7 @@ Where it arrives it is found like what was computed there.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import lcm
 
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_pool import KEY_BYTES, BlockPool, Contents
@@ -65,16 +66,18 @@ class CacheExchange:
 
     def find(self, seq: CacheableSequence) -> tuple[int, list[CachedEntry]]:
         """What others may read of a waiting sequence's longest usable prefix, on device and host,
-        and its number of tokens."""
-        hit = self._cache.find(seq, on_host=True)
-        entries = self._entries(hit)
-        if len(entries) < sum(len(group.blocks) for group in hit.groups) and len(self._groups) == 1:
-            return len(entries) * self._groups[0].block_tokens, entries
-        return hit.num_tokens if entries else 0, entries
+        and its number of tokens. It ends with blocks of every group where a sequence may write to
+        a block in which it would end."""
+        for multiple in (1, lcm(*self._tables.block_tokens.values())):
+            hit = self._cache.find(seq, on_host=True, multiple=multiple)
+            if (entries := self._entries(hit)) is not None:
+                return hit.num_tokens, entries
+        return 0, []
 
-    def _entries(self, hit: PrefixHit) -> list[CachedEntry]:
-        """The entries of a hit, if nothing will write to them; of a model with one group those
-        before the first to which something may."""
+    def _entries(self, hit: PrefixHit) -> list[CachedEntry] | None:
+        """The entries of a hit; None if a sequence may write to one of them. What steps in flight
+        still write behind the contents of a block that no sequence uses is written before the plan
+        that leases it is executed."""
         found: list[CachedEntry] = []
         for group, of_group in zip(self._groups, hit.groups, strict=True):
             blocks = tuple(of_group.blocks)
@@ -83,7 +86,7 @@ class CacheExchange:
                 pool, indices = self._pool(part[0]), list(map(_index, part))
                 contents = pool.cached.contents[indices[0]]
                 if contents is None or (not contents.is_full and any(map(pool.is_used, indices))):
-                    return found if len(self._groups) == 1 else []
+                    return None
                 found.append(CachedEntry(part, contents))
         return found
 

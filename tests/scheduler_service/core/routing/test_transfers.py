@@ -180,6 +180,23 @@ def test_a_long_prompt_is_copied_while_the_rest_is_computed() -> None:
     driver.check_empty()
 
 
+def test_a_chunk_that_ends_within_a_block_of_one_group_is_copied_up_to_blocks_of_all() -> None:
+    """Chunks of 18 tokens end in the middle of blocks, to which the next ones write."""
+    groups = (
+        CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=4, span=6),
+        CacheGroup(block_tokens=8),
+    )
+    driver = two_groups(Role.PREFILL, Role.DECODE, cache_groups=groups, max_num_batched_tokens=18)
+    copied: list[int] = []
+    driver.on_plan = lambda _, plan: copied.extend(len(f.blocks) // 2 for f in plan.fetches)
+    record = driver.submit(prompt=LONG[:50], max_tokens=9)
+    driver.run_until_idle()
+    assert record.finished is not None
+    # Up to tokens 16, 32 and 50: two more blocks of all tokens, or three, and those of the window.
+    assert copied == [2 + 2, 2 + 2, 3 + 2]
+    driver.check_empty()
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_request_that_waits_for_kv_has_that_time_in_its_timings(is_lost: bool) -> None:
     driver = two_groups()
