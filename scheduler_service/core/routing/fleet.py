@@ -172,7 +172,7 @@ class ServedModel:
             unfit = [*(g for g in self.waiting if not self.waiting.kind_of(g)), *unfit]
         for seq_group in unfit:  # in the queue they would hold up others
             self.waiting.discard(seq_group)
-        self.recovery.set_aside(unfit, now_us)
+        self.recovery.set_aside(unfit, self.capacities() if unfit else [], now_us)
         self.woken.update(routed.capacity.worker_group_id for routed in round_.routed.values())
         if round_.routed or unfit:
             self.wake_drained()

@@ -46,11 +46,18 @@ class Recovery:
                 min(self.lost, key=lambda lost: abs(lost.capacity.num_cache_tokens - tokens))
             )
 
-    def set_aside(self, seq_groups: Iterable[SequenceGroup], now_us: int) -> None:
-        """Add requests that fit no present worker group."""
+    def set_aside(
+        self,
+        seq_groups: Iterable[SequenceGroup],
+        capacities: list[WorkerGroupCapacity],
+        now_us: int,
+    ) -> None:
+        """Add requests that fit no present worker group, unless it drains. `capacities`: of the
+        groups that are present or expected back."""
         for seq_group in seq_groups:
             self.unschedulable.add(seq_group)
-            if seq_group.request.is_continued or seq_group.has_begun:
+            is_accepted = seq_group.request.is_continued or seq_group.has_begun
+            if is_accepted or not any(fitting.fits(seq_group, c) for c in capacities):
                 self.accepted_until_us.setdefault(seq_group, now_us + self.max_lost_us)
         for seq_group in [g for g in self.accepted_until_us if g not in self.unschedulable]:
             del self.accepted_until_us[seq_group]  # it fits a worker group that has joined

@@ -489,6 +489,23 @@ def test_a_prompt_that_fits_a_drained_group_alone_is_refused_if_none_replaces_it
     driver.check_empty()
 
 
+def test_a_prompt_that_fits_a_draining_group_alone_which_dies_at_once_is_refused_in_time() -> None:
+    """No group plans between the two events, so that nothing was routed meanwhile."""
+    driver = make_driver(make_capacity("small", num_gpu_blocks=5), max_outgrown_wait_s=30.0)
+    driver.add_worker_group(make_capacity("large"))
+    waiting = driver.submit(prompt=list(range(30)), max_tokens=4)
+    driver.drain_worker_group("large")
+    driver.lose_worker_group("large")
+    driver.run_until_idle()
+    driver.expire(29.0)
+    driver.collect()
+    assert waiting.is_live
+    driver.expire(1.0)
+    driver.collect()
+    assert isinstance(waiting.error, PromptTooLong)
+    driver.check_empty()
+
+
 def test_a_request_of_a_former_core_waits_for_the_replacement_of_a_draining_group() -> None:
     driver = make_driver(max_outgrown_wait_s=30.0)
     running = driver.submit(prompt=[1, 2, 3], max_tokens=40)
