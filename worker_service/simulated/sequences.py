@@ -530,6 +530,9 @@ def _resolve_fork(
     if parent is None or parent.num_tokens == 0:
         problem = f"row {row.index} is a fork of {parent_id}, which computes nothing in this step"
         raise InvalidPlan("num_tokens", problem)
+    if parent.lookahead:
+        problem = f"row {parent.index} has drafts, and a fork that samples from its logits"
+        raise InvalidPlan("lookahead", problem)
     if not parent.end == len(parent.sequence.tokens) == len(row.sequence.tokens):
         problem = f"is a fork of {parent_id}, which does not compute up to its last token"
         raise InvalidPlan("num_tokens", f"row {row.index} {problem}")

@@ -200,7 +200,7 @@ class StepPlan(_message.Message):
     lookahead: _builtins.bytes
     """One byte per row: the most drafts that the worker may add to the row. Empty: 0 in every
     row. Drafts are tokens that the worker guesses; such a row brings a token and computes
-    tokens.
+    tokens, and no fork samples from its logits.
     The worker computes the drafts after the row's tokens and samples at the last token
     and at each draft, every position with its own random number, as if the drafts before
     it had been output. Of the sampled tokens it appends those up to and including the

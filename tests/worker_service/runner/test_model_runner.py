@@ -240,3 +240,14 @@ def test_a_fork_without_tokens_needs_its_parents_last_logits(
     bench.plans.fork(2, 1, sampling=GREEDY, choice_index=1)
     with pytest.raises(InvalidPlan, match=problem):
         bench.step(rows)
+
+
+def test_a_fork_without_tokens_needs_a_parent_without_drafts(make_bench: MakeBench) -> None:
+    """Its logits would be those after the last draft."""
+    bench = make_bench()
+    bench.plans.add(1, [1, 2, 3])
+    bench.plans.grow(1, 3)
+    bench.plans.lengths[1] = 0
+    bench.plans.fork(2, 1, sampling=GREEDY, choice_index=1)
+    with pytest.raises(InvalidPlan, match="lookahead: row 0 has drafts"):
+        bench.step([Row(1, 3), Row(2, 0)], lookahead=bytes([1, 0]))

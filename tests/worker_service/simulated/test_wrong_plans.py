@@ -281,6 +281,18 @@ FORK = plan_pb2.NewSequence(seq_id=2, parent_seq_id=1, tables=block_table([0, 1]
             ),
         ),
         (
+            "lookahead",
+            "row 0 has drafts, and a fork that samples from its logits",
+            [Row(3, 6), Row(2, 0)],
+            {"lookahead": bytes([1, 0])}
+            | with_new(
+                new(3, PROMPT, [5, 6]),
+                plan_pb2.NewSequence(
+                    seq_id=2, parent_seq_id=3, tables=block_table([5, 6]), sampling=GREEDY
+                ),
+            ),
+        ),
+        (
             "new_sequences",
             "in the order of their rows",
             [Row(3, 6), Row(2, 6)],

@@ -149,6 +149,9 @@ def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
     if len(rows) == 0 or plan.num_tokens[rows[0]] == 0:
         problem = f"row {row} is a fork of {parent}, which computes nothing in a row before it"
         raise InvalidPlan("num_tokens", problem)
+    if plan.lookahead[rows[0]]:
+        problem = f"row {rows[0]} has drafts, and a fork that samples from its logits"
+        raise InvalidPlan("lookahead", problem)
     row_id, parent_row_id = table.rows[seq_id], table.rows[parent]
     end = table.num_computed_tokens[parent_row_id] + plan.num_tokens[rows[0]]
     if table.num_tokens[row_id] != end or table.num_tokens[parent_row_id] != end:
