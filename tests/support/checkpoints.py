@@ -789,6 +789,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "apertus": ("ApertusConfig", "ApertusForCausalLM", {}),
+    "apertus1p5": (
+        "Apertus1p5TextConfig",
+        "Apertus1p5TextForCausalLM",
+        {"vocab_size": VOCAB_SIZE + 20, "output_vocab_size": VOCAB_SIZE},
+    ),
     "hunyuan_dense": (
         "HunYuanDenseV1Config",
         "HunYuanDenseV1ForCausalLM",

@@ -51,6 +51,10 @@ class ModelSettings(ABC):
     """The longest sequence that the model's positions allow."""
 
     tie_word_embeddings: bool
+    num_embeddings: int | None = None
+    """Rows of the token embedding, if there are more of them than of the LM head, such as those of
+    images; these are no tokens of `vocab_size`."""
+
     has_head_bias: bool = False
     """Whether the LM head has a bias."""
 
@@ -316,7 +320,9 @@ class NativeModel(LoadableModule):
         self.kv_cache_spec = self._cache_spec(s, max_model_len, context)
         self.embedding = self.head = self.norm = self.score = None
         if layout.is_first_stage:
-            self.embedding = VocabEmbedding(s.vocab_size, s.embedding_size, context, kernels.layers)
+            self.embedding = VocabEmbedding(
+                s.num_embeddings or s.vocab_size, s.embedding_size, context, kernels.layers
+            )
         if layout.is_last_stage and s.num_labels:
             of_labels = [Shard.full(s.num_labels)]
             inputs, in_float32 = Shard.full(s.hidden_size), head_context(context)

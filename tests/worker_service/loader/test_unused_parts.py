@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.loading import (
     TOKENS,
     assert_same,
@@ -456,6 +456,25 @@ def test_keys_of_another_part_do_not_matter(tmp_path: Path) -> None:
         json.dumps({**whole, "model_type": "musicflamingo", "text_config": text})
     )
     assert load(path).model.max_model_len == text["max_position_embeddings"]
+
+
+def test_the_text_model_of_apertus_is_served(tmp_path: Path) -> None:
+    """The last tokens of its embedding are those of images and sounds."""
+    path = copy_checkpoint("apertus1p5", tmp_path)
+    expected = logits(load(path))
+    _rename(path, r"^model\.", "model.language_model.")
+    text = json.loads((path / "config.json").read_text())
+    ids = {"image_token_offset": VOCAB_SIZE, "audio_token_offset": VOCAB_SIZE + 10}
+    parts: dict[str, Any] = {
+        "vision_config": {"codebook_size": 10},
+        "audio_config": {"codebook_size": 10},
+    }
+    parts["audio_config"]["model_type"] = "wavtokenizer_encoder"
+    whole = {"architectures": ["Apertus1p5ForConditionalGeneration"], "model_type": "apertus1p5"}
+    (path / "config.json").write_text(json.dumps({**whole, **ids, **parts, "text_config": text}))
+    loaded = load(path)
+    assert loaded.model.vocab_size == VOCAB_SIZE
+    assert logits(loaded).equal(expected)
 
 
 @pytest.mark.parametrize("revision", [None, "main"])

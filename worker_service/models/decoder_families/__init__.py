@@ -179,6 +179,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "HunYuanDenseV1ForCausalLM": hunyuan_dense_settings,
     "HunYuanMoEV1ForCausalLM": hunyuan_moe_settings,
     "ApertusForCausalLM": apertus_settings,
+    "Apertus1p5TextForCausalLM": apertus_settings,
     "ArceeForCausalLM": arcee_settings,
     "BloomForCausalLM": bloom_settings,
     "CohereForCausalLM": cohere_settings,

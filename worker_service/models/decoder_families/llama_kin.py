@@ -358,7 +358,8 @@ def nanochat_settings(config: Config) -> DecoderSettings:
 
 
 def apertus_settings(config: Config) -> DecoderSettings:
-    """Apertus: norms of heads, a plain MLP with xIELU."""
+    """Apertus: norms of heads, a plain MLP with xIELU. The LM head of Apertus 1.5 may lack the last
+    tokens, those of images and sounds."""
     if config.get("hidden_act", "xielu") != "xielu" or config.get("mlp_bias"):
         raise NotNative("hidden_act, mlp_bias")
     head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
@@ -372,4 +373,10 @@ def apertus_settings(config: Config) -> DecoderSettings:
         norm=norm,
         names=_APERTUS,
     )
-    return decoder_of(config, [layer] * config["num_hidden_layers"], norm)
+    layers, vocab_size = [layer] * config["num_hidden_layers"], config["vocab_size"]
+    head_size = config.get("output_vocab_size") or vocab_size
+    if head_size == vocab_size:
+        return decoder_of(config, layers, norm)
+    if not 0 < head_size < vocab_size or config.get("tie_word_embeddings"):
+        raise NotNative("output_vocab_size with tied embeddings, or beyond vocab_size")
+    return decoder_of(config, layers, norm, vocab_size=head_size, num_embeddings=vocab_size)

@@ -318,13 +318,15 @@ class TransformersModel:
     ) -> None:
         self.architecture = architecture
         self.max_model_len = max_model_len
-        self.vocab_size = int(causal_lm.config.get_text_config().vocab_size)
+        config = causal_lm.config.get_text_config()
+        # The LM head of Apertus 1.5 may have fewer tokens than its embedding.
+        self.vocab_size = int(getattr(config, "output_vocab_size", None) or config.vocab_size)
         self.num_parameters = num_parameters
-        size, default = causal_lm.config.get_text_config().hidden_size, PoolingFacts(normalize=True)
+        size, default = config.hidden_size, PoolingFacts(normalize=True)
         self.pooling = facts_of(architecture, {}, size, default)
         attach(causal_lm, state)
         self._state = state
-        self.num_layers = int(causal_lm.config.get_text_config().num_hidden_layers)
+        self.num_layers = int(config.num_hidden_layers)
         self.adapters: ActivatesAdapters | None = None
         """None if no sequence has an adapter."""
         adaptable = _adaptable_layers(causal_lm, context)
@@ -336,7 +338,7 @@ class TransformersModel:
         self._ops: AbstractContextManager[Any] = nullcontext()
         if context.device.type == "cpu" or context.needs_fixed_products:
             self._ops = InvariantOps(context.device.type, tables)
-        self.kv_cache_spec = self._trial_spec(causal_lm.config.get_text_config(), context)
+        self.kv_cache_spec = self._trial_spec(config, context)
         self._state.calls = []  # of no further use
 
     @torch.inference_mode()
