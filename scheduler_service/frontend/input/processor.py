@@ -103,7 +103,8 @@ class ResolvedRequest:
     stop: StopStrings
     include_stop: bool
     continues_prompt: bool
-    """Whether the output goes on with the prompt's text; an answer begins a text of its own."""
+    """Whether the output goes on with the prompt's text; an answer begins a text of its own,
+    without the space of its first token unless a constraint decides about that."""
     skip_special_tokens: bool
     answer: AnswerFormat
     num_logprobs: int | None
@@ -222,7 +223,11 @@ def resolve_request(
         reported_stop_token_ids=reported,
         stop=StopStrings(params.stop),
         include_stop=params.include_stop_in_output,
-        continues_prompt=not request.HasField("chat") or request.chat.continue_final_message,
+        continues_prompt=(
+            not request.HasField("chat")
+            or request.chat.continue_final_message
+            or params.HasField("structured_output")
+        ),
         skip_special_tokens=value_or(params, "skip_special_tokens", True),
         answer=answer,
         num_logprobs=value_or(params, "logprobs", None),

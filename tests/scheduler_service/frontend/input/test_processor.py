@@ -206,7 +206,8 @@ def test_without_a_tokenizer_token_ids_work_and_there_is_no_text() -> None:
 
 
 def test_output_goes_on_with_its_prompt_and_an_answer_begins_a_text() -> None:
-    model = build_model(model_info(vocab_size=1000), model_files(sentencepiece()))
+    info = model_info(vocab_size=1000, structured_output=True)
+    model = build_model(info, model_files(sentencepiece()))
     word = sentencepiece().token_to_id("▁hello")
     continued = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
 
@@ -216,6 +217,8 @@ def test_output_goes_on_with_its_prompt_and_an_answer_begins_a_text() -> None:
 
     assert text_after(text="a") == text_after(token_ids={"ids": [word]}) == " hello"
     assert text_after(chat={"messages": continued[:1]}) == "hello"
+    regex = {"regex": " hello"}
+    assert text_after(chat={"messages": continued[:1]}, sampling_params=regex) == " hello"
     assert text_after(chat={"messages": continued, "continue_final_message": True}) == " hello"
 
 
