@@ -22,6 +22,7 @@ from scheduler_service.frontend.models.message_forms import Turn, find_forms
 
 _FAILURES = (
     jinja2.TemplateError,
+    AttributeError,
     TypeError,
     ValueError,
     LookupError,

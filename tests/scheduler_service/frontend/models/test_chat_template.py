@@ -43,6 +43,7 @@ def test_templates_know_the_day() -> None:
         "{{ messages.append(1) }}",
         "{{ messages[7].role }}",
         "{{ 1 / 0 }}",
+        "{{ messages | dictsort }}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ ''.__class__.__mro__ }}",
     ],
