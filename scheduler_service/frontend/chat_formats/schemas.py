@@ -14,15 +14,16 @@ _TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "bool
 
 
 def parameter_types(function: Schema | None, name: str) -> set[str]:
-    """The JSON types of a function's parameter; empty if its schema does not say."""
-    types = set()
+    """The JSON types of a function's parameter; empty if its schema does not say, or is none."""
+    types: set[str] = set()
     for schema in _parts(function, function or {}):
         properties = schema.get("properties")
         parameter = properties.get(name) if isinstance(properties, Mapping) else None
         for part in _parts(parameter, function or {}):
             kind = part.get("type")
-            types |= {kind} if isinstance(kind, str) else set(kind or ())
-            values = [*part.get("enum", ()), *([part["const"]] if "const" in part else ())]
+            kinds = [kind] if isinstance(kind, str) else _list(part, "type")
+            types.update(kind for kind in kinds if isinstance(kind, str))
+            values = [*_list(part, "enum"), *([part["const"]] if "const" in part else ())]
             types |= {_type_of(json.dumps(value)) for value in values}
     return {"number" if kind == "integer" else kind for kind in types}
 
@@ -32,7 +33,7 @@ def _parts(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
     yield schema
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _list(schema, key)]
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
         target: Any = root
@@ -42,6 +43,11 @@ def _parts(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
         parts.append(target)
     for part in parts:
         yield from _parts(part, root, depth + 1)
+
+
+def _list(schema: Schema, key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
 
 
 def _type_of(value: str) -> str:

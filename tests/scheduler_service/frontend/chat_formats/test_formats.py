@@ -246,6 +246,7 @@ SCHEMA = {
         "place": {"$ref": "#/$defs/Place"},
         "flag": {"type": "boolean"},
         "mode": {"enum": ["1", "2"]},
+        "odd": {"type": True, "enum": 5, "anyOf": 6, "allOf": [{"type": [None, "number"]}]},
     },
     "$defs": {"Place": {"type": "object"}},
 }
@@ -260,6 +261,7 @@ SCHEMA = {
         *(("place", '{"a": [1]}', {"a": [1]}), ("place", "{'a': True}", {"a": True})),
         *(("flag", "True", True), ("mode", "1", "1"), ("other", "1", 1), ("other", "x", "x")),
         ("text", "two\n\nlines\n", "two\n\nlines\n"),
+        *(("odd", "1", 1), ("odd", "x", "x")),
     ],
 )
 def test_the_schema_gives_values_between_tags_their_type(
