@@ -91,6 +91,10 @@ _ARCHITECTURES = {
     "PhimoeForCausalLM": ("phimoe", gguf.MODEL_ARCH.PHIMOE),
     "SeedOssForCausalLM": ("seed_oss", gguf.MODEL_ARCH.SEED_OSS),
     "SmolLM3ForCausalLM": ("smollm3", gguf.MODEL_ARCH.SMOLLM3),
+    "SolarOpenForCausalLM": ("glm4moe", gguf.MODEL_ARCH.GLM4_MOE),
+    "HYV3ForCausalLM": ("hy_v3", gguf.MODEL_ARCH.DOTS1),
+    "Cohere2MoeForCausalLM": ("cohere2moe", gguf.MODEL_ARCH.DOTS1),
+    "MellumForCausalLM": ("mellum", gguf.MODEL_ARCH.QWEN3MOE),
     "AfmoeForCausalLM": ("afmoe", gguf.MODEL_ARCH.AFMOE),
     "ExaoneMoeForCausalLM": ("exaone-moe", gguf.MODEL_ARCH.EXAONE_MOE),
     "MiMoV2FlashForCausalLM": ("mimo2", gguf.MODEL_ARCH.MIMO2),
@@ -197,8 +201,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.7,
         },
     },
-    "deepseek_v32": _LATENT,
-    "glm_moe_dsa": _LATENT,
+    "deepseek_v32": {**_LATENT, "index_head_dim": 64},
+    "glm_moe_dsa": {**_LATENT, "index_head_dim": 64, "indexer_types": ["full", "full"]},
     "youtu": _LATENT,
     "minicpm3": _MINICPM3,
     "minicpm3_long": {
@@ -212,6 +216,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "afmoe": {"head_dim": 64, "moe_intermediate_size": 256},
+    "solar_open": {"head_dim": 64, "moe_intermediate_size": 256, "first_k_dense_replace": 0},
+    "hy_v3": {"head_dim": 64, "moe_intermediate_size": 256, "num_shared_experts": 2},
+    "mellum": {"head_dim": 64, "moe_intermediate_size": 256, "mlp_layer_types": None},
+    "cohere2_moe": {"head_dim": 64, "prefix_dense_intermediate_size": 512},
+    "llama_internlm": {"head_dim": 64},
     "exaone_moe": {"moe_intermediate_size": 256},
     "mimo_v2_flash": {
         "head_dim": 96,
@@ -453,7 +462,7 @@ def make_gguf(
             _DENSE_MLP.sub(".mlp.", tensor_name)
             .removeprefix("transformer." if name == "bloom" else "")
             .replace("correction_bias", "correction.bias")
-            .replace("expert_bias", "expert_bias.bias"),
+            .replace("expert_bias", "expert_bias" if name == "hy_v3" else "expert_bias.bias"),
             try_suffixes=(".weight", ".bias"),
         )
         if tensor_name.endswith((".sinks", "_sink_bias")):
@@ -585,7 +594,7 @@ def _add_part_of_state(
     factor = _factor(name, config)
     shape, stored = values.shape, values * factor
     if name.endswith("_conv1d.weight"):
-        stored = values[None].swapaxes(1, 2)
+        stored = values[None]
     elif name.endswith(("conv1d.weight", "conv.conv.weight")):
         stored = values[:, 0]
     elif name.endswith(".A_log"):
@@ -836,7 +845,7 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     window = getattr(config, "sliding_window", None)
     if window and config.model_type in _WITH_WINDOWS:
         writer.add_sliding_window(window)
-    if window and config.model_type in ("olmo3", "exaone4", "exaone_moe", "afmoe"):
+    if window and config.model_type in _WITH_PATTERN:
         pattern = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_sliding_window_pattern(pattern)
     if config.model_type == "gemma2":
@@ -873,6 +882,8 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
         if scale := rope.get("llama_4_scaling_beta"):
             writer.add_attn_temperature_scale(scale)
+        if config.model_type == "mistral4":
+            writer.add_attn_temperature_length(original)
         if config.model_type == "ministral3":
             writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         for field, add in (
@@ -1087,7 +1098,8 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
 _WITHOUT_ROPE = ("gpt2", "gpt_bigcode", "bloom", "mpt")
 
 _WITH_WINDOWS = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "exaone4", "olmo3")
-_WITH_WINDOWS += ("gemma3n_text", "gemma4_text", "exaone_moe", "afmoe")
+_WITH_PATTERN = ("olmo3", "exaone4", "exaone_moe", "afmoe", "mellum", "cohere2_moe")
+_WITH_WINDOWS += ("gemma3n_text", "gemma4_text", *_WITH_PATTERN[2:])
 
 
 _SCORED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_linear", "exaone_moe")
@@ -1130,6 +1142,26 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_leading_dense_block_count(config.num_dense_layers)
     if kind in ("glm4_moe", "dots1", "minimax_m2", "lfm2_moe", *_SCORED):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "solar_open":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "mellum":
+        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if kind == "hy_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        size = config.moe_intermediate_size * config.num_shared_experts
+        writer.add_expert_shared_feed_forward_length(size)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config.router_scaling_factor)
+    if kind == "cohere2_moe":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_feed_forward_length(config.prefix_dense_intermediate_size)
+        writer.add_expert_shared_count(config.num_shared_experts)
+        size = config.intermediate_size * config.num_shared_experts
+        writer.add_expert_shared_feed_forward_length(size)
+        writer.add_leading_dense_block_count(config.mlp_layer_types.count("dense"))
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        return
     if kind == "exaone_moe":
         size = config.moe_intermediate_size * config.n_shared_experts
         writer.add_expert_shared_feed_forward_length(size)
@@ -1154,7 +1186,7 @@ def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_moe_latent_size(config.moe_latent_size or 0)
-    if kind in ("glm4_moe", "dots1", "deepseek_v2", "mistral4", *_SCORED):
+    if kind in ("glm4_moe", "solar_open", "dots1", "deepseek_v2", "mistral4", *_SCORED):
         writer.add_expert_shared_count(config.n_shared_experts)
         kinds = getattr(config, "mlp_layer_types", None)
         num_dense = kinds.count("dense") if kinds else config.first_k_dense_replace

@@ -49,6 +49,7 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
         *("nemotron", "jais2", "gpt_neox", "gpt_neox_sequential", "falcon", "falcon_groups"),
         *("gpt2", "gpt_bigcode", "bloom", "mpt", "afmoe", "exaone_moe", "mimo_v2_flash"),
         *("minicpm3", "minicpm3_long", "deepseek_v32", "glm_moe_dsa"),
+        *("hy_v3", "mellum", "cohere2_moe", "solar_open"),
         *("cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "glm4", "glm4_moe", "granite"),
         *("granite_hybrid", "granite_hybrid_moe", "lfm2", "lfm2_moe", "jamba", "nemotron_h"),
         *("nemotron_h_moe", "nemotron_h_latent"),

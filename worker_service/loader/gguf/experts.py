@@ -96,12 +96,37 @@ def _exaone(meta: Metadata, experts: Experts) -> dict[str, Any]:
     return fields
 
 
-def _afmoe(meta: Metadata, experts: Experts) -> dict[str, Any]:
+def _normed(meta: Metadata, experts: Experts) -> dict[str, Any]:
+    """The fields of experts whose weights always add up to 1, and which have no groups."""
     fields = _scored(meta, experts)
     if not fields["norm_topk_prob"]:
         raise meta.fault("expert_weights_norm", "true", False, UnsupportedModel)
     meta.require("expert_group_count", 1, "1")
+    return fields
+
+
+def _afmoe(meta: Metadata, experts: Experts) -> dict[str, Any]:
+    fields = _normed(meta, experts)
     return {**fields, "num_dense_layers": fields["first_k_dense_replace"], "mup_enabled": True}
+
+
+def _hunyuan3(meta: Metadata, experts: Experts) -> dict[str, Any]:
+    """Files have no number of shared experts, but their size."""
+    shared = meta.number("expert_shared_feed_forward_length", experts.size)
+    return _normed(meta, experts) | {"n_shared_experts": shared // experts.size}
+
+
+def _cohere2(meta: Metadata, experts: Experts) -> dict[str, Any]:
+    num_shared = meta.get("expert_shared_count", 0)
+    shared = experts.size * num_shared
+    meta.require("expert_shared_feed_forward_length", shared, f"{shared}, that of shared experts")
+    return {
+        "prefix_dense_intermediate_size": experts.dense_size,
+        "num_shared_experts": num_shared,
+        "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
+        "norm_topk_prob": bool(meta.get("expert_weights_norm", False)),
+        "expert_selection_fn": "sigmoid",
+    }
 
 
 def _mimo(meta: Metadata, experts: Experts) -> dict[str, Any]:
@@ -183,6 +208,11 @@ MIXTURES: dict[str, Mixture] = {
         Mixture(count=None, further=_scored, scores=SIGMOID, has_scale=True),
     ),
     "exaone_moe": Mixture(count=None, further=_exaone, scores=SIGMOID, has_scale=True),
+    "hy_v3": Mixture(count=None, further=_hunyuan3, scores=SIGMOID, has_scale=True),
+    "cohere2_moe": Mixture(size="intermediate_size", further=_cohere2, scores=SIGMOID),
+    "mellum": Mixture(
+        count="num_local_experts", size="moe_intermediate_size", fixed={"norm_topk_prob": True}
+    ),
     "afmoe": Mixture(count=None, further=_afmoe, scores=SIGMOID, has_scale=True),
     "mimo_v2_flash": Mixture(count=None, further=_mimo, scores=SIGMOID),
     "nemotron_h": Mixture(count=None, further=_nemotron, scores=SIGMOID, has_scale=True),

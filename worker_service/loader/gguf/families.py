@@ -60,6 +60,12 @@ def _minicpm3(meta: Metadata, config: Config) -> dict[str, Any]:
     return {**rope, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
 
 
+def _mlp_types(meta: Metadata, config: Config) -> list[str]:
+    layers = range(config["num_hidden_layers"])
+    routers = [f"blk.{layer}.ffn_gate_inp.weight" in meta.tensors for layer in layers]
+    return ["sparse" if has_experts else "dense" for has_experts in routers]
+
+
 def _mimo(meta: Metadata, config: Config) -> dict[str, Any]:
     """Files count the tokens of a window without the token itself."""
     num_layers, window = config["num_hidden_layers"], meta.number("attention.sliding_window")
@@ -69,7 +75,6 @@ def _mimo(meta: Metadata, config: Config) -> dict[str, Any]:
     expected = [full[kind] * config["num_key_value_heads"] for kind in kinds]
     if counts != expected:
         raise meta.fault("attention.head_count_kv", f"{expected}", counts, UnsupportedModel)
-    have_experts = [f"blk.{i}.ffn_gate_inp.weight" in meta.tensors for i in range(num_layers)]
     rope, theta = config["rope_parameters"], meta.real("rope.freq_base_swa", 10000.0)
     scale = meta.get("attention.value_scale", 1.0)
     return {
@@ -77,7 +82,7 @@ def _mimo(meta: Metadata, config: Config) -> dict[str, Any]:
         "attention_value_scale": meta.real("attention.value_scale", 1.0) if scale else 1.0,
         "sliding_window": window + 1,
         "layer_types": kinds,
-        "mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in have_experts],
+        "mlp_layer_types": _mlp_types(meta, config),
         "rope_parameters": {
             "full_attention": rope,
             "sliding_attention": {**rope, "rope_theta": theta},
@@ -125,6 +130,12 @@ def _glm4(meta: Metadata, config: Config) -> dict[str, Any]:
 def _cohere(meta: Metadata, _: Config) -> dict[str, Any]:
     has_norms = meta.has_tensor("attn_q_norm.weight")
     return {"logit_scale": meta.real("logit_scale"), "use_qk_norm": has_norms}
+
+
+def _cohere2_moe(meta: Metadata, config: Config) -> dict[str, Any]:
+    """Files have the epsilon of one kind of norms, which says which kind."""
+    rms_epsilon = meta.get("attention.layer_norm_rms_epsilon", 0.0) or None
+    return {**_cohere(meta, config), "rms_norm_eps": rms_epsilon}
 
 
 def _stablelm(meta: Metadata, config: Config) -> dict[str, Any]:
@@ -205,8 +216,9 @@ FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
     "phi3": _phi3,
     "phimoe": _phimoe,
     "gpt_oss": _gpt_oss,
-    "olmo3": _olmo3,
+    **dict.fromkeys(("olmo3", "mellum"), _olmo3),
     **dict.fromkeys(("cohere", "cohere2"), _cohere),
+    "cohere2_moe": _cohere2_moe,
     "stablelm": _stablelm,
     "falcon": _falcon,
     **dict.fromkeys(("gpt2", "gpt_bigcode"), _gpt2),
@@ -219,6 +231,7 @@ FIELDS: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
         ("deepseek_v32", "glm_moe_dsa"),
         lambda meta, _: {"index_topk": meta.number("attention.indexer.top_k")},
     ),
+    "hy_v3": lambda meta, config: {"mlp_layer_types": _mlp_types(meta, config)},
     "starcoder2": lambda _, config: {"use_bias": config["attention_bias"]},
     "gemma": lambda *_: dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
     **dict.fromkeys(("olmo", "olmoe"), _olmo),
