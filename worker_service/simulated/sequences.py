@@ -446,6 +446,7 @@ def resolve_rows(
 ) -> Batch:
     """The plan's rows. Raises InvalidPlan if they contradict the sequences' state."""
     columns = (plan.seq_ids, plan.num_tokens, plan.output, plan.lookahead)
+    numbers = (column.tolist() for column in columns)  # whose sums do not overflow
     rows = [
         Row(
             index=i,
@@ -454,7 +455,7 @@ def resolve_rows(
             output=output,
             lookahead=num_drafts,
         )
-        for i, (seq_id, num, output, num_drafts) in enumerate(zip(*columns, strict=True))
+        for i, (seq_id, num, output, num_drafts) in enumerate(zip(*numbers, strict=True))
     ]
     places = {row.sequence.seq_id: row.index for row in rows}
     if len(places) != len(rows):

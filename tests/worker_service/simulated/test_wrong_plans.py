@@ -306,6 +306,11 @@ def test_rows_that_break_the_rules(
     refused(started(), field, problem, *rows, **fields)
 
 
+def test_a_row_of_more_tokens_than_there_are() -> None:
+    problem = "computes 2147483653 tokens of 7"
+    refused(started(), "num_tokens", problem, Row(1, 2**31 - 1, sample=False))
+
+
 def test_a_row_beyond_the_models_length() -> None:
     bench = Bench()
     bench.plans.add(1, [3] * 64)
