@@ -21,6 +21,7 @@ MAX_WORD_CHARS = 1024
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _WORD = re.compile(r"[\w.+\-]*")
+_BARE_KEY = re.compile(r"""(?:[^\s"'{}\[\],:<>][^"'{}\[\],:<>\n]*)?""")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _CODE_UNIT = re.compile("[0-9a-fA-F]{0,4}")
 _FIRST_HALF, _LAST_HALF = (re.compile(f"[dD][{digits}]..") for digits in ("89abAB", "c-fC-F"))
@@ -115,7 +116,7 @@ class ValueReader:
             self._read_space()
             if source.is_empty:
                 yield from self._more()
-            elif word := self._word():
+            elif word := self._word(is_key):
                 if source.at + len(word) < len(source.text) or len(word) == MAX_WORD_CHARS:
                     break
                 yield from self._more(self._beginning(word, is_key))
@@ -135,9 +136,10 @@ class ValueReader:
         self._pending.append(space[0])
         source.at = space.end()
 
-    def _word(self) -> str:
+    def _word(self, is_key: bool) -> str:
         source = self._source
-        found = _WORD.match(source.text, source.at, source.at + MAX_WORD_CHARS)
+        pattern = _BARE_KEY if is_key and self._dialect.has_bare_keys else _WORD
+        found = pattern.match(source.text, source.at, source.at + MAX_WORD_CHARS)
         assert found is not None
         return found[0]
 
@@ -145,7 +147,7 @@ class ValueReader:
         """The beginning of the JSON of a word that is cut."""
         constant = next((name for name in _CONSTANTS if name.startswith(word)), None)
         if is_key:
-            return f'"{word}'
+            return f'"{_escaped(word)}'
         if constant:
             return _CONSTANTS[constant][: len(word)]
         if _NUMBER_SO_FAR.fullmatch(word):
@@ -203,7 +205,9 @@ class ValueReader:
     def _read_key(self, token: str, separator: str) -> Reading[None]:
         if token in self._dialect.quotes:
             yield from self._read_string(token, is_key=True)
-        elif (self._dialect.has_bare_keys or separator == "=") and _WORD.fullmatch(token):
+        elif self._dialect.has_bare_keys and _BARE_KEY.fullmatch(token):
+            self._write(f'"{_escaped(token.rstrip())}"', commits=False)
+        elif separator == "=" and _WORD.fullmatch(token):
             self._write(f'"{token}"', commits=False)
         else:
             raise BrokenValue

@@ -213,6 +213,26 @@ def test_messages_of_gpt_oss_are_apart_by_channel() -> None:
     assert result == ("I look.", "One.\nTwo.", [("now", "{}")])
 
 
+def test_a_call_of_gpt_oss_may_follow_the_name_of_its_turn_which_the_prompt_ends_with() -> None:
+    form = chat_format("openai", "openai_gptoss")
+    call = " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+    for text in (call, f"<|channel|>analysis<|message|>One.<|end|><|start|>assistant{call}"):
+        for length in (1, 3, 1000):
+            result = outcome(form.parser(FUNCTIONS), pieces(text, length))
+            assert (result[0], result.calls) == ("", [("now", "{}")])
+    told = "Use to=functions.now for that."
+    assert outcome(form.parser(FUNCTIONS), pieces(told, 1)) == (told, "", [])
+
+
+@pytest.mark.parametrize("key", ["a b", "$ref", "src/a.py", "d\\e", "(x)", "é=1"])
+def test_keys_of_gemma_may_have_any_characters_that_end_none(key: str) -> None:
+    text = f'<|tool_call>call:now{{o:{{{key} :1,k:<|"|>v<|"|>}}}}<tool_call|>'
+    for length in (1, 3, 1000):
+        parser = chat_format("gemma4").parser(FUNCTIONS)
+        ((_, arguments),) = outcome(parser, pieces(text, length)).calls
+        assert json.loads(arguments) == {"o": {key: 1, "k": "v"}}
+
+
 def test_a_required_call_follows_the_thought() -> None:
     form = chat_format("hermes", "qwen3")
     call = '[{"name": "add", "parameters": {"a": 1}}]'
