@@ -120,6 +120,7 @@ _OTHER_ARCHITECTURES = {
     "llama_exaone": ("exaone", gguf.MODEL_ARCH.EXAONE),
     "llama_internlm": ("internlm2", gguf.MODEL_ARCH.INTERNLM2),
     "granite_minicpm": ("minicpm", gguf.MODEL_ARCH.MINICPM),
+    "granite_minicpm_long": ("minicpm", gguf.MODEL_ARCH.MINICPM),
     "qwen2_vl": ("qwen2vl", gguf.MODEL_ARCH.QWEN2VL),
     "qwen3_vl": ("qwen3vl", gguf.MODEL_ARCH.QWEN3VL),
     "qwen3_moe_vl": ("qwen3vlmoe", gguf.MODEL_ARCH.QWEN3VLMOE),
@@ -300,6 +301,11 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_inner": None, "n_embd": 256},
     "falcon": {"ffn_hidden_size": None},
     "falcon_groups": {"bias": False, "num_ln_in_parallel_attn": 1},
+    "falcon_groups_large": {"bias": False, "num_ln_in_parallel_attn": 2},
+    "granite_minicpm_long": {
+        "attention_multiplier": 0.125,
+        "rope_parameters": {**_LONG, "original_max_position_embeddings": MAX_POSITIONS},
+    },
     "bloom": {"seq_length": MAX_POSITIONS},
     "mpt": {"d_model": 256},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 512},
@@ -353,7 +359,7 @@ def make_gguf(
     from transformers import AutoConfig
 
     base = re.sub(
-        "_(long|large|partial|expanded|folded|joined|square|exaone|internlm|minicpm|vl)$",
+        "_(long|large|partial|expanded|folded|joined|square|exaone|internlm|minicpm(_long)?|vl)$",
         "",
         family,
     )
@@ -892,6 +898,10 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         ):
             if field in rope:
                 add(rope[field])
+    if rope["rope_type"] == "longrope" and kind not in ("phi3", "phimoe"):
+        _add_long_factors(writer, rope)
+        if kind == "granite":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
     if hasattr(config, "kv_lora_rank"):
         _add_latents(writer, config)
         return
@@ -1079,9 +1089,6 @@ def _add_latents(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_value_length(config.v_head_dim)
     elif config.model_type == "minicpm3":
         writer.add_key_length(config.qk_nope_head_dim + rotary_dim)
-        for kind in ("long", "short") if "long_factor" in config.rope_parameters else ():
-            factors = np.array(config.rope_parameters[f"{kind}_factor"], np.float32)
-            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
     else:
         writer.add_key_length(latent_dim + rotary_dim)
         if config.model_type == "kimi_linear":
@@ -1212,6 +1219,10 @@ def _add_phi3_rope(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_scaling_orig_ctx_len(original)
     scale = MAX_POSITIONS / original
     writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+    _add_long_factors(writer, rope)
+
+
+def _add_long_factors(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
     for kind in ("long", "short"):
         factors = np.array(rope[f"{kind}_factor"], np.float32)
         writer.add_tensor(f"rope_factors_{kind}.weight", factors)

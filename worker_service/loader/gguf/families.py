@@ -8,6 +8,7 @@ from worker_service.loader.gguf import gemma, hybrids
 from worker_service.loader.gguf.attention import layer_types
 from worker_service.loader.gguf.metadata import Metadata
 from worker_service.loader.gguf.rope import (
+    LONG_ROPES,
     SECTIONS,
     long_rope,
     scaled_by_position,
@@ -93,7 +94,11 @@ def _mimo(meta: Metadata, config: Config) -> dict[str, Any]:
 def _granite(meta: Metadata, config: Config) -> dict[str, Any]:
     meta.require("rope.scaling.finetuned", True, "true, since layers without RoPE are not read")
     meta.require("expert_shared_feed_forward_length", 0, "none")
-    return hybrids.multipliers(meta, config["head_dim"])
+    fields, head_dim = hybrids.multipliers(meta, config["head_dim"]), config["head_dim"]
+    if meta.architecture.name in LONG_ROPES:  # MiniCPM 4
+        rope, length = config["rope_parameters"], config["max_position_embeddings"]
+        fields |= long_rope(meta, rope, head_dim // 2, length)
+    return fields
 
 
 def _phi3(meta: Metadata, config: Config) -> dict[str, Any]:
@@ -147,12 +152,11 @@ def _stablelm(meta: Metadata, config: Config) -> dict[str, Any]:
     }
 
 
-def _falcon(_: Metadata, config: Config) -> dict[str, Any]:
-    """Of the models with one norm in a layer."""
+def _falcon(meta: Metadata, config: Config) -> dict[str, Any]:
     num_kv_heads = config["num_key_value_heads"]
     return {
         "new_decoder_architecture": num_kv_heads > 1,
-        "num_ln_in_parallel_attn": 1,
+        "num_ln_in_parallel_attn": 2 if meta.has_tensor("attn_norm_2.weight") else 1,
         "num_kv_heads": num_kv_heads,
         "ffn_hidden_size": config["intermediate_size"],
     }

@@ -17,7 +17,7 @@ from worker_service.loader.gguf.config import gguf_config
 from worker_service.loader.gguf.file import Gguf, GgufNumber, GgufTensor, Order, open_gguf
 from worker_service.loader.gguf.gemma import GEMMA3N, GEMMA4
 from worker_service.loader.gguf.metadata import ROPE_FREQUENCIES
-from worker_service.loader.gguf.rope import LONG_ROPE, SECTIONS
+from worker_service.loader.gguf.rope import LONG_ROPE, LONG_ROPES, SECTIONS
 from worker_service.loader.tensors import OpenFiles
 
 _PAIRS_ROTATED = (
@@ -36,6 +36,9 @@ _HEADS_INTERLEAVED = ("qwen35", "qwen35moe")
 
 _NORMS_ADD_ONE = ("gemma", "qwen3_next", "qwen3_5", "nemotron.")
 """Models with norms by weights plus 1, which files store, by `model_type` as in `names.txt`."""
+
+_FALCON_NORMS = {"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"}
+"""Names of the norms of a layer of Falcon, if it has two."""
 
 _TENSOR = re.compile(
     r"(?:blk\.(\d+)\.)?(\w+|\w+\.scale|(?:cls|shortconv|indexer)\.\w+)(?:\.(weight|bias))?"
@@ -77,8 +80,9 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     # Of layers that predict further tokens.
     unused = tuple(f"blk.{num_layers + layer}." for layer in range(num_further))
     orders, names = orders_of(architecture, config), names_of(kind)
-    is_long = kind in ("phi3", "phimoe", "minicpm3")
-    read_already = LONG_ROPE.values() if is_long else (ROPE_FREQUENCIES,)
+    if config.get("num_ln_in_parallel_attn") == 2:
+        names |= _FALCON_NORMS
+    read_already = LONG_ROPE.values() if architecture in LONG_ROPES else (ROPE_FREQUENCIES,)
     tensors = {
         part.name: replace(
             part,

@@ -12,7 +12,10 @@ LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
     "short_factor": "rope_factors_short.weight",
 }
-"""Tensors of the factors of Phi-3 and MiniCPM3."""
+"""Tensors of factors for lengths."""
+
+LONG_ROPES = ("phi3", "phimoe", "minicpm", "minicpm3")
+"""Architectures that have them."""
 
 SECTIONS = "mrope_section"
 """The parameter of models whose positions are those of images, too."""
@@ -29,7 +32,7 @@ def rope_parameters(meta: Metadata, head_dim: int) -> dict[str, Any]:
     theta = meta.real("rope.freq_base", 10000.0)
     factor = meta.get("rope.scaling.factor", meta.get("rope.scale_linear", 0.0))
     kind = meta.get("rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
-    if kind == "longrope" and meta.architecture.name in ("phi3", "phimoe"):
+    if kind == "longrope" and meta.architecture.name in LONG_ROPES:
         kind = "none"  # its factors are read from tensors
     if kind not in ("none", "linear", "yarn"):
         raise meta.fault("rope.scaling.type", "none, linear or yarn", kind, UnsupportedModel)
@@ -96,8 +99,8 @@ def scaled_by_position(meta: Metadata, rope: Mapping[str, Any]) -> dict[str, Any
 def long_rope(
     meta: Metadata, rope: dict[str, Any], num_factors: int, length: int | None = None
 ) -> dict[str, Any]:
-    """The fields of Phi-3, Phi-MoE and MiniCPM3: RoPE factors beyond the trained length. length:
-    that one, if the file does not say it."""
+    """The fields of `LONG_ROPES`: RoPE factors beyond the trained length. length: that one, if the
+    file does not say it."""
     if not any(name in meta.tensors for name in LONG_ROPE.values()):
         meta.require("rope.scaling.type", "none", "none without tensors rope_factors_*")
         return {"rope_parameters": rope}
