@@ -162,7 +162,7 @@ class CallReader:
             self._send_parameter(key, texts[:first_end])
             return False
         if not mark:
-            text = "".join(texts).removeprefix("\n")
+            text = "".join(texts).removeprefix(self._form.parameters.padding)
             raise _CutArguments(self._parameter(key, _json_text(text)[:-1]))
         source.at -= len(mark) if mark == tags.opening else 0
         self._send_parameter(key, texts)
@@ -170,7 +170,9 @@ class CallReader:
 
     def _send_parameter(self, key: str, texts: list[str]) -> None:
         types = parameter_types(self._functions[self._name or ""], key)
-        self._send(self._parameter(key, typed_value("".join(texts), types)))
+        text, padding = "".join(texts), self._form.parameters.padding
+        text = text.removeprefix(padding).removesuffix(padding)
+        self._send(self._parameter(key, typed_value(text, types)))
 
     def _parameter(self, key: str, value: str) -> str:
         return f"{', ' if self._has_arguments else '{'}{_json_text(key)}: {value}"

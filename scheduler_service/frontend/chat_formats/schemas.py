@@ -60,4 +60,4 @@ def typed_value(text: str, types: set[str]) -> str:
     value = None if types == {"string"} else converted(text, LITERAL)
     if value is not None and (not types or _type_of(value) in types or "string" not in types):
         return value
-    return json.dumps(text.removeprefix("\n").removesuffix("\n"), ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)

@@ -45,6 +45,8 @@ class Parameters:
     key: str = ""
     """Pattern of what is between `opening` and the value; group `key`."""
     closing: str = ""
+    padding: str = ""
+    """What is around a value and no part of it."""
 
 
 @dataclass(frozen=True, slots=True)

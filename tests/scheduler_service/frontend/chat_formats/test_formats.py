@@ -224,6 +224,24 @@ def test_a_call_of_gpt_oss_may_follow_the_name_of_its_turn_which_the_prompt_ends
     assert outcome(form.parser(FUNCTIONS), pieces(told, 1)) == (told, "", [])
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "end"),
+    [
+        ("qwen3_xml", "<tool_call><function=add><parameter=note>\n", "\n</parameter></function>"),
+        ("seed_oss", "<function=add><parameter=note>\n", "\n</parameter></function>"),
+        ("glm45", "<tool_call>add<arg_key>note</arg_key><arg_value>", "</arg_value></tool_call>"),
+        ("minimax_m2", '<invoke name="add"><parameter name="note">', "</parameter></invoke>"),
+    ],
+)
+def test_a_line_break_is_part_of_a_text_where_the_format_puts_none_around_it(
+    name: str, begin: str, end: str
+) -> None:
+    for value in ("a\n", "\na", "\n", "\n\na\n\n"):
+        parser = chat_format(name).parser(FUNCTIONS)
+        ((_, arguments),) = outcome(parser, pieces(begin + value + end, 3)).calls
+        assert json.loads(arguments) == {"note": value}
+
+
 @pytest.mark.parametrize("key", ["a b", "$ref", "src/a.py", "d\\e", "(x)", "é=1"])
 def test_keys_of_gemma_may_have_any_characters_that_end_none(key: str) -> None:
     text = f'<|tool_call>call:now{{o:{{{key} :1,k:<|"|>v<|"|>}}}}<tool_call|>'
