@@ -370,8 +370,8 @@ DRAFTERS = ("ngram", "suffix", "draft", "eagle", "mtp")
 DEFAULT_SPECULATIVE_TOKENS = 15
 """With the last token 16, which AMX tiles compute in hardly more time than one."""
 
-MAX_SPECULATIVE_TOKENS = 255
-"""As many as a plan can express."""
+MAX_SPECULATIVE_TOKENS = 254
+"""A result has one byte for the tokens of a row, which are one more if all drafts are right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

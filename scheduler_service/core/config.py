@@ -11,8 +11,8 @@ from scheduler_service.core.context import Context
 MAX_COUNT = 2**31 - 1
 """Upper bound of limits, in the unit of each; messages to workers hold no more."""
 
-MAX_LOOKAHEAD = 255
-"""Maximum number of drafts of a row: a plan has one byte for it."""
+MAX_LOOKAHEAD = 254
+"""Maximum number of drafts of a row: a result has one byte for its tokens, one more than drafts."""
 
 
 class PolicyName(StrEnum):

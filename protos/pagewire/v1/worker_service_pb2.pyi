@@ -72,7 +72,7 @@ class GetInfoResponse(_message.Message):
     microseconds; 0 when idle, or if it does not report it.
     """
     num_speculative_tokens: _builtins.int
-    """The most drafts that the worker adds to a row (StepPlan.lookahead), at most 255; 0 if
+    """The most drafts that the worker adds to a row (StepPlan.lookahead), at most 254; 0 if
     it does not speculate. The core plans no more than the least of the group's ranks.
     """
     moves_blocks: _builtins.bool

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from pagewire.columns import columns_of, pack
 from pagewire.v1 import plan_pb2, pooling_pb2, sampling_pb2
 from tests.support.worker_driver import sampler_params
+from worker_service.config import MAX_SPECULATIVE_TOKENS
 from worker_service.errors import InvalidPlan
 from worker_service.plan import (
     Candidates,
@@ -252,6 +253,20 @@ def int32(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def float32(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.array(values, np.float32)
+
+
+def test_a_row_with_the_most_drafts_may_bring_one_more_token() -> None:
+    most = MAX_SPECULATIVE_TOKENS + 1
+    result = StepResult(
+        epoch=1,
+        step_id=1,
+        token_ids=np.zeros(most, np.int32),
+        num_sampled=int32(most),
+        num_drafts=int32(most - 1),
+        timings=StepTimings(**{field.name: 0 for field in fields(StepTimings)}),
+    )
+    message = wire.encode_result(result)
+    assert [*message.num_sampled, *message.num_drafts] == [most, most - 1]
 
 
 def test_a_result_leaves_with_every_field() -> None:

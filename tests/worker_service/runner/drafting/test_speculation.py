@@ -291,11 +291,11 @@ def test_prompts_with_log_probabilities_have_no_drafts(runner: str) -> None:
         ({"num_speculative_tokens": 3}, "num_speculative_tokens: expected --speculative with it"),
         (
             {"speculative": "ngram", "num_speculative_tokens": 0},
-            "num_speculative_tokens: expected 1 to 255, got 0",
+            "num_speculative_tokens: expected 1 to 254, got 0",
         ),
         (
-            {"speculative": "ngram", "num_speculative_tokens": 256},
-            "num_speculative_tokens: expected 1 to 255, got 256",
+            {"speculative": "ngram", "num_speculative_tokens": 255},
+            "num_speculative_tokens: expected 1 to 254, got 255",
         ),
     ],
 )
