@@ -9,6 +9,9 @@ from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.sequence import SequenceGroup
 
+MAX_SHRINKAGE = 2
+"""How many times as large a lost group's cache may have been as that of its replacement."""
+
 
 @dataclass(frozen=True, slots=True)
 class LostWorkerGroup:
@@ -38,12 +41,19 @@ class Recovery:
         self.lost.append(LostWorkerGroup(capacity, now_us + self.max_lost_us))
 
     def replace_lost(self, capacity: WorkerGroupCapacity) -> None:
-        """Stop expecting the lost group whose cache was closest to that of a group that joins: a
-        restarted worker may find a little more or less memory than before."""
-        if self.lost:
-            tokens = capacity.num_cache_tokens
+        """Stop expecting the lost group that a group that joins may replace: that with the closest
+        cache, of those that are no longer, and have no cache of more than `MAX_SHRINKAGE` times
+        the size. A restarted worker may find a little more or less memory than before."""
+        tokens = capacity.num_cache_tokens
+        replaceable = [
+            lost
+            for lost in self.lost
+            if lost.capacity.max_model_len <= capacity.max_model_len
+            and lost.capacity.num_cache_tokens <= MAX_SHRINKAGE * tokens
+        ]
+        if replaceable:
             self.lost.remove(
-                min(self.lost, key=lambda lost: abs(lost.capacity.num_cache_tokens - tokens))
+                min(replaceable, key=lambda lost: abs(lost.capacity.num_cache_tokens - tokens))
             )
 
     def set_aside(

@@ -506,6 +506,20 @@ def test_a_prompt_that_fits_a_draining_group_alone_which_dies_at_once_is_refused
     driver.check_empty()
 
 
+def test_a_much_smaller_group_that_joins_does_not_replace_a_lost_one() -> None:
+    driver = make_driver(make_capacity("large"), max_outgrown_wait_s=30.0)
+    driver.add_worker_group(make_capacity("small", num_gpu_blocks=5))
+    driver.lose_worker_group("large")
+    waiting = driver.submit(prompt=list(range(30)), max_tokens=4)
+    driver.add_worker_group(make_capacity("another small", num_gpu_blocks=5))
+    driver.run_until_idle()
+    assert waiting.is_live
+    driver.add_worker_group(make_capacity("large again", num_gpu_blocks=12))
+    driver.run_until_idle()
+    assert waiting.finished is not None
+    driver.check_empty()
+
+
 def test_a_request_of_a_former_core_waits_for_the_replacement_of_a_draining_group() -> None:
     driver = make_driver(max_outgrown_wait_s=30.0)
     running = driver.submit(prompt=[1, 2, 3], max_tokens=40)
