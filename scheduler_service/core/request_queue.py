@@ -254,10 +254,19 @@ class ModelQueue(Generic[Kind]):
         return self._key_of[seq_group][1]
 
     def skip_tenant_limited(self, head: SequenceGroup) -> None:
-        """Skip a queue because its head would exceed the KV memory that its tenant may hold."""
+        """Skip a queue because its head would exceed the KV memory that its tenant may hold, or
+        would take it from another one."""
         queue = self._queues[self._key_of[head]]
         self._order.remove(queue)
         self._tenant_limited[queue] = head, head.tenant.kv_quota
+
+    def is_behind_tenant_limited(self, seq_group: SequenceGroup) -> bool:
+        """Whether a group of the same tenant that ranks before this one waits for the tenant's
+        limit, in another queue: what comes free of the limit is for that one."""
+        if not self._tenant_limited or seq_group.tenant.config.max_kv_blocks is None:
+            return False
+        heads = (head for head, _ in self._tenant_limited.values())
+        return any(h.tenant is seq_group.tenant and h.rank < seq_group.rank for h in heads)
 
     def retry_tenant_limited(self) -> None:
         """Stop skipping queues that have another head now, or whose tenants hold less memory. The

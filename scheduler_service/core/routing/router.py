@@ -365,7 +365,7 @@ class RoutingRound:
             if scheduler in suitable
             and seq_group.tenant.may_hold(fitting.max_kv_quota(seq_group, scheduler.capacity))
         ]
-        if not allowed:
+        if not allowed or self.waiting.is_behind_tenant_limited(seq_group):
             self.waiting.skip_tenant_limited(seq_group)
             return None
         if seq_group.adapter is not None:

@@ -6,7 +6,8 @@ from typing import Any, cast
 import pytest
 
 from scheduler_service.core.admission.request_registry import RequestRegistry
-from scheduler_service.core.config import PolicyName, SchedulerConfig
+from scheduler_service.core.config import PolicyName, SchedulerConfig, TenantConfig
+from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.policies.policy import Policy
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import RouteEstimate, Router
@@ -563,4 +564,34 @@ def test_a_request_with_more_tokens_than_the_groups_that_are_left_hold_waits_for
         assert record.error is not None
         assert record.error.reason == "KV_CACHE_TOO_SMALL"
         assert record.error.details["num_cache_tokens"] == "20"
+    driver.check_empty()
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+def test_a_request_that_waits_for_its_tenants_limit_is_not_passed_by_others_of_the_tenant(
+    policy: PolicyName,
+) -> None:
+    """They have an adapter, and so wait in another queue; two of them need less than the limit."""
+    tenants = {"limited": TenantConfig(max_kv_blocks=8)}
+    capacity = make_capacity(num_gpu_blocks=64, max_loras=1)
+    driver = make_driver(capacity, tenants=tenants, policy=policy, max_num_seqs=16)
+    digest = bytes([1]) * 32
+    driver.set_adapters({digest: "adapter"})
+    context = (ContextPart(ContextKind.ADAPTER, digest),)
+
+    def submit_small(number: int) -> None:
+        max_tokens = 4 + number % 5  # so that they end at different times
+        driver.submit(prompt=[5] * 6, max_tokens=max_tokens, tenant="limited", context=context)
+
+    for number in range(4):
+        submit_small(number)
+    driver.step("g0")
+    large = driver.submit(prompt=[9] * 20, max_tokens=9, tenant="limited")
+    other = driver.submit(prompt=[9] * 20, max_tokens=9)
+    for number in range(40):
+        submit_small(number)
+        driver.step("g0")
+    assert other.finished is not None
+    assert large.finished is not None
+    driver.run_until_idle()
     driver.check_empty()
