@@ -6,7 +6,11 @@ from math import inf
 
 from scheduler_service.attempts import taken_over
 from scheduler_service.core import fitting
-from scheduler_service.core.admission.admission_control import AdmissionControl, refusal_of
+from scheduler_service.core.admission.admission_control import (
+    AdmissionControl,
+    adapter_refusal,
+    refusal_of,
+)
 from scheduler_service.core.admission.deadlines import (
     DeadlineTimers,
     deadline_exceeded,
@@ -393,8 +397,14 @@ class SchedulerCore:
                 self._endings.end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
 
     def _fail_unroutable(self, model: ServedModel, now: float) -> None:
-        """End requests that no worker group, present or expected back, is large enough for."""
+        """End requests that no worker group, present or expected back, is large enough for, or has
+        adapters for."""
         for seq_group in model.recovery.unroutable(model.capacities()):
+            refusals = [adapter_refusal(seq_group, c) for c in model.capacities()]
+            if refusals and all(refusals):
+                status = SequenceStatus.FINISHED_ERROR
+                self._endings.end(seq_group, status, refusals[0], now)
+                continue
             caches = [fitting.num_cache_tokens(seq_group, c) for c in model.capacities()]
             too_small = [cache for cache in caches if cache < seq_group.max_known_tokens]
             tokens = max(seq_group.placement.exceeded_tokens, *too_small, 0)

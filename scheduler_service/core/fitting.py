@@ -11,6 +11,7 @@ def fits(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> bool:
     has_limit = tenant.config.max_kv_blocks is not None
     return (
         seq_group.request.work.kind in capacity.work_kinds
+        and (seq_group.adapter is None or capacity.max_loras > 0)
         and max_output_tokens(seq_group, capacity) > 0
         and num_tokens <= num_cache_tokens(seq_group, capacity)
         and not (has_limit and not tenant.may_ever_hold(max_kv_quota(seq_group, capacity)))

@@ -24,6 +24,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.beam_search import BeamParams
 from scheduler_service.core.config import CacheGroup, PoolingHead, PoolingType, WorkKind
+from scheduler_service.core.context import adapter_of
 from scheduler_service.core.request import Generation, Pooling
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
 from tests.support.block_records import BlockRecords
@@ -510,6 +511,8 @@ class CoreDriver:
                 fits = prompt < capacity.max_model_len and longest <= num_cache_tokens(
                     record, capacity
                 )
+                if adapter_of(record.request.context) is not None:
+                    fits &= capacity.max_loras > 0
                 assert not fits or capacity.model != record.request.model, "it waits for nothing"
 
     # What frontends see.

@@ -30,6 +30,7 @@ from scheduler_service.errors import (
     PromptTooLong,
     QueueFull,
     TenantLimit,
+    UnknownAdapter,
     UnsupportedByModel,
 )
 
@@ -74,6 +75,8 @@ def _refusal_by(
     tokens = request.prompt_token_ids
     if request.work.kind not in capacity.work_kinds:
         return _unsupported(request, capacity)
+    if (without_adapters := adapter_refusal(seq_group, capacity)) is not None:
+        return without_adapters
     if isinstance(request.work, Pooling) and (refusal := request.work.refusal(capacity)):
         field, problem = refusal
         return InvalidArgument(f"pooling.{field}", problem)
@@ -94,6 +97,19 @@ def _refusal_by(
         error = _too_long_error(seq_group, capacity, config)
     error = error or _step_error(request, capacity, config)
     return error or _tenant_error(seq_group, capacity)
+
+
+def adapter_refusal(
+    seq_group: SequenceGroup, capacity: WorkerGroupCapacity
+) -> UnknownAdapter | None:
+    """The error of a request with an adapter, if the worker group has none."""
+    if seq_group.adapter is None or capacity.max_loras:
+        return None
+    return UnknownAdapter(
+        f"the workers of the model {capacity.model!r} have no adapters; the request needs "
+        f"{seq_group.adapter.hex()}",
+        details={"model": capacity.model, "digest": seq_group.adapter.hex()},
+    )
 
 
 def _unsupported(request: Request, capacity: WorkerGroupCapacity) -> UnsupportedByModel:

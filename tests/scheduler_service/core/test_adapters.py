@@ -59,6 +59,30 @@ def test_a_worker_group_has_few_adapters_at_a_time_and_requests_without_any_pass
     driver.check_empty()
 
 
+def test_a_request_ends_if_workers_without_adapters_have_come_to_a_new_core() -> None:
+    driver = CoreDriver(SMALL_CONFIG)
+    record = submit(driver, "a")
+    driver.add_worker_group(make_capacity("g0"))
+    driver.collect()
+    assert isinstance(record.error, UnknownAdapter)
+    driver.check_empty()
+
+
+def test_a_request_that_has_begun_waits_for_workers_with_adapters_for_a_time() -> None:
+    driver = make_driver(1)
+    record = submit(driver, "a", 20)
+    driver.step("g0", 3)
+    driver.lose_worker_group("g0")
+    driver.add_worker_group(make_capacity("g1"))
+    driver.run_until_idle()
+    assert record.is_live
+    assert driver.config.max_outgrown_wait_s is not None
+    driver.expire(driver.config.max_outgrown_wait_s)
+    driver.collect()
+    assert isinstance(record.error, UnknownAdapter)
+    driver.check_empty()
+
+
 def test_requests_of_an_adapter_with_a_slot_pass_others_but_not_for_long() -> None:
     driver = make_driver(1)
     submit(driver, "a", 20)
