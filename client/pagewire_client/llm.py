@@ -139,6 +139,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
         **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
         """The answers to all prompts, in their order.
@@ -146,12 +147,13 @@ class LLM:
         A prompt is a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list
         of chat messages; a single prompt need not be in a list. `sampling_params` applies to
         all, or is a list with one for each; its fields may be given as keyword arguments instead,
-        such as `temperature=0`. `use_tqdm` shows a progress bar with tokens per second. The first
-        prompt that fails raises, and ends the others.
+        such as `temperature=0`. `priority` is one for all, too, or a list: with `policy="priority"`
+        lower values are served earlier. `use_tqdm` shows a progress bar with tokens per second. The
+        first prompt that fails raises, and ends the others.
         """
         with self._batch(use_tqdm=use_tqdm) as on_progress:
             return self._client.generate_many(
-                prompts, sampling_params, on_progress=on_progress, **sampling
+                prompts, sampling_params, on_progress=on_progress, priority=priority, **sampling
             )
 
     def stream(

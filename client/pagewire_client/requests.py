@@ -37,8 +37,6 @@ class CallOptions(SamplingOptions, total=False):
     lora: str | None
     """The name of an adapter of the model; `model` may name the adapter instead. None: the model as
     it is."""
-    priority: int
-    """Lower values are served earlier if the scheduler's policy is `priority`."""
     num_speculative_tokens: int | None
     """Most tokens drafted for a step; 0 switches speculative decoding off, None is the
     deployment's. The answer is the same."""
@@ -54,6 +52,8 @@ class GenerateOptions(CallOptions, total=False):
 
     request_id: str | None
     """The id that `abort` takes. None: a random one."""
+    priority: int
+    """Lower values are served earlier if the scheduler's policy is `priority`."""
 
 
 class ChatCallOptions(ChatOptions, GenerateOptions, total=False):
@@ -67,6 +67,8 @@ class ChatBatchOptions(ChatOptions, SamplingOptions, total=False):
 class BatchOptions(CallOptions, total=False):
     """Options of methods for many prompts."""
 
+    priority: int | Sequence[int]
+    """As for one prompt; of all, or a list with one for each."""
     max_in_flight: int | None
     """Most requests sent and unfinished."""
     on_progress: OnProgress | None
@@ -208,15 +210,22 @@ def generate_requests(
     params = [given] * len(prompts) if isinstance(given, SamplingParams) else given
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many sampling_params, not {len(params)}")
+    priorities = options.get("priority", 0)
+    if isinstance(priorities, str) or not isinstance(priorities, Sequence):
+        priorities = [priorities] * len(prompts)
+    if len(priorities) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts need as many priorities, not {len(priorities)}")
     shared: GenerateOptions = {
         "model": options.get("model"),
         "lora": options.get("lora"),
-        "priority": options.get("priority", 0),
         "num_speculative_tokens": options.get("num_speculative_tokens"),
         "cache_salt": options.get("cache_salt"),
     }
     requests = []
-    for position, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+    for position, (prompt, own, priority) in enumerate(
+        zip(prompts, params, priorities, strict=True)
+    ):
+        shared["priority"] = priority
         try:
             request = generate_request(prompt, own, is_whole=True, **shared)
         except ValueError as error:

@@ -181,6 +181,18 @@ def test_an_option_that_no_message_can_hold_is_named(name: str, value: Any) -> N
         generate_requests(["Hi"], **options)
 
 
+def test_priority_is_that_of_all_prompts_or_one_for_each() -> None:
+    def sent(priority: Any) -> list[int]:
+        return [request.priority for request in generate_requests(["a", "b"], priority=priority)]
+
+    assert sent(3) == [3, 3]
+    assert sent([2, 0]) == sent((2, 0)) == [2, 0]
+    with pytest.raises(ValueError, match="2 prompts need as many priorities, not 1"):
+        sent([2])
+    with pytest.raises(ValueError, match=re.escape("prompts[1]: priority cannot be 'high': ")):
+        sent([2, "high"])
+
+
 def test_one_prompt_has_no_list_of_sampling_params() -> None:
     with pytest.raises(TypeError, match="sampling_params must be SamplingParams, not list"):
         generate_request("Hello", [SamplingParams()])  # type: ignore[arg-type]
