@@ -156,7 +156,15 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
     if len(found) != len(values) or any(match["key"] is None for match in found):
         return
     for match, value in zip(found, values, strict=True):
-        yield match["key"], value if isinstance(value, _NUMBERS) else str(value)
+        yield match["key"], _json_value(value)
+
+
+def _json_value(value: object) -> object:
+    if value is None or isinstance(value, _NUMBERS):
+        return value
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    return str(value)
 
 
 FIRST_INTERVAL_S, INTERVAL_S = 5.0, 30.0

@@ -66,6 +66,15 @@ def test_other_messages_are_events_as_a_whole(
     assert set(told) == {"time", "level", "logger", "event"}
 
 
+def test_lists_and_none_are_those_of_json(formatter: logging.Formatter) -> None:
+    told = line(
+        formatter, "served models=%s shape=%s group=%s", ["a", "b"], (2, ValueError("x")), None
+    )
+    assert told["models"] == ["a", "b"]
+    assert told["shape"] == [2, "x"]
+    assert told["group"] is None
+
+
 def test_a_field_never_takes_the_place_of_what_every_line_has(
     formatter: logging.Formatter,
 ) -> None:
