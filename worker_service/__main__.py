@@ -186,7 +186,7 @@ def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
         from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
     check_model(model, config.cache)
-    profiler = Profiler(Path(config.profile_dir))
+    profiler = Profiler(Path(config.profile_dir) if config.profile_dir else None)
     store, rendezvous = config.group.store_address, None
     if store is not None:
         from worker_service.distributed.communicator import Rendezvous

@@ -623,8 +623,9 @@ class WorkerConfig:
     grace_period_s: float = 30.0
     """Seconds after SIGTERM in which sequences move to other workers, or else finish."""
 
-    profile_dir: str = "."
-    """Directory for profiler traces."""
+    profile_dir: str | None = None
+    """Directory for profiler traces. Unset: for each trace a new one in the directory for temporary
+    files."""
 
     def __post_init__(self) -> None:
         grace = self.grace_period_s

@@ -98,7 +98,7 @@ async def running_worker(
     listen: str = "127.0.0.1:0",
     advertise: str | None = None,
     grace_period_s: float = 10.0,
-    profile_dir: Path = Path(),
+    profile_dir: Path | None = None,
     executor: type[TorchExecutor] = TorchExecutor,
     progress: LoadProgress | None = None,
     cluster: ClusterConfig = NO_CLUSTER,
@@ -111,7 +111,7 @@ async def running_worker(
             listen=listen, advertise=advertise, core=core, group_id="group", cluster=cluster
         ),
         grace_period_s=grace_period_s,
-        profile_dir=str(profile_dir),
+        profile_dir=None if profile_dir is None else str(profile_dir),
     )
     load_or_count = load or (lambda: loaded_counting_model(model, block_size=BLOCK_SIZE))
     worker = make_worker(

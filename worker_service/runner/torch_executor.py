@@ -1,6 +1,7 @@
 """The engine's executor of a model on a device, with `torch.compile` and torch's profiler."""
 
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -64,9 +65,12 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Torch's profiler, one trace at a time; started and stopped on the thread to be traced."""
+    """Torch's profiler, one trace at a time; started and stopped on the thread to be traced.
 
-    def __init__(self, directory: Path) -> None:
+    directory: where traces are written; None: in a new one each, among the temporary files.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._running: torch.profiler.profile | None = None
 
@@ -86,8 +90,9 @@ class Profiler:
             raise OutOfOrder("no profile is running")
         running, self._running = self._running, None
         running.stop()
-        path = self._directory / f"pagewire-worker-{time.strftime('%Y%m%d-%H%M%S')}.json"
-        self._directory.mkdir(parents=True, exist_ok=True)
+        directory = self._directory or Path(tempfile.mkdtemp(prefix="pagewire-profile-"))
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"pagewire-worker-{time.strftime('%Y%m%d-%H%M%S')}.json"
         running.export_chrome_trace(str(path))
         return str(path)
 

@@ -1,7 +1,9 @@
 """The worker's rpcs over a real channel."""
 
 import asyncio
+import shutil
 import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -190,6 +192,16 @@ async def test_a_profile_is_written_where_it_was_told_to(tmp_path: Path) -> None
         path = Path((await running.stub.StopProfile(pb.StopProfileRequest())).path)
         assert path.parent == tmp_path
         assert "aten::" in await asyncio.to_thread(path.read_text)
+
+
+async def test_a_profile_is_a_temporary_file_unless_told_otherwise() -> None:
+    async with running_worker() as running:
+        await running.initialize(1)
+        await running.stub.StartProfile(pb.StartProfileRequest())
+        path = Path((await running.stub.StopProfile(pb.StopProfileRequest())).path)
+        assert path.is_relative_to(tempfile.gettempdir())
+        assert await asyncio.to_thread(path.is_file)
+        await asyncio.to_thread(shutil.rmtree, path.parent)
 
 
 async def test_health_turns_to_serving_once_the_model_is_loaded() -> None:
