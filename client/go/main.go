@@ -1,6 +1,6 @@
 // Streams a model's answer to one prompt.
 //
-//	./generate.sh                     # once: the stubs, into pagewirev1/
+//	./generate.sh && go mod tidy      # once: the stubs, into pagewirev1/, and go.sum
 //	go run . -address 127.0.0.1:7600 "Once upon a time"
 package main
 

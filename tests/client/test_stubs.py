@@ -24,7 +24,7 @@ FILES = [
 ]
 
 DEBIAN_GO = Path("/usr/share/gocode")
-"""Where Debian's golang-google-grpc-dev puts its sources."""
+"""Where Debian's packages put their sources: golang-google-grpc-dev, golang-google-protobuf-dev."""
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -111,8 +111,9 @@ def go_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Go example as a program."""
     if not all(map(shutil.which, ("go", "protoc-gen-go", "protoc-gen-go-grpc"))):
         pytest.skip("needs Go, protoc-gen-go and protoc-gen-go-grpc")
-    if not (DEBIAN_GO / "src/google.golang.org/grpc").is_dir():
-        pytest.skip("needs golang-google-grpc-dev, as modules cannot be fetched in a test")
+    for name in ("grpc", "protobuf"):  # the former does not depend on the latter
+        if not (DEBIAN_GO / "src/google.golang.org" / name).is_dir():
+            pytest.skip(f"needs golang-google-{name}-dev, as modules cannot be fetched in a test")
     workspace = tmp_path_factory.mktemp("go")
     folder = workspace / "src/pagewire/client"
     shutil.copytree(GO_CLIENT, folder)
