@@ -111,7 +111,7 @@ def test_errors_are_those_that_the_client_knows(openai_client: openai.OpenAI) ->
     assert misspelt.value.param == "topp"
     with pytest.raises(openai.BadRequestError) as out_of_vocabulary:
         create(model="embedded", prompt=[[5], [5, 5000]])
-    assert out_of_vocabulary.value.param == "prompt[1]"
+    assert out_of_vocabulary.value.param == "prompt[1][1]"
 
 
 def test_a_request_that_excludes_every_token_is_told_by_what(openai_client: openai.OpenAI) -> None:
