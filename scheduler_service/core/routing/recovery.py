@@ -42,13 +42,15 @@ class Recovery:
 
     def replace_lost(self, capacity: WorkerGroupCapacity) -> None:
         """Stop expecting the lost group that a group that joins may replace: that with the closest
-        cache, of those that are no longer, and have no cache of more than `MAX_SHRINKAGE` times
-        the size. A restarted worker may find a little more or less memory than before."""
+        cache, of those that do no other work, are no longer, and have no cache of more than
+        `MAX_SHRINKAGE` times the size. A restarted worker may find a little more or less memory
+        than before."""
         tokens = capacity.num_cache_tokens
         replaceable = [
             lost
             for lost in self.lost
-            if lost.capacity.max_model_len <= capacity.max_model_len
+            if lost.capacity.work_kinds <= capacity.work_kinds
+            and lost.capacity.max_model_len <= capacity.max_model_len
             and lost.capacity.num_cache_tokens <= MAX_SHRINKAGE * tokens
         ]
         if replaceable:

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from scheduler_service.core.admission.request_registry import RequestRegistry
-from scheduler_service.core.config import PolicyName, SchedulerConfig, TenantConfig
+from scheduler_service.core.config import PolicyName, SchedulerConfig, TenantConfig, WorkKind
 from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.policies.policy import Policy
 from scheduler_service.core.routing.fleet import ServedModel
@@ -507,13 +507,18 @@ def test_a_prompt_that_fits_a_draining_group_alone_which_dies_at_once_is_refused
     driver.check_empty()
 
 
-def test_a_much_smaller_group_that_joins_does_not_replace_a_lost_one() -> None:
+@pytest.mark.parametrize(
+    "changes", [{"num_gpu_blocks": 5}, {"work_kinds": {WorkKind.POOLING}}, {"max_model_len": 30}]
+)
+def test_a_group_that_joins_does_not_replace_a_lost_one_that_does_more(
+    changes: dict[str, object],
+) -> None:
     driver = make_driver(make_capacity("large"), max_outgrown_wait_s=30.0)
     driver.add_worker_group(make_capacity("small", num_gpu_blocks=5))
     driver.lose_worker_group("large")
     waiting = driver.submit(prompt=list(range(30)), max_tokens=4)
-    driver.add_worker_group(make_capacity("another small", num_gpu_blocks=5))
-    driver.run_until_idle()
+    driver.add_worker_group(make_capacity("another", **changes))
+    driver.collect()
     assert waiting.is_live
     driver.add_worker_group(make_capacity("large again", num_gpu_blocks=12))
     driver.run_until_idle()
