@@ -242,6 +242,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "use_bias": True,
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
         "n_groups": 2,
@@ -258,6 +259,18 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 1,
         "num_experts": 4,
         "mamba_d_state": 8,
+    },
+    "lara_mini": {
+        **_MOE,
+        **_DELTA,
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "linear_attention",
+            "sliding_attention",
+            "linear_attention",
+            "full_attention",
+        ],
+        "sliding_window": 9,
     },
     "kimi_linear": {
         **_LATENT,

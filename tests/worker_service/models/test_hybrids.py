@@ -53,6 +53,17 @@ def _settings(config: dict[str, Any]) -> Any:
         ),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers: expected 5 numbers, got 1"),
         ("falcon_h1", {"mlp_multipliers": [1.0]}, "mlp_multipliers: expected 2 numbers, got 1"),
+        (
+            "zamba2",
+            {"tie_word_embeddings": False},
+            "tie_word_embeddings: expected True, got False",
+        ),
+        ("kimi_linear", {"attention_bias": True}, "attention_bias: expected False, got True"),
+        (
+            "lara_mini",
+            {"layer_types": ["conv"] * 4},
+            "layer_types: expected linear_attention, sliding_attention or full_attention",
+        ),
         ("nemotron_h", {"layers_block_type": ["mamba", "ssm"]}, "layer_types: expected .* or mlp"),
     ],
 )

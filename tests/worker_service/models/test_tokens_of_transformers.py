@@ -24,7 +24,7 @@ FAMILIES = NATIVE_FAMILIES + TRANSFORMERS_FAMILIES
 PROMPT_LENGTHS = (1, 2, 5, 9, 17, 26, 33, 40)
 NUM_TOKENS = 8
 LOGITS_TOLERANCE = 1e-4
-DELTA_NETS = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid")
+DELTA_NETS = ("qwen3_next", "qwen3_5", "kimi_linear", "olmo_hybrid", "lara_mini")
 """Which transformers computes in chunks of 64 tokens, with larger errors of rounding than token by
 token, as here. Queries and keys of length 1 magnify errors in these small heads."""
 

@@ -163,7 +163,7 @@ def nemotron_h(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "ssm_state_size": meta.number("ssm.state_size"),
         "conv_kernel": meta.number("ssm.conv_kernel"),
         "use_conv_bias": meta.has_tensor("ssm_conv1d.bias"),
-        "mamba_proj_bias": meta.has_tensor("ssm_in.bias"),
+        "use_bias": meta.has_tensor("ssm_in.bias"),
     }
 
 

@@ -44,6 +44,7 @@ from worker_service.models.decoder_families.hybrids import (
     nemotron_h_settings,
 )
 from worker_service.models.decoder_families.kimi_linear import kimi_linear_settings
+from worker_service.models.decoder_families.lara import lara_mini_settings
 from worker_service.models.decoder_families.latent import (
     deepseek_v2_settings,
     deepseek_v3_settings,
@@ -222,6 +223,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "NemotronHForCausalLM": nemotron_h_settings,
     "Zamba2ForCausalLM": zamba2_settings,
     "KimiLinearForCausalLM": kimi_linear_settings,
+    "LaraMiniForCausalLM": lara_mini_settings,
     "OlmoHybridForCausalLM": olmo_hybrid_settings,
     "Qwen3NextForCausalLM": qwen3_next_settings,
     "Qwen3_5ForCausalLM": qwen3_5_settings,

@@ -303,7 +303,7 @@ def nemotron_h_settings(config: Config) -> DecoderSettings:
         raise NotNative("sliding_window")
     norm = NormSpec(eps=config.get("layer_norm_epsilon", 1e-5))
     require(config, "mamba_hidden_act", "silu")
-    bias = bool(config.get("mamba_proj_bias", False))
+    bias = bool(config.get("use_bias", False))
     mamba = mamba2_of(
         config,
         num_heads=config.get("mamba_num_heads", 128),

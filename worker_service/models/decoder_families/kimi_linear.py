@@ -86,6 +86,7 @@ def kimi_linear_settings(config: Config) -> DecoderSettings:
         ("moe_layer_freq", 1),
         ("mla_use_nope", True),
         ("q_lora_rank", None),
+        ("attention_bias", False),
         ("num_nextn_predict_layers", 0),
     ):
         require(config, key, value)
@@ -138,7 +139,7 @@ def _latent(config: Config) -> LatentAttentionSpec:
             max_position_embeddings=config.get("max_position_embeddings", 1 << 20),
         ),
         eps=1e-6,  # whatever `rms_norm_eps` is
-        bias=bool(config.get("attention_bias", False)),
+        bias=False,
         has_pairs=False,
     )
 

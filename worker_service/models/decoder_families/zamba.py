@@ -8,6 +8,7 @@ from worker_service.models.decoder_families.common import (
     attention_of,
     by_lines,
     decoder_of,
+    require,
     rotary_of,
     with_keys,
 )
@@ -43,6 +44,8 @@ def zamba2_settings(config: Config) -> DecoderSettings:
     layers that share it among them."""
     if config.get("use_long_context"):
         raise NotNative("use_long_context")
+    # Otherwise transformers does not tie blocks to each other, either.
+    require(config, "tie_word_embeddings", True)
     config = with_keys(config, {}, max_position_embeddings=4096, num_mem_blocks=1, hidden_size=2560)
     size, num_layers = config["hidden_size"], config["num_hidden_layers"]
     kinds = config.get("layers_block_type") or config.get("layer_types") or _default_kinds()
@@ -104,7 +107,7 @@ def zamba2_settings(config: Config) -> DecoderSettings:
         norm,
         keeps_embedding=True,
         unused_names=_copies([str(layer) for layer in hybrids[: config["num_mem_blocks"]]]),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", True)),
+        tie_word_embeddings=True,
     )
 
 

@@ -41,6 +41,10 @@ class DeltaStorage(Enum):
     """`inputs` are four tensors: queries, keys, values, then output gates. `convolution` is three,
     of queries, keys and values. `gates` as `SEPARATE`."""
 
+    JOINED = auto()
+    """`inputs` and `gates` are one tensor: queries, keys, values, output gates, gates of changes,
+    then decays."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatedDeltaNetSpec:
@@ -119,14 +123,20 @@ class GatedDeltaNet(nn.Module):
         key_heads, channels = s.key_heads(layout), s.channels(layout)
         heads = key_heads.times(s.group)
         values, rows = heads.times(s.value_dim), Shard.full(place.inputs)
-        parts, gates = [*channels, values], [heads, heads]
+        parts, gates, sources = [*channels, values], [heads, heads], [0, 0, 0, 1]
+        if s.storage is DeltaStorage.JOINED:
+            keys = key_heads.times(s.key_dim)
+            joined = consecutive([keys, keys, values, values, heads, heads])
+            parts, gates, sources = joined[:4], joined[4:], [0] * 4
         if s.storage is DeltaStorage.BY_KEY_HEAD:
             sizes = s.key_dim, s.key_dim, s.group * s.value_dim, s.group * s.value_dim
             self.inputs = _by_key_head(rows, key_heads, sizes, context)
         else:
-            sources = None if s.storage is DeltaStorage.BY_PART else [0, 0, 0, 1]
-            self.inputs = Linear(rows, parts, bias=False, context=context, sources=sources)
-        if s.storage in (DeltaStorage.SEPARATE, DeltaStorage.BY_PART):
+            of_parts = None if s.storage is DeltaStorage.BY_PART else sources
+            self.inputs = Linear(rows, parts, bias=False, context=context, sources=of_parts)
+        if s.storage is DeltaStorage.JOINED:
+            self.gates = Linear(rows, gates, bias=False, context=context, sources=[0, 0])
+        elif s.storage in (DeltaStorage.SEPARATE, DeltaStorage.BY_PART):
             self.gates = Linear(rows, gates, bias=False, context=context)
         else:
             self.gates = _by_key_head(rows, key_heads, (s.group, s.group), context)
