@@ -33,9 +33,9 @@ from worker_service.models.feed_forward.experts import (
     ExpertsSpec,
     ExpertStorage,
     ExpertWeights,
-    FloatRouter,
 )
 from worker_service.models.interface import ModelContext
+from worker_service.models.linear.linear import FloatLinear
 
 SHAPE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32}
 needs_kernels = pytest.mark.skipif(library() is None, reason="the kernels are not built")
@@ -215,7 +215,7 @@ def test_without_kernels_for_the_dtype_experts_are_linear_layers(
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "hunyuan_moe"])
 def test_a_router_keeps_its_float32_weight_in_a_bfloat16_model(family: str) -> None:
     path = checkpoint(family)
-    router = next(m for m in load(path, dtype="bfloat16").model.modules() if type(m) is FloatRouter)
+    router = next(m for m in load(path, dtype="bfloat16").model.modules() if type(m) is FloatLinear)
     exact = next(m for m in load(path).model.modules() if isinstance(m, Experts)).router
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = exact.multiply(x.float(), None, torch.float32)
@@ -228,7 +228,7 @@ def test_a_router_that_was_rounded_when_it_was_saved_is_one_weight() -> None:
     context = ModelContext(dtype=torch.bfloat16, device=torch.device("cpu"))
     weight = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
     for rounded, num_terms in ((weight.bfloat16().float(), 1), (weight, 3)):
-        router = FloatRouter(16, 4, context, LayerKernels())
+        router = FloatLinear(16, 4, context, LayerKernels())
         (target,) = router.targets("gate")
         target.target.copy_(rounded)
         router.pack()

@@ -30,7 +30,7 @@ from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers.activations import ACTIVATIONS
 from worker_service.models.layers.vector import Vector
 from worker_service.models.linear.additions import Additions, LinearPart, make_slots
-from worker_service.models.linear.linear import GatedLinear, Linear
+from worker_service.models.linear.linear import GatedLinear, Linear, float_linear
 from worker_service.models.linear.packing import pack_experts
 
 if TYPE_CHECKING:
@@ -151,9 +151,9 @@ class Experts(nn.Module):
         num_experts, activation = spec.routing.num_experts, ACTIVATIONS[spec.activation]
         in_full, outputs = replace(context, quantization=None), Shard.full(num_experts)
         self.router: Linear
-        if spec.has_float_router and context.dtype != torch.float32:
+        if spec.has_float_router:
             assert not spec.bias, "no family has both"
-            self.router = FloatRouter(size, num_experts, in_full, kernels)
+            self.router = float_linear(size, num_experts, in_full, kernels)
         else:
             self.router = Linear(Shard.full(size), [outputs], bias=spec.bias, context=in_full)
         self.correction: Vector | None = None
@@ -199,44 +199,6 @@ class Latents(nn.Module):
         full, latent = Shard.full(size), Shard.full(latent_size)
         self.up = Linear(full, [latent], bias=False, context=context)
         self.down = Linear(latent, [full], bias=False, context=context)
-
-
-class FloatRouter(Linear):
-    """A router with a float32 weight among weights of fewer bits: it is the sum of weights in their
-    dtype, of which three have all the bits of a bfloat16 model's. A weight that needs fewer, such
-    as one that was rounded when it was saved, has fewer."""
-
-    _MAX_TERMS = 3
-
-    def __init__(
-        self, size: int, num_experts: int, context: ModelContext, kernels: LayerKernels
-    ) -> None:
-        """size: of the rows."""
-        in_float = replace(context, dtype=torch.float32)
-        outputs = [Shard.full(num_experts)]
-        super().__init__(Shard.full(size), outputs, bias=False, context=in_float)
-        self._num_experts, self._kernels = num_experts, kernels
-        self._context = context
-
-    def lay_out(self, weight: Tensor | QuantizedWeight) -> None:
-        assert isinstance(weight, Tensor), "routers are not rounded"
-        terms: list[Tensor] = []
-        rest = weight
-        while not terms or (rest.any() and len(terms) < self._MAX_TERMS):
-            terms.append(rest.to(self._context.dtype))
-            rest = rest - terms[-1].float()
-        super().lay_out(torch.cat(terms))
-
-    def multiply(
-        self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """rows: [num_rows, size]. Returns float32 [num_rows, num_experts]."""
-        assert bias is None
-        assert output_dtype == torch.float32
-        total, *others = super().multiply(rows, None, output_dtype).split(self._num_experts, 1)
-        for product in others:
-            total = self._kernels.add(total, product)
-        return total
 
 
 class SharedExperts(nn.Module):

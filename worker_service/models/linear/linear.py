@@ -6,6 +6,7 @@ each layer computes exactly what its ordinary counterpart does.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -311,3 +312,50 @@ class RowParallelLinear(Linear):
             return super().forward(rows)
         total = self._communicator.sum(self.multiply(rows, None))
         return total if self.bias is None else total + self.bias
+
+
+class FloatLinear(Linear):
+    """A product with a float32 weight among weights of fewer bits: it is the sum of weights in
+    their dtype, of which three have all the bits of a bfloat16 model's. A weight that needs fewer,
+    such as one that was rounded when it was saved, has fewer."""
+
+    _MAX_TERMS = 3
+
+    def __init__(
+        self, size: int, num_outputs: int, context: ModelContext, kernels: LayerKernels
+    ) -> None:
+        """size: of the rows."""
+        in_float = replace(context, dtype=torch.float32)
+        outputs = [Shard.full(num_outputs)]
+        super().__init__(Shard.full(size), outputs, bias=False, context=in_float)
+        self._num_outputs, self._kernels = num_outputs, kernels
+        self._context = context
+
+    def lay_out(self, weight: Tensor | QuantizedWeight) -> None:
+        assert isinstance(weight, Tensor), "these are not rounded"
+        terms: list[Tensor] = []
+        rest = weight
+        while not terms or (rest.any() and len(terms) < self._MAX_TERMS):
+            terms.append(rest.to(self._context.dtype))
+            rest = rest - terms[-1].float()
+        super().lay_out(torch.cat(terms))
+
+    def multiply(
+        self, rows: Tensor, bias: Tensor | None, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """rows: [num_rows, size]. Returns float32 [num_rows, num_outputs]."""
+        assert bias is None
+        assert output_dtype == torch.float32
+        total, *others = super().multiply(rows, None, output_dtype).split(self._num_outputs, 1)
+        for product in others:
+            total = self._kernels.add(total, product)
+        return total
+
+
+def float_linear(
+    size: int, num_outputs: int, context: ModelContext, kernels: LayerKernels
+) -> Linear:
+    """A product of rows of this size with a float32 weight, whatever the dtype of the others."""
+    if context.dtype != torch.float32:
+        return FloatLinear(size, num_outputs, context, kernels)
+    return Linear(Shard.full(size), [Shard.full(num_outputs)], bias=False, context=context)
