@@ -29,6 +29,7 @@ from pagewire_kernels.cpu.tasks import (
     ActivationTask,
     Batch,
     ElementwiseTask,
+    GatedStreamsTask,
     LargestTask,
     LatentTask,
     NormTask,
@@ -288,6 +289,38 @@ class NativeLayerKernels(NativeStateKernels):
         )
         self._launch(name, task, y.dtype, y.numel())
 
+    def read_streams(
+        self,
+        streams: Tensor,
+        gates: Tensor,
+        numbers: Tensor,
+        num_streams: int,
+        *,
+        eps: float,
+        offset: float,
+        magnitude: float,
+    ) -> Tensor:
+        """The sum of the streams of a row, weighted by gates, which overwrite `gates`."""
+        (num_rows, width), num_gates = streams.shape, gates.shape[1]
+        require(width % num_streams == 0, "streams of one size")
+        require(num_gates in (num_streams, 2 * num_streams), "one gate of each stream, or two")
+        require(_is_dense(numbers, (2, num_gates), torch.float32), "float32 numbers of gates")
+        y = new_rows(num_rows, width // num_streams, streams.dtype)
+        task = _gated_streams_task(streams, gates, y, num_streams)
+        task.numbers, task.num_gates = numbers.data_ptr(), num_gates
+        task.eps, task.offset, task.magnitude = eps, offset, magnitude
+        task.kept_alive = numbers
+        self._launch("read_streams", task, y.dtype, streams.numel())
+        return y
+
+    def write_streams(self, streams: Tensor, x: Tensor, gates: Tensor) -> Tensor:
+        """Add x, times the gate of each stream, to the streams in place."""
+        num_streams = gates.shape[1]
+        require(x.shape[1] * num_streams == streams.shape[1], "rows of a stream's size")
+        task = _gated_streams_task(x, gates, streams, num_streams)
+        self._launch("write_streams", task, streams.dtype, streams.numel())
+        return streams
+
     def add(self, sums: Tensor, x: Tensor) -> Tensor:
         """Add x to the sums in place."""
         return self._elementwise("add", x, sums, 1.0)
@@ -459,6 +492,26 @@ class NativeLayerKernels(NativeStateKernels):
     ) -> None:
         kernel = self._library.kernel(f"{name}_{DTYPES[dtype]}")
         launch(kernel, task, threads.count_for(num_numbers))
+
+
+def _gated_streams_task(x: Tensor, gates: Tensor, y: Tensor, num_streams: int) -> GatedStreamsTask:
+    """A task that lacks what makes gates."""
+    num_rows, width = len(x), max(x.shape[1], y.shape[1])
+    require(
+        _is_rows(x, num_rows, x.dtype) and _is_rows(y, num_rows, x.dtype),
+        "as many rows of one dtype, with a dense last axis",
+    )
+    require(
+        _is_rows(gates, num_rows, torch.float32),
+        "float32 gates of each row, with a dense last axis",
+    )
+    require(num_streams <= MAX_STREAMS, f"at most {MAX_STREAMS} streams")
+    return GatedStreamsTask(
+        num_rows=count_address(num_rows),
+        **rows_of(x=x, gates=gates, y=y),
+        num_streams=num_streams,
+        size=width // num_streams,
+    )
 
 
 def _rotate_task(

@@ -126,6 +126,16 @@ class StreamsTask(NativeStruct):
     )
 
 
+class GatedStreamsTask(NativeStruct):
+    """`GatedStreamsTask` of src/layers.h."""
+
+    _fields_ = fields_of(
+        "next_item num_rows x x_stride gates gates_stride y y_stride numbers num_gates num_streams"
+        " size",
+        "eps offset magnitude",
+    )
+
+
 class TakeTask(NativeStruct):
     """`TakeTask` of src/layers.h."""
 

@@ -33,6 +33,7 @@ from pagewire_kernels.reference.layers import (
     mix_streams,
     multiply,
     multiply_sigmoid,
+    read_streams,
     rms_norm,
     rotate,
     rotate_and_write_kv,
@@ -41,6 +42,7 @@ from pagewire_kernels.reference.layers import (
     sparsify,
     sum_rows,
     write_latents,
+    write_streams,
     xielu,
 )
 from pagewire_kernels.reference.sampling import (

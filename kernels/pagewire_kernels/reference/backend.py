@@ -42,6 +42,8 @@ class LayerKernels:
     match_rms = staticmethod(reference.match_rms)
     mix_streams = staticmethod(reference.mix_streams)
     correct_streams = staticmethod(reference.correct_streams)
+    read_streams = staticmethod(reference.read_streams)
+    write_streams = staticmethod(reference.write_streams)
     xielu = staticmethod(reference.xielu)
     add = staticmethod(reference.add)
     multiply = staticmethod(reference.multiply)

@@ -257,6 +257,42 @@ def correct_streams(streams: Tensor, x: Tensor, factors: Tensor, active: int) ->
     return streams.copy_(parts.flatten(1))
 
 
+def read_streams(
+    streams: Tensor,
+    gates: Tensor,
+    numbers: Tensor,
+    num_streams: int,
+    *,
+    eps: float,
+    offset: float,
+    magnitude: float,
+) -> Tensor:
+    """The sum of the streams, each times its gate (hyper-connections, Zhu et al. 2025).
+
+    streams: [num_rows, num_streams * size]; gates: float32 [num_rows, num_gates], products of the
+    streams, overwritten by gates: sigmoid(factor * product / rms(streams) + bias), times magnitude
+    beyond the first num_streams, plus offset; numbers: float32 [2, num_gates], these factors, then
+    biases; eps: added to the mean square. Returns [num_rows, size], of the streams' dtype.
+    """
+    wide, (factors, biases) = streams.float(), numbers
+    inverse = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
+    found = torch.exp(-(gates * inverse * factors + biases)).add_(1).reciprocal_()
+    found[:, num_streams:] *= magnitude
+    gates.copy_(found + offset)
+    parts = wide.unflatten(1, (num_streams, -1)).unbind(1)
+    total = torch.zeros_like(parts[0])
+    for i, part in enumerate(parts):
+        total += part * gates[:, i : i + 1]
+    return total.to(streams.dtype)
+
+
+def write_streams(streams: Tensor, x: Tensor, gates: Tensor) -> Tensor:
+    """Add x to each stream, times its gate, in place. x: [num_rows, size], of the dtype of streams,
+    [num_rows, num_streams * size]; gates: float32 [num_rows, num_streams]. Returns the streams."""
+    added = gates.unsqueeze(2) * x.float().unsqueeze(1)
+    return streams.copy_(streams.float() + added.flatten(1))
+
+
 def _silu(x: Tensor) -> Tensor:
     """x * sigmoid(x).
 

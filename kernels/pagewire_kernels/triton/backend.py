@@ -28,7 +28,14 @@ from pagewire_kernels.triton.states import (
     mamba2_scan,
     rglru_scan,
 )
-from pagewire_kernels.triton.streams import correct_streams, match_rms, mix_streams, sparsify
+from pagewire_kernels.triton.streams import (
+    correct_streams,
+    match_rms,
+    mix_streams,
+    read_streams,
+    sparsify,
+    write_streams,
+)
 
 
 class TritonBackend:
@@ -81,6 +88,8 @@ class TritonLayerKernels(LayerKernels):
     match_rms = staticmethod(match_rms)
     mix_streams = staticmethod(mix_streams)
     correct_streams = staticmethod(correct_streams)
+    read_streams = staticmethod(read_streams)
+    write_streams = staticmethod(write_streams)
     sum_rows = staticmethod(sum_rows)
     write_latents = staticmethod(write_latents)
     causal_convolution = staticmethod(causal_convolution)

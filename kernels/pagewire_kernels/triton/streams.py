@@ -96,6 +96,70 @@ def _correct(
         tl.store(streams + target * SIZE, total.to(streams.dtype.element_ty), mask)
 
 
+@triton.jit(do_not_specialize=["streams_stride", "gates_stride"])
+def _read(
+    y,
+    streams,
+    gates,
+    numbers,
+    streams_stride,
+    gates_stride,
+    EPS,
+    OFFSET,
+    MAGNITUDE,
+    NUM: tl.constexpr,
+    NUM_GATES: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (row)."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    mask = column < SIZE
+    streams += row * streams_stride + column
+    gates += row * gates_stride
+    square = tl.zeros((TILE,), tl.float32)
+    for source in tl.static_range(NUM):
+        values = tl.load(streams + source * SIZE, mask, other=0.0).to(tl.float32)
+        square += values * values
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(square, axis=0) / (NUM * SIZE) + EPS)
+    total = tl.zeros((TILE,), tl.float32)
+    for index in tl.static_range(NUM_GATES):
+        scaled = tl.load(gates + index) * inverse * tl.load(numbers + index)
+        gate = 1.0 / (1.0 + tl.exp(-(scaled + tl.load(numbers + NUM_GATES + index))))
+        if index < NUM:
+            gate += OFFSET
+            values = tl.load(streams + index * SIZE, mask, other=0.0).to(tl.float32)
+            total += gate * values
+        else:
+            gate = gate * MAGNITUDE + OFFSET
+        tl.store(gates + index, gate)
+    tl.store(y + row * SIZE + column, total.to(y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["streams_stride", "x_stride", "gates_stride"])
+def _write(
+    streams,
+    x,
+    gates,
+    streams_stride,
+    x_stride,
+    gates_stride,
+    NUM: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (row, tile of a stream's columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < SIZE
+    streams += row * streams_stride + column
+    added = tl.load(x + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    for target in tl.static_range(NUM):
+        total = tl.load(streams + target * SIZE, mask, other=0.0).to(tl.float32)
+        total += tl.load(gates + row * gates_stride + target) * added
+        tl.store(streams + target * SIZE, total.to(streams.dtype.element_ty), mask)
+
+
 def sparsify(x: Tensor, num_deviations: float) -> Tensor:
     """max(x - mean - num_deviations * deviation, 0), in place; as `reference.sparsify`."""
     expect_tensors(("x", x, FLOATS, (None, None)))
@@ -140,6 +204,50 @@ def correct_streams(streams: Tensor, x: Tensor, factors: Tensor, active: int) ->
         grid, sizes = _of_streams(num_rows, width, num)
         strides = streams.stride(0), x.stride(0), factors.stride(0)
         _correct[grid](streams, x, factors, *strides, ACTIVE=active, **sizes)
+    return streams
+
+
+def read_streams(
+    streams: Tensor,
+    gates: Tensor,
+    numbers: Tensor,
+    num_streams: int,
+    *,
+    eps: float,
+    offset: float,
+    magnitude: float,
+) -> Tensor:
+    """The sum of the streams, each times its gate; as `reference.read_streams`."""
+    (num_rows, width), num_gates = streams.shape, gates.shape[1]
+    expect_tensors(
+        ("streams", streams, FLOATS, (None, None)),
+        ("gates", gates, (torch.float32,), (num_rows, None)),
+        ("numbers", numbers, (torch.float32,), (2, num_gates)),
+    )
+    counts = num_streams, 2 * num_streams
+    expect(num_gates in counts, f"gates: expected one or two a stream, got {num_gates}")
+    expect(numbers.is_contiguous(), "numbers: expected contiguous")
+    expect(width % num_streams == 0, f"streams: expected {num_streams}, got rows of {width}")
+    y = torch.empty(num_rows, width // num_streams, dtype=streams.dtype, device=streams.device)
+    if y.numel():
+        strides, sizes = (streams.stride(0), gates.stride(0)), _of_row(y.shape[1])
+        counted = {"NUM": num_streams, "NUM_GATES": num_gates, **sizes}
+        _read[(num_rows,)](y, streams, gates, numbers, *strides, eps, offset, magnitude, **counted)
+    return y
+
+
+def write_streams(streams: Tensor, x: Tensor, gates: Tensor) -> Tensor:
+    """Add x to each stream, times its gate, in place; as `reference.write_streams`."""
+    (num_rows, width), num = streams.shape, gates.shape[1]
+    expect_tensors(
+        ("streams", streams, FLOATS, (None, None)),
+        ("x", x, (streams.dtype,), (num_rows, width // num)),
+        ("gates", gates, (torch.float32,), (num_rows, num)),
+    )
+    if streams.numel():
+        grid, sizes = _of_streams(num_rows, width, num)
+        strides = streams.stride(0), x.stride(0), gates.stride(0)
+        _write[grid](streams, x, gates, *strides, **sizes)
     return streams
 
 

@@ -143,6 +143,33 @@ def test_streams_agree(
     assert torch.equal(kernels.concatenate(parts), streams)
 
 
+@pytest.mark.parametrize(("num_streams", "size"), [(1, 5), (4, 37), (16, 300)])
+@pytest.mark.parametrize("num_kinds", [1, 2])
+def test_gated_streams_agree(
+    kernels: NativeLayerKernels, dtype: torch.dtype, num_streams: int, size: int, num_kinds: int
+) -> None:
+    streams = _random(7, 2 * num_streams * size, dtype=dtype)[:, : num_streams * size]
+    num_gates = num_kinds * num_streams
+    gates = 3 * _random(7, num_gates, dtype=torch.float32, seed=1)
+    gates[2], gates[3] = -1e4, 1e4  # whose sigmoids are 0 and 1
+    numbers = 1 + _random(2, num_gates, dtype=torch.float32, seed=2)
+    options = {"eps": 1e-3, "offset": 0.01, "magnitude": 2.0}
+    found = gates.clone()
+    read = kernels.read_streams(streams, found, numbers, num_streams, **options)
+    expected = reference.read_streams(streams, gates, numbers, num_streams, **options)
+    _assert_agrees(read, expected)
+    torch.testing.assert_close(found, gates, rtol=1e-5, atol=1e-6)
+    for row in range(7):  # whatever the batch
+        one = 3 * _random(7, num_gates, dtype=torch.float32, seed=1)[row : row + 1]
+        one = one if row not in (2, 3) else torch.full_like(one, -1e4 if row == 2 else 1e4)
+        alone = kernels.read_streams(streams[row : row + 1], one, numbers, num_streams, **options)
+        assert torch.equal(alone[0], read[row])
+        assert torch.equal(one[0], found[row])
+    expected = reference.write_streams(streams.clone(), read, gates[:, -num_streams:])
+    assert kernels.write_streams(streams, read, gates[:, -num_streams:]) is streams
+    _assert_agrees(streams, expected)
+
+
 def test_a_layer_norm_of_numbers_far_from_zero_agrees(
     kernels: NativeLayerKernels, dtype: torch.dtype
 ) -> None:

@@ -104,6 +104,22 @@ def test_streams_agree_with_the_reference(dtype: torch.dtype) -> None:
     assert_agrees(moved, TORCH.correct_streams(streams, x, factors, 2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_gates", [3, 6])
+def test_gated_streams_agree_with_the_reference(dtype: torch.dtype, num_gates: int) -> None:
+    streams, numbers = _random(5, 3 * 1100, dtype=dtype), _random(2, num_gates, dtype=torch.float32)
+    gates = _random(5, num_gates, dtype=torch.float32, seed=1)
+    moved, found = streams.to(DEVICE, copy=True), gates.to(DEVICE, copy=True)
+    options = {"eps": 1e-3, "offset": 0.01, "magnitude": 2.0}
+    read = KERNELS.read_streams(moved, found, numbers.to(DEVICE), 3, **options)
+    expected = TORCH.read_streams(streams, gates, numbers, 3, **options)
+    assert_agrees(read, expected)
+    assert_agrees(found, gates)
+    written = KERNELS.write_streams(moved, expected.to(DEVICE), found[:, -3:])
+    assert written is moved
+    assert_agrees(moved, TORCH.write_streams(streams, expected, gates[:, -3:]))
+
+
 def test_far_from_zero_an_activation_stays_finite() -> None:
     gate_up = torch.tensor([[-1e4, 1e4, 2.0, 2.0]])
     for activation in ACTIVATIONS:

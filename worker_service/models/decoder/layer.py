@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from pagewire_kernels.select import Kernels
 from worker_service.models.decoder.altup import AltUp
+from worker_service.models.decoder.hyper import HyperConnection
 from worker_service.models.decoder.per_layer import LayerScalar, PerLayerGate
 from worker_service.models.decoder.specs import LayerSpec, Mixer, NormPlace
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -63,6 +64,13 @@ class DecoderLayer(NativeLayer):
         self.altup: AltUp | None = None
         if spec.altup is not None:
             self.altup = AltUp(spec.altup, size, context, kernels.layers)
+        self.attention_streams: HyperConnection | None = None
+        self.feed_forward_streams: HyperConnection | None = None
+        if spec.hyper_connections is not None:
+            self.attention_streams, self.feed_forward_streams = (
+                HyperConnection(spec.hyper_connections, size, context, kernels.layers)
+                for _ in range(2)
+            )
         self.second: DecoderLayer | None = None
         if spec.second is not None:
             self.second = DecoderLayer(spec.second, size, context, kernels, rotary)
@@ -78,6 +86,8 @@ class DecoderLayer(NativeLayer):
     ) -> tuple[Tensor, Tensor | None]:
         if self.altup is not None:
             return self._alternate(self.altup, residual, inputs), None
+        if self.attention_streams is not None:
+            return self._run_on_streams(self.attention_streams, residual, inputs), None
         if self.attention is None or self.feed_forward is None:
             return residual, self._part(residual, x, inputs)
         if self._spec.norm_place is NormPlace.AFTER_SUM:
@@ -109,6 +119,23 @@ class DecoderLayer(NativeLayer):
         x = self._kernels.add(joined, self._output(x, self.feed_forward_output_norm))
         gating = altup.correct(streams, x)
         altup.add_to_others(streams, self.per_layer(gating, inputs.embedding))
+        return streams
+
+    def _run_on_streams(
+        self, connection: HyperConnection, streams: Tensor, inputs: LayerInputs
+    ) -> Tensor:
+        """Run a layer that reads and writes several streams, [num_tokens, num_streams * size],
+        which are overwritten and returned. connection: that of attention."""
+        assert self.attention is not None, "the layer has both parts"
+        assert self.feed_forward is not None, "as above"
+        assert self.feed_forward_streams is not None, "as above"
+        x, gates = connection.read(streams)
+        x = self.attention(self._normed(self.attention_norm, x, None), inputs)
+        connection.write(streams, self._output(x, self.attention_output_norm), gates)
+        x, gates = self.feed_forward_streams.read(streams)
+        x = self.feed_forward(self._normed(self.feed_forward_norm, x, None))
+        x = self._output(x, self.feed_forward_output_norm)
+        self.feed_forward_streams.write(streams, x, gates)
         return streams
 
     def _run_both(

@@ -11,6 +11,7 @@ from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.errors import InvalidOption
 from worker_service.models.decoder.altup import Streams
+from worker_service.models.decoder.hyper import HyperStreams
 from worker_service.models.decoder.inputs import InputParts
 from worker_service.models.decoder.layer import DecoderLayer
 from worker_service.models.decoder.names import KV_SCALE_NAMES, canonical_name, unused_names
@@ -76,10 +77,14 @@ class DecoderModel(NativeModel):
                     shared=shared,
                 )
             )
-        self.streams: Streams | None = None
+        self.streams: Streams | HyperStreams | None = None
         if s.altup is not None:
             self.streams = Streams(s.altup, s.hidden_size, context, kernels.layers)
             self._received_width *= s.altup.num_streams
+        if s.hyper_connections is not None:
+            spec = s.hyper_connections
+            self.streams = HyperStreams(spec, s.hidden_size, context, kernels.layers)
+            self._received_width *= spec.num_streams
         self.layer_embeddings: LayerEmbeddings | KeptEmbedding | None = None
         if s.keeps_embedding:
             self.layer_embeddings = KeptEmbedding(s.hidden_size, context, kernels)

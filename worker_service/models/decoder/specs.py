@@ -14,6 +14,7 @@ from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 from worker_service.models.decoder.altup import AltUpSpec
+from worker_service.models.decoder.hyper import HyperConnectionsSpec
 from worker_service.models.decoder.per_layer import PerLayerSpec
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import LayerKV, LayerState
@@ -129,6 +130,10 @@ class LayerSpec:
     """The streams of which the residual stream consists, if there are several. The layer has norms
     around both parts, and an embedding of its own."""
 
+    hyper_connections: HyperConnectionsSpec | None = None
+    """The streams of which the residual stream consists, if parts read weighted sums of them. The
+    layer has norms before both parts, and behind them if it has any there."""
+
     second: "LayerSpec | None" = None
     """A layer behind this one that is part of it, whose names are among `names`."""
 
@@ -216,6 +221,9 @@ class DecoderSettings(ModelSettings):
     """The embeddings that layers have of their own, if they have some."""
 
     altup: AltUpSpec | None = None
+    """See `LayerSpec`."""
+
+    hyper_connections: HyperConnectionsSpec | None = None
     """See `LayerSpec`."""
 
     keeps_embedding: bool = False

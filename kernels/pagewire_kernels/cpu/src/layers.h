@@ -61,6 +61,25 @@ struct StreamsTask : Task {
   int64_t active;
 };
 
+// Gates are sigmoids of products with a row of all streams, divided by its root mean square. A row is
+// the sum of the streams times their gates, and is added to them times further ones.
+struct GatedStreamsTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, num_streams * size], which is read; or what is added, [*num_rows, size]
+  int64_t x_stride;
+  float* gates;  // [*num_rows, num_gates]: products, which are overwritten by gates; or [.., num_streams]
+  int64_t gates_stride;
+  void* y;  // [*num_rows, size]; or the streams, to which rows are added
+  int64_t y_stride;
+  const float* numbers;  // [2, num_gates]: factors of products, then what is added to them; or null
+  int64_t num_gates;     // num_streams of what is read, and as many of what is added, or none
+  int64_t num_streams;
+  int64_t size;
+  float eps;        // added to the mean square
+  float offset;     // added to gates
+  float magnitude;  // the factor of gates of what is added
+};
+
 struct RotateTask : Task {
   const Batch* batch;
   void* query;       // [num_rows, num_heads, head_dim], rotated in place

@@ -170,6 +170,59 @@ void correct_streams(StreamsTask& task) {
   });
 }
 
+// gates = sigmoid(factors * products / rms(x) + biases); y = sum over p of gates[p] * x_p
+template <class Number>
+void read_streams(GatedStreamsTask& task) {
+  const int64_t count = task.num_streams, width = count * task.size;
+  const Floats one = broadcast(1.0f);
+  for_each_row(task, *task.num_rows, width, [&](int64_t row) {
+    const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+    float* gates = task.gates + row * task.gates_stride;
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+    const float mean_square = sum_of_squares(x, width) / static_cast<float>(width);
+    const Floats inverse = broadcast(1.0f / square_root(mean_square + task.eps));
+    float found[2 * kMaxStreams + kLanes];
+    for (int64_t i = 0; i < task.num_gates; i += kLanes) {
+      const int64_t left = task.num_gates - i;
+      const Floats normed = multiply(load_some(gates + i, left), inverse);
+      const Floats scaled = multiply(normed, load_some(task.numbers + i, left));
+      const Floats z = add(scaled, load_some(task.numbers + task.num_gates + i, left));
+      store_floats(found + i, divide(one, add(one, exp_of_negative(z))));
+    }
+    for (int64_t i = 0; i < task.num_gates; ++i) {
+      const float magnitude = i < count ? 1.0f : task.magnitude;
+      gates[i] = magnitude * found[i] + task.offset;
+    }
+    for (int64_t i = 0; i < task.size; i += kLanes) {
+      const int64_t left = task.size - i;
+      Floats sum = zeros();
+      for (int64_t source = 0; source < count; ++source) {
+        sum = multiply_add(load_some(x + source * task.size + i, left), broadcast(gates[source]), sum);
+      }
+      store_some(y + i, sum, left);
+    }
+  });
+}
+
+// y_q += gates[q] * x
+template <class Number>
+void write_streams(GatedStreamsTask& task) {
+  const int64_t count = task.num_streams;
+  for_each_row(task, *task.num_rows, count * task.size, [&](int64_t row) {
+    const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+    const float* gates = task.gates + row * task.gates_stride;
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+    for (int64_t i = 0; i < task.size; i += kLanes) {
+      const int64_t left = task.size - i;
+      const Floats added = load_some(x + i, left);
+      for (int64_t target = 0; target < count; ++target) {
+        Number* at = y + target * task.size + i;
+        store_some(at, multiply_add(broadcast(gates[target]), added, load_some(at, left)), left);
+      }
+    }
+  });
+}
+
 }  // namespace
 }  // namespace pagewire
 
@@ -187,3 +240,7 @@ PAGEWIRE_KERNEL pw_mix_streams_float32(StreamsTask* task) { mix_streams<float>(*
 PAGEWIRE_KERNEL pw_mix_streams_bfloat16(StreamsTask* task) { mix_streams<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_correct_streams_float32(StreamsTask* task) { correct_streams<float>(*task); }
 PAGEWIRE_KERNEL pw_correct_streams_bfloat16(StreamsTask* task) { correct_streams<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_read_streams_float32(GatedStreamsTask* task) { read_streams<float>(*task); }
+PAGEWIRE_KERNEL pw_read_streams_bfloat16(GatedStreamsTask* task) { read_streams<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_write_streams_float32(GatedStreamsTask* task) { write_streams<float>(*task); }
+PAGEWIRE_KERNEL pw_write_streams_bfloat16(GatedStreamsTask* task) { write_streams<BFloat16>(*task); }
