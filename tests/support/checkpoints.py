@@ -480,6 +480,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             llama_4_scaling_beta=0.5,
         ),
     },
+    "hy_v4": {
+        **_LATENT,
+        **_SCORED_MOE,
+        **_INDEXER,
+        "num_hidden_layers": 3,
+        "hc_mult": 3,
+        "hc_magnitude": 1.5,
+        "hc_eps": 1e-3,
+        "learnable_sink_init": 1.5,
+        "swiglu_limit": 2.0,
+    },
     "longcat_flash": {
         **_LATENT,
         "kv_lora_rank": 128,

@@ -46,6 +46,23 @@ def test_longcat_flash_has_no_weights_of_zero_experts_but_a_layer_that_predicts_
         load(path)
 
 
+def test_hunyuan_4_has_names_of_its_own_and_layers_that_predict_tokens(tmp_path: Path) -> None:
+    path = copy_checkpoint("hy_v4", tmp_path)
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        stored = re.compile(r"(.*)\.hc_pre\.(hc_(?:attn|mlp)_layer)(.*)")
+        for name in [*tensors]:
+            if match := stored.fullmatch(name):  # as `transformers` writes it
+                tensors["{}.{}.hc_pre{}".format(*match.groups())] = tensors.pop(name)
+            elif ".mlp.linear_gate." in name:
+                tensors[name.replace(".linear_gate.", ".gate_proj.")] = tensors.pop(name)
+        tensors["model.mtp_layers.0.eh_proj.weight"] = torch.ones(64, 128)
+
+    edit_tensors(path, edit)
+    edit_config(path, head_dim=256, num_key_value_heads=1)  # of which neither has that many
+    assert_same(path, checkpoint("hy_v4"))
+
+
 @pytest.mark.parametrize("theta", [None, 10000.0])
 def test_olmo_hybrid_has_convolutions_of_each_part(theta: float | None, tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": theta}

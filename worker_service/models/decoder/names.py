@@ -20,6 +20,7 @@ per_layer_model_projection
 per_layer_projection_norm
 altup_projections
 altup_unembed_projections
+hc_head
 """
 """Names of the modules of a model, which are the canonical ones after `model.`, and of the same
 modules in other families."""
@@ -30,11 +31,18 @@ _CANONICAL = {
 _DENSE_MLP = re.compile(r"\.block_sparse_moe\.(?=(?:gate|up|down)_proj\.)")
 """The module of an MLP in place of experts, as transformers writes Kimi Linear."""
 
-_NORMS = (
+_RENAMED = (
     (".attention_layer_norm.", ".input_layernorm."),
     (".feedforward_layer_norm.", ".post_attention_layernorm."),
+    (".hc_pre.hc_", ".hc_"),
+    (".hc_attn_layer.hc_", ".attn_hc."),
+    (".hc_mlp_layer.hc_", ".ffn_hc."),
+    (".hc_head.hc_head_", ".hc_head.hc_"),
+    (".learnable_sink_param", ".sinks"),
+    (".linear_gate.", ".gate_proj."),
 )
-"""Names of OLMo Hybrid's norms, which transformers also writes in place of others."""
+"""Names of OLMo Hybrid's norms, which transformers also writes in place of others, and Hunyuan
+4's."""
 
 _MODULE = re.compile(r"(?:(?:model|transformer|gpt_neox|backbone)\.)?(?:decoder\.)?(\w+)(\..+)")
 
@@ -42,7 +50,7 @@ _MODULE = re.compile(r"(?:(?:model|transformer|gpt_neox|backbone)\.)?(?:decoder\
 def canonical_name(name: str) -> str:
     """Llama's name, whether or not the checkpoint has an LM head, whose names have a prefix."""
     name = _DENSE_MLP.sub(".mlp.", name)
-    for stored, usual in _NORMS:
+    for stored, usual in _RENAMED:
         name = name.replace(stored, usual)
     match = _MODULE.fullmatch(name)
     if match is not None and match[1] == "embed_out":

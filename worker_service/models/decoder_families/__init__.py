@@ -36,6 +36,7 @@ from worker_service.models.decoder_families.hunyuan import (
     hunyuan_dense_settings,
     hunyuan_moe_settings,
 )
+from worker_service.models.decoder_families.hy_v4 import hy_v4_settings
 from worker_service.models.decoder_families.hybrids import (
     bamba_settings,
     falcon_h1_settings,
@@ -152,6 +153,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "SolarOpenForCausalLM": solar_open_settings,
     "ExaoneMoeForCausalLM": exaone_moe_settings,
     "HYV3ForCausalLM": hy_v3_settings,
+    "HYV4ForCausalLM": hy_v4_settings,
     "AfmoeForCausalLM": afmoe_settings,
     "Kolibri1ForCausalLM": kolibri1_settings,
     "MellumForCausalLM": mellum_settings,

@@ -20,6 +20,7 @@ from worker_service.models.kv_cache_spec import LayerKV
 from worker_service.models.layers.norms import RMSNorm
 from worker_service.models.layers.paged_attention import PagedAttention
 from worker_service.models.layers.rotary import RotarySettings, halves_order
+from worker_service.models.layers.vector import Vector
 from worker_service.models.linear.additions import LinearPart
 from worker_service.models.linear.heads import HeadsProduct
 from worker_service.models.linear.linear import Linear, RowParallelLinear
@@ -34,8 +35,8 @@ class LatentAttentionSpec:
     """Latent attention over the paged cache. Implements `decoder.MixerSpec`.
 
     Attributes of `LatentAttention` with tensors, for `LayerSpec.names`: `inputs` (queries, or their
-    latents, then latents with the end of keys), `latent_norm`, `expansion`, `output`, and with
-    latents of queries `query_norm` and `query`.
+    latents, then latents with the end of keys, then gates, if there are any), `latent_norm`,
+    `expansion`, `output`, with latents of queries `query_norm` and `query`, and `sinks`.
     """
 
     num_heads: int
@@ -67,6 +68,13 @@ class LatentAttentionSpec:
 
     has_pairs: bool = True
     """As `AttentionSpec.has_pairs`."""
+
+    has_sinks: bool = False
+    """As `AttentionSpec.has_sinks`."""
+
+    gates_output: bool = False
+    """Whether the output is multiplied by the sigmoid of a product of the row, whose weight follows
+    those of `inputs`. There are then no biases."""
 
     window: None = None
     """Tokens see all before them."""
@@ -102,12 +110,14 @@ class LatentAttention(nn.Module):
         queries = heads.times(head_dim)
         is_direct = s.query_latent_dim is None
         first = queries if s.query_latent_dim is None else Shard.full(s.query_latent_dim)
+        gates = [heads.times(s.value_dim)] if s.gates_output else []
+        assert not gates or not s.bias, "gates have no biases"
         self.inputs = Linear(
             Shard.full(place.inputs),
-            [first, latents],
+            [first, latents, *gates],
             bias=s.bias,
             context=context,
-            orders=[query_order if is_direct else None, latent_order],
+            orders=[query_order if is_direct else None, latent_order, *(None for _ in gates)],
         )
         self.query_norm: RMSNorm | None = None
         self.query: Linear | None = None
@@ -121,9 +131,11 @@ class LatentAttention(nn.Module):
         self.output = RowParallelLinear(
             heads.times(s.value_dim), place.size, bias=s.bias, context=context
         )
-        self.paged = PagedAttention(kernels.attention, scale=s.scale)
+        self.sinks = Vector(heads, context) if s.has_sinks else None
+        sinks = None if self.sinks is None else self.sinks.numbers
+        self.paged = PagedAttention(kernels.attention, scale=s.scale, sinks=sinks)
         self._spec, self._rotary, self._kernels = s, rotary, kernels.layers
-        self._parts = first.size, latents.size
+        self._parts = first.size, latents.size, sum(shard.size for shard in gates)
         self._scales: tuple[Tensor, Tensor] | None = None
         self._scaled_size = math.gcd(head_dim, _MAX_SCALED)
         if rotary.scales_queries:
@@ -132,16 +144,27 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
-        query, paged = self.write_kv(x, inputs), self.paged
+        query, latents, gates = self._project(x)
+        query, paged = self._write(query, latents, inputs), self.paged
         paged.value_scale = paged.key_scale  # values are keys
         attended = paged.attend(query, inputs.caches, inputs.metadata).view(query.shape)
-        values = self.expansion.values(attended[:, :, : self._spec.latent_dim])
-        return self.output(values.flatten(1))
+        values = self.expansion.values(attended[:, :, : self._spec.latent_dim]).flatten(1)
+        if gates.shape[1]:
+            values = self._kernels.multiply_sigmoid(values, gates)
+        return self.output(values)
 
     def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Write the latents of rows to the layer's cache. Returns the queries of latents."""
+        query, latents, _ = self._project(x)
+        return self._write(query, latents, inputs)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, or their latents, latents with the end of keys, and gates, of which there may be
+        none: [num_tokens, columns] each."""
+        return self.inputs(x).split_with_sizes(self._parts, 1)
+
+    def _write(self, query: Tensor, latents: Tensor, inputs: LayerInputs) -> Tensor:
         s = self._spec
-        query, latents = self.inputs(x).split_with_sizes(self._parts, 1)
         if self.query is not None and self.query_norm is not None:
             query = self.query(self.query_norm(query))
         if self._scales is not None:

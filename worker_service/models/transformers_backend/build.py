@@ -55,6 +55,8 @@ _LAYER_TYPE_NAMES = {
     "conv": "convolution layers",
     "indexed_attention": "sparse attention, whose tokens an indexer chooses",
     "minimax_m3_sparse": "sparse attention, whose blocks an indexer chooses",
+    "compressed_sparse_attention": "sparse attention over compressed keys and values",
+    "heavily_compressed_attention": "attention over compressed keys and values",
 }
 
 
