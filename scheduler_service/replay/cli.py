@@ -27,7 +27,9 @@ def replay(
     logging.disable(logging.CRITICAL)  # the core logs again what it logged when it was recorded
     try:
         replay_exactly(Console(highlight=False, soft_wrap=True), RecordingReader(file))
-    except (BadRecording, OSError, ValueError) as error:
+    except OSError as error:
+        exit_with(f"{file}: {error.strerror or error}", EXIT_BAD_CONFIG)
+    except (BadRecording, ValueError) as error:
         exit_with(error, EXIT_BAD_CONFIG)
 
 

@@ -97,7 +97,7 @@ def test_files_that_cannot_be_read_or_made_end_with_exit_code_2(tmp_path: Path) 
     assert f"error: {tmp_path}/bad, line 1: not a recording" in shown.stderr
     shown = replay(str(tmp_path / "none"))
     assert shown.returncode == 2
-    assert "No such file" in shown.stderr
+    assert f"error: {tmp_path}/none: No such file" in shown.stderr
     listen = ["--listen", f"unix:{tmp_path}/core.sock"]
     command = ["scheduler_service", "scheduler", *listen, "--record", f"{tmp_path}/none/trace"]
     shown = run(command)
