@@ -242,7 +242,8 @@ def _given_params(params: T | None, options: Mapping[str, Any], kind: type) -> T
     for name in options:
         if name not in kind.__annotations__:
             known = kind.__annotations__ if name in _KEYWORDS else _KEYWORDS
-            (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
+            begins = [word for word in known if name.startswith(f"{word}_")]  # vLLM's lora_request
+            nearest, *_ = begins or difflib.get_close_matches(name, known, n=1, cutoff=0)
             raise TypeError(f"unknown argument {name!r}; the nearest known one is {nearest!r}")
     sampling: Any = {
         name: value for name, value in options.items() if name in SamplingOptions.__annotations__

@@ -193,7 +193,10 @@ def message_of(kind: Callable[..., M], values: Mapping[str, Any]) -> M:
         try:
             message.MergeFrom(kind(**{name: value}))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{name} cannot be {value!r}: {error}") from None
+            field = message.DESCRIPTOR.fields_by_name[name]
+            is_text = field.type == field.TYPE_STRING and not field.is_repeated
+            why = "expected a text" if is_text and not isinstance(value, str) else error
+            raise ValueError(f"{name} cannot be {value!r}: {why}") from None
     return message
 
 

@@ -184,6 +184,8 @@ def test_arguments_of_other_methods_are_refused(client: Any) -> None:
             client.generate("Hi", **{name: 1})
     with pytest.raises(TypeError, match=r"unknown argument 'request_id'"):
         client.generate_many(["Hi"], request_id="mine")
+    with pytest.raises(TypeError, match=r"unknown argument 'lora_request'; .* 'lora'"):
+        client.generate("Hello", lora_request=None)
     with pytest.raises(TypeError, match=r"unknown argument 'tool'; .* 'tools'"):
         client.chat(CHAT, tool=[])
 

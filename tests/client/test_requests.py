@@ -181,6 +181,12 @@ def test_an_option_that_no_message_can_hold_is_named(name: str, value: Any) -> N
         generate_requests(["Hi"], **options)
 
 
+def test_a_list_for_a_text_is_refused_in_words() -> None:
+    wrong: Any = ["x", "y"]
+    with pytest.raises(ValueError, match=r"lora cannot be \['x', 'y'\]: expected a text$"):
+        generate_requests(["a", "b"], lora=wrong)
+
+
 def test_priority_is_that_of_all_prompts_or_one_for_each() -> None:
     def sent(priority: Any) -> list[int]:
         return [request.priority for request in generate_requests(["a", "b"], priority=priority)]
