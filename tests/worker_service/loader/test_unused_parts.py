@@ -458,6 +458,18 @@ def test_keys_of_another_part_do_not_matter(tmp_path: Path) -> None:
     assert load(path).model.max_model_len == text["max_position_embeddings"]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"tie_word_embeddings": True}, {"output_vocab_size": VOCAB_SIZE + 21}]
+)
+def test_a_head_of_other_tokens_than_the_first_of_the_embedding_is_refused(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    path = copy_checkpoint("apertus1p5", tmp_path)
+    edit_config(path, **changes)
+    with pytest.raises(UnsupportedModel, match="output_vocab_size: expected 320, or fewer"):
+        load(path)
+
+
 def test_the_text_model_of_apertus_is_served(tmp_path: Path) -> None:
     """The last tokens of its embedding are those of images and sounds."""
     path = copy_checkpoint("apertus1p5", tmp_path)

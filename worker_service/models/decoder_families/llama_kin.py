@@ -4,6 +4,7 @@ streams, tensors that hold several weights."""
 from dataclasses import replace
 from typing import Any
 
+from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, NormPlace
 from worker_service.models.decoder_families.common import (
     FULL,
@@ -378,5 +379,8 @@ def apertus_settings(config: Config) -> DecoderSettings:
     if head_size == vocab_size:
         return decoder_of(config, layers, norm)
     if not 0 < head_size < vocab_size or config.get("tie_word_embeddings"):
-        raise NotNative("output_vocab_size with tied embeddings, or beyond vocab_size")
+        raise UnsupportedModel(
+            f"config.json: output_vocab_size: expected {vocab_size}, or fewer with an LM head that"
+            f" is not tied to the embedding, got {head_size}"
+        )
     return decoder_of(config, layers, norm, vocab_size=head_size, num_embeddings=vocab_size)
