@@ -2,6 +2,7 @@
 
 import json
 import struct
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -465,6 +466,25 @@ def test_frequency_factors_of_llama_3_are_recognised(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight: expected the 32 factors"):
         load(file)
+
+
+def test_a_size_of_heads_that_a_file_makes_up_takes_no_memory(tmp_path: Path) -> None:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        for add in (
+            writer.add_key_length,
+            writer.add_value_length,
+            writer.add_rope_dimension_count,
+        ):
+            add(1 << 24)
+        writer.add_tensor("rope_freqs.weight", np.ones(32, np.float32))
+
+    file, _ = make_gguf("llama", "F16", tmp_path, metadata=metadata)
+    tracemalloc.start()
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight: expected the 8388608 factors"):
+        gguf_config(file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 24
 
 
 def _header(*, tensors: int = 0, keys: int = 0, rest: bytes = b"") -> bytes:

@@ -57,13 +57,13 @@ def _llama3(meta: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
     of Llama 4, which interpolates between no wavelengths."""
     stored = meta.tensors[ROPE_FREQUENCIES].stored_values().float().numpy()
     factor = float(stored.max())
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, 2 * len(stored), 2) / head_dim)
     cycles = _LLAMA3["original_max_position_embeddings"] / wavelengths
     high = 1.0 if meta.architecture.name == "llama4" else 4.0
     smooth = (cycles - 1.0) / (high - 1.0) if high > 1.0 else np.float64(cycles > 1.0)
     smooth = smooth.clip(0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
+    if len(stored) != head_dim // 2 or not np.allclose(stored, expected, rtol=1e-4):
         raise UnsupportedModel(
             f"{meta.path}: {ROPE_FREQUENCIES}: expected the {head_dim // 2} factors of Llama"
             f" {3 if high > 1.0 else 4} (original_max_position_embeddings 8192, low_freq_factor"
