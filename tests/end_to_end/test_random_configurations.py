@@ -265,6 +265,11 @@ def test_layers_of_two_attentions_compute_as_in_an_undisturbed_run(number: int) 
     assert compare_runs(number, family="longcat_flash")["steps"] > 0
 
 
+@pytest.mark.parametrize("number", range(2, NUM_QUICK, 4))
+def test_several_residual_streams_are_those_of_an_undisturbed_run(number: int) -> None:
+    assert compare_runs(number, family="hy_v4")["steps"] > 0
+
+
 def compare_tokens(got: Received, wanted: Received) -> None:
     """The device's sampler rounds log probabilities in another way."""
     for ours, theirs in zip(got.choices, wanted.choices, strict=True):
@@ -459,6 +464,13 @@ def test_states_of_more_are_those_of_an_undisturbed_run_with_and_without_drafts(
 def test_more_layers_of_two_attentions_compute_so_with_and_without_drafts(number: int) -> None:
     assert compare_runs(number, family="longcat_flash")["steps"] > 0
     assert speculation(number, family="longcat_flash")["steps"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", LONG[:48])
+def test_more_residual_streams_are_so_with_and_without_drafts(number: int) -> None:
+    assert compare_runs(number, family="hy_v4")["steps"] > 0
+    assert speculation(number, family="hy_v4")["steps"] > 0
 
 
 @pytest.mark.long

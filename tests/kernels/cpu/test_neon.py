@@ -224,6 +224,12 @@ def _activate(name: str, kernels: NativeLayerKernels, x: Tensor) -> Tensor:
     return kernels.act_and_mul(x, name)
 
 
+def _read_streams(kernels: NativeLayerKernels, x: Tensor) -> Tensor:
+    gates, numbers = x[:, :4].float().clone(), x[:2, 4:8].float().contiguous()
+    numbers_of = {"eps": 1e-6, "offset": 0.01, "magnitude": 2.0}
+    return torch.cat([kernels.read_streams(x, gates, numbers, 2, **numbers_of).float(), gates], 1)
+
+
 Layer = Callable[[NativeLayerKernels, Tensor], Tensor]
 LAYERS: dict[str, Layer] = {
     "embed": lambda kernels, x: kernels.embed(x, torch.tensor([2, 0, 9])),
@@ -242,6 +248,10 @@ LAYERS: dict[str, Layer] = {
     "mix_streams": lambda kernels, x: kernels.mix_streams(x, x[:, :4].contiguous()),
     "correct_streams": lambda kernels, x: kernels.correct_streams(
         x.clone(), x[:, :19], x[:, :2].contiguous(), 1
+    ),
+    "read_streams": _read_streams,
+    "write_streams": lambda kernels, x: kernels.write_streams(
+        x.clone(), x[:, :19], x[:, :2].float()
     ),
     **{name: partial(_activate, name) for name in reference.ACTIVATIONS},
 }

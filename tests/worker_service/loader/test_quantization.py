@@ -105,8 +105,8 @@ def _round(model: Any, quantization: str) -> None:
     for name, module in model.named_modules():
         for part in ("gate_up_proj", "down_proj"):
             if isinstance(experts := getattr(module, part, None), nn.Parameter):
-                is_longcat = type(module).__name__ == "LongcatFlashExperts"
-                is_transposed = getattr(module, "is_transposed", not is_longcat)
+                has_rows = type(module).__name__ in ("LongcatFlashExperts", "HYV4Experts")
+                is_transposed = getattr(module, "is_transposed", not has_rows)
                 for expert in experts.data.mT if is_transposed else experts.data:
                     expert.copy_(quantize(expert, quantization).dequantize())
         is_linear = isinstance(module, (nn.Linear, Conv1D))
@@ -134,6 +134,7 @@ def _round(model: Any, quantization: str) -> None:
                     "gpt_neox",
                     "deepseek_v3",
                     "longcat_flash",
+                    "hy_v4",
                 ),
                 *EXPERTS,
                 *THROUGH_TRANSFORMERS,
@@ -149,6 +150,7 @@ def test_logits_are_those_of_the_rounded_weights(
     sizes = {
         "gpt_oss": {"head_dim": 32},
         "deepseek_v3": {"head_dim": 8},
+        "hy_v4": {"head_dim": 8},
         "longcat_flash": {"head_dim": 8, "expert_ffn_hidden_size": 32},
         "gemma3n": {"hidden_size_per_layer_input": 32, "laurel_rank": 32},
         "gemma4_shared": {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300},
