@@ -1,16 +1,22 @@
 """What ranks exchange within a stage."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.gloo_ranks import GlooRendezvous, RankProcess, SymmetricRendezvous
+from tests.support.gloo_ranks import (
+    GlooMeeting,
+    GlooRendezvous,
+    RankProcess,
+    SymmetricRendezvous,
+)
 from tests.support.runners import EagerRecorder
 from tools.launch import free_port
 from worker_service.address import TcpAddress
@@ -112,23 +118,33 @@ def test_memory_of_nccl_is_estimated_then_measured_and_counted_only_until_it_is_
     assert Communicator(Layout()).bytes_to_allocate(gpu) == 0
 
 
-class InterruptedRendezvous(GlooRendezvous):
+class InterruptedMeeting(GlooMeeting):
     """Another thread ends the epoch while the groups are made."""
+
+    def __init__(self, interrupt: Callable[[], None], *given: Any) -> None:
+        super().__init__(*given)
+        self._interrupt = interrupt
+
+    def process_group(self, name: str, ranks: Sequence[int]) -> Any:
+        self._interrupt()
+        return super().process_group(name, ranks)
+
+
+class InterruptedRendezvous(GlooRendezvous):
+    """Where they meet."""
 
     def __init__(self, address: TcpAddress, communicator: Communicator) -> None:
         super().__init__(address, communicator.layout)
         self._communicator = communicator
 
     def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
-        meeting = super().meet(epoch, cancelled)
-        make = meeting.process_group
-
-        def process_group(name: str, ranks: Sequence[int]) -> Any:
-            self._communicator.interrupt(epoch)
-            return make(name, ranks)
-
-        meeting.process_group = process_group  # type: ignore[method-assign]
-        return meeting
+        return InterruptedMeeting(
+            partial(self._communicator.interrupt, epoch),
+            self._store(f"epoch-{epoch}"),
+            self._layout,
+            "127.0.0.1",
+            cancelled,
+        )
 
 
 def test_an_epoch_that_ends_while_its_groups_are_made_sends_nothing() -> None:
