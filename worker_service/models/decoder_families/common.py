@@ -162,14 +162,16 @@ def gated_mlp(config: Config, **others: Any) -> MLPSpec:
     return MLPSpec(**fields | others)
 
 
-def layer_types(config: Config, default: Sequence[str]) -> list[str]:
+def layer_types(
+    config: Config, default: Sequence[str], allowed: Sequence[str] = (SLIDING, FULL)
+) -> list[str]:
     """The type of each layer. Raises UnsupportedModel for other types, or another number."""
-    num_layers = config["num_hidden_layers"]
+    num_layers, (*others, last) = config["num_hidden_layers"], allowed
     kinds = list(config.get("layer_types") or default)
-    if len(kinds) != num_layers or not set(kinds) <= {SLIDING, FULL}:
+    if len(kinds) != num_layers or not set(kinds) <= {*allowed}:
         raise UnsupportedModel(
-            f"config.json: layer_types: expected {SLIDING} or {FULL} for each of {num_layers}"
-            f" layers, got {', '.join(map(str, kinds))}"
+            f"config.json: layer_types: expected {', '.join(others)} or {last} for each of"
+            f" {num_layers} layers, got {', '.join(map(str, kinds))}"
         )
     return kinds
 

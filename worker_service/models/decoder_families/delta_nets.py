@@ -2,7 +2,6 @@
 and Qwen3.5, dense and with experts, are Qwen3 with gated attention, and have a module of their own
 that drafts tokens. OLMo Hybrid has OLMo 2's layers."""
 
-from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder.specs import (
     DecoderSettings,
     FeedForwardSpec,
@@ -19,6 +18,7 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     gated_mlp,
     head_dim_of,
+    layer_types,
     require,
     rotary_of,
     routing,
@@ -215,10 +215,4 @@ def _kinds(config: Config) -> list[str]:
     """The type of each layer."""
     num_layers, period = config["num_hidden_layers"], config.get("full_attention_interval", 4)
     default = [_LINEAR if layer % period else FULL for layer in range(1, num_layers + 1)]
-    kinds = list(config.get("layer_types") or default)
-    if len(kinds) != num_layers or not set(kinds) <= {FULL, _LINEAR}:
-        raise UnsupportedModel(
-            f"config.json: layer_types: expected {FULL} or {_LINEAR} for each of {num_layers}"
-            f" layers, got {', '.join(map(str, kinds))}"
-        )
-    return kinds
+    return layer_types(config, default, (FULL, _LINEAR))

@@ -1,7 +1,6 @@
 """Lara 4 Mini: layers with a gated delta net, layers with windows, and layers with full attention,
 which have no RoPE; Qwen3's norms of heads, and experts in all layers."""
 
-from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
@@ -10,6 +9,7 @@ from worker_service.models.decoder_families.common import (
     attention_of,
     by_lines,
     decoder_of,
+    layer_types,
     require,
     rotary_of,
     routing,
@@ -86,6 +86,7 @@ def lara_mini_settings(config: Config) -> DecoderSettings:
         )
         for kind in (SLIDING, FULL)
     }
+    default = [_PATTERN[layer % len(_PATTERN)] for layer in range(config["num_hidden_layers"])]
     layers = [
         LayerSpec(
             attention=delta_net if kind == _LINEAR else attentions[kind],
@@ -93,19 +94,6 @@ def lara_mini_settings(config: Config) -> DecoderSettings:
             norm=norm,
             names=_DELTA_NAMES if kind == _LINEAR else _ATTENTION_NAMES,
         )
-        for kind in _kinds(config)
+        for kind in layer_types(config, default, (_LINEAR, SLIDING, FULL))
     ]
     return decoder_of(config, layers, norm, max_model_len=rotary.max_model_len())
-
-
-def _kinds(config: Config) -> list[str]:
-    """The type of each layer."""
-    num_layers = config["num_hidden_layers"]
-    default = [_PATTERN[layer % len(_PATTERN)] for layer in range(num_layers)]
-    kinds = list(config.get("layer_types") or default)
-    if len(kinds) != num_layers or not set(kinds) <= set(_PATTERN):
-        raise UnsupportedModel(
-            f"config.json: layer_types: expected {_LINEAR}, {SLIDING} or {FULL} for each of"
-            f" {num_layers} layers, got {', '.join(map(str, kinds))}"
-        )
-    return kinds

@@ -4,7 +4,6 @@ has norms around each part, windows, and a gate for each head of attention."""
 
 from collections.abc import Sequence
 
-from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder.specs import (
     DecoderSettings,
     FeedForwardSpec,
@@ -22,6 +21,7 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     gated_mlp,
     head_dim_of,
+    layer_types,
     rotaries_by_type,
     rotary_of,
     routing,
@@ -90,7 +90,7 @@ def lfm2_settings(config: Config) -> DecoderSettings:
     with_attention = range(num_layers) if full is None else full
     default = [FULL if i in with_attention else _CONVOLUTION for i in range(num_layers)]
     mlp = MLPSpec(inner_size=_inner_size(config), activation="silu")
-    return _decoder(config, list(config.get("layer_types") or default), [mlp] * num_layers)
+    return _decoder(config, default, [mlp] * num_layers)
 
 
 def lfm2_moe_settings(config: Config) -> DecoderSettings:
@@ -112,7 +112,7 @@ def lfm2_moe_settings(config: Config) -> DecoderSettings:
     )
     dense = MLPSpec(inner_size=config.get("intermediate_size", 7168), activation="silu")
     parts = [dense if i < num_dense else experts for i in range(num_layers)]
-    return _decoder(config, list(config["layer_types"]), parts)
+    return _decoder(config, config["layer_types"], parts)
 
 
 def _inner_size(config: Config) -> int:
@@ -128,9 +128,11 @@ def _inner_size(config: Config) -> int:
     return -(-int(multiplier * size) // multiple) * int(multiple)
 
 
-def _decoder(config: Config, kinds: list[str], parts: Sequence[FeedForwardSpec]) -> DecoderSettings:
-    """kinds, parts: by layer, what mixes tokens, and what follows it."""
-    _require_kinds(config, kinds, FULL, _CONVOLUTION)
+def _decoder(
+    config: Config, default: Sequence[str], parts: Sequence[FeedForwardSpec]
+) -> DecoderSettings:
+    """default, parts: by layer, what mixes tokens without `layer_types`, and what follows it."""
+    kinds = layer_types(config, default, (FULL, _CONVOLUTION))
     config = with_keys(config, {}, num_key_value_heads=8, max_position_embeddings=128_000)
     norm = NormSpec(eps=config.get("norm_eps", 1e-5))
     head_dim = head_dim_of(config)
@@ -174,8 +176,7 @@ def lfm3_settings(config: Config) -> DecoderSettings:
         FULL if i % 4 == 2 else SLIDING if i % 4 == 0 and i > 0 else _CONVOLUTION
         for i in range(config["num_hidden_layers"])
     ]
-    kinds = list(config.get("layer_types") or default)
-    _require_kinds(config, kinds, FULL, SLIDING, _CONVOLUTION)
+    kinds = layer_types(config, default, (FULL, SLIDING, _CONVOLUTION))
     head_dim, norm = config["head_dim"], NormSpec(eps=config.get("norm_eps", 1e-5))
     rotaries = rotaries_by_type(config, head_dim, {FULL: 1e6, SLIDING: 1e6})
     has_gates = bool(config.get("use_attention_gate", True))
@@ -222,13 +223,3 @@ def _convolution(config: Config, width: int) -> ShortConvolutionSpec:
         width=config.get("conv_L_cache", width),
         bias=bool(config.get("conv_bias", False)),
     )
-
-
-def _require_kinds(config: Config, kinds: Sequence[str], *allowed: str) -> None:
-    """Raise UnsupportedModel for other types of layers, or another number of them."""
-    num_layers = config["num_hidden_layers"]
-    if len(kinds) != num_layers or not set(kinds) <= {*allowed}:
-        raise UnsupportedModel(
-            f"config.json: layer_types: expected {' or '.join(allowed)} for each of {num_layers}"
-            f" layers, got {', '.join(map(str, kinds))}"
-        )

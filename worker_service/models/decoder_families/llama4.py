@@ -14,6 +14,7 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     gated_mlp,
     head_dim_of,
+    layer_types,
     rotary_of,
     routing,
 )
@@ -92,23 +93,14 @@ def llama4_settings(config: Config) -> DecoderSettings:
         )
 
     has_chunks = chunk is not None
-    kinds = _layer_types(config, [CHUNKED if r and has_chunks else FULL for r in rotates])
+    usual = [CHUNKED if r and has_chunks else FULL for r in rotates]
+    kinds = layer_types(config, usual, (CHUNKED, FULL))
     if CHUNKED in kinds and (chunk is None or chunk < 1):
         raise UnsupportedModel(
             f"config.json: attention_chunk_size: expected at least 1 for {CHUNKED}, got {chunk}"
         )
     layers = [layer(i, kind) for i, kind in enumerate(kinds)]
     return decoder_of(config, layers, norm, max_model_len=rotary.max_model_len())
-
-
-def _layer_types(config: Config, default: list[str]) -> list[str]:
-    num_layers, kinds = config["num_hidden_layers"], list(config.get("layer_types") or default)
-    if len(kinds) != num_layers or not set(kinds) <= {CHUNKED, FULL}:
-        raise UnsupportedModel(
-            f"config.json: layer_types: expected {CHUNKED} or {FULL} for each of {num_layers}"
-            f" layers, got {', '.join(map(str, kinds))}"
-        )
-    return kinds
 
 
 def _query_scaling(config: Config, head_dim: int, length: int) -> RotarySettings | None:
