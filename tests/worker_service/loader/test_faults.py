@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.capabilities import bound_by_permissions
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gguf_files import make_gguf
+from tests.support.hub import HubHandler
 from tests.support.loading import copy_checkpoint, edit_config, edit_tensors, load
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
@@ -382,7 +383,7 @@ for models, variables in json.load(sys.stdin):
 """
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(HubHandler):
     """Answers by owner; `some` has models with a broken `config.json` and without one."""
 
     requests: ClassVar[list[str]] = []
@@ -396,26 +397,14 @@ class Hub(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.requests.append(self.path)
         if self.path.startswith("/some/broken/"):
-            self._answer(200, b"{", ETag='"etag"')
+            self.answer(200, b"{", ETag='"etag"')
         elif self.path.startswith("/api/models/some/file/tree/"):
-            self._answer(200, b"[]")
+            self.answer(200, b"[]")
         else:
             status, code = self.answers.get(self.path.split("/")[1], (500, ""))
-            self._answer(status, b"", **{"X-Error-Code": code})
+            self.answer(status, b"", **{"X-Error-Code": code})
 
     do_GET = do_HEAD
-
-    def _answer(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        headers |= {"X-Repo-Commit": "a" * 40, "Content-Length": str(len(body))}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def _checked(*runs: tuple[list[str], dict[str, str]], **env: str) -> list[str]:

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.support.hub import HubHandler
 from worker_service.errors import ModelNotFound
 from worker_service.loader.files.gguf_on_hub import choose_gguf
 
@@ -58,7 +59,7 @@ def test_a_type_that_is_not_there_is_refused_with_those_that_are(
         choose_gguf(name, files)
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(HubHandler):
     """Repositories of one owner, by their files."""
 
     repositories: ClassVar = {
@@ -74,28 +75,16 @@ class Hub(BaseHTTPRequestHandler):
             files = self.repositories[parts[3]]
             if "tree" in parts:
                 tree = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in files]
-                return self._answer(200, json.dumps(tree).encode())
+                return self.answer(200, json.dumps(tree).encode())
             siblings = [{"rfilename": name} for name in files]
             body = json.dumps({"id": "/".join(parts[2:4]), "sha": "a" * 40, "siblings": siblings})
-            return self._answer(200, body.encode())
+            return self.answer(200, body.encode())
         content = self.repositories[parts[1]].get(parts[4]) if parts[0] == "o" else None
         if content is None:
-            return self._answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
-        return self._answer(200, content, ETag=f'"{parts[4]}"')
+            return self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
+        return self.answer(200, content, ETag=f'"{parts[4]}"')
 
     do_GET = do_HEAD
-
-    def _answer(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        headers |= {"X-Repo-Commit": "a" * 40, "Content-Length": str(len(body))}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 RESOLVE = """

@@ -44,16 +44,17 @@ def resolve_model(
         return found
     hub_id, kind = split_type(model)
     _require_hub_id(hub_id)
-    folder, progress = Path(), progress or LoadProgress()
+    progress, folder = progress or LoadProgress(), None
     if not kind:
         patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
         folder = _download(model, revision, patterns, progress)
         has_weights = not weights or any(folder.glob(_WEIGHT_PATTERNS[0]))
         if has_weights and (folder / "config.json").is_file():
             return folder
-    if parts := _gguf_on_hub(model, revision):
-        return _download(model, revision, [*map(escape, parts)], progress) / parts[0]
-    return folder
+    parts = _gguf_on_hub(model, revision)
+    if folder is not None and not parts:
+        return folder
+    return _download(model, revision, [*map(escape, parts)], progress) / parts[0]
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path | None:
