@@ -125,8 +125,7 @@ _DELTA: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-_NEMOTRON: dict[str, Any] = {
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+_NEMOTRON_STATES: dict[str, Any] = {
     "mamba_num_heads": 8,
     "mamba_head_dim": 16,
     "n_groups": 2,
@@ -134,6 +133,11 @@ _NEMOTRON: dict[str, Any] = {
     "chunk_size": 16,
     "head_dim": 24,
     "time_step_min": 1e-9,  # see `nemotron_h_settings`
+}
+
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    **_NEMOTRON_STATES,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_group": 4,
@@ -243,13 +247,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
         "use_bias": True,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "ssm_state_size": 24,
-        "chunk_size": 16,
-        "head_dim": 24,
-        "time_step_min": 1e-9,  # see `nemotron_h_settings`
+        **_NEMOTRON_STATES,
     },
     "nemotron_h_moe": {"model_type": "nemotron_h", **_NEMOTRON},
     "nemotron_h_latent": {"model_type": "nemotron_h", **_NEMOTRON, "moe_latent_size": 32},

@@ -2,8 +2,11 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,23 +131,25 @@ async def test_nothing_is_made_for_an_epoch_that_another_has_taken_over_meanwhil
     assert executor.epochs == [2]
 
 
-class SlowExecutor(CountingExecutor):
-    """Makes a runner when the test says so."""
+class PausedExecutor(TorchExecutor):
+    """Begins to make a runner when the test says so."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.begins, self.may_end = threading.Event(), threading.Event()
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.begins, self.may_begin = threading.Event(), threading.Event()
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
         self.begins.set()
-        assert self.may_end.wait(60)
-        if epoch == 2:
-            raise OutOfMemory("no room")
+        assert self.may_begin.wait(60)
         return super().make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
 
 
-async def test_an_epoch_does_not_get_the_caches_of_one_that_it_has_taken_over() -> None:
-    executor = SlowExecutor()
+@asynccontextmanager
+async def overtaken(
+    executor: PausedExecutor,
+) -> AsyncIterator[tuple[Engine, asyncio.Task[None], asyncio.Task[None]]]:
+    """An engine that is about to make the caches of epoch 1 when epoch 2 asks for its own; what
+    makes those of both."""
     engine = Engine(executor, NO_PEERS)
     await engine.model.load()
     try:
@@ -153,16 +158,31 @@ async def test_an_epoch_does_not_get_the_caches_of_one_that_it_has_taken_over() 
         newer = asyncio.create_task(engine.initialize_cache(6, 0, epoch=2))
         await asyncio.sleep(0)
         assert engine.last_epoch == 2
-        executor.may_end.set()
+        yield engine, older, newer
+    finally:
+        executor.may_begin.set()
+        engine.stop()
+
+
+class FullExecutor(PausedExecutor, CountingExecutor):
+    """Has no room for the caches of epoch 2."""
+
+    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
+        if epoch == 2:
+            raise OutOfMemory("no room")
+        return super().make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
+
+
+async def test_an_epoch_does_not_get_the_caches_of_one_that_it_has_taken_over() -> None:
+    executor = FullExecutor()
+    async with overtaken(executor) as (engine, older, newer):
+        executor.may_begin.set()
         with pytest.raises(StaleEpoch):
             await older
         with pytest.raises(OutOfMemory):
             await newer
         with pytest.raises(OutOfOrder, match="no cache"):
             engine.open_stream(2)
-    finally:
-        executor.may_end.set()
-        engine.stop()
 
 
 TWO = Layout(tensor_parallel_size=2)
@@ -175,38 +195,22 @@ class Unmet(Rendezvous):
         raise AssertionError(f"epoch {epoch} has ended")
 
 
-class RankExecutor(TorchExecutor):
-    """One of two ranks, which begins to join the other when the test says so."""
+class RankExecutor(PausedExecutor):
+    """One of two ranks."""
 
     def __init__(self) -> None:
         alone = loaded_counting_model(None, block_size=4)
         loaded = replace(alone, communicator=Communicator(TWO))
         rendezvous = Unmet(TcpAddress("127.0.0.1", 1), TWO)
         super().__init__(CacheConfig(block_size=4), Profiler(Path()), lambda: loaded, rendezvous)
-        self.begins, self.may_begin = threading.Event(), threading.Event()
-
-    def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
-        self.begins.set()
-        assert self.may_begin.wait(60)
-        return super().make_runner(num_gpu_blocks, num_cpu_blocks, epoch)
 
 
 async def test_a_rank_does_not_wait_for_others_of_an_epoch_that_ends_as_it_begins_to() -> None:
     """Another core takes over once the epoch was found to be the newest one."""
     executor = RankExecutor()
-    engine = Engine(executor, NO_PEERS)
-    await engine.model.load()
-    try:
-        older = asyncio.create_task(engine.initialize_cache(4, 0, epoch=1))
-        assert await asyncio.to_thread(executor.begins.wait, 60)
-        newer = asyncio.create_task(engine.initialize_cache(4, 0, epoch=2))
-        await asyncio.sleep(0)
-        assert engine.last_epoch == 2
+    async with overtaken(executor) as (engine, older, newer):
         engine.close_any_stream()
         executor.may_begin.set()
         for joining in (older, newer):
             with pytest.raises(GroupBroken, match="epoch has ended"):
                 await joining
-    finally:
-        executor.may_begin.set()
-        engine.stop()

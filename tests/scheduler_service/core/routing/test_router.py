@@ -19,7 +19,13 @@ from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import StepResult
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.errors import DeadlineExceeded, PromptTooLong
-from tests.support.core_driver import CoreDriver, make_capacity, make_driver, make_request
+from tests.support.core_driver import (
+    CoreDriver,
+    RequestRecord,
+    make_capacity,
+    make_driver,
+    make_request,
+)
 from tests.support.steps import make_work
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
@@ -469,6 +475,17 @@ def test_one_that_came_later_and_takes_precedence_less_is_room_for_a_refused_req
     driver.check_empty()
 
 
+def check_refused_after_30_s(driver: CoreDriver, waiting: RequestRecord) -> None:
+    """The request waits for a worker group that is large enough, but not for ever."""
+    driver.expire(29.0)
+    driver.collect()
+    assert waiting.is_live
+    driver.expire(1.0)
+    driver.collect()
+    assert isinstance(waiting.error, PromptTooLong)
+    driver.check_empty()
+
+
 def test_a_prompt_that_fits_a_drained_group_alone_is_refused_if_none_replaces_it() -> None:
     driver = make_driver(make_capacity("large"), max_outgrown_wait_s=30.0, max_num_seqs=1)
     running = driver.submit(prompt=[1, 2, 3], max_tokens=4)
@@ -481,13 +498,7 @@ def test_a_prompt_that_fits_a_drained_group_alone_is_refused_if_none_replaces_it
     assert driver.core.is_drained("large")
     driver.lose_worker_group("large")
     driver.run_until_idle()
-    driver.expire(29.0)
-    driver.collect()
-    assert waiting.is_live
-    driver.expire(1.0)
-    driver.collect()
-    assert isinstance(waiting.error, PromptTooLong)
-    driver.check_empty()
+    check_refused_after_30_s(driver, waiting)
 
 
 def test_a_prompt_that_fits_a_draining_group_alone_which_dies_at_once_is_refused_in_time() -> None:
@@ -498,13 +509,7 @@ def test_a_prompt_that_fits_a_draining_group_alone_which_dies_at_once_is_refused
     driver.drain_worker_group("large")
     driver.lose_worker_group("large")
     driver.run_until_idle()
-    driver.expire(29.0)
-    driver.collect()
-    assert waiting.is_live
-    driver.expire(1.0)
-    driver.collect()
-    assert isinstance(waiting.error, PromptTooLong)
-    driver.check_empty()
+    check_refused_after_30_s(driver, waiting)
 
 
 @pytest.mark.parametrize(
