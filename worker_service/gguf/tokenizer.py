@@ -147,9 +147,7 @@ _KEEPS_NEWLINES = ("gemma4", "granite-embed-multi-311m")
 """Those with which a run of newlines that is a token is not merged from parts. They start every
 text with a BOS token, whatever the file says."""
 
-_IGNORE_MERGES = (
-    *(*_STARTS_WITH_BOS, "glm4", "glm5", "minicpm5", "youtu", "granite-embed-multi-97m"),
-)
+_IGNORE_MERGES = {*_STARTS_WITH_BOS, "glm4", "glm5", "minicpm5", "youtu", "granite-embed-multi-97m"}
 """Pre-tokenizers with which a word that is a token is not merged from parts."""
 
 END_TOKENS = frozenset(

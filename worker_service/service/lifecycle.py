@@ -258,7 +258,7 @@ class Worker:
         self._engine.close_any_stream()
 
     def handle_signals(self) -> None:
-        """Make the signals to end end the worker, and a second request end the process at once."""
+        """Make `end_signals` end the worker, and a second request end the process at once."""
         loop = asyncio.get_running_loop()
         for number in end_signals():
             loop.add_signal_handler(number, self._handle_signal, number)

@@ -89,10 +89,15 @@ def _deepseek3(meta: Metadata, experts: Experts) -> dict[str, Any]:
     return _scored(meta, experts) | {"topk_method": None}
 
 
+def _require_size_of_shared(meta: Metadata, experts: Experts, num_shared: int) -> None:
+    """Raise UnsupportedModel unless shared experts have the size of the others."""
+    shared = experts.size * num_shared
+    meta.require("expert_shared_feed_forward_length", shared, f"{shared}, that of shared experts")
+
+
 def _exaone(meta: Metadata, experts: Experts) -> dict[str, Any]:
     fields = _scored(meta, experts)
-    shared = experts.size * fields["n_shared_experts"]
-    meta.require("expert_shared_feed_forward_length", shared, f"{shared}, that of shared experts")
+    _require_size_of_shared(meta, experts, fields["n_shared_experts"])
     return fields
 
 
@@ -118,8 +123,7 @@ def _hunyuan3(meta: Metadata, experts: Experts) -> dict[str, Any]:
 
 def _cohere2(meta: Metadata, experts: Experts) -> dict[str, Any]:
     num_shared = meta.get("expert_shared_count", 0)
-    shared = experts.size * num_shared
-    meta.require("expert_shared_feed_forward_length", shared, f"{shared}, that of shared experts")
+    _require_size_of_shared(meta, experts, num_shared)
     return {
         "prefix_dense_intermediate_size": experts.dense_size,
         "num_shared_experts": num_shared,

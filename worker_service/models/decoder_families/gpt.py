@@ -85,8 +85,8 @@ def opt_settings(config: Config) -> DecoderSettings:
 
 def gpt2_settings(config: Config) -> DecoderSettings:
     """GPT-2: queries, keys and values are one tensor, and weights are transposed, but in GGUF files
-    (`has_linear_layers`). GPT-BigCode, of
-    which they are not, has one head of keys for all queries, or these by head."""
+    (`has_linear_layers`). GPT-BigCode, of which they are not, has one head of keys for all queries,
+    or these by head."""
     if config.get("add_cross_attention"):
         raise UnsupportedModel(
             "config.json: add_cross_attention: expected false, since only decoder-only models are"
