@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.sequence import SequenceGroup
+from scheduler_service.core.tenants import TenantUsage
 
 Item = TypeVar("Item", bound=Hashable)
 _ITEM = 2
@@ -177,6 +178,8 @@ class ModelQueue(Generic[Kind]):
         """Number of per-key queues that each of the policy's queues is split into."""
         self._tenant_limited: dict[WaitingQueue, tuple[SequenceGroup, int]] = {}
         """Skipped queues, with their heads and what their tenants held of their limits."""
+        self._limited_of: dict[TenantUsage, set[WaitingQueue]] = {}
+        """These queues by the tenants of the heads."""
         self._skipped: dict[WaitingQueue, None] = {}
         """Queues that are skipped, as a whole or in part, until the end of the round."""
         self._num_of_kind: Counter[Kind] = Counter()
@@ -239,7 +242,7 @@ class ModelQueue(Generic[Kind]):
             self._order.remove(queue)
         if not queue:
             del self._queues[key]
-            self._tenant_limited.pop(queue, None)
+            self._end_limit(queue)
             self._skipped.pop(queue, None)
             self._num_of_kind[key[1]] -= 1
             if not self._num_of_kind[key[1]]:
@@ -259,14 +262,13 @@ class ModelQueue(Generic[Kind]):
         queue = self._queues[self._key_of[head]]
         self._order.remove(queue)
         self._tenant_limited[queue] = head, head.tenant.kv_quota
+        self._limited_of.setdefault(head.tenant, set()).add(queue)
 
     def is_behind_tenant_limited(self, seq_group: SequenceGroup) -> bool:
         """Whether a group of the same tenant that ranks before this one waits for the tenant's
         limit, in another queue: what comes free of the limit is for that one."""
-        if not self._tenant_limited or seq_group.tenant.config.max_kv_blocks is None:
-            return False
-        heads = (head for head, _ in self._tenant_limited.values())
-        return any(h.tenant is seq_group.tenant and h.rank < seq_group.rank for h in heads)
+        queues = self._limited_of.get(seq_group.tenant, ())
+        return any(self._tenant_limited[queue][0].rank < seq_group.rank for queue in queues)
 
     def retry_tenant_limited(self) -> None:
         """Stop skipping queues that have another head now, or whose tenants hold less memory. The
@@ -331,6 +333,9 @@ class ModelQueue(Generic[Kind]):
         assert not self._skipped
         assert {*self._order, *self._tenant_limited} == set(self._queues.values())
         assert all(self._queues.values()), "no per-key queue is empty"
+        of_tenants = [(head.tenant, queue) for queue, (head, _) in self._tenant_limited.items()]
+        indexed = [(tenant, queue) for tenant, same in self._limited_of.items() for queue in same]
+        assert Counter(indexed) == Counter(of_tenants)
 
     def _place(self, head: SequenceGroup) -> tuple[Any, tuple[int, ...]]:
         return self._policy.key(head), head.rank
@@ -339,9 +344,17 @@ class ModelQueue(Generic[Kind]):
         queues = list(tenant_limited)
         first = self.head() if queues else None
         for queue in queues:
-            del self._tenant_limited[queue]
+            self._end_limit(queue)
             self._policy.open_queue(queue.first().tenant, first)
             self._put_in_order(queue)
+
+    def _end_limit(self, queue: WaitingQueue) -> None:
+        """Forget that a queue is skipped because of its tenant's limit, if it is."""
+        if queue in self._tenant_limited:
+            head, _ = self._tenant_limited.pop(queue)
+            self._limited_of[head.tenant].discard(queue)
+            if not self._limited_of[head.tenant]:
+                del self._limited_of[head.tenant]
 
     def _put_in_order(self, queue: WaitingQueue) -> None:
         if queue in self._order:
