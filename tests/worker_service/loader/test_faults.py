@@ -398,8 +398,8 @@ class Hub(HubHandler):
         self.requests.append(self.path)
         if self.path.startswith("/some/broken/"):
             self.answer(200, b"{", ETag='"etag"')
-        elif self.path.startswith("/api/models/some/file/tree/"):
-            self.answer(200, b"[]")
+        elif self.path.startswith("/api/models/some/file"):
+            self.answer(200, b'{"id": "some/file", "siblings": []}')
         else:
             status, code = self.answers.get(self.path.split("/")[1], (500, ""))
             self.answer(status, b"", **{"X-Error-Code": code})
@@ -461,6 +461,8 @@ def test_why_the_hub_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
     refused, unknown, proxied, offline = _checked(
         *((["a/b"], each) for each in variables), HF_HOME=str(tmp_path)
     )
+    (of_type,) = _checked((["a/b:Q8_0"], variables[0]), HF_HOME=str(tmp_path))
+    assert of_type == refused.replace("a/b:", "a/b:Q8_0:", 1)
     assert refused.endswith(f"nor is it in the local cache: {closed}: Connection refused")
     assert "http://no.such.host.invalid: " in unknown
     assert "name" in unknown.lower()

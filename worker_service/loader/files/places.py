@@ -155,7 +155,9 @@ def _gguf_on_hub(model: str, revision: str | None) -> tuple[str, ...]:
     hub_id, kind = split_type(model)
     with _hub_errors(model):
         try:
-            files = HfApi().list_repo_files(hub_id, revision=revision)
+            # Unlike a list of files alone, this is asked for once, see `resolve_config`.
+            info = HfApi().model_info(hub_id, revision=revision)
+            files = [sibling.rfilename for sibling in info.siblings or ()]
         except errors.HfHubHTTPError:
             raise
         except Exception:  # see `_hub_errors`
