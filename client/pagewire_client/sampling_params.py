@@ -27,6 +27,8 @@ _RANGES = {
 }
 """The numbers that the fields of counts can hold."""
 _RANGES["beam_width"] = _RANGES["n"]
+_RANGES["top_k"] = f"an integer from -1 to {_MAXIMA[FieldDescriptor.TYPE_UINT32]}"
+_RANGES["truncate_prompt_tokens"] = f"-1 or {_RANGES['n'].replace('from 0', 'from 1')}"
 _RANGES["seed"] = f"an integer from {-(2**63)} to {_MAXIMA[FieldDescriptor.TYPE_UINT64]}"
 _NUMBERS = (int | None, float | None)
 _MODULES = re.compile(r"collections\.abc\.|typing\.")
@@ -152,8 +154,12 @@ def _set(proto: sampling_pb2.SamplingParams, name: str, value: Any) -> None:
         case "logit_bias":
             for token_id, bias in value.items():
                 proto.logit_bias.add(token_id=token_id, bias=bias)
-        case "top_k" | "truncate_prompt_tokens":
-            setattr(proto, name, 0 if value == -1 else value)
+        case "top_k":
+            proto.top_k = 0 if value == -1 else value
+        case "truncate_prompt_tokens":
+            if value == 0:  # in the message, as many as fit
+                raise ValueError("expected at least one token")
+            proto.truncate_prompt_tokens = 0 if value == -1 else value
         case "seed":
             if value != -1:
                 proto.seed = value + 2**64 if -(2**63) <= value < 0 else value

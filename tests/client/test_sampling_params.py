@@ -77,12 +77,21 @@ def test_minus_one_means_all_as_users_of_vllm_expect(field: Any) -> None:
     assert getattr(proto, field) == 0
 
 
-@pytest.mark.parametrize("field", ["top_k", "truncate_prompt_tokens", "max_tokens", "beam_width"])
-def test_a_count_that_no_message_can_hold_is_refused_by_name(field: Any) -> None:
-    with pytest.raises(
-        ValueError, match=f"{field}: expected an integer from 0 to 4294967295, got -5"
-    ):
-        SamplingParams(**{field: -5})
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("top_k", -5, "an integer from -1 to 4294967295"),
+        ("truncate_prompt_tokens", -5, "-1 or an integer from 1 to 4294967295"),
+        ("truncate_prompt_tokens", 0, "-1 or an integer from 1 to 4294967295"),
+        ("max_tokens", -5, "an integer from 0 to 4294967295"),
+        ("beam_width", -5, "an integer from 0 to 4294967295"),
+    ],
+)
+def test_a_count_that_makes_no_sense_is_refused_by_name(
+    field: Any, value: int, allowed: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{field}: expected {allowed}, got {value}"):
+        SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ def fields_that_exclude(request: inference_pb.GenerateRequest) -> list[str]:
     names = [name for name in _EXCLUDING if getattr(params, name)]
     if _required(request.chat) is not None or params.HasField("structured_output"):
         names.insert(0, constraint_field(request).rpartition(".")[2])
+        if params.stop_token_ids:  # allowed only where the output may end
+            names.append("stop_token_ids")
     return names
 
 

@@ -290,6 +290,7 @@ async def test_the_cores_refusal_reaches_the_client_as_it_is(
     ("sampling", "named"),
     [
         ({"choice": {"choices": ["a"]}, "bad_words": ["a"]}, "choice and bad_words"),
+        ({"regex": "ab", "stop_token_ids": [97]}, "regex and stop_token_ids"),
         ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids and bad_words"),
         ({"allowed_token_ids": [5], "min_tokens": 2}, "allowed_token_ids and min_tokens"),
     ],

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
+from pagewire.validation import limits_of
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
@@ -135,6 +136,7 @@ class CompletionResponseBuilder(serving.ChoicesBuilder):
 
 PromptValue = str | Sequence[int]
 
+_BEAM_WIDTH = limits_of(sampling_pb2.BeamSearch.DESCRIPTOR)["width"]
 MAX_CHOICES = 16_384
 """Maximum number of choices of all prompts of one call together."""
 
@@ -200,6 +202,10 @@ def completion_params(body: protocol.CompletionRequest) -> sampling_pb2.Sampling
     if body.max_tokens is not None and body.max_tokens >= 0:
         params.max_tokens = max(body.max_tokens, 1)
     if body.best_of is not None and body.use_beam_search:
+        n, most = body.n or 1, int(_BEAM_WIDTH.high)
+        if not n <= body.best_of <= most:
+            expected = f"expected at least n ({n}) and at most {most} with use_beam_search"
+            raise InvalidArgument("best_of", f"{expected}, got {body.best_of}")
         params.beam_search.width = body.best_of
     elif body.best_of is not None:
         params.best_of = body.best_of
