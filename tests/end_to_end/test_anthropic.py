@@ -1,7 +1,7 @@
 """Anthropic's own client on `/v1/messages` of real services with the embedded model."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
@@ -121,6 +121,31 @@ def ask_for_a_call(client: "anthropic.Anthropic", choice: Any, *, stream: bool) 
         return client.messages.create(**wish)
     with client.messages.stream(**wish) as events:
         return events.get_final_message()
+
+
+def test_the_tool_runner_calls_and_sends_the_result_though_threads_are_refused(
+    client: "anthropic.Anthropic",
+) -> None:
+    import anthropic
+
+    cities: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Paris", "Rome"]) -> str:
+        """Weather."""
+        cities.append(city)
+        return "It rains."
+
+    answers = client.beta.messages.tool_runner(
+        **WISH,
+        messages=WEATHER,
+        tools=[get_weather],
+        tool_choice={**CALL, "disable_parallel_tool_use": True},
+        max_iterations=2,
+    )
+    calls = [block for answer in answers for block in answer.content if block.type == "tool_use"]
+    assert len(calls) == 2
+    assert [call.input["city"] for call in calls] == cities
 
 
 def test_an_answer_is_json_of_a_schema(client: "anthropic.Anthropic") -> None:

@@ -60,6 +60,8 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 """Error types by HTTP code, where Anthropic's name differs from OpenAI's."""
+NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details of the refusal of `thread`: Anthropic's tool runner then sends whole conversations."""
 
 
 class Block(Strict):
@@ -195,6 +197,7 @@ class ErrorBody(BaseModel):
 
     type: str
     message: str
+    details: dict[str, Any] | None = Field(None, description="Of a refused `thread`.")
 
 
 class MessagesError(BaseModel):
@@ -425,7 +428,8 @@ def error_of(code: int, body: dict[str, Any]) -> dict[str, Any]:
     """Convert an error from OpenAI's shape to Anthropic's."""
     error = body["error"]
     kind = ERROR_TYPES.get(code, error["type"])
-    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+    details = {"details": NO_THREADS} if error["param"] == "thread" else {}
+    return {"type": "error", "error": {"type": kind, "message": error["message"], **details}}
 
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
