@@ -340,6 +340,46 @@ def test_a_damaged_file_is_written_again(
     assert file.read_bytes() == content
 
 
+def test_a_damaged_file_that_another_worker_deletes_is_written_again(
+    llama: Path, tmp_path: Path
+) -> None:
+    expected = logits(_cached(llama, tmp_path))
+    (file,) = tmp_path.iterdir()
+    key = file.name[:32]
+    content = file.read_bytes()
+    file.unlink()
+    file.symlink_to(tmp_path / "deleted")  # it is listed, and cannot be opened
+    assert logits(_cached(llama, tmp_path)).equal(expected)
+    assert file.read_bytes() == content
+    assert not file.is_symlink()
+    assert [found.name for found in tmp_path.glob(f"{key}-*")] == [file.name]
+
+
+def test_a_cache_file_that_cannot_be_read_or_deleted_is_written_beside(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = logits(_cached(llama, tmp_path))
+    (file,) = tmp_path.iterdir()
+    name = f"{file.name[:32]}-{'0' * 32}.safetensors"
+    file.unlink()
+    (tmp_path / name).mkdir()
+    assert logits(_cached(llama, tmp_path)).equal(expected)
+    assert "cached weights are damaged, rounding again" in caplog.text
+    assert file.is_file()
+
+
+def test_workers_may_find_a_damaged_file_at_once(llama: Path, tmp_path: Path) -> None:
+    expected = logits(_cached(llama, tmp_path))
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    for _ in range(3):
+        file.write_bytes(content[:-1])
+        with ThreadPoolExecutor(4) as pool:
+            loaded = list(pool.map(lambda _: _cached(llama, tmp_path), range(4)))
+        assert all(logits(model).equal(expected) for model in loaded)
+        assert file.read_bytes() == content
+
+
 def test_what_killed_workers_have_left_is_deleted_after_a_day(llama: Path, tmp_path: Path) -> None:
     young, old = (tmp_path / f"{name}-unfinished" for name in ("young", "old"))
     for left, age_s in ((young, 3600), (old, 25 * 3600)):

@@ -4,7 +4,8 @@ A cache file holds all weights of a checkpoint that `--quantization` rounds, and
 of a quantized checkpoint; all other tensors come from the checkpoint itself. Its name consists of a
 key, which hashes everything that the rounded numbers depend on, and of a digest of its content. It
 is written under a temporary name and then renamed, so that readers never see an incomplete file and
-several workers may write it at the same time.
+several workers may write it at the same time. A damaged file is replaced by the rename, not deleted
+before it: the name is that of the right content, which another worker may have restored meanwhile.
 """
 
 import hashlib
@@ -65,11 +66,14 @@ def with_rounded_weights(
             f"quantization_cache: expected a folder that can be created and written to: {error}"
         ) from error
     key = _key(checkpoint, roundings, dtype)
-    file, done = _find(folder, key), "read from the cache"
+    (file, damaged), done = _find(folder, key), "read from the cache"
     if file is None:
         done = "written to the cache"
         try:
             file = _write(folder, key, checkpoint, roundings, dtype, progress)
+            for other in damaged - {file}:
+                with suppress(OSError):  # it is not used, whether or not it can be deleted
+                    other.unlink()
         except OSError as error:
             logger.warning("rounded weights not cached folder=%s error=%s", folder, error)
             return checkpoint
@@ -96,14 +100,23 @@ def _key(checkpoint: Checkpoint, roundings: Mapping[str, str], dtype: torch.dtyp
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def _find(folder: Path, key: str) -> Path | None:
-    """The cache file of a key, if there is one; damaged files are deleted, with a warning."""
+def _find(folder: Path, key: str) -> tuple[Path | None, set[Path]]:
+    """The cache file of a key, if there is one, and damaged ones, for which warnings are logged."""
+    damaged = set[Path]()
     for file in folder.glob(f"{key}-*.safetensors"):
-        if file.stem == f"{key}-{_digest(file)}":
-            return file
-        logger.warning("cached weights are damaged, rounding again file=%s", file)
-        file.unlink(missing_ok=True)
-    return None
+        try:
+            if file.stem == f"{key}-{_digest(file)}":
+                return file, damaged
+            problem = "another digest"
+        except FileNotFoundError:  # another worker has deleted it
+            continue
+        except OSError as error:
+            problem = str(error)
+        logger.warning(
+            "cached weights are damaged, rounding again file=%s problem=%s", file, problem
+        )
+        damaged.add(file)
+    return None, damaged
 
 
 def _write(
