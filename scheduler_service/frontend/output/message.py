@@ -1,8 +1,10 @@
 """One choice's answer in parts: its reasoning, its content and its tool calls."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import groupby
+from operator import itemgetter
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
@@ -65,7 +67,10 @@ class MessageStream:
         self._include_reasoning = include_reasoning
         self._max_calls = max_calls
         self._has_only_calls = has_only_calls
-        self._pending: list[Part] = []
+        self.num_tokens = 0
+        """Tokens of the choice so far; a part comes with the last of them."""
+        self._pending: list[tuple[int, Part]] = []
+        """Parts, each with the number of tokens with which it came."""
         self.follows_thought = self.in_reasoning
         """Whether nothing else has come since the reasoning began."""
 
@@ -87,7 +92,7 @@ class MessageStream:
     def push(self, text: str) -> None:
         """Add the next text of the choice."""
         if self._parser is None:
-            self._pending.append(Part("text", text))
+            self._pending.append((self.num_tokens, Part("text", text)))
         else:
             self._add(self._parser.push(text))
             self.follows_thought |= self._parser.in_reasoning
@@ -106,23 +111,36 @@ class MessageStream:
         """
         remaining = {kind: getattr(resumed, name) for kind, name in _RECEIVED.items()}
         kept = []
-        for part in self._pending:
+        for num_tokens, part in self._pending:
             skipped = min(_size(part), remaining[part.kind])
             remaining[part.kind] -= skipped
             if skipped < _size(part):
-                kept.append(part._replace(text=part.text[skipped:]) if skipped else part)
+                rest = part._replace(text=part.text[skipped:]) if skipped else part
+                kept.append((num_tokens, rest))
         for kind, name in _RECEIVED.items():
             if remaining[kind]:
                 limit = getattr(resumed, name) - remaining[kind]
                 raise InvalidArgument(f"{field}.{name}", f"expected at most {limit}, by its tokens")
         self._pending = kept
 
-    def write(self, delta: inference_pb.ChoiceDelta) -> list[inference_pb.ChoiceDelta]:
-        """Move all that is pending to a delta, and to further ones where it is not in the order of
-        the fields. Returns all of them."""
+    def events(self) -> list[tuple[int, bool]]:
+        """The numbers of tokens with which anything pending came, ascending, each with whether it
+        is text alone."""
+        by_number = groupby(self._pending, itemgetter(0))
+        return [(number, all(p.kind == "text" for _, p in came)) for number, came in by_number]
+
+    def write(
+        self, delta: inference_pb.ChoiceDelta, num_tokens: int | None = None
+    ) -> list[inference_pb.ChoiceDelta]:
+        """Move what is pending to a delta, and to further ones where it is not in the order of the
+        fields. Returns all of them. num_tokens: up to what came with this one; None: all."""
+        end = len(self._pending)
+        if num_tokens is not None:
+            end = bisect_right(self._pending, num_tokens, key=itemgetter(0))
+        written, self._pending = self._pending[:end], self._pending[end:]
         deltas = [delta]
         last = 0
-        for (place, _), group in groupby(self._pending, _field):
+        for (place, _), group in groupby((part for _, part in written), _field):
             if place < last:
                 deltas.append(inference_pb.ChoiceDelta(index=delta.index))
             last = place
@@ -131,7 +149,6 @@ class MessageStream:
                 deltas[-1].tool_calls.append(self._call_delta(parts))
             else:
                 setattr(deltas[-1], parts[0].kind, "".join(part.text for part in parts))
-        self._pending = []
         return deltas
 
     def _call_delta(self, parts: list[Part]) -> inference_pb.ToolCallDelta:
@@ -151,4 +168,4 @@ class MessageStream:
                 is_sent = part.kind != "text" or not self._has_only_calls
                 is_sent &= self._max_calls is None or part.call < self._max_calls
             if is_sent:
-                self._pending.append(part)
+                self._pending.append((self.num_tokens, part))

@@ -14,6 +14,9 @@ from scheduler_service.frontend.output.stop_strings import StopMatcher
 
 _FIRST_FLOAT = struct.Struct("<f")
 
+_YET_TO_COME = 1 << 62
+"""Stands for the number of a token that has yet to come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finish:
@@ -118,6 +121,7 @@ class ChoiceStream:
             if self.finish is not None or self._is_complete():
                 return
             self.token_ids.append(token_id)
+            self._message.num_tokens = len(self.token_ids)
             if token_id in request.stop_token_ids and not request.include_stop:
                 self._is_reasoning.append(False)
                 continue
@@ -207,12 +211,41 @@ class ChoiceStream:
 
     def take(self, max_tokens: int, index: int) -> list[inference_pb.ChoiceDelta]:
         """Remove at most `max_tokens` new tokens; the message and the finish come with the last of
-        them. With log probabilities, tokens of the reasoning come without those that follow it.
-        `index` is the client's number of the choice."""
+        them. With log probabilities, tokens of the reasoning, of text and of calls come in deltas
+        of their own, each with its part of the message. `index` is the client's number of the
+        choice."""
         until = min(len(self.token_ids), self._num_sent + max_tokens)
-        if self._request.num_logprobs is not None:
-            end = self._is_reasoning.rfind(True, self._num_sent, until) + 1
-            until = end or until
+        if self._request.num_logprobs is None:
+            deltas = [self._delta(until, index)]
+            if until == len(self.token_ids):
+                deltas = self._message.write(deltas[0])
+        else:
+            deltas = []
+            for end in self._ends(until):
+                deltas += self._message.write(self._delta(end, index), end)
+        if until == len(self.token_ids) and self.finish is not None:
+            self._write_finish(deltas[-1], self.finish)
+        return deltas
+
+    def _ends(self, until: int) -> list[int]:
+        """Where the new tokens up to `until` divide, so that the same tokens come with a text
+        however many are sent at once: those with which it came, and those before them with which
+        nothing came."""
+        events = self._message.events()
+        if self.finish is not None and events:  # the last tokens come with nothing
+            events[-1] = len(self.token_ids), events[-1][1]
+        following = iter(events)
+        labels: list[tuple[bool, int]] = []
+        number, is_text = 0, False
+        for position in range(self._num_sent, until):
+            while number <= position:
+                number, is_text = next(following, (_YET_TO_COME, False))
+            labels.append((bool(self._is_reasoning[position]), 0 if is_text else number))
+        changes = (i for i in range(1, len(labels)) if labels[i] != labels[i - 1])
+        return [*(self._num_sent + i for i in changes), until]
+
+    def _delta(self, until: int, index: int) -> inference_pb.ChoiceDelta:
+        """The new tokens up to `until`, which are then sent."""
         new = self.token_ids[self._num_sent : until]
         delta = inference_pb.ChoiceDelta(index=index, token_ids=new)
         if self._request.num_logprobs is not None:
@@ -222,12 +255,7 @@ class ChoiceStream:
             )
         delta.reasoning_tokens = sum(self._is_reasoning[self._num_sent : until])
         self._num_sent = until
-        if until < len(self.token_ids):
-            return [delta]
-        deltas = self._message.write(delta)
-        if self.finish is not None:
-            self._write_finish(deltas[-1], self.finish)
-        return deltas
+        return delta
 
     def _write_finish(self, delta: inference_pb.ChoiceDelta, finish: Finish) -> None:
         self._finish_sent = True

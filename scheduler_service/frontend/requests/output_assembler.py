@@ -113,7 +113,7 @@ class OutputAssembler:
         for index, choice in enumerate(self.returned):
             while choice.has_output and room > 0:
                 deltas = choice.take(room, index)
-                room -= len(deltas[0].token_ids)
+                room -= sum(len(delta.token_ids) for delta in deltas)
                 response.choices.extend(deltas)
         return room <= 0
 

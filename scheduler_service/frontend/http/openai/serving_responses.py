@@ -403,9 +403,10 @@ class ResponsesBuilder(parts.PartsBuilder):
 
     def record_tokens(self, delta: inference_pb.ChoiceDelta) -> None:
         """Keep the log probabilities of a text's tokens, which may come before the text."""
-        if delta.reasoning_tokens or delta.tool_calls:
+        is_of_call = delta.tool_calls and not delta.text
+        if delta.reasoning_tokens or is_of_call:
             self._logprobs = []
-        if not delta.reasoning_tokens and (delta.text or not delta.tool_calls):
+        else:
             self._logprobs += serving.chat_logprobs(delta.logprobs, as_ids=False)["content"]
 
     def begin_part(

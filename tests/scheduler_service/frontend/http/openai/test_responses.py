@@ -11,7 +11,7 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from scheduler_service.frontend.http.openai.serving_responses import ResponsesRequest, chat_request
 from tests.support.fake_core import FakeCore
-from tests.support.http_frontends import http_served
+from tests.support.http_frontends import HttpServed, http_served
 from tests.support.tokenizers import byte_level, letters, model_files
 
 ASKED = {"role": "user", "content": "q"}
@@ -98,6 +98,77 @@ def test_parts_stay_parts() -> None:
         ("tool", ["a", "b"], "", 0),
         ("assistant", ["no"], "", 0),
     ]
+
+
+async def _answer(
+    served: HttpServed, text: str, pieces: list[int], *, is_streamed: bool
+) -> dict[str, Any]:
+    """The response of a model that writes a text, whose tokens come in pieces of these sizes."""
+    wish: dict[str, Any] = {"input": "q", "include": ["message.output_text.logprobs"]}
+    tool = {"type": "function", "name": "f", "parameters": {}}
+    call = asyncio.create_task(
+        served.client.post("/v1/responses", json=wish | {"stream": is_streamed, "tools": [tool]})
+    )
+    request = await served.core.next_request()
+    await request.accept()
+    token_ids = letters(text)
+    for number, size in enumerate(pieces):
+        piece = token_ids[sum(pieces[:number]) :][:size]
+        entries = [
+            scheduler_pb.ChoiceLogprobs(
+                handle=request.handle, token_ids=pack([token_id]), logprobs=pack_floats([-1.0])
+            )
+            for token_id in piece
+        ]
+        await request.send_tokens(piece, logprobs=entries)
+        if is_streamed:
+            await asyncio.sleep(0)
+    await request.finish_choice()
+    await request.finish()
+    body = (await call).text
+    answer = json.loads(body.rpartition("data: ")[2] if is_streamed else body)
+    found: dict[str, Any] = answer["response"] if is_streamed else answer
+    return found
+
+
+def _texts(answer: dict[str, Any]) -> list[tuple[str, str]]:
+    """The texts of an answer, each with the tokens of its log probabilities."""
+    return [
+        (part["text"], "".join(entry["token"] for entry in part["logprobs"]))
+        for item in answer["output"]
+        if item["type"] == "message"
+        for part in item["content"]
+    ]
+
+
+CALLED = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
+ANSWERS = {
+    f"yes{CALLED}": [("yes", "yes")],
+    f"<think>hm</think>a<b{CALLED}{CALLED}c": [
+        ("a<b", ">a<b"),  # with the tokens of marks that come before it
+        ("c", "}</tool_call>c"),
+    ],
+    "a<tool_call>b": [("a<tool_call>b", "a<tool_call>b")],
+    f"a<tool_call>b{CALLED}": [("a<tool_call>b", "a<tool_call>b")],
+    f"{CALLED}": [],
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), ANSWERS.items())
+async def test_texts_have_the_same_log_probabilities_streamed_and_whole(
+    text: str, expected: list[tuple[str, str]]
+) -> None:
+    files = model_files(byte_level())
+    files["chat_template.jinja"] += b"{# <think></think> <tool_call> #}"
+    size = len(letters(text))
+    cuts = [[size], [1] * size, [3] * (size // 3) + [size % 3], [size // 2, size - size // 2]]
+    async with http_served(FakeCore(files={"tiny": files})) as served:
+        found = [
+            _texts(await _answer(served, text, pieces, is_streamed=is_streamed))
+            for pieces in cuts
+            for is_streamed in (False, True)
+        ]
+    assert found == [expected] * len(found)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
