@@ -27,7 +27,7 @@ from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers.norms import LayerNorm, RMSNorm, norm_targets
 from worker_service.models.layers.paged_attention import PagedAttention
-from worker_service.models.layers.rotary import RotaryTable
+from worker_service.models.layers.rotary import RotaryTable, RotaryTables
 from worker_service.models.linear.linear import Linear
 from worker_service.models.linear.packing import Packable
 from worker_service.models.linear.vocabulary import VocabEmbedding, VocabHead
@@ -311,6 +311,7 @@ class NativeModel(LoadableModule):
         self.vocab_size = s.vocab_size
         self.hidden_size = s.hidden_size
         self.max_model_len = max_model_len
+        self.rotary_tables = RotaryTables(max_model_len, context)
         self._is_tied = s.tie_word_embeddings
         self._label_layer = s.label_layer
         self.num_layers = s.num_layers
@@ -458,6 +459,7 @@ class NativeModel(LoadableModule):
     def forward_to_logits(self, batch: StepBatch) -> Computed:
         """As `forward`, with logits of `batch.sampled` if the LM head is part of the recorded
         program."""
+        self.rotary_tables.fill(batch.positions)
         if not have_adapters(batch.adapters) or self.adapters is None:
             # A draft model ignores them.
             return self._forward(batch, self._program)

@@ -13,6 +13,7 @@ from worker_service.models.encoders.encoder import EncoderModel
 from worker_service.models.encoders.families import ENCODERS, encoder_settings
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers.activations import ACTIVATIONS
+from worker_service.models.layers.rotary import MAX_POSITIONS
 from worker_service.models.native import ModelSettings, NativeModel
 from worker_service.models.pooling import facts_of
 from worker_service.pooling_facts import PoolingFacts
@@ -222,7 +223,14 @@ def build_native_model(
 
 
 def limit_model_len(requested: int | None, limit: int) -> int:
-    """Return the requested length, or the model's own limit. Raises InvalidOption beyond it."""
+    """Return the requested length, or the model's own limit. Raises InvalidOption beyond it, and
+    for a length whose positions cannot be computed."""
     if requested is not None and requested > limit:
         raise InvalidOption(f"max_model_len: the model's limit is {limit}, got {requested}")
-    return requested or limit
+    length = requested or limit
+    if length > MAX_POSITIONS:
+        source = "" if requested else ", the model's own limit; set a lower one"
+        raise InvalidOption(
+            f"max_model_len: expected at most {MAX_POSITIONS}, got {length}{source}"
+        )
+    return length

@@ -341,6 +341,15 @@ def test_a_length_beyond_the_models_is_refused() -> None:
         _refuse(checkpoint("llama"), max_model_len=257)
 
 
+def test_a_length_whose_positions_cannot_be_computed_is_refused(llama: Path) -> None:
+    """As a damaged file's, which would take the worker hours and terabytes."""
+    edit_config(llama, max_position_embeddings=2**31 - 1)
+    expected = r"max_model_len: expected at most 16777216, got 2147483647, the model's own limit"
+    with pytest.raises(InvalidOption, match=expected):
+        _refuse(llama)
+    assert load(llama, max_model_len=100).model.max_model_len == 100
+
+
 @pytest.mark.parametrize(
     ("family", "layout", "message"),
     [

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,17 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from worker_service.models.layers.rotary import RotarySettings, RotaryTable
+from worker_service.models.interface import ModelContext
+from worker_service.models.layers.rotary import (
+    QUERY_SCALING,
+    RotarySettings,
+    RotaryTable,
+    RotaryTables,
+)
 
 HEAD_DIM = 24
 LENGTH = 64
+CPU = torch.device("cpu")
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 2.5},
@@ -56,9 +64,14 @@ def _config(name: str) -> LlamaConfig:
     )
 
 
+def _settings(name: str) -> RotarySettings:
+    return RotarySettings.from_config(_config(name).to_dict(), HEAD_DIM)
+
+
 def _table(name: str, num_positions: int) -> RotaryTable:
-    settings = RotarySettings.from_config(_config(name).to_dict(), HEAD_DIM)
-    return RotaryTable(settings, num_positions, torch.float32, torch.device("cpu"))
+    table = RotaryTable(_settings(name), num_positions, torch.float32, CPU)
+    table.fill(num_positions)
+    return table
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -91,6 +104,60 @@ def test_the_table_is_rounded_from_exact_numbers() -> None:
     for found, function in ((table.cos, math.cos), (table.sin, math.sin)):
         exact = torch.tensor([[function(angle) for angle in row] for row in angles])
         assert torch.equal(found[rows], exact)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_table_that_grows_has_the_bits_of_one_computed_at_once(name: str) -> None:
+    length = 30_001
+    full, grown = (
+        _table(name, length),
+        RotaryTables(length, ModelContext(dtype=torch.float32, device=CPU)),
+    )
+    table = grown.table(_settings(name))
+    assert table is not None
+    address = table.cos.data_ptr()
+    for position in (5, 9000, length - 1):
+        grown.fill(torch.tensor([1, position, 0]))
+        assert torch.equal(table.cos[: position + 1], full.cos[: position + 1])
+        assert torch.equal(table.sin[: position + 1], full.sin[: position + 1])
+    assert table.is_filled
+    assert table.cos.data_ptr() == address  # recorded programs hold it
+
+
+def test_scales_of_queries_grow_with_their_table() -> None:
+    parameters = {QUERY_SCALING: 0.1, "original_max_position_embeddings": 1000}
+    settings = replace(_settings("default"), parameters=parameters)
+    table = RotaryTable(settings, 20_000, torch.float32, CPU)
+    scales, _ = table.query_scales(8)
+    table.fill(20_000)
+    expected = 1 + 0.1 * torch.log1p(torch.arange(20_000) // 1000)
+    torch.testing.assert_close(scales, expected[:, None].expand(-1, 4))
+    torch.testing.assert_close(table.query_cos, table.cos * expected[:, None])
+
+
+def test_only_positions_in_use_are_computed() -> None:
+    """Those of Llama 4, of which all would take minutes and gigabytes."""
+    tables = RotaryTables(10_485_760, ModelContext(dtype=torch.bfloat16, device=CPU))
+    table = tables.table(_settings("default"))
+    assert table is not None
+    assert not table.is_filled
+    tables.fill(torch.tensor([100_000]))
+    assert not table.is_filled
+    assert table.cos[100_000].abs().max() <= 1
+
+
+def test_dynamic_angles_do_not_depend_on_threads() -> None:
+    before, tables = torch.get_num_threads(), []
+    settings = replace(_settings("dynamic"), rotary_dim=64)
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            table = RotaryTable(settings, 20_000, torch.float32, CPU)
+            table.fill(20_000)
+            tables.append(table)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(tables[0].cos, tables[1].cos)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +202,7 @@ def test_parameters_inside_and_beside_of_either_key_are_read_as_transformers_doe
 ) -> None:
     config = {"max_position_embeddings": LENGTH, **beside, spelling: scaling}
     settings = RotarySettings.from_config(copy.deepcopy(config), HEAD_DIM)
-    table = RotaryTable(settings, LENGTH, torch.float32, torch.device("cpu"))
+    table = RotaryTable(settings, LENGTH, torch.float32, CPU)
     rotary = LlamaRotaryEmbedding(
         LlamaConfig(hidden_size=96, num_attention_heads=4, head_dim=HEAD_DIM, **config)
     )
@@ -172,7 +239,7 @@ def test_long_rotary_scales_queries_and_keys_by_the_length_served(
         max_position_embeddings=64,
         parameters=parameters,
     )
-    table = RotaryTable(settings, length, torch.float32, torch.device("cpu"))
+    table = RotaryTable(settings, length, torch.float32, CPU)
     assert torch.equal(table.cos[0], torch.full((12,), scale))
 
 
@@ -188,8 +255,7 @@ def test_bits_do_not_depend_on_how_many_positions_are_computed_at_once() -> None
     )
     # More positions than are computed at once, and the first of them in a table of few.
     many, few = (
-        RotaryTable(settings, count, torch.float32, torch.device("cpu"))
-        for count in (num_positions, LENGTH)
+        RotaryTable(settings, count, torch.float32, CPU) for count in (num_positions, LENGTH)
     )
     for name in ("cos", "sin", "query_cos", "query_sin"):
         table: torch.Tensor = getattr(many, name)

@@ -79,7 +79,8 @@ class DraftHead(LoadableModule):
         if "projection" in spec.names:
             self.projection = Linear(inputs, rows, bias=False, context=context)
         width = inputs.size if self.projection is None else size
-        rotary = RotaryTables(self.max_model_len, context).table(layer.attention.rotary)
+        self._rotary_tables = RotaryTables(self.max_model_len, context)
+        rotary = self._rotary_tables.table(layer.attention.rotary)
         self.layer = DecoderLayer(layer, size, context, kernels, rotary, attention_inputs=width)
         self.hidden_norm, self.norm = (layer.norm.build(size, context, kernels) for _ in range(2))
         norm = self.layer.attention_norm
@@ -142,7 +143,7 @@ class DraftHead(LoadableModule):
         x, _ = self._attended(batch.token_ids, hidden)
         attention = self.layer.attention
         assert isinstance(attention, PagedMixer), "a head keeps no state"
-        attention.write_kv(x, _layer_inputs(batch))
+        attention.write_kv(x, self._layer_inputs(batch))
 
     def forward(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head, which also writes keys and values; arguments as for `write_kv`.
@@ -151,7 +152,7 @@ class DraftHead(LoadableModule):
         tokens are drafts: [num_rows, hidden_size] each. Overwrites `hidden`.
         """
         x, residual = self._attended(batch.token_ids, hidden)
-        x = self.layer.attend_and_mix(x, residual, _layer_inputs(batch))
+        x = self.layer.attend_and_mix(x, residual, self._layer_inputs(batch))
         output = self.norm(residual, x)
         # The hidden states of a target are residual streams for EAGLE-3, and normalized otherwise.
         return output, residual if self.projection is None else output
@@ -178,6 +179,11 @@ class DraftHead(LoadableModule):
         assert norm is not None, "as above"
         return norm(residual), residual
 
+    def _layer_inputs(self, batch: StepBatch) -> LayerInputs:
+        self._rotary_tables.fill(batch.positions)
+        [caches], [metadata] = batch.caches, batch.attention
+        return LayerInputs(batch.positions, caches, metadata)
+
 
 class EagleHead(DraftHead):
     """A head of EAGLE-3, by the names in the authors' checkpoints."""
@@ -186,8 +192,3 @@ class EagleHead(DraftHead):
     def canonical_name(cls, name: str) -> str:
         """vLLM's tools number the layer, and some add the prefix of a whole model."""
         return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
-
-
-def _layer_inputs(batch: StepBatch) -> LayerInputs:
-    [caches], [metadata] = batch.caches, batch.attention
-    return LayerInputs(batch.positions, caches, metadata)

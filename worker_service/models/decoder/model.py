@@ -20,7 +20,6 @@ from worker_service.models.decoder.specs import DecoderSettings, LayerSpec, Page
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers.paged_attention import PagedAttention
-from worker_service.models.layers.rotary import RotaryTables
 from worker_service.models.linear.linear import Linear
 from worker_service.models.native import LayerInputs, ModelSettings, NativeModel
 
@@ -63,7 +62,7 @@ class DecoderModel(NativeModel):
         self.virtual_token_size = self.inputs.virtual_token_size
         if s.scales_virtual_tokens:
             self.virtual_token_scale = self.inputs.scale
-        tables, shared = RotaryTables(max_model_len, context), dict[int, nn.Module]()
+        tables, shared = self.rotary_tables, dict[int, nn.Module]()
         for layer in (s.layers[i] for i in self._layer_range):
             rotary = None if layer.attention is None else tables.table(layer.attention.rotary)
             self.layers.append(

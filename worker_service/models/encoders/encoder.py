@@ -295,10 +295,7 @@ class EncoderModel(NativeModel):
             num_distances = 2 * max_model_len - 1
             self._bucket_bias = torch.empty(NUM_BUCKETS, self._heads.size, device=device)
             self._bias = torch.empty(self._heads.size, num_distances, device=device)
-        full, local = (
-            None if rotary is None else RotaryTable(rotary, max_model_len, context.dtype, device)
-            for rotary in (s.rotary, s.local_rotary or s.rotary)
-        )
+        full, local = map(self.rotary_tables.table, (s.rotary, s.local_rotary or s.rotary))
         for i in self._layer_range:
             table = local if s.windows[i] else full
             self.layers.append(EncoderLayer(s, i, context, kernels, table, self._bias))

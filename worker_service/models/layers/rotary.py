@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,12 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_service.cpu_cores import num_usable_cores
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.models.interface import ModelContext
 
 _ANGLES_AT_ONCE = 1 << 15
 """Numbers of a rotary table that are computed at once: few enough that torch converts them on one
 thread, and that their temporaries, which are allocated once, stay in a core's cache."""
+
+_ROWS_AT_ONCE = 1 << 13
+"""Positions by which the tables of a CPU grow: tens of milliseconds."""
+
+MAX_POSITIONS = 1 << 24
+"""The most positions of a sequence: float32, in which angles are computed, holds no more integers
+exactly."""
 
 PROPORTIONAL = "proportional"
 """The scaling type in which a part of the frequencies is 0, and the others are those of the full
@@ -128,9 +137,12 @@ class RotaryTable:
     """Cosines and sines of all positions up to a length, [num_positions, rotary_dim // 2], for the
     rotary position embedding (RoPE, Su et al. 2021) and its scaling to longer contexts.
 
-    The table is computed once, so that angles are the same in every batch. Frequencies depend only
+    Each row is computed once, so that angles are the same in every batch. Frequencies depend only
     on the position, never on the batch or the current length of the sequence, because cached keys
-    cannot be rotated again.
+    cannot be rotated again. On a CPU a row is computed, and takes memory, when a sequence first
+    comes near it (`fill`), for models have millions of positions of which few are used; the
+    addresses, which recorded programs hold, stay. On a GPU, where the host does not know the
+    positions of a step, all rows are computed at once.
 
     The table must have the same bits in every process, so that a sequence that moves between
     workers continues exactly. Therefore it is computed by numpy, in float64: torch uses functions
@@ -145,34 +157,75 @@ class RotaryTable:
         device: torch.device,
     ) -> None:
         self._settings = settings
-        angles = _angles(settings, num_positions)
-        factor = _attention_factor(settings, num_positions)
-
-        def of_angles(function: Callable[..., Any], scales: Tensor | None = None) -> Tensor:
-            table = torch.empty(angles.shape, dtype=dtype)
-            step = max(1, _ANGLES_AT_ONCE // angles.shape[1])
-            buffer = np.empty((step, angles.shape[1]))
-            for first in range(0, num_positions, step):
-                rows = slice(first, first + step)
-                part = buffer[: len(angles[rows])]
-                part[:] = angles[rows].numpy()
-                function(part, out=part)
-                part *= factor
-                if scales is not None:
-                    part *= scales[rows, None].numpy()
-                table[rows] = torch.from_numpy(part)
-            return table.to(device)
-
-        self.cos, self.sin = of_angles(np.cos), of_angles(np.sin)
-        self.query_cos, self.query_sin = self.cos, self.sin
+        self._num_positions, self._num_filled = num_positions, 0
+        self._frequencies = _frequencies(settings, num_positions)
+        self._factor = _attention_factor(settings, num_positions)
+        shape = num_positions, settings.rotary_dim // 2
         self.scales_queries = bool(settings.parameters.get(QUERY_SCALING))
         """Whether queries have tables of their own, which scale them by their positions, too."""
 
+        self.cos, self.sin, *of_queries = (
+            torch.empty(shape, dtype=dtype, device=device)
+            for _ in range(4 if self.scales_queries else 2)
+        )
+        self.query_cos, self.query_sin = of_queries or (self.cos, self.sin)
+        self._scales: list[Tensor] = []
+        """Those of `query_scales`."""
+        self.fill(_ROWS_AT_ONCE if device.type == "cpu" else num_positions)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether all rows are computed."""
+        return self._num_filled == self._num_positions
+
+    def fill(self, num_positions: int) -> None:
+        """Compute the rows of the first positions, if they are not computed yet."""
+        first = self._num_filled
+        if num_positions <= first:
+            return
+        num_chunks = -(-num_positions // _ROWS_AT_ONCE)
+        self._num_filled = min(num_chunks * _ROWS_AT_ONCE, self._num_positions)
+        if self.cos.is_meta:
+            return
+        starts = range(first, self._num_filled, _ROWS_AT_ONCE)
+        if len(starts) == 1:
+            self._fill_rows(first)
+            return
+        with ThreadPoolExecutor(min(len(starts), num_usable_cores())) as threads:
+            for _ in threads.map(self._fill_rows, starts):
+                pass
+
+    @torch.inference_mode()
+    def _fill_rows(self, start: int) -> None:
+        rows = slice(start, min(start + _ROWS_AT_ONCE, self._num_filled))
+        angles = _angles(self._settings, self._frequencies, rows)
+        self._fill_table(self.cos[rows], angles, np.cos)
+        self._fill_table(self.sin[rows], angles, np.sin)
         if self.scales_queries:
-            scales = _query_scales(settings, num_positions)
-            self.query_cos, self.query_sin = (
-                of_angles(function, scales) for function in (np.cos, np.sin)
-            )
+            scales = _query_scales(self._settings, rows)
+            self._fill_table(self.query_cos[rows], angles, np.cos, scales)
+            self._fill_table(self.query_sin[rows], angles, np.sin, scales)
+            for target in self._scales:
+                target[rows] = scales.to(self.cos)[:, None]
+
+    def _fill_table(
+        self,
+        table: Tensor,
+        angles: Tensor,
+        function: Callable[..., Any],
+        scales: Tensor | None = None,
+    ) -> None:
+        step = max(1, _ANGLES_AT_ONCE // angles.shape[1])
+        buffer = np.empty((step, angles.shape[1]))
+        for first in range(0, len(angles), step):
+            rows = slice(first, first + step)
+            part = buffer[: len(angles[rows])]
+            part[:] = angles[rows].numpy()
+            function(part, out=part)
+            part *= self._factor
+            if scales is not None:
+                part *= scales[rows, None].numpy()
+            table[rows] = torch.from_numpy(part).to(table.dtype)
 
     @cached_property
     def identity(self) -> tuple[Tensor, Tensor]:
@@ -183,41 +236,50 @@ class RotaryTable:
     def query_scales(self, size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the same positions that rotate nothing, and scale all elements of
         queries, seen as heads of this many: [num_positions, size // 2] each."""
-        shape = len(self.cos), size // 2
-        scales = _query_scales(self._settings, len(self.cos)).to(self.cos)
-        return scales[:, None].expand(shape).contiguous(), self.cos.new_zeros(shape)
+        shape, filled = (self._num_positions, size // 2), slice(self._num_filled)
+        scales = self.cos.new_empty(shape)
+        scales[filled] = _query_scales(self._settings, filled).to(self.cos)[:, None]
+        self._scales.append(scales)
+        return scales, self.cos.new_zeros(shape)
 
 
-def _query_scales(settings: RotarySettings, num_positions: int) -> Tensor:
+def _query_scales(settings: RotarySettings, rows: slice) -> Tensor:
     """The factors by which Llama 4 and Ministral 3 scale queries, which grow with the multiples of
-    the trained length before them (Nakanishi 2025): float64 [num_positions]."""
+    the trained length before them (Nakanishi 2025): float64 [len(rows)]."""
     beta = float(settings.parameters[QUERY_SCALING])
-    positions = np.arange(num_positions) + settings.parameters.get(QUERY_OFFSET, 0)
+    offset = settings.parameters.get(QUERY_OFFSET, 0)
+    positions = np.arange(rows.start or 0, rows.stop) + offset
     multiples = np.floor(positions / settings.original_length())
     return torch.from_numpy(1 + beta * np.log1p(multiples))
 
 
-def _angles(settings: RotarySettings, num_positions: int) -> Tensor:
-    """float32 [num_positions, rotary_dim // 2]."""
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    if settings.scaling_type == NO_ROTATION:
-        return torch.zeros(num_positions, settings.rotary_dim // 2)
+def _angles(settings: RotarySettings, frequencies: Tensor, rows: slice) -> Tensor:
+    """float32 [len(rows), rotary_dim // 2]."""
+    positions = torch.arange(rows.start, rows.stop, dtype=torch.float32)
     if settings.scaling_type == "dynamic":
-        return positions[:, None] * _dynamic_frequencies(settings, num_positions)
+        return positions[:, None] * _dynamic_frequencies(settings, rows)
+    return positions[:, None] * frequencies
+
+
+def _frequencies(settings: RotarySettings, num_positions: int) -> Tensor:
+    """Frequencies of sequences of up to `num_positions`; those of dynamic scaling differ between
+    positions. float32 [rotary_dim // 2]."""
+    if settings.scaling_type == NO_ROTATION:
+        return torch.zeros(settings.rotary_dim // 2)
     frequencies = _plain_frequencies(settings.theta, settings.rotary_dim)
     if settings.scaling_type == PROPORTIONAL:
         share = float(settings.parameters.get("partial_rotary_factor", 1.0))
         frequencies[int(share * settings.rotary_dim // 2) :] = 0.0
-        frequencies = frequencies / float(settings.parameters.get("factor", 1.0))
-    elif settings.scaling_type == "linear":
-        frequencies = frequencies / float(settings.parameters["factor"])
-    elif settings.scaling_type == "llama3":
-        frequencies = _llama3_frequencies(settings, frequencies)
-    elif settings.scaling_type == "yarn":
-        frequencies = _yarn_frequencies(settings)
-    elif settings.scaling_type == "longrope":
-        frequencies = _long_frequencies(settings, num_positions)
-    return positions[:, None] * frequencies
+        return frequencies / float(settings.parameters.get("factor", 1.0))
+    if settings.scaling_type == "linear":
+        return frequencies / float(settings.parameters["factor"])
+    if settings.scaling_type == "llama3":
+        return _llama3_frequencies(settings, frequencies)
+    if settings.scaling_type == "yarn":
+        return _yarn_frequencies(settings)
+    if settings.scaling_type == "longrope":
+        return _long_frequencies(settings, num_positions)
+    return frequencies
 
 
 def _powers(rotary_dim: int) -> Tensor:
@@ -228,8 +290,8 @@ def _plain_frequencies(theta: float, rotary_dim: int) -> Tensor:
     return 1.0 / (theta ** _powers(rotary_dim))
 
 
-def _dynamic_frequencies(settings: RotarySettings, num_positions: int) -> Tensor:
-    """Frequencies per position, those of a sequence that ends there: [num_positions, ...].
+def _dynamic_frequencies(settings: RotarySettings, rows: slice) -> Tensor:
+    """Frequencies per position, those of a sequence that ends there: [len(rows), ...].
 
     Dynamic NTK scaling raises the base with the length of the sequence. `transformers` uses the
     length at each forward pass: the length at which a token was decoded, or that of the prompt that
@@ -239,9 +301,10 @@ def _dynamic_frequencies(settings: RotarySettings, num_positions: int) -> Tensor
     """
     trained, factor = settings.max_position_embeddings, float(settings.parameters["factor"])
     dim = settings.rotary_dim
-    lengths = torch.arange(1, num_positions + 1, dtype=torch.float64).clamp(min=trained)
+    lengths = np.arange(rows.start + 1, rows.stop + 1).clip(min=trained).astype(np.float64)
     bases = settings.theta * (factor * lengths / trained - (factor - 1)) ** (dim / (dim - 2))
-    return 1.0 / (bases.float()[:, None] ** _powers(dim))
+    # By numpy, see `RotaryTable`.
+    return torch.from_numpy(1.0 / bases[:, None] ** _powers(dim).double().numpy()).float()
 
 
 def _llama3_frequencies(settings: RotarySettings, frequencies: Tensor) -> Tensor:
@@ -338,3 +401,11 @@ class RotaryTables:
         table = RotaryTable(settings, self._num_positions, dtype, device)
         self._found.append((settings, table))
         return table
+
+    def fill(self, positions: Tensor) -> None:
+        """Compute the rows of these positions, int64 [num_tokens], where that is done on demand.
+        To be called before each forward pass."""
+        if len(positions) and not all(table.is_filled for _, table in self._found):
+            num_positions = int(positions.max()) + 1
+            for _, table in self._found:
+                table.fill(num_positions)
