@@ -12,6 +12,7 @@ from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.adapters import ActiveRows, ExpertDeltas
 from pagewire_kernels.cpu.checks import DTYPES, require
+from pagewire_kernels.cpu.layers import CLAMPED
 from pagewire_kernels.cpu.linear import (
     SERIAL_PRODUCTS,
     Encoding,
@@ -35,9 +36,6 @@ from pagewire_kernels.cpu.tasks import (
 )
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.experts import SCORINGS, Gate, Routing
-
-_CLAMPED = len(reference.ACTIVATIONS)
-"""`kClampedSilu` of src/activation.h, which `kNone` follows."""
 
 
 def can_pack_experts(weights: Sequence[Tensor | QuantizedWeight]) -> bool:
@@ -249,9 +247,9 @@ class NativeExperts:
         limit, is_gated = self._gate.limit, isinstance(first, NativeGatedWeight)
         activation = reference.ACTIVATIONS.index(self._gate.activation)
         if limit is not None:
-            activation = _CLAMPED
+            activation = CLAMPED
         if part:
-            activation = _CLAMPED + 1
+            activation = CLAMPED + 1
         num_products = plan.num_slots * first.in_features * first.out_features
         task = ExpertsTask(
             num_threads=threads.count_for(num_products, SERIAL_PRODUCTS),

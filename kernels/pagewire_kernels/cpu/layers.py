@@ -42,6 +42,10 @@ from pagewire_kernels.cpu.tasks import (
     rows_of,
 )
 from pagewire_kernels.interface import HeadNorms, RotaryOptions, stored_head_size
+from pagewire_kernels.reference.experts import Gate
+
+CLAMPED = len(reference.ACTIVATIONS)
+"""`kClampedSilu` of src/activation.h, which `kNone` follows."""
 
 
 def take(
@@ -227,15 +231,30 @@ class NativeLayerKernels(NativeStateKernels):
         self._activate("act_and_mul", gate_up, y, activation)
         return y
 
-    def _activate(self, name: str, x: Tensor, y: Tensor, activation: str) -> None:
+    def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
+        """Multiply up as the gate says, where `gate_up` holds gate, then up."""
+        if gate.limit is None:
+            return self.act_and_mul(gate_up, gate.activation)
+        num_rows, width = gate_up.shape
+        require(width % 2 == 0, "an even number of columns: gate and up are of one size")
+        y = new_rows(num_rows, width // 2, gate_up.dtype)
+        self._activate("act_and_mul", gate_up, y, gate)
+        return y
+
+    def _activate(self, name: str, x: Tensor, y: Tensor, activation: str | Gate) -> None:
         num_rows, size = y.shape
         require(_is_rows(x, num_rows, y.dtype), "rows of the output's dtype with a dense last axis")
         task = ActivationTask(
             num_rows=count_address(num_rows),
             **rows_of(x=x, y=y),
             size=size,
-            activation=reference.ACTIVATIONS.index(activation),
+            activation=(
+                CLAMPED if isinstance(activation, Gate) else reference.ACTIVATIONS.index(activation)
+            ),
         )
+        if isinstance(activation, Gate):
+            task.alpha, task.offset = activation.alpha, activation.offset
+            task.limit = activation.limit or 0.0
         self._launch(name, task, x.dtype, y.numel())
 
     def scale(self, x: Tensor, factor: float) -> Tensor:

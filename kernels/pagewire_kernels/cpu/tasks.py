@@ -109,7 +109,9 @@ class NormTask(NativeStruct):
 class ActivationTask(NativeStruct):
     """`ActivationTask` of src/layers.h."""
 
-    _fields_ = fields_of("next_item num_rows x x_stride y y_stride size activation")
+    _fields_ = fields_of(
+        "next_item num_rows x x_stride y y_stride size activation", "alpha limit offset"
+    )
 
 
 class ElementwiseTask(NativeStruct):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.interface import Abilities
+from pagewire_kernels.reference.experts import Gate
 
 
 class ReferenceBackend:
@@ -56,6 +57,10 @@ class LayerKernels:
     rglru_scan = staticmethod(reference.rglru_scan)
     gated_delta_rule = staticmethod(reference.gated_delta_rule)
     gated_rms_norm = staticmethod(reference.gated_rms_norm)
+
+    def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
+        """Rows of up that a gate multiplies; see `Gate.apply`."""
+        return gate.apply(gate_up)
 
     def copy(self, x: Tensor) -> Tensor:
         """Copy the rows of x, [num_tokens, size], which are overwritten later."""

@@ -29,7 +29,14 @@ from pagewire_kernels.triton.attention import Launch, choose_launch, paged_atten
 from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels
 from pagewire_kernels.triton.experts import TritonExperts
 from pagewire_kernels.triton.kv_cache import move_blocks, write_kv
-from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm, sum_rows
+from pagewire_kernels.triton.layers import (
+    act_and_mul,
+    activate,
+    apply_gate,
+    layer_norm,
+    rms_norm,
+    sum_rows,
+)
 from pagewire_kernels.triton.linear import InvariantWeight, linear
 from pagewire_kernels.triton.packed_attention import packed_attention
 from pagewire_kernels.triton.quantized_linear import TritonQuantizedWeight, can_pack_codes

@@ -13,6 +13,7 @@ from pagewire_kernels.triton.latents import write_latents
 from pagewire_kernels.triton.layers import (
     act_and_mul,
     activate,
+    apply_gate,
     layer_norm,
     multiply_sigmoid,
     rms_norm,
@@ -80,6 +81,7 @@ class TritonLayerKernels(LayerKernels):
     layer_norm = staticmethod(layer_norm)
     activate = staticmethod(activate)
     act_and_mul = staticmethod(act_and_mul)
+    apply_gate = staticmethod(apply_gate)
     # It takes tensors by position only.
     rotate_and_write_kv = staticmethod(rotate_and_write_kv)  # type: ignore[assignment]
     rotate = staticmethod(rotate)

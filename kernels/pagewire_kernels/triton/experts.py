@@ -18,7 +18,7 @@ from pagewire_kernels.interface import FLOATS
 from pagewire_kernels.reference import Gate, Routing, route
 from pagewire_kernels.slot_deltas import AddOfExperts
 from pagewire_kernels.triton.checks import dense, expect_tensors
-from pagewire_kernels.triton.layers import act_and_mul, activate
+from pagewire_kernels.triton.layers import activate, apply_gate
 
 _FEW_ROWS = 16
 """Rows of a tile if experts have few, and of every tile if rows must have the same bits in any
@@ -251,10 +251,8 @@ class TritonExperts:
             add_to_gate_up(gate_up, pairs, slots.expert_of, slots.row_of)
         if not self._gate.multiplies:
             inner = activate(gate_up, self._gate.activation)
-        elif self._gate.limit is None:
-            inner = act_and_mul(gate_up, self._gate.activation)
         else:
-            inner = self._gate.apply(gate_up)
+            inner = apply_gate(gate_up, self._gate)
         results = self._multiply(inner, self._down, down_bias, slots, torch.float32, gathers=False)
         if add_to_down is not None:
             add_to_down(results, inner, slots.expert_of, slots.row_of)

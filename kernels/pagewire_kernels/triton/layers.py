@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagewire_kernels.interface import FLOATS
-from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.reference import ACTIVATIONS, Gate
 from pagewire_kernels.triton.checks import expect, expect_tensors
 from pagewire_kernels.triton.launch import LayoutLaunch, derived, layout_launch, run
 
@@ -244,6 +244,46 @@ def _act_and_mul_launch(gate_up: Tensor, activation: str) -> LayoutLaunch | None
 _ACT_AND_MUL_LAUNCHES = {
     activation: partial(_act_and_mul_launch, activation=activation) for activation in ACTIVATIONS
 }
+
+
+@triton.jit(do_not_specialize=["row_stride", "limit", "alpha", "offset"])
+def _apply_gate(
+    output, gate_up, row_stride, limit, alpha, offset, SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """Program (row, tile of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < SIZE
+    gate = tl.load(gate_up + row * row_stride + column, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + SIZE + column, mask, other=0.0).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)  # which keeps what is not a number
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    gated = (up + offset) * (gate / (1.0 + tl.exp(-gate * alpha)))
+    tl.store(output + row * SIZE + column, gated.to(output.dtype.element_ty), mask)
+
+
+def apply_gate(gate_up: Tensor, gate: Gate) -> Tensor:
+    """Rows of up that a gate multiplies; as `reference.Gate.apply`."""
+    if gate.limit is None:
+        return act_and_mul(gate_up, gate.activation)
+    expect_tensors(("gate_up", gate_up, FLOATS, (None, None)))
+    num_rows, width = gate_up.shape
+    expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
+    output = gate_up.new_empty((num_rows, width // 2))
+    if output.numel():
+        _apply_gate[(num_rows, triton.cdiv(width // 2, _TILE))](
+            output,
+            gate_up,
+            gate_up.stride(0),
+            gate.limit,
+            gate.alpha,
+            gate.offset,
+            SIZE=width // 2,
+            TILE=_TILE,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return output
 
 
 @triton.jit(do_not_specialize=["products_stride", "x_stride"])

@@ -7,7 +7,8 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.interface import stored_head_size
-from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.reference import ACTIVATIONS, Gate
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.reference.kv_cache import dequantize_heads
 from tests.support.native import native_libraries
 
@@ -187,6 +188,18 @@ def test_activations_agree(
     x = _random(5, 2 * size, dtype=dtype) * 4
     _assert_agrees(kernels.act_and_mul(x, name), reference.act_and_mul(x, name))
     _assert_agrees(kernels.activate(x.clone(), name), reference.activate(x, name))
+
+
+GATES = (Gate(limit=0.5, alpha=1.7, offset=1.0), Gate(limit=3.0), Gate(activation="gelu"))
+
+
+@pytest.mark.parametrize("size", [1, 1100])
+@pytest.mark.parametrize("gate", GATES, ids=["offset", "limit", "gelu"])
+def test_gates_agree(
+    kernels: NativeLayerKernels, dtype: torch.dtype, size: int, gate: Gate
+) -> None:
+    x = _random(5, 2 * size + 3, dtype=dtype)[:, : 2 * size] * 4
+    _assert_agrees(kernels.apply_gate(x, gate), LayerKernels().apply_gate(x, gate))
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])

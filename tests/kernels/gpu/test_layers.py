@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.reference import ACTIVATIONS, Gate
 from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.triton import TritonLayerKernels, act_and_mul, rotate_and_write_kv
 from pagewire_kernels.triton.layers import rms_norm
@@ -52,6 +52,14 @@ def test_an_activation_agrees_with_the_reference(dtype: torch.dtype, activation:
     assert_agrees(KERNELS.activate(gate_up.to(DEVICE, copy=True), activation), expected)
     output = KERNELS.act_and_mul(gate_up.to(DEVICE), activation)
     assert_agrees(output, TORCH.act_and_mul(gate_up, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", [Gate(limit=0.5, alpha=1.7, offset=1.0), Gate(limit=3.0), Gate()])
+def test_a_gate_agrees_with_the_reference(dtype: torch.dtype, gate: Gate) -> None:
+    gate_up = _random(3, 2 * 1100 + 1, dtype=dtype)[:, :-1] * 4
+    output = KERNELS.apply_gate(gate_up.to(DEVICE), gate)
+    assert_agrees(output, TORCH.apply_gate(gate_up, gate))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -51,6 +51,9 @@ class SharedSpec:
     scale: float = 1.0
     """The factor of their output."""
 
+    gate: Gate | None = None
+    """How their gate acts; None: as the activation says, without a limit."""
+
 
 class ExpertStorage(Enum):
     """Which tensors of a checkpoint hold the weights of experts, and how `LayerSpec.names` lists
@@ -219,16 +222,20 @@ class SharedExperts(nn.Module):
         layout, full = context.communicator.layout, Shard.full(size)
         inner = layout.even_shard(spec.inner_size, "columns of shared experts")
         self._activation, self._kernels = None if is_gated else activation, kernels
-        self._scale = spec.scale
-        if is_gated:
-            self.up: Linear = GatedLinear(
+        self._scale, self._gate = spec.scale, spec.gate
+        outputs = consecutive([inner] * 2) if spec.is_fused else [inner] * 2
+        sources = [0] * 2 if spec.is_fused else None
+        if spec.gate is not None:
+            self.up: Linear = Linear(full, outputs, bias=False, context=context, sources=sources)
+        elif is_gated:
+            self.up = GatedLinear(
                 size,
-                consecutive([inner] * 2) if spec.is_fused else [inner] * 2,
+                outputs,
                 activation,
                 kernels,
                 bias=False,
                 context=context,
-                sources=[0] * 2 if spec.is_fused else None,
+                sources=sources,
             )
         else:
             self.up = Linear(full, [inner], bias=False, context=context)
@@ -245,6 +252,8 @@ class SharedExperts(nn.Module):
         y: Tensor = self.up(x)
         if self._activation is not None:
             y = self._kernels.activate(y, self._activation)
+        elif self._gate is not None:
+            y = self._kernels.apply_gate(y, self._gate)
         y = self.down(y)
         return y if self._scale == 1.0 else self._kernels.scale(y, self._scale), gate
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from pagewire_kernels.reference import Gate
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.errors import UnsupportedModel
@@ -34,6 +35,8 @@ class MLPSpec:
     all count."""
 
     output_scale: float = 1.0
+    gate: Gate | None = None
+    """How the gate acts; None: as the activation says, without a limit."""
 
     def __post_init__(self) -> None:
         if self.activation is None and self.is_gated:
@@ -60,12 +63,13 @@ class MLP(nn.Module):
         self._is_gated, self._inner_size = s.is_gated, inner.size
         self._gate_scale, self._output_scale = s.gate_scale, s.output_scale
         self._gate_deviations, self._communicator = s.gate_deviations, context.communicator
+        self._gate = s.gate
         self.xielu = Xielu(context, kernels.layers) if activation is None else None
         if s.is_gated:
             assert activation is not None, "xIELU has no gate"
             outputs = consecutive([inner] * 2) if s.is_fused else [inner] * 2
             sources = [0] * 2 if s.is_fused else None
-            if s.gate_scale == 1.0 and s.gate_deviations is None:
+            if s.gate_scale == 1.0 and s.gate_deviations is None and s.gate is None:
                 self.up: Linear = GatedLinear(
                     size,
                     outputs,
@@ -87,6 +91,8 @@ class MLP(nn.Module):
         x = self.up(x)
         if self.xielu is not None:
             x = self.xielu(x)
+        elif self._gate is not None:
+            x = self._kernels.apply_gate(x, self._gate)
         elif self._activation is not None and not self._is_gated:
             x = self._kernels.activate(x, self._activation)
         elif self._activation is not None and not isinstance(self.up, GatedLinear):

@@ -8,13 +8,20 @@
 namespace pagewire {
 namespace {
 
-template <class Number, bool kGated>
+template <class Number>
 void activate(ActivationTask& task) {
   with_activation(task.activation, [&](auto function) {
     for_each_register<Number>(task, [&](const Number* x, const Number*, int64_t left) {
-      const Floats active = function(load_some(x, left));
-      if constexpr (!kGated) return active;
-      return multiply(active, load_some(x + task.size, left));
+      return function(load_some(x, left));
+    });
+  });
+}
+
+template <class Number>
+void act_and_mul(ActivationTask& task) {
+  with_gate(task.activation, task.clamped, [&](auto function) {
+    for_each_register<Number>(task, [&](const Number* x, const Number*, int64_t left) {
+      return gate(function, load_some(x, left), load_some(x + task.size, left));
     });
   });
 }
@@ -87,10 +94,10 @@ void xielu(ElementwiseTask& task) {
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_activate_float32(ActivationTask* task) { activate<float, false>(*task); }
-PAGEWIRE_KERNEL pw_activate_bfloat16(ActivationTask* task) { activate<BFloat16, false>(*task); }
-PAGEWIRE_KERNEL pw_act_and_mul_float32(ActivationTask* task) { activate<float, true>(*task); }
-PAGEWIRE_KERNEL pw_act_and_mul_bfloat16(ActivationTask* task) { activate<BFloat16, true>(*task); }
+PAGEWIRE_KERNEL pw_activate_float32(ActivationTask* task) { activate<float>(*task); }
+PAGEWIRE_KERNEL pw_activate_bfloat16(ActivationTask* task) { activate<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_act_and_mul_float32(ActivationTask* task) { act_and_mul<float>(*task); }
+PAGEWIRE_KERNEL pw_act_and_mul_bfloat16(ActivationTask* task) { act_and_mul<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_scale_float32(ElementwiseTask* task) { scale<float>(*task); }
 PAGEWIRE_KERNEL pw_scale_bfloat16(ElementwiseTask* task) { scale<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_add_float32(ElementwiseTask* task) { add_rows<float>(*task); }

@@ -32,6 +32,7 @@ struct ActivationTask : Task {
   int64_t y_stride;
   int64_t size;
   Activation activation;
+  ClampedSilu clamped;
 };
 
 // y = factor * x; y = factor * tanh(x / factor); y += x; y *= x; y *= sigmoid(x);
