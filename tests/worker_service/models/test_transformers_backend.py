@@ -57,11 +57,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
         "sparse attention, whose tokens an indexer",
     ),
-    "MiniMaxM3VLForCausalLM": (
-        "MiniMaxM3VLTextConfig",
-        {**SHAPE, "layer_types": ["full_attention", "minimax_m3_sparse"]},
-        "sparse attention, whose blocks an indexer",
-    ),
     "BltForCausalLM": ("BltConfig", {}, "no hidden_size, since it is not one decoder"),
     "RwkvForCausalLM": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, ""),
     "Llama4ForCausalLM": (

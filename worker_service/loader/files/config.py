@@ -110,6 +110,7 @@ _TEXT_MODELS = {
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }

@@ -91,6 +91,7 @@ from worker_service.models.decoder_families.llama_kin import (
 from worker_service.models.decoder_families.longcat import longcat_flash_settings
 from worker_service.models.decoder_families.mamba import mamba2_settings, mamba_settings
 from worker_service.models.decoder_families.mimo import mimo_v2_flash_settings
+from worker_service.models.decoder_families.minimax_m3 import minimax_m3_settings
 from worker_service.models.decoder_families.mixture_kin import (
     ernie4_5_moe_settings,
     flint_settings,
@@ -172,6 +173,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "GraniteMoeSharedForCausalLM": granite_moe_shared_settings,
     "GraniteMoeSWAForCausalLM": granite_moe_swa_settings,
     "MiniMaxM2ForCausalLM": minimax_m2_settings,
+    "MiniMaxM3VLForCausalLM": minimax_m3_settings,
     "Ernie4_5ForCausalLM": ernie4_5_settings,
     "Ernie4_5_MoeForCausalLM": ernie4_5_moe_settings,
     "GptOssForCausalLM": gpt_oss_settings,
