@@ -187,6 +187,7 @@ class DeltaRule(Layer):
     def __init__(
         self, dtype: torch.dtype, num_key_heads: int = 2, num_heads: int = 4, key_dim: int = 128,
         value_dim: int = 128, by_element: bool = False, beta_scale: float = 1.0,
+        decay_bound: float = 0.0,
     ) -> None:  # fmt: skip
         width = key_dim if by_element else 1
         super().__init__(
@@ -199,14 +200,12 @@ class DeltaRule(Layer):
             beta=random(120, num_heads, seed=4) * 3,
         )
         self.a_log, self.dt_bias = random(num_heads, seed=5), random(num_heads, width, seed=6)
-        self.beta_scale = beta_scale
+        self.options = {"beta_scale": beta_scale, "decay_bound": decay_bound}
 
     def apply(self, kernels: Any, states: Any, metadata: Any, rows: Any) -> Tensor:
         parts = (rows[name] for name in ("query", "key", "x", "decay", "beta"))
         columns = [column.to(states.pages.device) for column in (self.a_log, self.dt_bias)]
-        y = kernels.gated_delta_rule(
-            *parts, *columns, states.units, metadata, beta_scale=self.beta_scale
-        )
+        y = kernels.gated_delta_rule(*parts, *columns, states.units, metadata, **self.options)
         return y.flatten(1)
 
     def expected(self) -> Tensor:
@@ -214,8 +213,13 @@ class DeltaRule(Layer):
         from transformers.models.qwen3_next import modeling_qwen3_next as delta_nets
 
         query, key, value, beta = (self.sequences(name) for name in ("query", "key", "x", "beta"))
-        time = functional.softplus(self.sequences("decay") + self.dt_bias)
-        decay, gates = -self.a_log.exp()[:, None] * time, self.beta_scale * beta.sigmoid()
+        time, rate = self.sequences("decay") + self.dt_bias, self.a_log.exp()[:, None]
+        decay, gates = (
+            -rate * functional.softplus(time),
+            self.options["beta_scale"] * beta.sigmoid(),
+        )
+        if self.options["decay_bound"] < 0:  # as Bailing hybrid's forget gate
+            decay = self.options["decay_bound"] * (rate * time).sigmoid()
         if decay.shape[-1] == 1:
             rule, decay = delta_nets.torch_recurrent_gated_delta_rule, decay[..., 0]
         else:
@@ -271,6 +275,10 @@ LAYERS: dict[str, Callable[[torch.dtype], Layer]] = {
     "delta rule of odd heads": lambda dtype: DeltaRule(dtype, 3, 3, 20, 72),
     "delta rule of small heads": lambda dtype: DeltaRule(dtype, 1, 3, 16, 12),
     "delta rule by element": lambda dtype: DeltaRule(dtype, 2, 2, 20, 24, by_element=True),
+    "delta rule with bounded decays": lambda dtype: DeltaRule(
+        dtype, 2, 2, 20, 24, by_element=True, decay_bound=-5.0
+    ),
+    "delta rule of heads with bounded decays": lambda dtype: DeltaRule(dtype, decay_bound=-1.5),
     "delta rule with negative eigenvalues": lambda dtype: DeltaRule(dtype, beta_scale=2.0),
     "mamba2 with limits": lambda dtype: Mamba2(dtype, dt_limits=(0.3, 1.5)),
 }

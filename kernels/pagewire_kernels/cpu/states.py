@@ -185,6 +185,7 @@ class NativeStateKernels(LayerKernels):
         metadata: AttentionMetadata,
         *,
         beta_scale: float = 1.0,
+        decay_bound: float = 0.0,
     ) -> Tensor:
         """Delta rule with a decay of each head, or of each element of its keys."""
         (num_rows, num_heads, value_dim), (num_key_heads, key_dim) = value.shape, key.shape[1:]
@@ -223,6 +224,7 @@ class NativeStateKernels(LayerKernels):
             value_dim=value_dim,
             decay_width=width,
             beta_scale=beta_scale,
+            decay_bound=decay_bound,
         )
         task.kept_alive = units.places
         self._run("gated_delta_rule", task, value.dtype, value.numel() * key_dim)

@@ -238,7 +238,7 @@ class DeltaTask(NativeStruct):
         + " query query_stride query_head_stride key key_stride key_head_stride value value_stride "
         "value_head_stride decay decay_stride decay_head_stride beta beta_stride y y_stride "
         "y_head_stride a_log dt_bias num_heads heads_per_key key_dim value_dim decay_width",
-        "beta_scale",
+        "beta_scale decay_bound",
     )
 
 

@@ -153,6 +153,7 @@ def gated_delta_rule(
     metadata: AttentionMetadata,
     *,
     beta_scale: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> Tensor:
     """Delta rule with a decay (Yang et al. 2024), of a head or of each element of its keys (Kimi
     Team 2025).
@@ -162,10 +163,11 @@ def gated_delta_rule(
     width of 1 or key_dim; beta: [num_tokens, num_heads]; a_log: float32 [num_heads]; dt_bias:
     float32 [num_heads, width]; units: float32 [key_dim, value_dim] each, one per head.
 
-    With queries and keys normalized to length 1, and d = exp(-exp(a_log) * softplus(decay +
-    dt_bias)), a state s first becomes d * s, and then s + beta_scale * sigmoid(beta) * k (v - k s),
-    where k s is the product of key and state. The result is that of the query and the state,
-    divided by the square root of key_dim. Returns value's shape and dtype.
+    With queries and keys normalized to length 1, t = decay + dt_bias and r = exp(a_log), d is
+    exp(-r * softplus(t)), or with a bound below 0 exp(decay_bound * sigmoid(r * t)). A state s
+    first becomes d * s, and then s + beta_scale * sigmoid(beta) * k (v - k s), where k s is the
+    product of key and state. The result is that of the query and the state, divided by the square
+    root of key_dim. Returns value's shape and dtype.
     """
     (_, num_heads, value_dim), (_, num_key_heads, key_dim) = value.shape, key.shape
     states = _States(units, metadata, (key_dim, value_dim))
@@ -176,7 +178,9 @@ def gated_delta_rule(
             _unit_length(part[rows].float()).repeat_interleave(repeats, dim=1)
             for part in (query, key)
         )
-        decays = torch.exp(-rate * softplus(decay[rows].float() + dt_bias))
+        times = decay[rows].float() + dt_bias
+        bounded = decay_bound * _sigmoid(rate * times)
+        decays = torch.exp(bounded if decay_bound < 0 else -rate * softplus(times))
         state = states.values[seqs] * decays[..., None]
         gates = beta_scale * _sigmoid(beta[rows].float())
         change = (value[rows].float() - _sum(state, keys)) * gates[..., None]

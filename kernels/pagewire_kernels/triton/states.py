@@ -508,6 +508,14 @@ def mamba2_scan(
     return y
 
 
+@triton.jit
+def _decay(step, rate, bound, IS_BOUNDED: tl.constexpr):
+    """What a state is multiplied by, of a step of time."""
+    if IS_BOUNDED:
+        return tl.exp(bound * _sigmoid(rate * step))
+    return tl.exp(-rate * _softplus(step))
+
+
 @triton.jit(do_not_specialize=["table_width"])
 def _correct_heads(
     y,
@@ -527,6 +535,7 @@ def _correct_heads(
     saved_tables,
     scale,
     beta_scale,
+    decay_bound,
     query_stride,
     query_head_stride,
     key_stride,
@@ -544,6 +553,7 @@ def _correct_heads(
     PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BY_ELEMENT: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
     HAS_SAVES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -572,10 +582,10 @@ def _correct_heads(
             if BY_ELEMENT:
                 step = tl.load(times + element, has_element, other=0.0).to(tl.float32)
                 step += tl.load(dt_bias + head * SIZE + element, has_element, other=0.0)
-                state *= tl.exp(-rate * _softplus(step))[:, None]
+                state *= _decay(step, rate, decay_bound, IS_BOUNDED)[:, None]
             else:
                 step = tl.load(times).to(tl.float32) + tl.load(dt_bias + head)
-                state *= tl.exp(-rate * _softplus(step))
+                state *= _decay(step, rate, decay_bound, IS_BOUNDED)
             gate = _sigmoid(tl.load(beta + at * beta_stride + head).to(tl.float32)) * beta_scale
             source = value + at * value_stride + head * value_head_stride + within
             values = tl.load(source, mask, other=0.0).to(tl.float32)
@@ -614,6 +624,7 @@ def gated_delta_rule(
     metadata: AttentionMetadata,
     *,
     beta_scale: float = 1.0,
+    decay_bound: float = 0.0,
 ) -> Tensor:
     """Delta rule with a decay of each head, or of each element of its keys; as
     `reference.gated_delta_rule`."""
@@ -650,6 +661,7 @@ def gated_delta_rule(
         *_addressed(units, metadata),
         key_dim**-0.5,
         float(beta_scale),
+        float(decay_bound),
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
@@ -663,6 +675,7 @@ def gated_delta_rule(
         PADDED=padded,
         VALUE_DIM=value_dim,
         BY_ELEMENT=width > 1,
+        IS_BOUNDED=decay_bound < 0,
         HAS_SAVES=metadata.saves is not None,
         TILE=tile,
         num_warps=4,

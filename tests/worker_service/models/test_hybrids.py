@@ -60,6 +60,17 @@ def _settings(config: dict[str, Any]) -> Any:
         ),
         ("kimi_linear", {"attention_bias": True}, "attention_bias: expected False, got True"),
         (
+            "bailing_hybrid",
+            {"kda_lower_bound": 0.5},
+            "kda_lower_bound: expected one below 0, got 0.5",
+        ),
+        ("bailing_hybrid", {"attention_bias": True}, "attention_bias: expected False, got True"),
+        (
+            "bailing_hybrid",
+            {"layer_types": ["sliding_attention"] * 3},
+            "layer_types: expected linear_attention or full_attention for each of 3 layers",
+        ),
+        (
             "lara_mini",
             {"layer_types": ["conv"] * 4},
             "layer_types: expected linear_attention, sliding_attention or full_attention",

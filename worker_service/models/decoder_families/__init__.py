@@ -8,6 +8,7 @@ from worker_service.models.decoder_families.bailing import (
     bailing_moe_settings,
     glm4_moe_or_sarvam_settings,
 )
+from worker_service.models.decoder_families.bailing_hybrid import bailing_hybrid_settings
 from worker_service.models.decoder_families.common import Config
 from worker_service.models.decoder_families.delta_nets import (
     olmo_hybrid_settings,
@@ -227,6 +228,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "NemotronHForCausalLM": nemotron_h_settings,
     "Zamba2ForCausalLM": zamba2_settings,
     "KimiLinearForCausalLM": kimi_linear_settings,
+    "BailingHybridForCausalLM": bailing_hybrid_settings,
     "LaraMiniForCausalLM": lara_mini_settings,
     "OlmoHybridForCausalLM": olmo_hybrid_settings,
     "Qwen3NextForCausalLM": qwen3_next_settings,

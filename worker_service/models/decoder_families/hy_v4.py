@@ -24,6 +24,7 @@ from worker_service.models.decoder_families.latent import (
 )
 from worker_service.models.decoder_families.mixtures import STACK_NAMES
 from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage
+from worker_service.models.mixers.latent_attention import OutputGates
 
 _NAMES = by_lines("""
 attention.inputs        self_attn.q_a_proj self_attn.kv_a_proj_with_mqa self_attn.gate_proj
@@ -71,7 +72,9 @@ def hy_v4_settings(config: Config) -> DecoderSettings:
         max_model_len=min(config.get("index_topk", 2048), config["max_position_embeddings"]),
         unused_names=r".*\.self_attn\.indexer\..*|model\.mtp_layers\..*",
     )
-    attention = replace(latent_attention(config, 1536), has_sinks=True, gates_output=True)
+    attention = replace(
+        latent_attention(config, 1536), has_sinks=True, gates=OutputGates.OF_ELEMENTS
+    )
     layers = tuple(
         replace(
             layer, attention=attention, hyper_connections=streams, names={**layer.names, **_NAMES}

@@ -17,7 +17,7 @@ from worker_service.models.decoder_families.common import (
     routing,
     with_keys,
 )
-from worker_service.models.decoder_families.latent import SPLIT_NAMES
+from worker_service.models.decoder_families.latent import MLP_NAMES, SPLIT_NAMES
 from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
 from worker_service.models.layers.norms import NormSpec
 from worker_service.models.layers.rotary import NO_ROTATION, RotarySettings
@@ -61,11 +61,6 @@ attention.expansion     self_attn.kv_b_proj
 attention.output        self_attn.o_proj
 """)
 
-_MLP_NAMES = by_lines("""
-feed_forward.up         mlp.gate_proj mlp.up_proj
-feed_forward.down       mlp.down_proj
-""")
-
 _EXPERTS = "block_sparse_moe.experts.*"
 _SHARED = "block_sparse_moe.shared_experts"
 _EXPERT_NAMES = by_lines(f"""
@@ -107,7 +102,7 @@ def kimi_linear_settings(config: Config) -> DecoderSettings:
         of_latent = of_latent | SPLIT_NAMES
 
     def layer(kind: str, part: FeedForwardSpec) -> LayerSpec:
-        of_part = _EXPERT_NAMES if isinstance(part, ExpertsSpec) else _MLP_NAMES
+        of_part = _EXPERT_NAMES if isinstance(part, ExpertsSpec) else MLP_NAMES
         own = of_latent if kind == FULL else _DELTA_NAMES
         return LayerSpec(
             attention=latent if kind == FULL else delta,

@@ -43,7 +43,7 @@ _DIRECT = {"attention.inputs": "self_attn.q_proj self_attn.kv_a_proj_with_mqa"}
 SPLIT_NAMES = {"attention.expansion": "self_attn.k_b_proj self_attn.v_b_proj"}
 """Names of weights that expand latents to keys, and to values, apart from each other."""
 
-_MLP_NAMES = by_lines("""
+MLP_NAMES = by_lines("""
 feed_forward.up         mlp.gate_proj mlp.up_proj
 feed_forward.down       mlp.down_proj
 """)
@@ -131,7 +131,7 @@ def latent_decoder(
         names = names | SPLIT_NAMES
 
     def layer(part: FeedForwardSpec) -> LayerSpec:
-        of_part = _MLP_NAMES
+        of_part = MLP_NAMES
         if isinstance(part, ExpertsSpec):
             unused = () if part.corrects else ("feed_forward.correction",)
             shared = SHARED_NAMES if part.shared is not None else {}

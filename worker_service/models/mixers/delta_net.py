@@ -184,9 +184,9 @@ class KimiDeltaSpec:
     keys, in place of attention. Implements `decoder.MixerSpec`.
 
     Attributes of `KimiDeltaAttention` with tensors, for `LayerSpec.names`: `inputs` (queries, keys,
-    values), `narrow` (what decays and output gates are products of, then gates of changes),
-    `decays`, `gates`, `convolution` (of queries, keys, values), `decay`, `decay_bias`, `norm`,
-    `output`.
+    values), `narrow` (what decays and output gates are products of, or these themselves, then gates
+    of changes), `decays` and `gates` where there are such products, `convolution` (of queries,
+    keys, values), `decay`, `decay_bias`, `norm`, `output`.
     """
 
     num_heads: int
@@ -196,6 +196,16 @@ class KimiDeltaSpec:
 
     eps: float
     """Of the norm of heads."""
+
+    is_narrow: bool = True
+    """Whether decays and output gates are products of `head_dim` elements, which are products of
+    the row; otherwise the row's."""
+
+    decay_bound: float = 0.0
+    """The least logarithm of a decay, below 0, of which it is a part; 0: there is none."""
+
+    decay_axes: tuple[int, int] = (2, 1)
+    """Axes of size 1 before and behind those of heads that the tensor of `decay` has."""
 
     rotary: None = None
     """Nothing is rotated."""
@@ -227,11 +237,15 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         context, kernels = place.context, place.kernels.layers
         heads, rows = spec.heads(context.communicator.layout), Shard.full(place.inputs)
-        values, narrow = heads.times(spec.head_dim), Shard.full(spec.head_dim)
+        values = heads.times(spec.head_dim)
+        narrow = Shard.full(spec.head_dim) if spec.is_narrow else values
         self.inputs = Linear(rows, [values] * 3, bias=False, context=context)
         self.narrow = Linear(rows, [narrow, narrow, heads], bias=False, context=context)
-        self.decays = Linear(narrow, [values], bias=False, context=context)
-        self.gates = Linear(narrow, [values], bias=False, context=context)
+        self.decays: Linear | None = None
+        self.gates: Linear | None = None
+        if spec.is_narrow:
+            self.decays = Linear(narrow, [values], bias=False, context=context)
+            self.gates = Linear(narrow, [values], bias=False, context=context)
         self.convolution = CausalConvolution(
             [values] * 3,
             spec.width,
@@ -240,11 +254,13 @@ class KimiDeltaAttention(nn.Module):
             kernels=kernels,
             activation="silu",
         )
-        self.decay = Vector(heads, context, axes_before=2, axes_after=1)
+        before, after = spec.decay_axes
+        self.decay = Vector(heads, context, axes_before=before, axes_after=after)
         self.decay_bias = Vector(values, context)
         self.norm = RMSNorm(spec.head_dim, spec.eps, context, kernels)
         self.output = RowParallelLinear(values, place.size, bias=False, context=context)
-        self._kernels, self._num_heads, self._head_dim = kernels, heads.size, spec.head_dim
+        self._kernels, self._head_dim = kernels, spec.head_dim
+        self._sizes, self._decay_bound = [narrow.size, narrow.size, heads.size], spec.decay_bound
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x: [num_tokens, inputs]; returns [num_tokens, size]."""
@@ -252,22 +268,24 @@ class KimiDeltaAttention(nn.Module):
         shape = -1, self._head_dim
         channels = self.convolution(self.inputs(x), convolution, inputs.metadata)
         query, key, value = (part.unflatten(1, shape) for part in channels.chunk(3, dim=1))
-        sizes = [self._head_dim, self._head_dim, self._num_heads]
-        of_decays, of_gates, beta = self.narrow(x).split_with_sizes(sizes, 1)
+        decays, gates, beta = self.narrow(x).split_with_sizes(self._sizes, 1)
+        if self.decays is not None and self.gates is not None:
+            decays, gates = self.decays(decays), self.gates(gates)
         y = self._kernels.gated_delta_rule(
             query,
             key,
             value,
-            self.decays(of_decays).unflatten(1, shape),
+            decays.unflatten(1, shape),
             beta,
             self.decay.numbers,
             self.decay_bias.numbers.view(shape),
             states,
             inputs.metadata,
+            decay_bound=self._decay_bound,
         )
         y = self._kernels.gated_rms_norm(
             y,
-            self.gates(of_gates).unflatten(1, shape),
+            gates.unflatten(1, shape),
             self.norm.weight,
             self.norm.eps,
             gates_first=False,

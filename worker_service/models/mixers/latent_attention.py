@@ -10,7 +10,9 @@ values. Prefills, chunks and decodes compute the same products, so a row has the
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 
+import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.quantized_weight import QuantizedWeight
@@ -28,6 +30,16 @@ from worker_service.models.native import LayerInputs, MixerPlace
 
 _MAX_SCALED = 32
 """Elements of a query that are scaled together: the tables of factors are half as wide."""
+
+
+class OutputGates(Enum):
+    """The sigmoid of a product of the row, whose weight follows those of `inputs`."""
+
+    OF_ELEMENTS = auto()
+    """Of each element of the output."""
+
+    OF_HEADS = auto()
+    """Of each head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +84,8 @@ class LatentAttentionSpec:
     has_sinks: bool = False
     """As `AttentionSpec.has_sinks`."""
 
-    gates_output: bool = False
-    """Whether the output is multiplied by the sigmoid of a product of the row, whose weight follows
-    those of `inputs`. There are then no biases."""
+    gates: OutputGates | None = None
+    """What the output is multiplied by; None: nothing. There are no biases with gates."""
 
     window: None = None
     """Tokens see all before them."""
@@ -110,7 +121,9 @@ class LatentAttention(nn.Module):
         queries = heads.times(head_dim)
         is_direct = s.query_latent_dim is None
         first = queries if s.query_latent_dim is None else Shard.full(s.query_latent_dim)
-        gates = [heads.times(s.value_dim)] if s.gates_output else []
+        gates = []
+        if s.gates is not None:
+            gates = [heads if s.gates is OutputGates.OF_HEADS else heads.times(s.value_dim)]
         assert not gates or not s.bias, "gates have no biases"
         self.inputs = Linear(
             Shard.full(place.inputs),
@@ -136,6 +149,10 @@ class LatentAttention(nn.Module):
         self.paged = PagedAttention(kernels.attention, scale=s.scale, sinks=sinks)
         self._spec, self._rotary, self._kernels = s, rotary, kernels.layers
         self._parts = first.size, latents.size, sum(shard.size for shard in gates)
+        self._gate_order: Tensor | None = None
+        if s.gates is OutputGates.OF_HEADS:
+            order = torch.arange(heads.size, dtype=torch.int32, device=context.device)
+            self._gate_order = order.repeat_interleave(s.value_dim)
         self._scales: tuple[Tensor, Tensor] | None = None
         self._scaled_size = math.gcd(head_dim, _MAX_SCALED)
         if rotary.scales_queries:
@@ -149,6 +166,8 @@ class LatentAttention(nn.Module):
         paged.value_scale = paged.key_scale  # values are keys
         attended = paged.attend(query, inputs.caches, inputs.metadata).view(query.shape)
         values = self.expansion.values(attended[:, :, : self._spec.latent_dim]).flatten(1)
+        if self._gate_order is not None:
+            gates = self._kernels.take_columns(gates, self._gate_order)
         if gates.shape[1]:
             values = self._kernels.multiply_sigmoid(values, gates)
         return self.output(values)

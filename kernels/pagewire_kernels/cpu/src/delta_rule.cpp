@@ -30,8 +30,13 @@ void load_decays(const DeltaTask& task, int64_t row, int64_t head, float rate, f
       operand<Number>(task.decay, task.decay_stride, row, head * task.decay_head_stride);
   for (int64_t i = 0; i < width; i += kLanes) {
     const Floats bias = load_some(task.dt_bias + head * width + i, width - i);
-    const Floats time = softplus(add(load_some(decay + i, width - i), bias));
-    store_floats(to + i, exp_of_negative(multiply(time, broadcast(rate))));
+    const Floats time = add(load_some(decay + i, width - i), bias);
+    if (task.decay_bound < 0.0f) {
+      const Floats odds = add(broadcast(1.0f), exp_of_negative(multiply(time, broadcast(rate))));
+      store_floats(to + i, exp(divide(broadcast(task.decay_bound), odds)));
+    } else {
+      store_floats(to + i, exp_of_negative(multiply(softplus(time), broadcast(rate))));
+    }
   }
   for (int64_t i = width; i < task.key_dim; ++i) to[i] = to[0];
 }

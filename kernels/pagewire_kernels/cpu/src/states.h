@@ -93,7 +93,9 @@ struct DeltaTask : Task {
   int64_t key_stride, key_head_stride;
   const void* value;  // [num_rows, num_heads, value_dim], as y
   int64_t value_stride, value_head_stride;
-  const void* decay;  // [num_rows, num_heads, decay_width]: d is exp(-exp(a_log) * softplus(decay + dt_bias))
+  // [num_rows, num_heads, decay_width]. With t = decay + dt_bias and r = exp(a_log), d is exp(-r * softplus(t)), or
+  // with a bound below 0 exp(bound * sigmoid(r * t)).
+  const void* decay;
   int64_t decay_stride, decay_head_stride;
   const void* beta;  // [num_rows, num_heads], before the sigmoid
   int64_t beta_stride;
@@ -107,6 +109,7 @@ struct DeltaTask : Task {
   int64_t value_dim;
   int64_t decay_width;  // 1, or key_dim: one for each element of keys
   float beta_scale;
+  float decay_bound;
 };
 
 // The real-gated linear recurrent unit: with d = exp(rate * sigmoid(decay_gate + decay_bias)), a state s, which
