@@ -345,6 +345,10 @@ def _quantize(rows: Tensor, group_size: int, quantization: str) -> QuantizedWeig
 
 
 def _above_zero(scales: Tensor) -> Tensor:
-    """Round scales to float16; zeros (a group of equal numbers) become the smallest normal one."""
-    least = torch.finfo(torch.float16).smallest_normal
-    return scales.clamp(min=least).half().float()
+    """Round scales to float16: subnormal ones up, since few bits of theirs are left, and the
+    largest code would not reach the largest number; zeros (a group of equal numbers) become the
+    smallest number above zero."""
+    facts = torch.finfo(torch.float16)
+    smallest = facts.smallest_normal * facts.eps
+    subnormal = (scales / smallest).ceil().clamp(min=1) * smallest
+    return torch.where(scales < facts.smallest_normal, subnormal, scales.half().float())

@@ -72,6 +72,16 @@ def test_floats_of_8_bits_are_the_nearest_ones() -> None:
     torch.testing.assert_close(found, largest, rtol=1e-3, atol=1e-9)
 
 
+@pytest.mark.parametrize("spread", [1e-3, 1e-4, 1e-5])
+def test_small_numbers_are_rounded_like_others(quantization: str, spread: float) -> None:
+    """Also where float16 has few bits for scales."""
+    weight = torch.randn(9, 192, generator=torch.Generator().manual_seed(0))
+    errors = (quantize(weight, quantization).dequantize() - weight).abs().amax()
+    small = weight * spread
+    found = (quantize(small, quantization).dequantize() - small).abs().amax()
+    assert found <= 3 * spread * errors
+
+
 def test_large_weights_are_rounded_like_small_ones(quantization: str) -> None:
     weight = torch.randn(2500, 1152, generator=torch.Generator().manual_seed(0))
     dense = quantize(weight, quantization).dequantize()

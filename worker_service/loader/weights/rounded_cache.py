@@ -33,7 +33,7 @@ from worker_service.models.linear.packing import round_weight
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Incremented when the rounded numbers or their layout in the file change."""
 
 _UNFINISHED = "-unfinished"
