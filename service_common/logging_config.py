@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from io import UnsupportedOperation
+from math import isfinite
 from typing import Any
 
 _PLACEHOLDER = re.compile(r"(?:(?P<key>\w+)=)?%(?:%|[-#0 +]*\d*(?:\.\d+)?[a-zA-Z])")
@@ -160,6 +161,8 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
 
 
 def _json_value(value: object) -> object:
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)  # JSON has no such numbers
     if value is None or isinstance(value, _NUMBERS):
         return value
     if isinstance(value, list | tuple):

@@ -75,6 +75,18 @@ def test_lists_and_none_are_those_of_json(formatter: logging.Formatter) -> None:
     assert told["group"] is None
 
 
+def test_numbers_that_json_does_not_have_are_texts(formatter: logging.Formatter) -> None:
+    record = logging.LogRecord(
+        "a", logging.INFO, "f.py", 1, "a=%g b=%s", (float("inf"), [-1e999]), None
+    )
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    told = json.loads(formatter.format(record), parse_constant=refuse)
+    assert (told["a"], told["b"]) == ("inf", ["-inf"])
+
+
 def test_a_field_never_takes_the_place_of_what_every_line_has(
     formatter: logging.Formatter,
 ) -> None:
