@@ -12,6 +12,9 @@ from worker_service.errors import AdapterNotFound, BadAdapter
 
 _MAX_BYTES = 1 << 30
 
+_MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+"""What reading the fields of any JSON text may raise."""
+
 
 @dataclass(frozen=True)
 class SimulatedAdapter:
@@ -29,7 +32,7 @@ class SimulatedAdapter:
             values = json.loads(header)
             rank, sizes = int(values["rank"]), list(map(int, values["sizes"].values()))
             num_virtual_tokens = int(values.get("virtual_tokens", 0))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _MALFORMED as error:
             raise BadAdapter(f"chunks: expected an adapter's content, got {error!r}") from None
         if sum(sizes) != len(files):
             raise BadAdapter(f"chunks: expected {sum(sizes)} bytes of files, got {len(files)}")
@@ -43,11 +46,12 @@ class SimulatedAdapter:
 
     @classmethod
     def read(cls, path: Path) -> "SimulatedAdapter":
-        """Read all files of a folder; the rank and the number of virtual tokens are those of
-        `adapter_config.json`, if it is there."""
+        """Read all files of a folder, but not those of folders in it; the rank and the number of
+        virtual tokens are those of `adapter_config.json`, if it is there."""
         if not path.is_dir():
             raise AdapterNotFound(f"path: expected the folder of an adapter, got {str(path)!r}")
-        contents = {file.name: file.read_bytes() for file in sorted(path.iterdir())}
+        files = (file for file in sorted(path.iterdir()) if file.is_file())
+        contents = {file.name: file.read_bytes() for file in files}
         values: dict[str, int] = {"rank": 1}
         if "adapter_config.json" in contents:
             try:
@@ -55,7 +59,7 @@ class SimulatedAdapter:
                 values["rank"] = int(config.get("r", 8))
                 if (number := config.get("num_virtual_tokens")) is not None:
                     values = {"rank": 0, "virtual_tokens": int(number)}
-            except (ValueError, AttributeError, TypeError) as error:
+            except _MALFORMED as error:
                 raise BadAdapter(f"adapter_config.json: expected an object: {error}") from None
         sizes = {name: len(content) for name, content in contents.items()}
         header = json.dumps({**values, "sizes": sizes}).encode()
@@ -77,10 +81,13 @@ class SimulatedAdapters(AdapterLoader[SimulatedAdapter]):
         return SimulatedAdapter(bytes(content))
 
     def _prepare(self, adapter: SimulatedAdapter) -> None:
-        if adapter.info.num_virtual_tokens and not self._generates:
+        num_tokens = adapter.info.num_virtual_tokens
+        if not 0 <= num_tokens < 2**31:
+            raise BadAdapter(f"num_virtual_tokens: expected 0 to 2^31 - 1, got {num_tokens}")
+        if num_tokens and not self._generates:
             got = "the embeddings of a prompt"
             raise BadAdapter(f"peft_type: expected LORA for a model that makes vectors, got {got}")
-        least = 0 if adapter.info.num_virtual_tokens else 1
+        least = 0 if num_tokens else 1
         if not least <= adapter.info.rank <= self._max_rank:
             expected = f"1 to {self._max_rank}, --max-lora-rank"
             raise BadAdapter(f"r: expected {expected}, got {adapter.info.rank}")

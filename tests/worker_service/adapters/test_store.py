@@ -69,6 +69,37 @@ def test_adapters_beyond_the_limits_are_refused_by_value(tmp_path: Path) -> None
         SimulatedAdapters(AdapterConfig()).load(str(tmp_path / "a"))
 
 
+def test_folders_in_the_folder_of_a_simulated_adapter_are_not_read(tmp_path: Path) -> None:
+    """As those that downloads from the hub leave there."""
+    path = write(tmp_path / "a", "x")
+    digest = adapters().load(path).digest
+    (tmp_path / "a" / ".cache").mkdir()
+    assert adapters().load(path).digest == digest
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"r": 1e999}', "adapter_config.json: expected an object"),
+        ('{"num_virtual_tokens": Infinity}', "adapter_config.json: expected an object"),
+        ("[" * 100_000, "adapter_config.json: expected an object"),
+        ('{"num_virtual_tokens": -3}', r"num_virtual_tokens: expected 0 to 2\^31 - 1, got -3"),
+    ],
+)
+def test_impossible_settings_of_a_simulated_adapter_are_refused(
+    tmp_path: Path, config: str, message: str
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(BadAdapter, match=message):
+        adapters().load(str(tmp_path))
+
+
+def test_impossible_content_of_a_simulated_adapter_is_refused() -> None:
+    for header in (b'{"rank": Infinity, "sizes": {}}', b"[" * 100_000):
+        with pytest.raises(BadAdapter, match="chunks: expected an adapter's content"):
+            adapters().add(bytearray(header + b"\n"))
+
+
 async def test_what_another_worker_sends_is_read_up_to_the_limit() -> None:
     num_read = 0
 
