@@ -5,6 +5,7 @@ import logging
 import os
 import queue
 import re
+import select
 import sys
 import threading
 import time
@@ -123,7 +124,12 @@ class StreamThreadHandler(logging.Handler):
     def _write(self, line: str) -> None:
         data = f"{line}\n".encode(errors="backslashreplace")
         while data:
-            data = data[os.write(self._descriptor, data) :]
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:  # a process that shares the pipe has made it non-blocking
+                room = select.poll()
+                room.register(self._descriptor, select.POLLOUT)
+                room.poll()
 
 
 class JsonFormatter(logging.Formatter):

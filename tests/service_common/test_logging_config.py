@@ -1,10 +1,12 @@
 import json
 import logging
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -147,6 +149,25 @@ def test_lines_are_written_in_order_before_the_handler_is_closed() -> None:
     handler.close()
     os.close(writer)
     assert read_all(reader).split() == [str(number) for number in range(200)]
+
+
+def test_no_line_is_lost_in_a_full_pipe_that_does_not_block() -> None:
+    """As one that is shared with a process that has made it so."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"\n" * select.PIPE_BUF)
+    handler = StreamThreadHandler(writer)
+    say(handler, "a line")
+    handler.flush()
+    lines: list[str] = []
+    reading = threading.Thread(target=lambda: lines.extend(read_all(reader).split("\n")))
+    reading.start()
+    handler.close()
+    os.close(writer)
+    reading.join(60)
+    assert [line for line in lines if line] == ["a line"]
 
 
 SERVICE = """
