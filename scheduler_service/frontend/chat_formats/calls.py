@@ -139,28 +139,45 @@ class CallReader:
         self._send("}" if self._has_arguments else "")
 
     def _read_parameter(self, key: str) -> Reading[bool]:
-        """Read a value up to its end, or the next parameter. One without either ends at the first
-        mark that ends calls; then returns False."""
+        """Read a value up to its end, or the next parameter. Formats have no escapes: an end is
+        part of the value if neither a parameter nor the end of calls follows it, and the value has
+        a later end. One without any end stops at the first mark that ends calls; then returns
+        False."""
         source, tags = self._source, self._form.parameters
         texts: list[str] = []
-        first_end: int | None = None
+        doubtful: int | None = None
+        """How many of them are before the end that counts if no certain one comes."""
+        has_end = False
+        """Whether that is the parameter's own."""
         while True:
             text, mark = source.split((tags.closing, tags.opening, *self._form.all_closings))
             texts.append(text)
-            if mark in (tags.closing, tags.opening):
+            if mark == tags.closing:
+                if not has_end:
+                    doubtful, has_end = len(texts), True
+                    source.keep()
+                space = yield from source.skip_space()
+                follows = yield from source.peek((tags.opening, *self._form.all_closings))
+                if follows or source.is_empty:
+                    source.at -= len(space)
+                    break
+                texts += [mark, space]
+            elif mark == tags.opening or (mark and has_end):
                 break
-            if mark:
-                if first_end is None:
-                    first_end = len(texts)
+            elif mark:
+                if doubtful is None:
+                    doubtful = len(texts)
                     source.keep(source.at - len(mark))
                 texts.append(mark)
             elif source.is_last:
                 break
             else:
                 yield
-        if mark != tags.closing and first_end is not None:
-            self._send_parameter(key, texts[:first_end])
-            return False
+        if mark != tags.closing and doubtful is not None:
+            self._send_parameter(key, texts[:doubtful])
+            if has_end:
+                source.restore()
+            return has_end
         if not mark:
             text = "".join(texts).removeprefix(self._form.parameters.padding)
             raise _CutArguments(self._parameter(key, _json_text(text)[:-1]))

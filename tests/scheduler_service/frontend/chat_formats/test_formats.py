@@ -242,6 +242,53 @@ def test_a_line_break_is_part_of_a_text_where_the_format_puts_none_around_it(
         assert json.loads(arguments) == {"note": value}
 
 
+TAGGED = {
+    "qwen3_xml": (
+        "<tool_call>\n<function=add>\n<parameter=note>\n",
+        "\n</parameter>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        "</parameter>",
+    ),
+    "seed_oss": (
+        "<seed:tool_call><function=add><parameter=note>",
+        "</parameter><parameter=a>1</parameter></function></seed:tool_call>",
+        "</parameter>",
+    ),
+    "glm45": (
+        "<tool_call>add\n<arg_key>note</arg_key>\n<arg_value>",
+        "</arg_value>\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "</arg_value>",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call><invoke name="add">\n<parameter name="note">',
+        '</parameter>\n<parameter name="a">1</parameter>\n</invoke>\n</minimax:tool_call>',
+        "</parameter>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_value_may_contain_what_ends_it(name: str) -> None:
+    begin, end, mark = TAGGED[name]
+    for value in (f"a{mark}b", f"{mark} {mark}, twice", f"<x>{mark}\n text", f"{mark}<"):
+        for length in (1, 3, 1000):
+            result = outcome(
+                chat_format(name).parser(FUNCTIONS), pieces(begin + value + end, length)
+            )
+            ((_, arguments),) = result.calls
+            assert json.loads(arguments) == {"note": value, "a": 1}
+            assert result[0] == ""
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_value_ends_at_its_first_end_if_none_is_certain(name: str) -> None:
+    """Text after it is no reason to add the next call to the value."""
+    begin, _, mark = TAGGED[name]
+    call = f"{begin}1{mark} and text {chat_format(name).calls.all_closings[-1]}"
+    for length in (1, 3, 1000):
+        result = outcome(chat_format(name).parser(FUNCTIONS), pieces(call + call, length))
+        assert [json.loads(arguments) for _, arguments in result.calls] == [{"note": "1"}] * 2
+
+
 @pytest.mark.parametrize("key", ["a b", "$ref", "src/a.py", "d\\e", "(x)", "é=1"])
 def test_keys_of_gemma_may_have_any_characters_that_end_none(key: str) -> None:
     text = f'<|tool_call>call:now{{o:{{{key} :1,k:<|"|>v<|"|>}}}}<tool_call|>'
