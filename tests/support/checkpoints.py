@@ -478,6 +478,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v32": {**_LATENT, **_SCORED_MOE, **_INDEXER},
     "axk1": {**_LATENT, **_SCORED_MOE},
+    "axk2": {
+        **_LATENT,
+        **{k: v for k, v in _SCORED_MOE.items() if k not in ("n_group", "topk_group")},
+        **_INDEXER,
+        "num_hidden_layers": 3,
+        "gated_norm_rank": 12,
+    },
+    "axk2_groups": {
+        "model_type": "axk2",
+        **_LATENT,
+        **_SCORED_MOE,
+        **_INDEXER,
+        "attention_bias": True,
+    },
     "glm_moe_dsa": {**_LATENT, **_SCORED_MOE, **_INDEXER, "indexer_types": ["full", "shared"]},
     "glm4_moe_lite": {
         **_LATENT,

@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "MiniMaxForCausalLM": ("MiniMaxConfig", SHAPE, "linear attention or a state"),
     "AXK2ForCausalLM": (
         "AXK2Config",
-        {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
+        {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"} | {"hidden_act": "mish"},
         "sparse attention, whose tokens an indexer",
     ),
     "BltForCausalLM": ("BltConfig", {}, "no hidden_size, since it is not one decoder"),

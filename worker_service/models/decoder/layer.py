@@ -10,6 +10,7 @@ from worker_service.models.decoder.hyper import HyperConnection
 from worker_service.models.decoder.per_layer import LayerScalar, PerLayerGate
 from worker_service.models.decoder.specs import LayerSpec, Mixer, NormPlace
 from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.layers.gated_norm import GatedRMSNorm
 from worker_service.models.layers.norms import LayerNorm, RMSNorm
 from worker_service.models.layers.rotary import RotaryTable
 from worker_service.models.native import LayerInputs, MixerPlace, NativeLayer, part_targets
@@ -36,18 +37,24 @@ class DecoderLayer(NativeLayer):
         super().__init__()
         place, mixer, feed_forward = spec.norm_place, spec.attention, spec.feed_forward
 
-        def norm(is_there: bool) -> RMSNorm | LayerNorm | None:
+        def norm(name: str, is_there: bool) -> RMSNorm | LayerNorm | None:
+            if is_there and f"{name}.narrow" in spec.names:
+                return GatedRMSNorm(spec.norm, size, context, kernels.layers)
             return spec.norm.build(size, context, kernels) if is_there else None
 
         is_shared = spec.is_parallel and "feed_forward_norm" not in spec.names
         has_norm = feed_forward is not None and spec.norms_feed_forward and not is_shared
         has_attention_norm = mixer is not None and spec.norms_attention
-        self.attention_norm = norm(place is not NormPlace.AFTER and has_attention_norm)
-        self.feed_forward_norm = norm(place is not NormPlace.AFTER and has_norm)
+        self.attention_norm = norm(
+            "attention_norm", place is not NormPlace.AFTER and has_attention_norm
+        )
+        self.feed_forward_norm = norm(
+            "feed_forward_norm", place is not NormPlace.AFTER and has_norm
+        )
         has_output_norms = place in (NormPlace.AROUND, NormPlace.AFTER)
-        self.attention_output_norm = norm(has_output_norms)
+        self.attention_output_norm = norm("attention_output_norm", has_output_norms)
         self.feed_forward_output_norm = norm(
-            has_output_norms or "feed_forward_output_norm" in spec.names
+            "feed_forward_output_norm", has_output_norms or "feed_forward_output_norm" in spec.names
         )
         self.attention: Mixer | None = None
         if mixer is not None:

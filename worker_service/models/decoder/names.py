@@ -40,9 +40,12 @@ _RENAMED = (
     (".hc_head.hc_head_", ".hc_head.hc_"),
     (".learnable_sink_param", ".sinks"),
     (".linear_gate.", ".gate_proj."),
+    (".q_gate_proj.", ".q_b_proj."),
+    ("_layernorm.W_down.", "_layernorm.mlp.fc1."),
+    ("_layernorm.W_up.", "_layernorm.mlp.fc2."),
 )
-"""Names of OLMo Hybrid's norms, which transformers also writes in place of others, and Hunyuan
-4's."""
+"""Names of OLMo Hybrid's norms, which transformers also writes in place of others, Hunyuan 4's, and
+A.X-K2's."""
 
 _MODULE = re.compile(r"(?:(?:model|transformer|gpt_neox|backbone)\.)?(?:decoder\.)?(\w+)(\..+)")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from worker_service.models.decoder.specs import DecoderSettings
 from worker_service.models.decoder_families.alibi import bloom_settings, mpt_settings
+from worker_service.models.decoder_families.axk2 import axk2_settings
 from worker_service.models.decoder_families.bailing import (
     bailing_moe_settings,
     glm4_moe_or_sarvam_settings,
@@ -163,6 +164,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "DeepseekV3ForCausalLM": deepseek_v3_settings,
     "DeepseekV32ForCausalLM": deepseek_v32_settings,
     "AXK1ForCausalLM": axk1_settings,
+    "AXK2ForCausalLM": axk2_settings,
     "GlmMoeDsaForCausalLM": glm_moe_dsa_settings,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite_settings,
     "YoutuForCausalLM": youtu_settings,

@@ -137,6 +137,9 @@ class NormSpec:
     offset: float = 0.0
     """What is added to the weight."""
 
+    gate_rank: int | None = None
+    """Elements of what gates of rows are products of, where a layer's norm has gates."""
+
     def build(self, size: int, context: ModelContext, kernels: Kernels) -> RMSNorm | LayerNorm:
         """The norm of rows of this size."""
         if self.is_rms:

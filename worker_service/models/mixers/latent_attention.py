@@ -33,13 +33,18 @@ _MAX_SCALED = 32
 
 
 class OutputGates(Enum):
-    """The sigmoid of a product of the row, whose weight follows those of `inputs`."""
+    """Gates of the output, which is multiplied by their sigmoid."""
 
     OF_ELEMENTS = auto()
-    """Of each element of the output."""
+    """Of each element of the output: products of the row, whose weight is behind those of
+    `inputs`."""
 
     OF_HEADS = auto()
-    """Of each head."""
+    """As `OF_ELEMENTS`, but of each head."""
+
+    OF_QUERIES = auto()
+    """Of each element of the output: products of latents of queries, normed and then as they are,
+    of which queries are products, too. Those of a head follow its queries in the weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,10 +126,11 @@ class LatentAttention(nn.Module):
         queries = heads.times(head_dim)
         is_direct = s.query_latent_dim is None
         first = queries if s.query_latent_dim is None else Shard.full(s.query_latent_dim)
-        gates = []
-        if s.gates is not None:
+        gates, is_of_queries = [], s.gates is OutputGates.OF_QUERIES
+        if s.gates is not None and not is_of_queries:
             gates = [heads if s.gates is OutputGates.OF_HEADS else heads.times(s.value_dim)]
         assert not gates or not s.bias, "gates have no biases"
+        self._parts = first.size, latents.size, sum(shard.size for shard in gates)
         self.inputs = Linear(
             Shard.full(place.inputs),
             [first, latents, *gates],
@@ -136,6 +142,10 @@ class LatentAttention(nn.Module):
         self.query: Linear | None = None
         if s.query_latent_dim is not None:
             self.query_norm = RMSNorm(s.query_latent_dim, s.eps, context, kernels.layers)
+            if is_of_queries:
+                query_order = _with_gates(query_order, heads.size, head_dim, s.value_dim)
+                first = Shard.full(2 * s.query_latent_dim)
+                queries = heads.times(head_dim + s.value_dim)
             self.query = Linear(first, [queries], bias=False, context=context, orders=[query_order])
         self.latent_norm = RMSNorm(
             s.latent_dim, s.eps, context, kernels.layers, scale=s.latent_scale
@@ -148,7 +158,8 @@ class LatentAttention(nn.Module):
         sinks = None if self.sinks is None else self.sinks.numbers
         self.paged = PagedAttention(kernels.attention, scale=s.scale, sinks=sinks)
         self._spec, self._rotary, self._kernels = s, rotary, kernels.layers
-        self._parts = first.size, latents.size, sum(shard.size for shard in gates)
+        num_gates = heads.size * s.value_dim
+        self._query_parts = (heads.size * head_dim, num_gates) if is_of_queries else None
         self._gate_order: Tensor | None = None
         if s.gates is OutputGates.OF_HEADS:
             order = torch.arange(heads.size, dtype=torch.int32, device=context.device)
@@ -178,14 +189,20 @@ class LatentAttention(nn.Module):
         return self._write(query, latents, inputs)
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, or their latents, latents with the end of keys, and gates, of which there may be
-        none: [num_tokens, columns] each."""
-        return self.inputs(x).split_with_sizes(self._parts, 1)
+        """Queries, latents with the end of keys, and gates, of which there may be none:
+        [num_tokens, columns] each."""
+        query, latents, gates = self.inputs(x).split_with_sizes(self._parts, 1)
+        if self.query is not None and self.query_norm is not None:
+            normed = self.query_norm(query)
+            if self._query_parts is None:
+                query = self.query(normed)
+            else:
+                product = self.query(self._kernels.concatenate([normed, query]))
+                query, gates = product.split_with_sizes(self._query_parts, 1)
+        return query, latents, gates
 
     def _write(self, query: Tensor, latents: Tensor, inputs: LayerInputs) -> Tensor:
         s = self._spec
-        if self.query is not None and self.query_norm is not None:
-            query = self.query(self.query_norm(query))
         if self._scales is not None:
             parts = query.unflatten(1, (-1, self._scaled_size))
             self._kernels.rotate(parts, parts[:, :0], inputs.positions, *self._scales)
@@ -206,6 +223,15 @@ class LatentAttention(nn.Module):
             scale=self.paged.key_scale,
         )
         return query
+
+
+def _with_gates(order: Tensor | None, num_heads: int, head_dim: int, gate_dim: int) -> Tensor:
+    """The order of rows, all queries and then all gates, where a weight has those of a head behind
+    each other. order: of the rows of queries alone; None: as they are."""
+    rows = torch.arange(num_heads * head_dim) if order is None else order
+    width = head_dim + gate_dim
+    gates = torch.arange(num_heads)[:, None] * width + torch.arange(head_dim, width)
+    return torch.cat([rows // head_dim * width + rows % head_dim, gates.flatten()])
 
 
 class Expansion(nn.Module):
