@@ -387,6 +387,7 @@ def _device_blocks(plan: StepPlan) -> Iterator[tuple[str, Int32Array]]:
     yield "swap_in", plan.swap_in[:, 1]
     yield "copy", plan.copy.ravel()
     yield "block_updates", plan.block_updates[:, 3]
+    yield "saved_states", plan.saved_states[:, 3]
     for index, new in enumerate(plan.new_sequences):
         for table in new.tables:
             yield f"new_sequences[{index}].tables", table.block_ids

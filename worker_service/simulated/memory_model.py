@@ -147,11 +147,14 @@ class MemoryModel:
         """Held blocks that this step swaps out, and their holders."""
         self._arriving: frozenset[int] = _NO_IDS
         """Blocks that this step swaps in."""
+        self._moved: dict[int, str] = {}
+        """Device blocks that this step copies, or that its swap-ins and fetches write, and the
+        plan's field that names each."""
 
     def forget_sequences(self) -> None:
         """Remove all tables and leases; what was written stays."""
         self.holders, self.leases = BlockHolders(), BlockLeases()
-        self._leaving, self._arriving = {}, _NO_IDS
+        self._leaving, self._arriving, self._moved = {}, _NO_IDS, {}
 
     def check_block(self, block: int, field: str) -> None:
         """Raises InvalidPlan unless this is a block of the device cache."""
@@ -181,6 +184,7 @@ class MemoryModel:
         self.holders.check_none("swap_in", pairs)
         self._move("swap_in", pairs, self._host, self._device)
         self._arriving = frozenset(target for _, target in pairs)
+        self._moved = dict.fromkeys(self._arriving, "swap_in")
 
     def copy(self, pairs: Pairs) -> None:
         """Device to device, after this step's swap-ins."""
@@ -188,6 +192,7 @@ class MemoryModel:
         for block in self._arriving.intersection(block for pair in pairs for block in pair):
             raise InvalidPlan("copy", f"device block {block} is a target of swap_in, too")
         self._move("copy", pairs, self._device, self._device)
+        self._moved.update((block, "copy") for pair in pairs for block in pair)
 
     def begin_lease(self, lease_id: int, blocks: Iterable[int], field: str) -> None:
         """Keep blocks from being written. Raises InvalidPlan if one was never written."""
@@ -200,6 +205,7 @@ class MemoryModel:
         self.holders.check_none(field, pairs)
         for _, target in pairs:
             self.leases.check_none(target, field)
+            self._moved[target] = field
 
     def content(self, block: int) -> Content | None:
         """What a block contains, ~b for host block b."""
@@ -347,8 +353,8 @@ class MemoryModel:
         self.check_block(block, field)
         self.holders.check_none(field, [(block, block)])
         self.leases.check_none(block, field)
-        if block in self._arriving:
-            raise InvalidPlan(field, f"device block {block} is a target of swap_in, too")
+        if (other := self._moved.get(block)) is not None:
+            raise InvalidPlan(field, f"device block {block} is in {other}, too")
         self._device[block] = Content(group, [sequence.content(position - 1)])
 
     def _writable(

@@ -380,13 +380,18 @@ async def test_what_contradicts_the_leases_and_fetches_ends_the_stream(
     assert str(error.details()).startswith(f"{field}: ")
 
 
-async def test_no_plan_may_touch_the_targets_of_an_open_fetch(ends: tuple[End, End]) -> None:
+@pytest.mark.parametrize(
+    ("field", "column"), [("copy", pack([1, 5])), ("saved_states", pack([1, 0, 1, 5]))]
+)
+async def test_no_plan_may_touch_the_targets_of_an_open_fetch(
+    ends: tuple[End, End], field: str, column: bytes
+) -> None:
     _, target = ends
     with silent_address() as address:
         await target.step(fetches=[fetch(address, [(0, 5)])])
-        await target.steps.send(target.plans.plan([], copy=pack([1, 5])))
+        await target.steps.send(target.plans.plan([], **{field: column}))
         error = await target.steps.error()
-    assert str(error.details()) == "copy: device block 5 is the target of a fetch"
+    assert str(error.details()) == f"{field}: device block 5 is the target of a fetch"
 
 
 async def test_a_source_that_says_nothing_stalls_or_times_out(ends: tuple[End, End]) -> None:

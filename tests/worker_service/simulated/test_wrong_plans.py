@@ -379,6 +379,18 @@ def test_a_source_that_is_written_twice_or_is_not_there(
     refused(bench, "seq_ids", problem, Row(2, 6 - num_computed), **with_new(second))
 
 
+FETCH = plan_pb2.BlockFetch(
+    fetch_id=1,
+    addresses=["a:1"],
+    source_epoch=1,
+    lease_id=1,
+    token=bytes(16),
+    blocks=column([0, 9]),
+    keys=bytes(16),
+    timeout_ms=1,
+)
+
+
 def test_a_state_after_other_tokens_than_those_computed() -> None:
     bench = Bench(cache_groups="growing:4,state:1")
     first = in_groups(1, PROMPT, [0, 1], [2])
@@ -390,3 +402,34 @@ def test_a_state_after_other_tokens_than_those_computed() -> None:
     problem = "expected a state after 5 tokens in device block 9 offset 0, where another history's"
     field = "new_sequences[0].num_computed_tokens"
     refused(bench, field, problem, copy=column([2, 9]), **with_new(second))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, None),
+        ({"swap_in": column([3, 9])}, "device block 9 is in swap_in, too"),
+        ({"copy": column([0, 9])}, "device block 9 is in copy, too"),
+        ({"copy": column([9, 10])}, "device block 9 is in copy, too"),
+        ({"fetches": [FETCH]}, "device block 9 is in fetches[0].blocks, too"),
+    ],
+)
+def test_a_state_that_is_saved_where_the_step_moves_a_block(
+    fields: dict[str, Any], problem: str | None
+) -> None:
+    bench = Bench(cache_groups="growing:4,state:1")
+    first = in_groups(1, PROMPT, [0, 1], [2])
+    rows = {"seq_ids": column([1]), "num_tokens": column([5]), "output": bytes(1)}
+    plan = plan_pb2.StepPlan(epoch=1, step_id=1, new_sequences=[first], **rows)
+    bench.execute(plan)
+    bench.execute(plan_pb2.StepPlan(epoch=1, step_id=2, copy=column([0, 9])))
+    bench.execute(plan_pb2.StepPlan(epoch=1, step_id=3, swap_out=column([0, 3])))
+    save = column([1, 1, 6, 9])
+    if problem is not None:
+        refused(bench, "saved_states", problem, Row(1, 1), saved_states=save, **fields)
+        return
+    plan = plan_pb2.StepPlan(
+        epoch=1, step_id=4, seq_ids=column([1]), num_tokens=column([1]), saved_states=save
+    )
+    bench.execute(plan)
+    assert bench.runner.memory.content(9) == bench.runner.memory.content(2)
