@@ -24,8 +24,9 @@ PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 # padded batches of transformers would not. On 80 GB: GPU_FLAGS=--one-at-a-time.
 GPU_ENGINES ?= pagewire "pagewire in-process" vllm nano-vllm
 GPU_FLAGS ?=
-# Parallel test processes: many tests start services and wait for them.
-JOBS ?= 2
+# Parallel test processes, one more than the cores of the machines that run them: many tests start
+# services and wait for them, a fifth of the time with a process for each core.
+JOBS ?= 3
 # The tests start hundreds of processes, which would each compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 # Flags of a chaos run, such as --kills 200 --streams 500 --dtype bfloat16 --seed 7.
