@@ -87,7 +87,7 @@ def check_tool_choice(request: inference_pb.GenerateRequest) -> None:
 def with_call_schema(request: inference_pb.GenerateRequest) -> inference_pb.GenerateRequest:
     """A checked request, with the schema of the call that it requires as its constraint.
 
-    Raises InvalidArgument for a schema with too many levels.
+    Raises InvalidArgument for a schema with too many levels, and for one that allows no object.
     """
     chat = request.chat
     required = _required(chat)
@@ -96,7 +96,11 @@ def with_call_schema(request: inference_pb.GenerateRequest) -> inference_pb.Gene
     constrained = inference_pb.GenerateRequest()
     constrained.CopyFrom(request)
     try:
-        tools = {tool.name: _arguments_schema(tool) for tool in chat.tools}
+        tools = {
+            tool.name: _arguments_schema(tool, f"chat.tools[{index}].parameters_json")
+            for index, tool in enumerate(chat.tools)
+            if required in ("", tool.name)
+        }
         constrained.sampling_params.json_schema = (
             json.dumps(tools[required]) if required else _calls_schema(tools, one=_allows_one(chat))
         )
@@ -142,16 +146,29 @@ def _parameters(tool: inference_pb.Tool) -> dict[str, Any] | None:
     return json.loads(tool.parameters_json) if tool.parameters_json else None
 
 
-def _arguments_schema(tool: inference_pb.Tool) -> dict[str, Any]:
-    """JSON schema of a call's arguments: an object, without properties if the tool names none."""
+def _arguments_schema(tool: inference_pb.Tool, field: str) -> dict[str, Any]:
+    """JSON schema of a call's arguments: an object, without properties if the tool names none.
+    Raises InvalidArgument, for `field`, if the tool's own allows no object."""
     parameters = _parameters(tool)
     if not parameters:
         return _NO_PARAMETERS
+    _check_object(parameters, field)
     is_open = tool.HasField("strict") and not tool.strict
     schema: dict[str, Any] = (moved if is_open else closed)(parameters)
     if not is_open and schema.keys() <= {"type", "title", "description"}:
         return _NO_PARAMETERS
-    return schema if "$ref" in schema else {"type": "object"} | schema
+    return {**schema, "type": "object"}
+
+
+def _check_object(parameters: dict[str, Any], field: str) -> None:
+    """Raise InvalidArgument if a schema says that its values are no objects."""
+    kinds = parameters.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise InvalidArgument(f"{field}.type", f"expected 'object', got {kinds!r}")
+    values = [parameters["const"]] if "const" in parameters else parameters.get("enum")
+    if isinstance(values, list) and not any(isinstance(value, dict) for value in values):
+        key = "const" if "const" in parameters else "enum"
+        raise InvalidArgument(f"{field}.{key}", "expected an object, as the arguments are one")
 
 
 def _calls_schema(tools: dict[str, dict[str, Any]], *, one: bool) -> str:

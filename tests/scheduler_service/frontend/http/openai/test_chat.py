@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument
@@ -186,6 +187,58 @@ def test_a_function_that_says_so_takes_any_object(function: Any) -> None:
     schema = translated(tools=[function], tool_choice=choice).sampling_params.json_schema
     assert accepts(schema, {"a": [1]})
     assert not accepts(schema, 1)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}},
+        {"$ref": "#/$defs/F", "$defs": {"F": {"type": ["object", "array"], "properties": {}}}},
+        {"anyOf": [{"type": "string"}, {"type": "object", "properties": {}}]},
+    ],
+    ids=str,
+)
+def test_arguments_are_an_object_even_if_the_schema_allows_other_values(parameters: Any) -> None:
+    choice = {"type": "function", "function": {"name": "f"}}
+    for wanted, wrap in ((choice, False), ("required", True)):
+        schema = translated(tools=[tool("f", parameters)], tool_choice=wanted)
+        for value, is_allowed in (({}, True), (None, False), ([], False), ("x", False)):
+            call = [{"name": "f", "parameters": value}] if wrap else value
+            assert accepts(schema.sampling_params.json_schema, call) == is_allowed
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"type": "array", "items": {}}, r"parameters_json.type: expected 'object', got 'array'"),
+        ({"type": "string"}, r"parameters_json.type: expected 'object', got 'string'"),
+        ({"type": ["string", "null"]}, r"expected 'object', got \['string', 'null'\]"),
+        ({"const": 5}, r"parameters_json.const: expected an object"),
+        ({"enum": ["a", "b"]}, r"parameters_json.enum: expected an object"),
+    ],
+)
+def test_a_required_call_whose_arguments_can_be_no_object_is_refused(
+    parameters: Any, message: str
+) -> None:
+    tools = [TOOL, tool("f", parameters)]
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        with pytest.raises(InvalidArgument, match=message) as refused:
+            translated(tools=tools, tool_choice=choice)
+        assert "tools[1]" in str(refused.value)
+    other = {"type": "function", "function": {"name": "get_weather"}}
+    assert translated(tools=tools, tool_choice=other)
+
+
+@pytest.mark.parametrize("parameters", [[], "text", True, 5])
+def test_parameters_that_are_no_schema_are_refused(parameters: Any) -> None:
+    with pytest.raises(ValidationError, match="parameters"):
+        translated(tools=[tool("f", parameters)], tool_choice="required")
+    function = pb.Tool(name="f", parameters_json=json.dumps(parameters))
+    request = pb.GenerateRequest(
+        chat=pb.Chat(tools=[function], messages=[pb.ChatMessage(role="u")])
+    )
+    with pytest.raises(InvalidArgument, match=r"chat.tools\[0\].parameters_json: expected"):
+        check_request(request)
 
 
 def test_a_schema_with_too_many_levels_is_refused() -> None:
