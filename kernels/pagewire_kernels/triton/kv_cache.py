@@ -39,7 +39,8 @@ def to_cache(values, scale, cache, IS_FP8: tl.constexpr):
     if IS_FP8:
         values = values.to(tl.float32)
         values = tl.div_rn(values, scale + tl.zeros_like(values))
-        values = tl.minimum(tl.maximum(values, -FP8_LIMIT), FP8_LIMIT)
+        keeps_nan: tl.constexpr = tl.PropagateNan.ALL
+        values = tl.clamp(values, -FP8_LIMIT, FP8_LIMIT, propagate_nan=keeps_nan)
     return values.to(cache.dtype.element_ty)
 
 

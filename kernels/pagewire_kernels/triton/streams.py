@@ -26,7 +26,8 @@ def _sparsify(x, x_stride, num_deviations, SIZE: tl.constexpr, TILE: tl.constexp
     mean = tl.sum(values, axis=0) / SIZE
     centred = tl.where(mask, values - mean, 0.0)
     deviation = tl.sqrt_rn(tl.sum(centred * centred, axis=0) / SIZE)
-    beyond = tl.maximum(values - (mean + deviation * num_deviations), 0.0)
+    beyond = values - (mean + deviation * num_deviations)
+    beyond = tl.maximum(beyond, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(at, beyond.to(x.dtype.element_ty), mask)
 
 
@@ -37,7 +38,8 @@ def _match_rms(x, like, x_stride, like_stride, MIN, SIZE: tl.constexpr, TILE: tl
     mask, at = column < SIZE, x + row * x_stride + column
     values = tl.load(at, mask, other=0.0).to(tl.float32)
     wanted = tl.load(like + row * like_stride + column, mask, other=0.0).to(tl.float32)
-    found = tl.maximum(tl.sum(values * values, axis=0) / SIZE, MIN)
+    found = tl.sum(values * values, axis=0) / SIZE
+    found = tl.maximum(found, MIN, propagate_nan=tl.PropagateNan.ALL)
     wanted_rms = tl.sqrt_rn(tl.sum(wanted * wanted, axis=0) / SIZE)
     tl.store(at, (values * wanted_rms / tl.sqrt_rn(found)).to(x.dtype.element_ty), mask)
 

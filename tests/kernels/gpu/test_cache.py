@@ -55,6 +55,22 @@ def test_fp8_is_rounded_as_in_the_reference_though_quotients_lie_halfway() -> No
     assert torch.equal(cache.cpu().float(), expected.float())
 
 
+def test_what_is_no_number_stays_so_in_fp8() -> None:
+    rows = torch.ones(2, 4, 20)
+    rows[0, 0, 1] = torch.inf
+    # Of its bits the interpreter keeps the upper ones, and rounds them by the next.
+    rows.view(torch.int32)[1, [0, 2], 3] = 0x7FF7FFFF
+    key, value = rows.split(2, dim=1)
+    expected, cache, slots = _cache(FP8), _cache(FP8).to(DEVICE), torch.tensor([3, 9])
+    reference.write_kv(key, value, expected[:, 1, 0], expected[:, 1, 1], slots)
+    on_device = [tensor.to(DEVICE) for tensor in (key, value)]
+    write_kv(*on_device, cache[:, 1, 0], cache[:, 1, 1], slots.to(DEVICE))
+    found = cache.cpu().float()
+    assert int(found.isnan().sum()) == 2
+    assert torch.equal(found.isnan(), expected.float().isnan())
+    assert torch.equal(found.nan_to_num(), expected.float().nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("size", [3, 20, 2500])
 def test_moved_blocks_are_the_same_to_the_byte(dtype: torch.dtype, size: int) -> None:

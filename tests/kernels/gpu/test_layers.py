@@ -100,6 +100,17 @@ def test_operations_on_statistics_of_rows_agree_with_the_reference(dtype: torch.
     assert_agrees(moved, TORCH.match_rms(x, like))
 
 
+def test_what_is_no_number_spoils_the_statistics_of_its_row() -> None:
+    x, like = (_random(3, 300, dtype=torch.float32, seed=seed) for seed in range(2))
+    x[1, 7] = torch.nan
+    found = KERNELS.sparsify(x.to(DEVICE, copy=True), 0.7).cpu()
+    assert torch.equal(found.isnan(), TORCH.sparsify(x.clone(), 0.7).isnan())
+    assert found[1].isnan().all()
+    found = KERNELS.match_rms(x.to(DEVICE, copy=True), like.to(DEVICE)).cpu()
+    assert torch.equal(found.isnan(), TORCH.match_rms(x.clone(), like).isnan())
+    assert found[1].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_streams_agree_with_the_reference(dtype: torch.dtype) -> None:
     streams, factors = _random(5, 3 * 1100, dtype=dtype), _random(5, 9, dtype=dtype, seed=1)
