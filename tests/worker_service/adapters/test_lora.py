@@ -195,7 +195,8 @@ def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "longcat_flash", "hy_v4"]
+    "family",
+    ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "longcat_flash", "hy_v4", "axk2"],
 )
 def test_the_expansion_of_latents_is_that_of_peft(family: str) -> None:
     """PEFT changes keys and values, which are never computed here: queries and sums of latents are
@@ -397,6 +398,7 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = {
     "granitemoe": {},
     "glm4_moe": {},
     "minimax_m2": {},
+    "minimax_m3": {"layer_types": ["full_attention"] * 3},
     "hunyuan_moe": {},
     "gpt_oss": {"layer_types": ["full_attention"] * 2},
     "llama4": {"attention_chunk_size": None, "layer_types": ["full_attention"] * 2},

@@ -102,9 +102,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 THROUGH_TRANSFORMERS = ("phi", "cohere", "flex_olmo")
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4", "gemma4_moe")
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4", "gemma4_moe", "minimax_m3")
 NOT_ROUNDED = (
     *("shared_expert_gate", "router", "router.proj", "router.classifier", "kv_b_proj"),
+    *("layernorm.mlp.fc1", "layernorm.mlp.fc2"),
     *("altup.modality_router", "altup.prediction_coefs", "altup.correction_coefs"),
 )
 
@@ -115,7 +116,11 @@ def _round(model: Any, quantization: str) -> None:
     for name, module in model.named_modules():
         for part in ("gate_up_proj", "down_proj"):
             if isinstance(experts := getattr(module, part, None), nn.Parameter):
-                has_rows = type(module).__name__ in ("LongcatFlashExperts", "HYV4Experts")
+                has_rows = type(module).__name__ in (
+                    "LongcatFlashExperts",
+                    "HYV4Experts",
+                    "MiniMaxM3VLExperts",
+                )
                 is_transposed = getattr(module, "is_transposed", not has_rows)
                 for expert in experts.data.mT if is_transposed else experts.data:
                     expert.copy_(quantize(expert, quantization).dequantize())
@@ -145,6 +150,8 @@ def _round(model: Any, quantization: str) -> None:
                     "deepseek_v3",
                     "longcat_flash",
                     "hy_v4",
+                    "axk2",
+                    "bailing_hybrid",
                 ),
                 *EXPERTS,
                 *THROUGH_TRANSFORMERS,
@@ -161,6 +168,9 @@ def test_logits_are_those_of_the_rounded_weights(
         "gpt_oss": {"head_dim": 32},
         "deepseek_v3": {"head_dim": 8},
         "hy_v4": {"head_dim": 8},
+        "axk2": {"head_dim": 8},
+        "bailing_hybrid": {"head_dim": 16, "v_head_dim": 16},
+        "minimax_m3": {"rotary_dim": 8, "shared_intermediate_size": 32},
         "longcat_flash": {"head_dim": 8, "expert_ffn_hidden_size": 32},
         "gemma3n": {"hidden_size_per_layer_input": 32, "laurel_rank": 32},
         "gemma4_shared": {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300},

@@ -41,7 +41,7 @@ from worker_service.runner.model_options import check_drafts_with_states
 
 FAMILIES = (
     *("lfm2", "lfm2_moe", "mamba", "granite_hybrid", "falcon_h1", "nemotron_h_moe", "jamba"),
-    *("qwen3_next", "qwen3_5", "kimi_linear", "recurrent_gemma"),
+    *("qwen3_next", "qwen3_5", "kimi_linear", "bailing_hybrid", "recurrent_gemma"),
 )
 NUM_TOKENS = 60
 LENGTHS = (3, 17, 30, 41, 70)
