@@ -146,7 +146,7 @@ def route(
     """
     scores = {
         "softmax": lambda: logits.softmax(dim=-1),
-        "sigmoid": lambda: 1 / (1 + torch.exp(-logits)),
+        "sigmoid": lambda: _sigmoid(logits, routing),
     }.get(routing.scoring, lambda: logits)()
     compared = scores if bias is None else scores + bias
     compared = torch.where(compared.isnan(), -torch.inf, compared)
@@ -163,7 +163,7 @@ def route(
     if routing.scoring == "softmax_of_chosen":
         weights = weights.softmax(dim=1)
     elif routing.scoring == "sigmoid_of_chosen":
-        weights = 1 / (1 + torch.exp(-weights))
+        weights = _sigmoid(weights, routing)
     elif routing.scoring == "sparsemixer":
         weights = _sparsemixer(logits, chosen, routing.nearness)
     if routing.normalizes:
@@ -171,6 +171,13 @@ def route(
         weights = weights / total.clamp(min=routing.min_sum)
     weights = weights * routing.scale
     return chosen, weights if factors is None else weights * factors[chosen]
+
+
+def _sigmoid(logits: Tensor, routing: Routing) -> Tensor:
+    """Above 0 where weights are divided by their sum, which must not be 0; as in C++."""
+    if routing.normalizes:
+        logits = logits.clamp(min=-87.0)
+    return 1 / (1 + torch.exp(-logits))
 
 
 def _sparsemixer(logits: Tensor, chosen: Tensor, nearness: float) -> Tensor:

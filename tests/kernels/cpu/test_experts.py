@@ -133,6 +133,20 @@ def test_groups_may_have_infinite_scores_and_those_of_no_number(
     assert torch.equal(chosen, reference.route(logits, routing)[0])
 
 
+@pytest.mark.parametrize("normalizes", [False, True])
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_infinite_logits_have_the_weights_of_the_reference(
+    kernels: Library, scoring: str, normalizes: bool
+) -> None:
+    routing = Routing(num_experts=20, num_chosen=3, scoring=scoring, normalizes=normalizes)
+    logits = _random(5, 20)
+    logits[0], logits[1], logits[2, 3:], logits[3, 5] = -torch.inf, -1000.0, -torch.inf, torch.inf
+    chosen, weights = reference.route(logits, routing)
+    found, of_found = _pairs(route(kernels, logits, routing), 5)
+    assert torch.equal(found, chosen)
+    torch.testing.assert_close(of_found, weights, rtol=2e-6, atol=1e-7, equal_nan=True)
+
+
 def test_slots_are_sorted_by_expert_then_by_row(kernels: Library) -> None:
     routing = Routing(num_experts=16, num_chosen=3)
     plan = route(kernels, _random(50, 16), routing)
