@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
@@ -22,6 +23,7 @@ from worker_service.gguf.tokenizer import PRE_TOKENIZERS, merges_of, tokenizer_a
 from worker_service.loader.files.assets import iter_assets
 from worker_service.loader.gguf.config import gguf_config
 from worker_service.loader.gguf.file import GgufTensor, open_gguf
+from worker_service.models.layers.rotary import RotarySettings, RotaryTable
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
@@ -356,6 +358,31 @@ def test_yarn_has_the_attention_factor_and_the_length_of_the_file(tmp_path: Path
     rope = gguf_config(file)["rope_parameters"]
     assert rope["attention_factor"] == 1.5
     assert rope["original_max_position_embeddings"] == MAX_POSITIONS
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_factor_of_attention_multiplies_cosines_and_sines_of_any_type(
+    is_scaled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in llama.cpp, which multiplies all rotated queries and keys by it."""
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_attn_factors(1.5)
+        if is_scaled:
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(4.0)
+
+    file, _ = make_gguf("llama", "F16", tmp_path, metadata=metadata)
+    rope = gguf_config(file)["rope_parameters"]
+    assert load(file).model.max_model_len
+    assert "attn_factor" not in caplog.text
+    config = {"max_position_embeddings": MAX_POSITIONS, "rope_parameters": rope}
+    plain = {"rope_parameters": {k: v for k, v in rope.items() if k != "table_factor"}}
+    found, expected = (
+        RotaryTable(RotarySettings.from_config(c, 8), 50, torch.float64, torch.device("cpu")).cos
+        for c in (config, config | plain)
+    )
+    torch.testing.assert_close(found, expected * 1.5)
 
 
 def test_the_log_says_how_weights_are_stored(

@@ -7,6 +7,7 @@ import numpy as np
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf.metadata import ROPE_FREQUENCIES, Metadata
+from worker_service.models.layers.rotary import TABLE_FACTOR
 
 LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
@@ -36,9 +37,10 @@ def rope_parameters(meta: Metadata, head_dim: int) -> dict[str, Any]:
         kind = "none"  # its factors are read from tensors
     if kind not in ("none", "linear", "yarn"):
         raise meta.fault("rope.scaling.type", "none, linear or yarn", kind, UnsupportedModel)
+    further = {} if meta.architecture.name in LONG_ROPES else _table_factor(meta)
     if ROPE_FREQUENCIES in meta.tensors and meta.architecture.name != "gemma4":
-        return _llama3(meta, theta, head_dim)
-    rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": theta}
+        return _llama3(meta, theta, head_dim) | further
+    rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": theta, **further}
     if kind != "none":
         rope["factor"] = meta.real("rope.scaling.factor", factor)
     if kind == "yarn":
@@ -50,6 +52,12 @@ def rope_parameters(meta: Metadata, head_dim: int) -> dict[str, Any]:
             if meta.get(key, 0.0):
                 rope[name] = meta.real(key)
     return rope
+
+
+def _table_factor(meta: Metadata) -> dict[str, float]:
+    """What queries and keys are multiplied by with their rotation, whatever the type of scaling."""
+    key = "rope.scaling.attn_factor"
+    return {TABLE_FACTOR: meta.real(key)} if meta.get(key, 0.0) else {}
 
 
 def _llama3(meta: Metadata, theta: float, head_dim: int) -> dict[str, Any]:
@@ -82,6 +90,7 @@ def with_local_rope(rope: dict[str, Any], theta: float) -> dict[str, Any]:
     """RoPE of layers with full attention, and that of layers with a window. theta: of the
     latter."""
     local_rope = {"rope_type": "default", "rope_theta": theta}
+    local_rope |= {key: rope[key] for key in (TABLE_FACTOR,) if key in rope}
     return {"full_attention": rope, "sliding_attention": local_rope}
 
 
@@ -103,7 +112,7 @@ def long_rope(
     file does not say it."""
     if not any(name in meta.tensors for name in LONG_ROPE.values()):
         meta.require("rope.scaling.type", "none", "none without tensors rope_factors_*")
-        return {"rope_parameters": rope}
+        return {"rope_parameters": rope | _table_factor(meta)}
     trained = meta.number("rope.scaling.original_context_length", length)
     rope |= {"rope_type": "longrope", "original_max_position_embeddings": trained}
     if meta.get("rope.scaling.attn_factor", 0.0):

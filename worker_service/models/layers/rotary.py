@@ -45,6 +45,10 @@ QUERY_SCALING = "llama_4_scaling_beta"
 QUERY_OFFSET = "query_position_offset"
 """The parameter that is added to these positions, which no `config.json` has; 0 without it."""
 
+TABLE_FACTOR = "table_factor"
+"""The parameter that multiplies cosines and sines whatever the scaling type, as that of GGUF files
+does; no `config.json` has it."""
+
 NO_ROTATION = "none"
 """The scaling type of an embedding that rotates nothing."""
 
@@ -359,8 +363,14 @@ def _long_frequencies(settings: RotarySettings, num_positions: int) -> Tensor:
 
 
 def _attention_factor(settings: RotarySettings, num_positions: int) -> float:
-    """The correction of the softmax temperature of YaRN and LongRoPE, applied to queries and keys;
-    otherwise 1. Phi-MoE has one for the long, and one for the short frequencies."""
+    """What cosines and sines are multiplied by, and queries and keys with them."""
+    factor = _temperature_factor(settings, num_positions)
+    return factor * float(settings.parameters.get(TABLE_FACTOR, 1.0))
+
+
+def _temperature_factor(settings: RotarySettings, num_positions: int) -> float:
+    """The correction of the softmax temperature of YaRN and LongRoPE; otherwise 1. Phi-MoE has one
+    for the long, and one for the short frequencies."""
     if settings.scaling_type not in ("yarn", "longrope"):
         return 1.0
     parameters = settings.parameters
