@@ -84,10 +84,15 @@ def bind(address: str, *, share_port: bool) -> list[socket.socket]:
 
 
 def _listen(family: int, where: tuple[Any, ...], share_port: bool) -> socket.socket | None:
-    """A listening socket, or None if the machine lacks the address family (often IPv6)."""
+    """A listening socket, or None if the machine lacks the address family (often IPv6). Every
+    address of IPv6 includes those of IPv4, as for gRPC."""
     try:
         listening = socket.create_server(
-            where, family=family, backlog=BACKLOG, reuse_port=share_port
+            where,
+            family=family,
+            backlog=BACKLOG,
+            reuse_port=share_port,
+            dualstack_ipv6=where[0] == "::" and socket.has_dualstack_ipv6(),
         )
     except OSError as error:
         is_absent = family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL

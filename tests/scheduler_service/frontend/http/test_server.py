@@ -72,6 +72,14 @@ async def test_localhost_listens_on_the_same_port_of_every_family() -> None:
 
 
 @pytest.mark.parametrize("share_port", [False, True])
+def test_every_address_of_ipv6_includes_those_of_ipv4(share_port: bool) -> None:
+    (listening,) = bind("[::]:0", share_port=share_port)
+    with listening:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listening.getsockname()[1])).close()
+
+
+@pytest.mark.parametrize("share_port", [False, True])
 def test_answers_do_not_wait_for_acknowledgements(share_port: bool) -> None:
     (listening,) = bind("127.0.0.1:0", share_port=share_port)
     with listening, socket.create_connection(listening.getsockname()):
