@@ -228,6 +228,15 @@ def run_service(service: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(_ignoring_signals_afterwards(service))
 
 
+def _leave_deleted_folder() -> None:
+    """Change to / if the working directory has been deleted, such as that of a replaced release:
+    oneMKL ends a process that has none."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
+
+
 def run_to_exit(command: Callable[[], object]) -> NoReturn:
     """Run a command line and end the process with its exit code.
 
@@ -236,6 +245,7 @@ def run_to_exit(command: Callable[[], object]) -> NoReturn:
     they return; exit handlers are called.
     """
     open_standard_streams()
+    _leave_deleted_folder()
     code = 0
     try:
         command()

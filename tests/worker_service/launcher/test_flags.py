@@ -220,6 +220,18 @@ def test_a_taken_port_is_named() -> None:
     assert result.output == f"error: cannot listen on {address}: address already in use\n"
 
 
+def test_a_worker_loads_its_model_although_its_working_directory_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(checkpoint("llama"))
+    folder = tmp_path / "release"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with process("--model", model, "--listen", "127.0.0.1:0") as running:
+        running.wait_for("model loaded")
+
+
 def test_a_process_that_cannot_load_its_model_says_so_without_a_traceback() -> None:
     with process("--model", "/nowhere", "--listen", "127.0.0.1:0") as running:
         assert running.exit_code() == 1
