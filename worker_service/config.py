@@ -24,6 +24,10 @@ MAX_THREADS = 4096
 refuses them threads."""
 
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
+"""In command lines and variables: bytes that are not of the locale's encoding."""
+
+
 def _expect(condition: bool, flag: str, expected: str, got: object) -> None:
     if not condition:
         raise InvalidOption(f"{flag}: expected {expected}, got {got}")
@@ -633,6 +637,8 @@ class WorkerConfig:
         _expect(in_range, "grace_period", f"0 to {MAX_SECONDS} seconds", f"{grace:g}")
         names = self.served_model_name
         _expect(all(names), "served_model_name", "names that are not empty", names)
+        is_text = not any(map(_SURROGATES.search, [self.model_name, *names]))
+        _expect(is_text, "served_model_name", "Unicode text", names or [self.model_name])
         _expect_one_of(REASONING_PARSERS, "reasoning_parser", self.reasoning_parser)
         _expect_one_of(TOOL_CALL_PARSERS, "tool_call_parser", self.tool_call_parser)
 

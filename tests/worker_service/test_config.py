@@ -55,6 +55,12 @@ def test_a_model_is_served_under_the_name_that_was_given(model: str) -> None:
         WorkerConfig(model=ModelConfig(model=model), served_model_name=[""])
 
 
+@pytest.mark.parametrize(("model", "names"), [("m", ["caf\udce9"]), ("/caf\udce9.gguf", [])])
+def test_a_name_that_no_message_can_hold_is_refused(model: str, names: list[str]) -> None:
+    with pytest.raises(InvalidOption, match=r"served_model_name: expected Unicode text, got .*caf"):
+        WorkerConfig(model=ModelConfig(model=model), served_model_name=names)
+
+
 @pytest.mark.parametrize("field", ["reasoning_parser", "tool_call_parser"])
 def test_an_unknown_parser_is_refused_with_the_names_of_all(field: str) -> None:
     with pytest.raises(InvalidOption, match=f"{field}: expected one of auto, none, .* got 'qwen'"):
