@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from pagewire_kernels.slot_deltas import SlotDeltas
 from pagewire_kernels.triton import few_rows
 from pagewire_kernels.triton.attention import Launch, num_stages
 from pagewire_kernels.triton.experts import TritonExperts
+from tests.support.compiled import COMPILED
 from tests.support.quantized_files import NF4
 from tests.support.quantized_weights import random_weight
 from tests.support.state_layers import Convolution, DeltaRule, Mamba1, Mamba2, Rglru
@@ -139,16 +139,8 @@ def target() -> GPUTarget:
     return HOPPER
 
 
-@pytest.fixture(scope="session")
-def cache_folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where Triton finds what it compiled from the same source before, as a rule in another run."""
-    if not pytestconfig.pluginmanager.has_plugin("cacheprovider"):
-        return tmp_path_factory.mktemp("triton")
-    return pytestconfig.cache.mkdir("triton")
-
-
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, cache_folder: Path, target: GPUTarget) -> list[Any]:
+def launched(monkeypatch: pytest.MonkeyPatch, target: GPUTarget) -> list[Any]:
     """What has been launched since; launches compile and do not run."""
     compiled: list[Any] = []
 
@@ -156,7 +148,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, cache_folder: Path, target: GPUTar
         _bind(kernel, args, kwargs, target)
         compiled.append(_compile(kernel, args, kwargs, target))
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_folder))
+    # Triton finds there what it compiled from the same source before, as a rule in another run.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(COMPILED / "triton"))
     monkeypatch.setattr(JITFunction, "run", run)
     return compiled
 

@@ -31,11 +31,14 @@ class EmulatedLibrary(Library):
     for tensors at each call and this process may have millions of objects.
     """
 
-    def __init__(self, run_kernel: list[str], library: Path, instruction_set: str) -> None:
-        """run_kernel: the command that runs run_kernel.cpp as compiled for the machine."""
+    def __init__(
+        self, run_kernel: list[str], library: Path, memory: Path, instruction_set: str
+    ) -> None:
+        """run_kernel: the command that runs run_kernel.cpp as compiled for the machine. memory: a
+        file for what a call refers to."""
         self.instruction_set = instruction_set
         self._command = [*run_kernel, str(library)]
-        self._memory = library.with_suffix(".memory")
+        self._memory = memory
         gc.unfreeze()  # the modules of all tests are frozen
         self._older = [item for item in gc.get_objects() if _region_of(item) is not None]
         gc.freeze()

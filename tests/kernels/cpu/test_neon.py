@@ -20,6 +20,7 @@ from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWei
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.interface import stored_head_size
 from pagewire_kernels.quantized_weight import SIGNED_TABLE, Int8Activations
+from tests.support.compiled import compiled_once
 from tests.support.emulated_kernels import EmulatedLibrary
 from tests.support.native import native_libraries
 from tests.support.packed_texts import PackedTexts
@@ -45,13 +46,20 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def neon(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    folder = tmp_path_factory.mktemp("neon")
-    driver, library = folder / "run_kernel", folder / "libpagewire_neon.so"
     options = build.INSTRUCTION_SETS_BY_MACHINE["aarch64"]["neon"]
-    subprocess.run(build.command(CXX, options, library), check=True)
     source = Path(__file__).parents[2] / "support/run_kernel.cpp"
-    subprocess.run([CXX, "-std=c++17", "-O1", str(source), "-o", str(driver)], check=True)
-    return EmulatedLibrary([EMULATOR, "-L", SYSTEM, str(driver)], library, "neon")
+    version = subprocess.check_output([CXX, "--version"], text=True)
+
+    def make_library(path: Path) -> None:
+        subprocess.run(build.command(CXX, options, path), check=True)
+
+    def make_driver(path: Path) -> None:
+        subprocess.run([CXX, "-std=c++17", "-O1", str(source), "-o", str(path)], check=True)
+
+    library = compiled_once("neon", build.digest() + version, make_library)
+    driver = compiled_once("run_kernel", source.read_text() + version, make_driver)
+    memory = tmp_path_factory.mktemp("neon") / "memory"
+    return EmulatedLibrary([EMULATOR, "-L", SYSTEM, str(driver)], library, memory, "neon")
 
 
 @pytest.fixture(scope="module")
