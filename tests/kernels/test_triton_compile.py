@@ -397,6 +397,8 @@ def _layers() -> None:
     triton_kernels.sum_rows(rows, starts, sums)
     kernels = triton_kernels.TritonLayerKernels()
     kernels.multiply_sigmoid(rows, rows)
+    kernels.multiply_softplus(rows, rows)
+    kernels.apply_gate(rows, Gate(limit=7.0, limits_active=True))
     kernels.sparsify(rows, 1.5)
     kernels.match_rms(rows, rows)
     kernels.mix_streams(rows, rows[:, :16].contiguous())
@@ -404,6 +406,9 @@ def _layers() -> None:
     gates, options = torch.zeros(3, 8), {"eps": 1e-6, "offset": 1e-6, "magnitude": 2.0}
     kernels.read_streams(rows, gates, torch.zeros(2, 8), 4, **options)
     kernels.read_streams(rows, gates[:, :4], torch.zeros(2, 4), 4, **options)
+    kernels.write_streams(rows, rows[:, :256], gates[:, 4:])
+    gates = torch.zeros(3, 24)
+    kernels.read_streams(rows, gates, torch.zeros(2, 24), 4, **options, num_divisions=20)
     kernels.write_streams(rows, rows[:, :256], gates[:, 4:])
     for activation in ACTIVATIONS:
         triton_kernels.act_and_mul(rows, activation)
@@ -541,7 +546,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "rotate": (_rotate_in_place, 2),
-    "layers": (_layers, 13 + 2 * len(ACTIVATIONS)),
+    "layers": (_layers, 17 + 2 * len(ACTIVATIONS)),
     "states": (_states, 18),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels import reference
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.adapters import ActiveRows, ExpertDeltas
 from pagewire_kernels.cpu.checks import DTYPES, require
-from pagewire_kernels.cpu.layers import CLAMPED
+from pagewire_kernels.cpu.layers import NO_ACTIVATION, activation_of
 from pagewire_kernels.cpu.linear import (
     SERIAL_PRODUCTS,
     Encoding,
@@ -244,12 +243,7 @@ class NativeExperts:
             inner = deltas.multiply_slots(x, plan_address, plan.num_slots, gathers=gathers)
             added = deltas.fields(inner)
         first, part = weights[0], int(weights is self._down)
-        limit, is_gated = self._gate.limit, isinstance(first, NativeGatedWeight)
-        activation = reference.ACTIVATIONS.index(self._gate.activation)
-        if limit is not None:
-            activation = CLAMPED
-        if part:
-            activation = CLAMPED + 1
+        is_gated = isinstance(first, NativeGatedWeight)
         num_products = plan.num_slots * first.in_features * first.out_features
         task = ExpertsTask(
             num_threads=threads.count_for(num_products, SERIAL_PRODUCTS),
@@ -258,16 +252,13 @@ class NativeExperts:
             bias=address(bias),
             in_features=first.in_features,
             out_features=first.out_features,
-            activation=activation,
+            **({"activation": NO_ACTIVATION} if part else activation_of(self._gate)),
             **first.quantization,
             expert_bytes=self._expert_bytes[part],
             plan=plan_address,
             gathers=gathers,
             num_experts=self._num_experts,
             **added,
-            alpha=self._gate.alpha,
-            limit=limit or 0.0,
-            offset=self._gate.offset,
         )
         name = f"{'gated_experts' if is_gated else 'experts'}_{DTYPES[self.dtype]}{first.suffix}"
         launch(self._library.kernel(name), task, task.num_threads)

@@ -26,6 +26,7 @@ from pagewire_kernels.cpu.program import (
 )
 from pagewire_kernels.cpu.states import NativeStateKernels
 from pagewire_kernels.cpu.tasks import (
+    CLAMPED_SILU,
     ActivationTask,
     Batch,
     ElementwiseTask,
@@ -44,8 +45,20 @@ from pagewire_kernels.cpu.tasks import (
 from pagewire_kernels.interface import HeadNorms, RotaryOptions, stored_head_size
 from pagewire_kernels.reference.experts import Gate
 
-CLAMPED = len(reference.ACTIVATIONS)
-"""`kClampedSilu` of src/activation.h, which `kNone` follows."""
+_CLAMPED = len(reference.ACTIVATIONS)
+"""`kClampedSilu` of src/activation.h."""
+
+NO_ACTIVATION = _CLAMPED + 1
+"""`kNone` of src/activation.h."""
+
+
+def activation_of(gate: Gate) -> dict[str, int | float]:
+    """The fields of a task for how a gate acts."""
+    if gate.limit is None:
+        return {"activation": reference.ACTIVATIONS.index(gate.activation)}
+    gate_limit, active_limit = gate.limits
+    numbers = (gate.alpha, gate_limit, active_limit, gate.limit, gate.offset)
+    return {"activation": _CLAMPED, **dict(zip(CLAMPED_SILU.split(), numbers, strict=True))}
 
 
 def take(
@@ -220,41 +233,32 @@ class NativeLayerKernels(NativeStateKernels):
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """activation(x), in place."""
-        self._activate("activate", x, x, activation)
+        self._activate("activate", x, x, Gate(activation=activation))
         return x
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up, where `gate_up` holds gate, then up."""
-        num_rows, width = gate_up.shape
-        require(width % 2 == 0, "an even number of columns: gate and up are of one size")
-        y = new_rows(num_rows, width // 2, gate_up.dtype)
-        self._activate("act_and_mul", gate_up, y, activation)
-        return y
+        return self.apply_gate(gate_up, Gate(activation=activation))
 
     def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
-        """Multiply up as the gate says, where `gate_up` holds gate, then up."""
-        if gate.limit is None:
-            return self.act_and_mul(gate_up, gate.activation)
+        """The activation of rows that hold gate, then up, or up alone."""
+        if not gate.multiplies:
+            return self.activate(gate_up, gate.activation)
         num_rows, width = gate_up.shape
         require(width % 2 == 0, "an even number of columns: gate and up are of one size")
         y = new_rows(num_rows, width // 2, gate_up.dtype)
         self._activate("act_and_mul", gate_up, y, gate)
         return y
 
-    def _activate(self, name: str, x: Tensor, y: Tensor, activation: str | Gate) -> None:
+    def _activate(self, name: str, x: Tensor, y: Tensor, gate: Gate) -> None:
         num_rows, size = y.shape
         require(_is_rows(x, num_rows, y.dtype), "rows of the output's dtype with a dense last axis")
         task = ActivationTask(
             num_rows=count_address(num_rows),
             **rows_of(x=x, y=y),
             size=size,
-            activation=(
-                CLAMPED if isinstance(activation, Gate) else reference.ACTIVATIONS.index(activation)
-            ),
+            **activation_of(gate),
         )
-        if isinstance(activation, Gate):
-            task.alpha, task.offset = activation.alpha, activation.offset
-            task.limit = activation.limit or 0.0
         self._launch(name, task, x.dtype, y.numel())
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
@@ -318,24 +322,28 @@ class NativeLayerKernels(NativeStateKernels):
         eps: float,
         offset: float,
         magnitude: float,
+        num_divisions: int = 0,
     ) -> Tensor:
         """The sum of the streams of a row, weighted by gates, which overwrite `gates`."""
         (num_rows, width), num_gates = streams.shape, gates.shape[1]
         require(width % num_streams == 0, "streams of one size")
-        require(num_gates in (num_streams, 2 * num_streams), "one gate of each stream, or two")
+        counts = reference.gate_counts(num_streams, num_divisions)
+        require(num_gates in counts, "gates of each stream, and of each pair that is mixed")
         require(_is_dense(numbers, (2, num_gates), torch.float32), "float32 numbers of gates")
         y = new_rows(num_rows, width // num_streams, streams.dtype)
         task = _gated_streams_task(streams, gates, y, num_streams)
-        task.numbers, task.num_gates = numbers.data_ptr(), num_gates
+        task.numbers, task.num_divisions = numbers.data_ptr(), num_divisions
         task.eps, task.offset, task.magnitude = eps, offset, magnitude
         task.kept_alive = numbers
         self._launch("read_streams", task, y.dtype, streams.numel())
         return y
 
     def write_streams(self, streams: Tensor, x: Tensor, gates: Tensor) -> Tensor:
-        """Add x, times the gate of each stream, to the streams in place."""
-        num_streams = gates.shape[1]
+        """Add x, times the gate of each stream, to the streams in place, or to what they become
+        when they are mixed."""
+        num_streams, num_gates = streams.shape[1] // x.shape[1], gates.shape[1]
         require(x.shape[1] * num_streams == streams.shape[1], "rows of a stream's size")
+        require(num_gates in (num_streams, num_streams * (num_streams + 1)), "gates of streams")
         task = _gated_streams_task(x, gates, streams, num_streams)
         self._launch("write_streams", task, streams.dtype, streams.numel())
         return streams
@@ -351,6 +359,10 @@ class NativeLayerKernels(NativeStateKernels):
     def multiply_sigmoid(self, products: Tensor, x: Tensor) -> Tensor:
         """Multiply the products by sigmoid(x) in place."""
         return self._elementwise("multiply_sigmoid", x, products, 1.0)
+
+    def multiply_softplus(self, products: Tensor, x: Tensor) -> Tensor:
+        """Multiply the products by softplus(x) in place."""
+        return self._elementwise("multiply_softplus", x, products, 1.0)
 
     def xielu(self, x: Tensor, numbers: Tensor) -> Tensor:
         """xIELU, in place."""
@@ -528,6 +540,7 @@ def _gated_streams_task(x: Tensor, gates: Tensor, y: Tensor, num_streams: int) -
     return GatedStreamsTask(
         num_rows=count_address(num_rows),
         **rows_of(x=x, gates=gates, y=y),
+        num_gates=gates.shape[1],
         num_streams=num_streams,
         size=width // num_streams,
     )

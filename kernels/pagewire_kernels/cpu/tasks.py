@@ -27,6 +27,10 @@ def rows_of(**tensors: Tensor | None) -> dict[str, int]:
     return {**{name: address(tensor) for name, tensor in tensors.items()}, **strides}
 
 
+CLAMPED_SILU = "alpha gate_limit active_limit up_limit offset"
+"""The fields of `ClampedSilu` of src/activation.h."""
+
+
 class Batch(NativeStruct):
     """`pagewire::Batch` in src/batch.h."""
 
@@ -109,9 +113,7 @@ class NormTask(NativeStruct):
 class ActivationTask(NativeStruct):
     """`ActivationTask` of src/layers.h."""
 
-    _fields_ = fields_of(
-        "next_item num_rows x x_stride y y_stride size activation", "alpha limit offset"
-    )
+    _fields_ = fields_of("next_item num_rows x x_stride y y_stride size activation", CLAMPED_SILU)
 
 
 class ElementwiseTask(NativeStruct):
@@ -133,7 +135,7 @@ class GatedStreamsTask(NativeStruct):
 
     _fields_ = fields_of(
         "next_item num_rows x x_stride gates gates_stride y y_stride numbers num_gates num_streams"
-        " size",
+        " size num_divisions",
         "eps offset magnitude",
     )
 
@@ -356,7 +358,7 @@ class ExpertsTask(NativeStruct):
         + "activation"
         + _QUANTIZATION
         + " expert_bytes plan gathers num_experts",
-        "alpha limit offset",
+        CLAMPED_SILU,
     )
 
 

@@ -49,6 +49,7 @@ class LayerKernels:
     add = staticmethod(reference.add)
     multiply = staticmethod(reference.multiply)
     multiply_sigmoid = staticmethod(reference.multiply_sigmoid)
+    multiply_softplus = staticmethod(reference.multiply_softplus)
     sum_rows = staticmethod(reference.sum_rows)
     write_latents = staticmethod(reference.write_latents)
     causal_convolution = staticmethod(reference.causal_convolution)
@@ -59,7 +60,8 @@ class LayerKernels:
     gated_rms_norm = staticmethod(reference.gated_rms_norm)
 
     def apply_gate(self, gate_up: Tensor, gate: Gate) -> Tensor:
-        """Rows of up that a gate multiplies; see `Gate.apply`."""
+        """The activation of rows that hold gate, then up, or up alone; see `Gate.apply`. Rows
+        without a gate are overwritten."""
         return gate.apply(gate_up)
 
     def copy(self, x: Tensor) -> Tensor:

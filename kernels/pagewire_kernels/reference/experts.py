@@ -1,5 +1,6 @@
 """Mixture of experts in plain torch: the choice of experts, and the gated experts themselves."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """The activation of an expert, most with a gate: activation(gate) * up, or with a limit
+    """An activation, most with a gate: activation(gate) * up, or with a limit
     (up + offset) * gate * sigmoid(alpha * gate), after gate was limited from above, and up from
     both sides (gpt-oss)."""
 
@@ -105,6 +106,9 @@ class Gate:
     """One of `ACTIVATIONS`; `silu` if there is a limit."""
 
     limit: float | None = None
+    limits_active: bool = False
+    """Whether the activation of the gate is limited instead of the gate (Step 3.5)."""
+
     alpha: float = 1.0
     offset: float = 0.0
     multiplies: bool = True
@@ -126,9 +130,16 @@ class Gate:
         if self.limit is None:
             return act_and_mul(gate_up, self.activation)
         gate, up = gate_up.float().chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        active = gate / torch.exp(-gate * self.alpha).add_(1)
+        gate_limit, active_limit = self.limits
+        gate, up = gate.clamp(max=gate_limit), up.clamp(-self.limit, self.limit)
+        active = (gate / torch.exp(-gate * self.alpha).add_(1)).clamp_(max=active_limit)
         return ((up + self.offset) * active).to(gate_up.dtype)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Of a gate and of its activation, at least one of which is infinite."""
+        limit = math.inf if self.limit is None else self.limit
+        return (math.inf, limit) if self.limits_active else (limit, math.inf)
 
 
 def route(

@@ -214,6 +214,12 @@ def multiply_sigmoid(products: Tensor, x: Tensor) -> Tensor:
     return products.copy_(products.float() / torch.exp(-x.float()).add_(1))
 
 
+def multiply_softplus(products: Tensor, x: Tensor) -> Tensor:
+    """Multiply the products by log(1 + e^x) in place, rounded once. Both: [num_rows, size], of one
+    dtype."""
+    return products.copy_(products.float() * functional.softplus(x.float()))
+
+
 def sparsify(x: Tensor, num_deviations: float) -> Tensor:
     """max(x - mean - num_deviations * deviation, 0), in place: of each row, what exceeds the mean
     by more than a number of standard deviations. x: [num_rows, size]."""
@@ -266,6 +272,7 @@ def read_streams(
     eps: float,
     offset: float,
     magnitude: float,
+    num_divisions: int = 0,
 ) -> Tensor:
     """The sum of the streams, each times its gate (hyper-connections, Zhu et al. 2025).
 
@@ -273,12 +280,24 @@ def read_streams(
     streams, overwritten by gates: sigmoid(factor * product / rms(streams) + bias), times magnitude
     beyond the first num_streams, plus offset; numbers: float32 [2, num_gates], these factors, then
     biases; eps: added to the mean square. Returns [num_rows, size], of the streams' dtype.
+
+    num_divisions: if above 0, gates end with a matrix that mixes streams, num_streams^2 numbers,
+    and only the first num_streams gates have the offset (manifold-constrained hyper-connections,
+    Xie et al. 2026). The matrix is the softmax of its rows, plus the offset, divided by the sums of
+    columns, plus the offset, as many times, with a division by those of rows in between.
     """
     wide, (factors, biases) = streams.float(), numbers
     inverse = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
-    found = torch.exp(-(gates * inverse * factors + biases)).add_(1).reciprocal_()
+    products = gates * inverse * factors + biases
+    found = torch.exp(-products).add_(1).reciprocal_()
     found[:, num_streams:] *= magnitude
-    gates.copy_(found + offset)
+    if num_divisions:
+        found[:, :num_streams] += offset
+        matrices = products[:, 2 * num_streams :].unflatten(1, (num_streams, num_streams))
+        found[:, 2 * num_streams :] = _balance(matrices, num_divisions, offset).flatten(1)
+    else:
+        found += offset
+    gates.copy_(found)
     parts = wide.unflatten(1, (num_streams, -1)).unbind(1)
     total = torch.zeros_like(parts[0])
     for i, part in enumerate(parts):
@@ -286,11 +305,38 @@ def read_streams(
     return total.to(streams.dtype)
 
 
+def gate_counts(num_streams: int, num_divisions: int) -> tuple[int, ...]:
+    """Numbers of gates that a row of `read_streams` may have."""
+    of_both = 2 * num_streams
+    return (of_both + num_streams**2,) if num_divisions else (num_streams, of_both)
+
+
+def _balance(products: Tensor, num_divisions: int, offset: float) -> Tensor:
+    """Nearly doubly stochastic matrices (Sinkhorn and Knopp 1967); see `read_streams`. products:
+    float32 [num_rows, num_streams, num_streams]."""
+    matrices = torch.softmax(products, dim=2) + offset
+    for i in range(num_divisions):
+        if i:
+            matrices = matrices / (matrices.sum(2, keepdim=True) + offset)
+        matrices = matrices / (matrices.sum(1, keepdim=True) + offset)
+    return matrices
+
+
 def write_streams(streams: Tensor, x: Tensor, gates: Tensor) -> Tensor:
     """Add x to each stream, times its gate, in place. x: [num_rows, size], of the dtype of streams,
-    [num_rows, num_streams * size]; gates: float32 [num_rows, num_streams]. Returns the streams."""
-    added = gates.unsqueeze(2) * x.float().unsqueeze(1)
-    return streams.copy_(streams.float() + added.flatten(1))
+    [num_rows, num_streams * size]; gates: float32 [num_rows, num_streams], or more columns: a
+    matrix of `read_streams`, by whose transpose the streams are multiplied first. Returns the
+    streams."""
+    num_streams, wide = streams.shape[1] // x.shape[1], streams.float()
+    total = (gates[:, :num_streams, None] * x.float().unsqueeze(1)).flatten(1)
+    if gates.shape[1] == num_streams:
+        return streams.copy_(wide + total)
+    parts = wide.unflatten(1, (num_streams, -1)).unbind(1)
+    for source, part in enumerate(parts):
+        first = (1 + source) * num_streams
+        weights = gates[:, first : first + num_streams, None]
+        total += (weights * part.unsqueeze(1)).flatten(1)
+    return streams.copy_(total)
 
 
 def _silu(x: Tensor) -> Tensor:

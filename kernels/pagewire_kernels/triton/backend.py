@@ -16,6 +16,7 @@ from pagewire_kernels.triton.layers import (
     apply_gate,
     layer_norm,
     multiply_sigmoid,
+    multiply_softplus,
     rms_norm,
     sum_rows,
 )
@@ -86,6 +87,7 @@ class TritonLayerKernels(LayerKernels):
     rotate_and_write_kv = staticmethod(rotate_and_write_kv)  # type: ignore[assignment]
     rotate = staticmethod(rotate)
     multiply_sigmoid = staticmethod(multiply_sigmoid)
+    multiply_softplus = staticmethod(multiply_softplus)
     sparsify = staticmethod(sparsify)
     match_rms = staticmethod(match_rms)
     mix_streams = staticmethod(mix_streams)

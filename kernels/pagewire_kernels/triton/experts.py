@@ -18,7 +18,7 @@ from pagewire_kernels.interface import FLOATS
 from pagewire_kernels.reference import Gate, Routing, route
 from pagewire_kernels.slot_deltas import AddOfExperts
 from pagewire_kernels.triton.checks import dense, expect_tensors
-from pagewire_kernels.triton.layers import activate, apply_gate
+from pagewire_kernels.triton.layers import apply_gate
 
 _FEW_ROWS = 16
 """Rows of a tile if experts have few, and of every tile if rows must have the same bits in any
@@ -249,10 +249,7 @@ class TritonExperts:
         if add_to_gate_up is not None:
             pairs = x[slots.row_of] if rows is x else rows
             add_to_gate_up(gate_up, pairs, slots.expert_of, slots.row_of)
-        if not self._gate.multiplies:
-            inner = activate(gate_up, self._gate.activation)
-        else:
-            inner = apply_gate(gate_up, self._gate)
+        inner = apply_gate(gate_up, self._gate)
         results = self._multiply(inner, self._down, down_bias, slots, torch.float32, gathers=False)
         if add_to_down is not None:
             add_to_down(results, inner, slots.expert_of, slots.row_of)

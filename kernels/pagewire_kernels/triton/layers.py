@@ -8,6 +8,7 @@ or two elements and writes one.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -223,6 +224,11 @@ def _check_activation(activation: str) -> None:
 
 
 def _act_and_mul_launch(gate_up: Tensor, activation: str) -> LayoutLaunch | None:
+    return _gated_launch(_act_and_mul, gate_up, ACTIVATION=activation)
+
+
+def _gated_launch(kernel: Any, gate_up: Tensor, **constants: Any) -> LayoutLaunch | None:
+    """The launch of a kernel that makes one column of two; None if there is nothing."""
     expect_tensors(("gate_up", gate_up, FLOATS, (None, None)))
     num_rows, width = gate_up.shape
     expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
@@ -230,25 +236,29 @@ def _act_and_mul_launch(gate_up: Tensor, activation: str) -> LayoutLaunch | None
         return None
     size = width // 2
     return layout_launch(
-        _act_and_mul,
+        kernel,
         (num_rows, triton.cdiv(size, _TILE)),
         (gate_up.stride(0),),
         SIZE=size,
-        ACTIVATION=activation,
+        **constants,
         TILE=_TILE,
         num_warps=4,
         enable_fp_fusion=False,
     )
 
 
-_ACT_AND_MUL_LAUNCHES = {
-    activation: partial(_act_and_mul_launch, activation=activation) for activation in ACTIVATIONS
-}
-
-
-@triton.jit(do_not_specialize=["row_stride", "limit", "alpha", "offset"])
-def _apply_gate(
-    output, gate_up, row_stride, limit, alpha, offset, SIZE: tl.constexpr, TILE: tl.constexpr
+@triton.jit
+def _clamped_silu_and_mul(
+    output,
+    gate_up,
+    alpha,
+    gate_limit,
+    active_limit,
+    up_limit,
+    offset,
+    row_stride,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Program (row, tile of columns)."""
     row = tl.program_id(0).to(tl.int64)
@@ -256,39 +266,54 @@ def _apply_gate(
     mask = column < SIZE
     gate = tl.load(gate_up + row * row_stride + column, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + SIZE + column, mask, other=0.0).to(tl.float32)
-    gate = tl.where(gate > limit, limit, gate)  # which keeps what is not a number
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    gated = (up + offset) * (gate / (1.0 + tl.exp(-gate * alpha)))
+    gate = tl.where(gate > gate_limit, gate_limit, gate)  # propagates NaN
+    up = tl.where(up > up_limit, up_limit, tl.where(up < -up_limit, -up_limit, up))
+    activated = gate / (1.0 + tl.exp(-gate * alpha))
+    activated = tl.where(activated > active_limit, active_limit, activated)
+    gated = (up + offset) * activated
     tl.store(output + row * SIZE + column, gated.to(output.dtype.element_ty), mask)
 
 
 def apply_gate(gate_up: Tensor, gate: Gate) -> Tensor:
-    """Rows of up that a gate multiplies; as `reference.Gate.apply`."""
+    """The activation of rows that hold gate, then up, or up alone; as `Gate.apply`."""
+    if not gate.multiplies:
+        return activate(gate_up, gate.activation)
     if gate.limit is None:
         return act_and_mul(gate_up, gate.activation)
-    expect_tensors(("gate_up", gate_up, FLOATS, (None, None)))
+    launch = derived(_clamped_launch, gate_up)
     num_rows, width = gate_up.shape
-    expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
     output = gate_up.new_empty((num_rows, width // 2))
-    if output.numel():
-        _apply_gate[(num_rows, triton.cdiv(width // 2, _TILE))](
-            output,
-            gate_up,
-            gate_up.stride(0),
-            gate.limit,
-            gate.alpha,
-            gate.offset,
-            SIZE=width // 2,
-            TILE=_TILE,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+    if launch is not None:
+        run(launch, (output, gate_up), gate.alpha, *gate.limits, gate.limit, gate.offset)
     return output
 
 
+def _clamped_launch(gate_up: Tensor) -> LayoutLaunch | None:
+    return _gated_launch(_clamped_silu_and_mul, gate_up)
+
+
+_ACT_AND_MUL_LAUNCHES = {
+    activation: partial(_act_and_mul_launch, activation=activation) for activation in ACTIVATIONS
+}
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x): the digits of e^x that the sum has lost are added."""
+    u = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
+    total = 1.0 + u
+    return tl.where(x > 20.0, x, tl.log(total) + (u - (total - 1.0)) / total)
+
+
 @triton.jit(do_not_specialize=["products_stride", "x_stride"])
-def _multiply_sigmoid(
-    products, x, products_stride, x_stride, SIZE: tl.constexpr, TILE: tl.constexpr
+def _multiply_active(
+    products,
+    x,
+    products_stride,
+    x_stride,
+    SIZE: tl.constexpr,
+    IS_SOFTPLUS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Program (row, tile of columns)."""
     row = tl.program_id(0).to(tl.int64)
@@ -296,22 +321,36 @@ def _multiply_sigmoid(
     mask, target = column < SIZE, products + row * products_stride + column
     values = tl.load(target, mask, other=0.0).to(tl.float32)
     gates = tl.load(x + row * x_stride + column, mask, other=0.0).to(tl.float32)
-    tl.store(target, (values / (1.0 + tl.exp(-gates))).to(products.dtype.element_ty), mask)
+    if IS_SOFTPLUS:
+        values *= softplus(gates)
+    else:
+        values = values / (1.0 + tl.exp(-gates))
+    tl.store(target, values.to(products.dtype.element_ty), mask)
 
 
 def multiply_sigmoid(products: Tensor, x: Tensor) -> Tensor:
     """products * sigmoid(x), in place; as `reference.multiply_sigmoid`."""
+    return _multiplied(products, x, is_softplus=False)
+
+
+def multiply_softplus(products: Tensor, x: Tensor) -> Tensor:
+    """products * softplus(x), in place; as `reference.multiply_softplus`."""
+    return _multiplied(products, x, is_softplus=True)
+
+
+def _multiplied(products: Tensor, x: Tensor, *, is_softplus: bool) -> Tensor:
     num_rows, size = products.shape
     expect_tensors(
         ("products", products, FLOATS, (None, None)), ("x", x, (products.dtype,), products.shape)
     )
     if products.numel():
-        _multiply_sigmoid[(num_rows, triton.cdiv(size, _TILE))](
+        _multiply_active[(num_rows, triton.cdiv(size, _TILE))](
             products,
             x,
             products.stride(0),
             x.stride(0),
             SIZE=size,
+            IS_SOFTPLUS=is_softplus,
             TILE=_TILE,
             num_warps=4,
             enable_fp_fusion=False,

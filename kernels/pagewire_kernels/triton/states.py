@@ -16,6 +16,7 @@ from pagewire_kernels.batch import AttentionMetadata, StateUnits
 from pagewire_kernels.interface import FLOATS
 from pagewire_kernels.reference.states import check_convolution
 from pagewire_kernels.triton.checks import expect, expect_tensors
+from pagewire_kernels.triton.layers import softplus
 
 _CHANNELS = 64
 """Channels of a program of a convolution, and of Mamba."""
@@ -74,14 +75,6 @@ def _silu(x):
 @triton.jit
 def _unit_length(x):
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + 1e-6)
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + e^x): the digits of e^x that the sum has lost are added."""
-    u = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
-    total = 1.0 + u
-    return tl.where(x > 20.0, x, tl.log(total) + (u - (total - 1.0)) / total)
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -260,7 +253,7 @@ def _scan_channels(
         for _ in range(first, end):
             inputs = tl.load(x + at * x_stride + channel, mask, other=0.0).to(tl.float32)
             step = tl.load(dt + at * dt_stride + channel, mask, other=0.0).to(tl.float32)
-            delta = _softplus(step + offset)
+            delta = softplus(step + offset)
             keys = tl.load(b + at * b_stride + element, has_element, other=0.0).to(tl.float32)
             queries = tl.load(c + at * c_stride + element, has_element, other=0.0).to(tl.float32)
             decay = tl.exp(delta[None, :] * rates)
@@ -406,7 +399,7 @@ def _scan_heads(
             source = x + at * x_stride + head * x_head_stride + within
             inputs = tl.load(source, mask, other=0.0).to(tl.float32)
             step = tl.load(dt + at * dt_stride + head).to(tl.float32)
-            delta = _softplus(step + offset)
+            delta = softplus(step + offset)
             delta = tl.where(delta < min_dt, min_dt, tl.where(delta > max_dt, max_dt, delta))
             place_b = b + at * b_stride + group * b_group_stride + element
             keys = tl.load(place_b, has_element, other=0.0).to(tl.float32)
@@ -513,7 +506,7 @@ def _decay(step, rate, bound, IS_BOUNDED: tl.constexpr):
     """What a state is multiplied by, of a step of time."""
     if IS_BOUNDED:
         return tl.exp(bound * _sigmoid(rate * step))
-    return tl.exp(-rate * _softplus(step))
+    return tl.exp(-rate * softplus(step))
 
 
 @triton.jit(do_not_specialize=["table_width"])

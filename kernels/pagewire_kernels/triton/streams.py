@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pagewire_kernels.interface import FLOATS
-from pagewire_kernels.reference.layers import MIN_MEAN_SQUARE
+from pagewire_kernels.reference.layers import MIN_MEAN_SQUARE, gate_counts
 from pagewire_kernels.triton.checks import expect, expect_tensors
 
 _TILE = 1024
@@ -98,6 +98,13 @@ def _correct(
         tl.store(streams + target * SIZE, total.to(streams.dtype.element_ty), mask)
 
 
+@triton.jit
+def _line_sums(matrix, AXIS: tl.constexpr, offset):
+    """Sums of the rows or columns of a matrix, plus an offset; 1 of those that are padding."""
+    sums = tl.sum(matrix, axis=AXIS, keep_dims=True)
+    return tl.where(sums > 0.0, sums + offset, 1.0)
+
+
 @triton.jit(do_not_specialize=["streams_stride", "gates_stride"])
 def _read(
     y,
@@ -110,7 +117,9 @@ def _read(
     OFFSET,
     MAGNITUDE,
     NUM: tl.constexpr,
+    PADDED: tl.constexpr,
     NUM_GATES: tl.constexpr,
+    NUM_DIVISIONS: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -125,7 +134,7 @@ def _read(
         square += values * values
     inverse = 1.0 / tl.sqrt_rn(tl.sum(square, axis=0) / (NUM * SIZE) + EPS)
     total = tl.zeros((TILE,), tl.float32)
-    for index in tl.static_range(NUM_GATES):
+    for index in tl.static_range(2 * NUM if NUM_DIVISIONS > 0 else NUM_GATES):
         scaled = tl.load(gates + index) * inverse * tl.load(numbers + index)
         gate = 1.0 / (1.0 + tl.exp(-(scaled + tl.load(numbers + NUM_GATES + index))))
         if index < NUM:
@@ -133,8 +142,24 @@ def _read(
             values = tl.load(streams + index * SIZE, mask, other=0.0).to(tl.float32)
             total += gate * values
         else:
-            gate = gate * MAGNITUDE + OFFSET
+            gate = gate * MAGNITUDE
+            if NUM_DIVISIONS == 0:
+                gate += OFFSET
         tl.store(gates + index, gate)
+    if NUM_DIVISIONS > 0:
+        source, target = tl.arange(0, PADDED)[:, None], tl.arange(0, PADDED)[None, :]
+        at, is_there = 2 * NUM + source * NUM + target, (source < NUM) & (target < NUM)
+        scaled = tl.load(gates + at, is_there, other=0.0) * inverse
+        scaled *= tl.load(numbers + at, is_there, other=0.0)
+        scaled += tl.load(numbers + NUM_GATES + at, is_there, other=0.0)
+        scaled = tl.where(target < NUM, scaled, float("-inf"))
+        scaled = tl.where(source < NUM, tl.exp(scaled - tl.max(scaled, axis=1)[:, None]), 0.0)
+        matrix = tl.where(is_there, scaled / _line_sums(scaled, 1, 0.0) + OFFSET, 0.0)
+        for division in range(NUM_DIVISIONS):
+            if division > 0:
+                matrix = matrix / _line_sums(matrix, 1, OFFSET)
+            matrix = matrix / _line_sums(matrix, 0, OFFSET)
+        tl.store(gates + at, matrix, is_there)
     tl.store(y + row * SIZE + column, total.to(y.dtype.element_ty), mask)
 
 
@@ -146,6 +171,8 @@ def _write(
     streams_stride,
     x_stride,
     gates_stride,
+    MIXES: tl.constexpr,
+    PADDED: tl.constexpr,
     NUM: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -156,9 +183,19 @@ def _write(
     mask = column < SIZE
     streams += row * streams_stride + column
     added = tl.load(x + row * x_stride + column, mask, other=0.0).to(tl.float32)
+    gates += row * gates_stride
+    if MIXES:
+        # A column of a stream is replaced only after all that depend on it are computed.
+        source = tl.arange(0, PADDED)[:, None]
+        is_there = (source < NUM) & mask[None, :]
+        before = tl.load(streams[None, :] + source * SIZE, is_there, other=0.0).to(tl.float32)
     for target in tl.static_range(NUM):
-        total = tl.load(streams + target * SIZE, mask, other=0.0).to(tl.float32)
-        total += tl.load(gates + row * gates_stride + target) * added
+        total = tl.load(gates + target) * added
+        if MIXES:
+            weights = tl.load(gates + NUM + source * NUM + target, source < NUM, other=0.0)
+            total += tl.sum(weights * before, axis=0)
+        else:
+            total += tl.load(streams + target * SIZE, mask, other=0.0).to(tl.float32)
         tl.store(streams + target * SIZE, total.to(streams.dtype.element_ty), mask)
 
 
@@ -218,6 +255,7 @@ def read_streams(
     eps: float,
     offset: float,
     magnitude: float,
+    num_divisions: int = 0,
 ) -> Tensor:
     """The sum of the streams, each times its gate; as `reference.read_streams`."""
     (num_rows, width), num_gates = streams.shape, gates.shape[1]
@@ -226,30 +264,34 @@ def read_streams(
         ("gates", gates, (torch.float32,), (num_rows, None)),
         ("numbers", numbers, (torch.float32,), (2, num_gates)),
     )
-    counts = num_streams, 2 * num_streams
-    expect(num_gates in counts, f"gates: expected one or two a stream, got {num_gates}")
+    counts = gate_counts(num_streams, num_divisions)
+    expect(num_gates in counts, f"gates: expected {counts[-1]} of a row, got {num_gates}")
     expect(numbers.is_contiguous(), "numbers: expected contiguous")
     expect(width % num_streams == 0, f"streams: expected {num_streams}, got rows of {width}")
     y = torch.empty(num_rows, width // num_streams, dtype=streams.dtype, device=streams.device)
     if y.numel():
         strides, sizes = (streams.stride(0), gates.stride(0)), _of_row(y.shape[1])
         counted = {"NUM": num_streams, "NUM_GATES": num_gates, **sizes}
+        counted |= {"NUM_DIVISIONS": num_divisions, "PADDED": triton.next_power_of_2(num_streams)}
         _read[(num_rows,)](y, streams, gates, numbers, *strides, eps, offset, magnitude, **counted)
     return y
 
 
 def write_streams(streams: Tensor, x: Tensor, gates: Tensor) -> Tensor:
     """Add x to each stream, times its gate, in place; as `reference.write_streams`."""
-    (num_rows, width), num = streams.shape, gates.shape[1]
+    (num_rows, width), num_gates = streams.shape, gates.shape[1]
+    num = width // x.shape[1]
     expect_tensors(
         ("streams", streams, FLOATS, (None, None)),
         ("x", x, (streams.dtype,), (num_rows, width // num)),
-        ("gates", gates, (torch.float32,), (num_rows, num)),
+        ("gates", gates, (torch.float32,), (num_rows, None)),
     )
+    expect(num_gates in (num, num * (num + 1)), f"gates: expected {num} of a row, got {num_gates}")
     if streams.numel():
         grid, sizes = _of_streams(num_rows, width, num)
         strides = streams.stride(0), x.stride(0), gates.stride(0)
-        _write[grid](streams, x, gates, *strides, **sizes)
+        mixing = {"MIXES": num_gates > num, "PADDED": triton.next_power_of_2(num)}
+        _write[grid](streams, x, gates, *strides, **mixing, **sizes)
     return streams
 
 

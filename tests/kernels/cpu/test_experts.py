@@ -22,6 +22,7 @@ from tests.support.quantized_weights import random_weight
 DTYPES = [torch.float32, torch.bfloat16]
 UNGATED = Gate(activation="relu2", multiplies=False)
 CLAMPED = Gate(limit=0.7, alpha=1.702, offset=1.0)
+ACTIVE_CLAMPED = Gate(limit=0.2, limits_active=True)
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="nothing to build the kernels with")
 
@@ -217,6 +218,7 @@ def _dense(weight: Tensor | QuantizedWeight) -> Tensor:
     ("kind", "gate"),
     [
         *((kind, gate) for kind in KINDS for gate in (Gate(), CLAMPED, UNGATED)),
+        *((kind, ACTIVE_CLAMPED) for kind in ("dense", "int8")),
         *(("dense", Gate(activation=name)) for name in ("gelu", "gelu_tanh", "relu")),
     ],
     ids=str,

@@ -1,5 +1,7 @@
 """Row-wise operations in C++ agree with plain torch, whatever the sizes and strides."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -103,6 +105,17 @@ def test_xielu_agrees(kernels: NativeLayerKernels, dtype: torch.dtype) -> None:
     assert kernels.xielu(torch.tensor([[torch.nan]], dtype=dtype), numbers).isnan().all()
 
 
+@pytest.mark.parametrize("name", ["multiply_sigmoid", "multiply_softplus"])
+def test_products_with_activations_agree(
+    kernels: NativeLayerKernels, dtype: torch.dtype, name: str
+) -> None:
+    x = torch.cat([torch.linspace(-80, 80, 3001), _random(7, dtype=torch.float32)])[None].to(dtype)
+    products = _random(1, 3008, dtype=dtype, seed=1)
+    expected = getattr(reference, name)(products.clone(), x)
+    assert getattr(kernels, name)(products, x) is products
+    _assert_agrees(products, expected)
+
+
 def test_a_soft_cap_agrees(kernels: NativeLayerKernels, dtype: torch.dtype) -> None:
     x = torch.cat([torch.linspace(-300, 300, 5001), _random(7, dtype=torch.float32)])[None]
     expected = 30 * torch.tanh(x.double() / 30)
@@ -145,16 +158,22 @@ def test_streams_agree(
 
 
 @pytest.mark.parametrize(("num_streams", "size"), [(1, 5), (4, 37), (16, 300)])
-@pytest.mark.parametrize("num_kinds", [1, 2])
+@pytest.mark.parametrize(("num_kinds", "num_divisions"), [(1, 0), (2, 0), (2, 1), (2, 20)])
 def test_gated_streams_agree(
-    kernels: NativeLayerKernels, dtype: torch.dtype, num_streams: int, size: int, num_kinds: int
+    kernels: NativeLayerKernels,
+    dtype: torch.dtype,
+    num_streams: int,
+    size: int,
+    num_kinds: int,
+    num_divisions: int,
 ) -> None:
     streams = _random(7, 2 * num_streams * size, dtype=dtype)[:, : num_streams * size]
-    num_gates = num_kinds * num_streams
+    num_gates = reference.gate_counts(num_streams, num_divisions)[num_kinds - 2]
     gates = 3 * _random(7, num_gates, dtype=torch.float32, seed=1)
     gates[2], gates[3] = -1e4, 1e4  # whose sigmoids are 0 and 1
     numbers = 1 + _random(2, num_gates, dtype=torch.float32, seed=2)
-    options = {"eps": 1e-3, "offset": 0.01, "magnitude": 2.0}
+    options: dict[str, Any] = {"eps": 1e-3, "offset": 0.01, "magnitude": 2.0}
+    options["num_divisions"] = num_divisions
     found = gates.clone()
     read = kernels.read_streams(streams, found, numbers, num_streams, **options)
     expected = reference.read_streams(streams, gates, numbers, num_streams, **options)
@@ -166,8 +185,12 @@ def test_gated_streams_agree(
         alone = kernels.read_streams(streams[row : row + 1], one, numbers, num_streams, **options)
         assert torch.equal(alone[0], read[row])
         assert torch.equal(one[0], found[row])
-    expected = reference.write_streams(streams.clone(), read, gates[:, -num_streams:])
-    assert kernels.write_streams(streams, read, gates[:, -num_streams:]) is streams
+    if num_divisions == 20:
+        matrices = gates[:, 2 * num_streams :].unflatten(1, (num_streams, num_streams))
+        torch.testing.assert_close(matrices.sum(1), torch.ones(7, num_streams), atol=0.02, rtol=0)
+    of_output = gates[:, num_streams:] if num_divisions else gates[:, -num_streams:]
+    expected = reference.write_streams(streams.clone(), read, of_output)
+    assert kernels.write_streams(streams, read, of_output) is streams
     _assert_agrees(streams, expected)
 
 
@@ -190,16 +213,22 @@ def test_activations_agree(
     _assert_agrees(kernels.activate(x.clone(), name), reference.activate(x, name))
 
 
-GATES = (Gate(limit=0.5, alpha=1.7, offset=1.0), Gate(limit=3.0), Gate(activation="gelu"))
+GATES = {
+    "offset": Gate(limit=0.5, alpha=1.7, offset=1.0),
+    "limit": Gate(limit=3.0),
+    "limit of the activation": Gate(limit=1.5, limits_active=True),
+    "gelu": Gate(activation="gelu"),
+}
 
 
 @pytest.mark.parametrize("size", [1, 1100])
-@pytest.mark.parametrize("gate", GATES, ids=["offset", "limit", "gelu"])
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_gates_agree(
     kernels: NativeLayerKernels, dtype: torch.dtype, size: int, gate: Gate
 ) -> None:
     x = _random(5, 2 * size + 3, dtype=dtype)[:, : 2 * size] * 4
     _assert_agrees(kernels.apply_gate(x, gate), LayerKernels().apply_gate(x, gate))
+    assert kernels.apply_gate(torch.full((1, 2), torch.nan, dtype=dtype), gate).isnan().all()
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])

@@ -21,6 +21,7 @@ SHAPE = (5, 48, 40)
 GATES = (
     Gate(),
     Gate(limit=0.7, alpha=1.702, offset=1.0),
+    Gate(limit=0.2, limits_active=True),
     Gate(activation="relu2", multiplies=False),
 )
 

@@ -1,5 +1,7 @@
 """Norm, rotation and activation on the GPU against the reference."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -55,7 +57,15 @@ def test_an_activation_agrees_with_the_reference(dtype: torch.dtype, activation:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gate", [Gate(limit=0.5, alpha=1.7, offset=1.0), Gate(limit=3.0), Gate()])
+@pytest.mark.parametrize(
+    "gate",
+    [
+        Gate(limit=0.5, alpha=1.7, offset=1.0),
+        Gate(limit=3.0),
+        Gate(limit=1.5, limits_active=True),
+        Gate(),
+    ],
+)
 def test_a_gate_agrees_with_the_reference(dtype: torch.dtype, gate: Gate) -> None:
     gate_up = _random(3, 2 * 1100 + 1, dtype=dtype)[:, :-1] * 4
     output = KERNELS.apply_gate(gate_up.to(DEVICE), gate)
@@ -81,11 +91,14 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_with_a_sigmoid_agrees_with_the_reference(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["multiply_sigmoid", "multiply_softplus"])
+def test_a_product_with_an_activation_agrees_with_the_reference(
+    dtype: torch.dtype, name: str
+) -> None:
     products, x = (_random(3, 1300, dtype=dtype, seed=seed)[:, :1100] for seed in range(2))
     moved = products.to(DEVICE, copy=True)
-    assert KERNELS.multiply_sigmoid(moved, x.to(DEVICE)) is moved
-    assert_agrees(moved, TORCH.multiply_sigmoid(products, x))
+    assert getattr(KERNELS, name)(moved, x.to(DEVICE)) is moved
+    assert_agrees(moved, getattr(TORCH, name)(products, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,19 +137,23 @@ def test_streams_agree_with_the_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_gates", [3, 6])
-def test_gated_streams_agree_with_the_reference(dtype: torch.dtype, num_gates: int) -> None:
+@pytest.mark.parametrize(("num_gates", "num_divisions"), [(3, 0), (6, 0), (15, 1), (15, 20)])
+def test_gated_streams_agree_with_the_reference(
+    dtype: torch.dtype, num_gates: int, num_divisions: int
+) -> None:
     streams, numbers = _random(5, 3 * 1100, dtype=dtype), _random(2, num_gates, dtype=torch.float32)
     gates = _random(5, num_gates, dtype=torch.float32, seed=1)
     moved, found = streams.to(DEVICE, copy=True), gates.to(DEVICE, copy=True)
-    options = {"eps": 1e-3, "offset": 0.01, "magnitude": 2.0}
+    options: dict[str, Any] = {"eps": 1e-3, "offset": 0.01, "magnitude": 2.0}
+    options["num_divisions"] = num_divisions
     read = KERNELS.read_streams(moved, found, numbers.to(DEVICE), 3, **options)
     expected = TORCH.read_streams(streams, gates, numbers, 3, **options)
     assert_agrees(read, expected)
     assert_agrees(found, gates)
-    written = KERNELS.write_streams(moved, expected.to(DEVICE), found[:, -3:])
+    first = 3 if num_divisions else num_gates - 3
+    written = KERNELS.write_streams(moved, expected.to(DEVICE), found[:, first:])
     assert written is moved
-    assert_agrees(moved, TORCH.write_streams(streams, expected, gates[:, -3:]))
+    assert_agrees(moved, TORCH.write_streams(streams, expected, gates[:, first:]))
 
 
 def test_far_from_zero_an_activation_stays_finite() -> None:

@@ -66,6 +66,10 @@ class ExpertStorage(Enum):
     """Tensors of all experts: rows of gate, then of up, [num_experts, 2 * inner_size, hidden_size],
     down, [num_experts, hidden_size, inner_size], and the biases of both."""
 
+    STACKS = auto()
+    """Tensors of all experts: gate and up, [num_experts, inner_size, hidden_size] each, and down,
+    [num_experts, hidden_size, inner_size]."""
+
     TRANSPOSED_STACK = auto()
     """Tensors of all experts: rows of gate and up in turn, [num_experts, hidden_size, 2 *
     inner_size], down, [num_experts, inner_size, hidden_size], and the biases of both."""
@@ -80,6 +84,7 @@ class ExpertStorage(Enum):
 
 _STACKS = (
     ExpertStorage.STACK,
+    ExpertStorage.STACKS,
     ExpertStorage.TRANSPOSED_STACK,
     ExpertStorage.TRANSPOSED_HALVES,
 )
@@ -221,24 +226,17 @@ class SharedExperts(nn.Module):
         super().__init__()
         layout, full = context.communicator.layout, Shard.full(size)
         inner = layout.even_shard(spec.inner_size, "columns of shared experts")
-        self._activation, self._kernels = None if is_gated else activation, kernels
-        self._scale, self._gate = spec.scale, spec.gate
-        outputs = consecutive([inner] * 2) if spec.is_fused else [inner] * 2
-        sources = [0] * 2 if spec.is_fused else None
-        if spec.gate is not None:
-            self.up: Linear = Linear(full, outputs, bias=False, context=context, sources=sources)
-        elif is_gated:
-            self.up = GatedLinear(
-                size,
-                outputs,
-                activation,
-                kernels,
-                bias=False,
-                context=context,
-                sources=sources,
+        outputs, sources = [inner] * (1 + is_gated), [0] * 2 if spec.is_fused else None
+        if spec.is_fused:
+            outputs = consecutive(outputs)
+        self._kernels, self._scale, self._gate = kernels, spec.scale, spec.gate
+        if is_gated and spec.gate is None:
+            self.up: Linear = GatedLinear(
+                size, outputs, activation, kernels, bias=False, context=context, sources=sources
             )
         else:
-            self.up = Linear(full, [inner], bias=False, context=context)
+            self.up = Linear(full, outputs, bias=False, context=context, sources=sources)
+            self._gate = spec.gate or Gate(activation=activation, multiplies=False)
         self.down = Linear(inner, [full], bias=False, context=context)
         self.gate: Linear | None = None
         if spec.is_gated:
@@ -250,9 +248,7 @@ class SharedExperts(nn.Module):
         the logits of the gate, float32 [num_tokens, 1]."""
         gate = None if self.gate is None else self.gate.multiply(x, None, torch.float32)
         y: Tensor = self.up(x)
-        if self._activation is not None:
-            y = self._kernels.activate(y, self._activation)
-        elif self._gate is not None:
+        if self._gate is not None:
             y = self._kernels.apply_gate(y, self._gate)
         y = self.down(y)
         return y if self._scale == 1.0 else self._kernels.scale(y, self._scale), gate
@@ -398,7 +394,7 @@ class ExpertWeights(nn.Module):
         self._place = "" if layer is None else layer[0]
         modules, biases = names, names[2:]
         if self._storage is not ExpertStorage.SEPARATE:
-            modules = names[:2]
+            modules = names[: 3 if self._storage is ExpertStorage.STACKS else 2]
         if self._storage in _STACKS:
             yield from self._stacked_targets(*modules)
         else:
@@ -424,8 +420,14 @@ class ExpertWeights(nn.Module):
         """Whether the rows of gate and up take turns in the checkpoint."""
         return self._storage in (ExpertStorage.TRANSPOSED_STACK, ExpertStorage.IN_TURN)
 
-    def _stacked_targets(self, gate_up: str, down: str) -> Iterator[WeightTarget]:
+    def _stacked_targets(self, gate_up: str, *others: str) -> Iterator[WeightTarget]:
         all_gate_up, all_down = self._stacks
+        *others_up, down = others
+        if self._storage is ExpertStorage.STACKS:
+            for name, part in zip((gate_up, *others_up), all_gate_up.chunk(2, dim=1), strict=True):
+                yield WeightTarget(name, part, 1, self._inner)
+            yield WeightTarget(down, all_down, 2, self._inner)
+            return
         if self._storage is ExpertStorage.STACK:
             yield from self._double_targets(gate_up, all_gate_up)
             yield WeightTarget(down, all_down, 2, self._inner)

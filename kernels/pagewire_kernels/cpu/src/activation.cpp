@@ -64,6 +64,13 @@ void multiply_sigmoid(ElementwiseTask& task) {
   });
 }
 
+template <class Number>
+void multiply_softplus(ElementwiseTask& task) {
+  for_each_register<Number>(task, [&](const Number* x, const Number* y, int64_t left) {
+    return multiply(load_some(y, left), softplus(load_some(x, left)));
+  });
+}
+
 // e^x - 1 - x for x <= 0: a series where the difference would lose its digits.
 inline Floats exp_beyond_linear(Floats x) {
   static const float kCoefficients[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f};
@@ -106,6 +113,8 @@ PAGEWIRE_KERNEL pw_multiply_float32(ElementwiseTask* task) { multiply_rows<float
 PAGEWIRE_KERNEL pw_multiply_bfloat16(ElementwiseTask* task) { multiply_rows<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_multiply_sigmoid_float32(ElementwiseTask* task) { multiply_sigmoid<float>(*task); }
 PAGEWIRE_KERNEL pw_multiply_sigmoid_bfloat16(ElementwiseTask* task) { multiply_sigmoid<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_multiply_softplus_float32(ElementwiseTask* task) { multiply_softplus<float>(*task); }
+PAGEWIRE_KERNEL pw_multiply_softplus_bfloat16(ElementwiseTask* task) { multiply_softplus<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_soft_cap_float32(ElementwiseTask* task) { soft_cap<float>(*task); }
 PAGEWIRE_KERNEL pw_soft_cap_bfloat16(ElementwiseTask* task) { soft_cap<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_xielu_float32(ElementwiseTask* task) { xielu<float>(*task); }

@@ -79,9 +79,39 @@ inline Floats less_of(Floats a, Floats b) {
   return subtract(zeros(), greater_of(subtract(zeros(), a), subtract(zeros(), b)));
 }
 
-// (up + offset) * gate * sigmoid(alpha * gate), with both clamped first (gpt-oss).
+// The natural logarithm of x > 0 that is normal, within 2 ulp, by the polynomial of logf in Cephes.
+inline Floats log(Floats x) {
+  // x = 2^n * m with m from sqrt(1/2) to sqrt(2)
+  const Words bits = add_words(as_words(x), broadcast_word(0x3f800000 - 0x3f3504f3));
+  const Floats n = to_floats(add_words(shift_right<23>(bits), broadcast_word(-127)));
+  const Words mantissa = add_words(and_words(bits, broadcast_word(0x007fffff)), broadcast_word(0x3f3504f3));
+  const Floats m = subtract(as_floats(mantissa), broadcast(1.0f));
+  static const float kCoefficients[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
+                                        1.4249322787e-1f,  -1.6668057665e-1f, 2.0000714765e-1f,
+                                        -2.4999993993e-1f, 3.3333331174e-1f};
+  Floats y = broadcast(7.0376836292e-2f);
+  for (const float c : kCoefficients) y = multiply_add(y, m, broadcast(c));
+  const Floats square = multiply(m, m);
+  y = multiply(multiply(y, m), square);
+  y = multiply_add(n, broadcast(-2.12194440e-4f), y);
+  y = multiply_add(square, broadcast(-0.5f), y);
+  return multiply_add(n, broadcast(0.693359375f), add(m, y));
+}
+
+// log(1 + e^x); NaN stays NaN.
+inline Floats softplus(Floats x) {
+  const Floats one = broadcast(1.0f);
+  const Floats u = exp(less_of(broadcast(20.0f), x)), sum = add(one, u);
+  // The digits of u that the sum has lost.
+  const Floats lost = subtract(u, subtract(sum, one));
+  const Floats small = add(log(sum), divide(lost, sum));
+  return select(not_less_than(x, broadcast(20.0f)), x, small);
+}
+
+// (up + offset) * gate * sigmoid(alpha * gate), with both clamped first (gpt-oss), or with up and the
+// activation of the gate clamped (Step 3.5); a limit that does not apply is infinite.
 struct ClampedSilu {
-  float alpha, limit, offset;
+  float alpha, gate_limit, active_limit, up_limit, offset;
 };
 
 // activation(gate) * up
@@ -90,11 +120,12 @@ inline Floats gate(const Function& function, Floats gate, Floats up) {
   return multiply(function(gate), up);
 }
 inline Floats gate(const ClampedSilu& clamped, Floats gate, Floats up) {
-  const Floats limit = broadcast(clamped.limit);
-  gate = less_of(limit, gate);
+  const Floats limit = broadcast(clamped.up_limit);
+  gate = less_of(broadcast(clamped.gate_limit), gate);
   up = greater_of(subtract(zeros(), limit), less_of(limit, up));
   const Floats decay = exp_of_negative(multiply(gate, broadcast(clamped.alpha)));
-  const Floats active = divide(gate, add(broadcast(1.0f), decay));
+  const Floats active =
+      less_of(broadcast(clamped.active_limit), divide(gate, add(broadcast(1.0f), decay)));
   return multiply(add(up, broadcast(clamped.offset)), active);
 }
 

@@ -32,10 +32,11 @@ struct ActivationTask : Task {
   int64_t y_stride;
   int64_t size;
   Activation activation;
-  ClampedSilu clamped;
+  ClampedSilu clamped;  // for kClampedSilu
 };
 
 // y = factor * x; y = factor * tanh(x / factor); y += x; y *= x; y *= sigmoid(x);
+// y *= softplus(x);
 // y = xielu(x); y *= rms(x) / rms(y); or y = max(x - mean - factor * deviation, 0) of each row.
 struct ElementwiseTask : Task {
   const int64_t* num_rows;
@@ -63,7 +64,9 @@ struct StreamsTask : Task {
 };
 
 // Gates are sigmoids of products with a row of all streams, divided by its root mean square. A row is
-// the sum of the streams times their gates, and is added to them times further ones.
+// the sum of the streams times their gates, and is added to them times further ones. If streams are mixed,
+// the gates that follow are a matrix by which they are multiplied: softmaxes of its rows, which are divided
+// by the sums of columns, and then by those of rows and columns in turn.
 struct GatedStreamsTask : Task {
   const int64_t* num_rows;
   const void* x;  // [*num_rows, num_streams * size], which is read; or what is added, [*num_rows, size]
@@ -73,11 +76,12 @@ struct GatedStreamsTask : Task {
   void* y;  // [*num_rows, size]; or the streams, to which rows are added
   int64_t y_stride;
   const float* numbers;  // [2, num_gates]: factors of products, then what is added to them; or null
-  int64_t num_gates;     // num_streams of what is read, and as many of what is added, or none
+  int64_t num_gates;     // num_streams of what is read, and as many of what is added, or none; or the matrix
   int64_t num_streams;
   int64_t size;
+  int64_t num_divisions;  // by the sums of columns; 0 if there is no matrix
   float eps;        // added to the mean square
-  float offset;     // added to gates
+  float offset;     // added to gates; with a matrix to those of what is read, and to its softmaxes and sums
   float magnitude;  // the factor of gates of what is added
 };
 

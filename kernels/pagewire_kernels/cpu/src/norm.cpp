@@ -170,6 +170,35 @@ void correct_streams(StreamsTask& task) {
   });
 }
 
+// Divides the numbers of each line of a matrix, which are `step` apart, by their sum and an offset.
+inline void divide_by_sums(float* matrix, int64_t count, int64_t line_step, int64_t step, float offset) {
+  for (int64_t line = 0; line < count; ++line, matrix += line_step) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < count; ++i) sum += matrix[i * step];
+    for (int64_t i = 0; i < count; ++i) matrix[i * step] /= sum + offset;
+  }
+}
+
+// Softmaxes of the rows of a matrix, which become nearly doubly stochastic (Sinkhorn and Knopp 1967).
+inline void balance(float* matrix, int64_t count, int64_t num_divisions, float offset) {
+  for (int64_t line = 0; line < count; ++line) {
+    float* row = matrix + line * count;
+    float largest = row[0];
+    for (int64_t i = 1; i < count; ++i) largest = row[i] > largest ? row[i] : largest;
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const int64_t left = count - i;
+      store_some(row + i, exp(subtract(load_some(row + i, left), broadcast(largest))), left);
+    }
+  }
+  divide_by_sums(matrix, count, count, 1, 0.0f);
+  for (int64_t i = 0; i < count * count; ++i) matrix[i] += offset;
+  divide_by_sums(matrix, count, 1, count, offset);
+  for (int64_t i = 1; i < num_divisions; ++i) {
+    divide_by_sums(matrix, count, count, 1, offset);
+    divide_by_sums(matrix, count, 1, count, offset);
+  }
+}
+
 // gates = sigmoid(factors * products / rms(x) + biases); y = sum over p of gates[p] * x_p
 template <class Number>
 void read_streams(GatedStreamsTask& task) {
@@ -181,18 +210,24 @@ void read_streams(GatedStreamsTask& task) {
     Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
     const float mean_square = sum_of_squares(x, width) / static_cast<float>(width);
     const Floats inverse = broadcast(1.0f / square_root(mean_square + task.eps));
-    float found[2 * kMaxStreams + kLanes];
+    const int64_t num_sigmoids = task.num_divisions > 0 ? 2 * count : task.num_gates;
     for (int64_t i = 0; i < task.num_gates; i += kLanes) {
       const int64_t left = task.num_gates - i;
       const Floats normed = multiply(load_some(gates + i, left), inverse);
       const Floats scaled = multiply(normed, load_some(task.numbers + i, left));
-      const Floats z = add(scaled, load_some(task.numbers + task.num_gates + i, left));
-      store_floats(found + i, divide(one, add(one, exp_of_negative(z))));
+      store_some(gates + i, add(scaled, load_some(task.numbers + task.num_gates + i, left)), left);
     }
-    for (int64_t i = 0; i < task.num_gates; ++i) {
+    for (int64_t i = 0; i < num_sigmoids; i += kLanes) {
+      const int64_t left = num_sigmoids - i;
+      const Floats z = load_some(gates + i, left);
+      store_some(gates + i, divide(one, add(one, exp_of_negative(z))), left);
+    }
+    for (int64_t i = 0; i < num_sigmoids; ++i) {
       const float magnitude = i < count ? 1.0f : task.magnitude;
-      gates[i] = magnitude * found[i] + task.offset;
+      const bool is_shifted = i < count || task.num_divisions == 0;
+      gates[i] = magnitude * gates[i] + (is_shifted ? task.offset : 0.0f);
     }
+    if (task.num_divisions > 0) balance(gates + num_sigmoids, count, task.num_divisions, task.offset);
     for (int64_t i = 0; i < task.size; i += kLanes) {
       const int64_t left = task.size - i;
       Floats sum = zeros();
@@ -204,7 +239,7 @@ void read_streams(GatedStreamsTask& task) {
   });
 }
 
-// y_q += gates[q] * x
+// y_q += gates[q] * x; or y_q = gates[q] * x + sum over p of matrix[p, q] * y_p
 template <class Number>
 void write_streams(GatedStreamsTask& task) {
   const int64_t count = task.num_streams;
@@ -215,6 +250,21 @@ void write_streams(GatedStreamsTask& task) {
     for (int64_t i = 0; i < task.size; i += kLanes) {
       const int64_t left = task.size - i;
       const Floats added = load_some(x + i, left);
+      if (task.num_gates > count) {
+        Floats before[kMaxStreams];
+        for (int64_t source = 0; source < count; ++source) {
+          before[source] = load_some(y + source * task.size + i, left);
+        }
+        for (int64_t target = 0; target < count; ++target) {
+          Floats sum = multiply(broadcast(gates[target]), added);
+          for (int64_t source = 0; source < count; ++source) {
+            const float weight = gates[count + source * count + target];
+            sum = multiply_add(broadcast(weight), before[source], sum);
+          }
+          store_some(y + target * task.size + i, sum, left);
+        }
+        continue;
+      }
       for (int64_t target = 0; target < count; ++target) {
         Number* at = y + target * task.size + i;
         store_some(at, multiply_add(broadcast(gates[target]), added, load_some(at, left)), left);
