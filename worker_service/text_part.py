@@ -8,7 +8,7 @@ _TEXT_MODEL = re.compile(
 )
 """The beginning of names that says that something belongs to the text model of a multimodal one."""
 
-_OTHER = ("visual.", "vit.")
+_OTHER = ("visual.", "vit.", "vision_model.")
 """Beginnings of names in older checkpoints, where those of the text model have no such one."""
 
 _TEXT_PARTS = (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.folders import folder_of_process
+from tests.support.text_models import class_of
 
 VOCAB_SIZE = 300
 BOS_TOKEN_ID = 256
@@ -435,6 +436,36 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "shared_expert_intermediate_size": 56,
     },
+    "step3p5": {
+        "architectures": ["Step3p5ForCausalLM"],
+        "pad_token_id": 0,
+        "num_hidden_layers": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "head_dim": 24,
+        "share_expert_dim": 56,
+        "sliding_window": 9,
+        "num_sliding_attention_heads": 6,
+        "layer_types": [*["full_attention", "sliding_attention"] * 2],
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+        "query_pre_attn_scalar": 20,
+        "moe_router_scaling_factor": 1.5,
+        "swiglu_limits": [None, None, 0.0, 0.6],
+        "swiglu_limits_shared": [None, 0.4, None, 0.8],
+    },
     "mellum": {
         **_MOE,
         "head_dim": 24,
@@ -851,10 +882,7 @@ def make_checkpoint(family: str, path: Path, *, seed: int = 0, **overrides: Any)
     # Copied, since some configurations change the dictionaries that they are given.
     settings = copy.deepcopy({"model_type": family, **_SHAPE, **_FAMILIES[family], **overrides})
     config = transformers.AutoConfig.for_model(**settings)
-    if config.architectures:
-        model_class = getattr(transformers, config.architectures[0])
-    else:
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = class_of(config)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config).eval()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.support.float64 import Float64
+from tests.support.text_models import class_of
 from worker_service.adapters.peft_format import STACKS, WEIGHTS_FILE, LoraModule, ModelAdapter
 from worker_service.models.adapters import layers_of
 from worker_service.models.linear.linear import RowParallelLinear
@@ -70,9 +71,9 @@ def _save(adapted: Any, folder: Path) -> None:
 def load_base(base: Path, *, generates: bool = True) -> Any:
     """The model of `transformers`, in float32, whose operations all exist in float64, too.
     generates: as of `make_adapter`."""
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel
 
-    kind = AutoModelForCausalLM if generates else AutoModel
+    kind = class_of(AutoConfig.from_pretrained(base)) if generates else AutoModel
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return kind.from_pretrained(base, dtype=torch.float32, **eager)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.float64 import Float64
+from tests.support.text_models import class_of
 
 
 class Oracle:
@@ -19,14 +20,12 @@ class Oracle:
         self.model = self._load()
 
     def _load(self, **options: Any) -> Any:
-        import transformers
         from transformers import AutoConfig
 
         # The eager attention of Falcon adds ALiBi biases twice.
         config = AutoConfig.from_pretrained(self._path)
         attention = "sdpa" if getattr(config, "alibi", False) else "eager"
-        # Not all classes are among those of AutoModelForCausalLM.
-        model_class = getattr(transformers, config.architectures[0])
+        model_class = class_of(config)
         options |= {"attn_implementation": attention, "dtype": torch.float32}
         return model_class.from_pretrained(self._path, **options).eval()
 

@@ -512,6 +512,7 @@ def _memory_of(adapter: ModelAdapter) -> HugeMemory:
 
 
 _OF_EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_SHARED = re.compile(r"(?:\.mlp)?\.(?:shared?_experts?|shared_mlp)\.")
 _EXPERT = re.compile(r"(.+\.layers\.\d+)\.(?:\w+\.)?(experts\..+?)(w[123])?")
 
 
@@ -520,7 +521,7 @@ def _joined(name: str) -> str:
     otherwise than some checkpoints do."""
     if (match := _EXPERT.fullmatch(name)) is not None:
         return f"{match[1]}.{match[2]}{_OF_EXPERT.get(match[3], '')}"
-    return name.replace(".block_sparse_moe.", ".mlp.")
+    return _SHARED.sub(".mlp.shared_experts.", name.replace(".block_sparse_moe.", ".mlp."))
 
 
 def require_adaptable(model: object) -> Model:

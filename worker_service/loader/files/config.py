@@ -112,12 +112,16 @@ _TEXT_MODELS = {
     "ministral3": "Ministral3ForCausalLM",
     "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "step3p5": "Step3p5ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }
 """Text models of multimodal ones that can be served alone, by `model_type`."""
 
 _WHOLE_MODELS = ("ForConditionalGeneration", "NemotronH_Omni_Reasoning_V3")
 """Ends of the names of multimodal models."""
+
+_WITH_OTHER_KEYS = ("Step3p5ForCausalLM",)
+"""Text models whose keys, as published, differ from those of `transformers`, which reads both."""
 
 _TEXT_SETTINGS = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
@@ -130,10 +134,10 @@ WHOLE_MODEL = "whole_model"
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a multimodal model's text model, if that can be served alone; other
-    configurations are returned unchanged."""
+    """The configuration of a multimodal model's text model, if that can be served alone, with the
+    keys of `transformers`; other configurations are returned unchanged."""
     whole, text = str(config["architectures"][0]), config.get("text_config") or {}
-    if not whole.endswith(_WHOLE_MODELS):
+    if not whole.endswith((*_WHOLE_MODELS, *_WITH_OTHER_KEYS)):
         return config
     from transformers import AutoConfig  # which knows the defaults of absent keys
 
@@ -145,7 +149,7 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
         raise BadCheckpoint(f"config.json: {' '.join(str(error).split())}") from error
     inner = read.get_text_config()
     name = _TEXT_MODELS.get(inner.model_type)
-    if inner is read or name is None:
+    if (inner is read and whole not in _WITH_OTHER_KEYS) or name is None:
         return config
     # The whole model's keys, as far as it has them, apply to its text model.
     outer = {key: config.get(key, text.get(key)) for key in _OF_BOTH}
@@ -155,7 +159,7 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     fixed = _TEXT_SETTINGS.get(inner.model_type, {})
     if inner.model_type.startswith("glm") and not getattr(inner, "head_dim", None):
         fixed = {**fixed, "head_dim": inner.hidden_size // inner.num_attention_heads}
-    names = {"architectures": [name], WHOLE_MODEL: whole}
+    names = {"architectures": [name], **({} if inner is read else {WHOLE_MODEL: whole})}
     return {**inner.to_dict(), **outer, **tied, **fixed, **names}
 
 

@@ -127,6 +127,7 @@ from worker_service.models.decoder_families.scored_kin import (
     solar_open_settings,
 )
 from worker_service.models.decoder_families.scored_mixtures import dots1_settings
+from worker_service.models.decoder_families.step import step3p5_settings
 from worker_service.models.decoder_families.zamba import zamba2_settings
 
 DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
@@ -159,6 +160,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "HYV4ForCausalLM": hy_v4_settings,
     "AfmoeForCausalLM": afmoe_settings,
     "Kolibri1ForCausalLM": kolibri1_settings,
+    "Step3p5ForCausalLM": step3p5_settings,
     "MellumForCausalLM": mellum_settings,
     "DeepseekV2ForCausalLM": deepseek_v2_settings,
     "DeepseekV3ForCausalLM": deepseek_v3_settings,
