@@ -47,6 +47,7 @@ from worker_service.models.decoder_families.hybrids import (
     nemotron_h_settings,
 )
 from worker_service.models.decoder_families.kimi_linear import kimi_linear_settings
+from worker_service.models.decoder_families.laguna import laguna_settings
 from worker_service.models.decoder_families.lara import lara_mini_settings
 from worker_service.models.decoder_families.latent import (
     deepseek_v2_settings,
@@ -161,6 +162,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "AfmoeForCausalLM": afmoe_settings,
     "Kolibri1ForCausalLM": kolibri1_settings,
     "Step3p5ForCausalLM": step3p5_settings,
+    "LagunaForCausalLM": laguna_settings,
     "MellumForCausalLM": mellum_settings,
     "DeepseekV2ForCausalLM": deepseek_v2_settings,
     "DeepseekV3ForCausalLM": deepseek_v3_settings,

@@ -93,6 +93,9 @@ class AttentionSpec:
     gates_heads: bool = False
     """Whether that weight has one row for each head, whose elements share a gate."""
 
+    has_softplus_gates: bool = False
+    """Whether the output is multiplied by softplus of that product instead of its sigmoid."""
+
     storage: QKVStorage = QKVStorage.SEPARATE
     has_pairs: bool = False
     """Whether the checkpoint's weights rotate neighbouring elements against each other, instead of
@@ -182,6 +185,7 @@ class Attention(nn.Module):
         if s.norm_follows_rotary and s.head_norm is not None and rotary is not None:
             self._unrotated = rotary.identity
         self._rotary, self._kernels = rotary, place.kernels.layers
+        self._has_softplus_gates = s.has_softplus_gates
         self.sinks = Vector(heads, context) if s.has_sinks else None
         self.paged = PagedAttention(
             place.kernels.attention_of(s.window),
@@ -207,7 +211,9 @@ class Attention(nn.Module):
         attended = self._arranged(attended, self._narrow_values)
         if gate.shape[1]:
             gate = self._arranged(gate, self._wide_gates)
-            attended = self._kernels.multiply_sigmoid(attended, gate)
+            kernels, has_softplus = self._kernels, self._has_softplus_gates
+            multiply = kernels.multiply_softplus if has_softplus else kernels.multiply_sigmoid
+            attended = multiply(attended, gate)
         return self.output(attended)
 
     def write_kv(self, x: Tensor, inputs: LayerInputs) -> Tensor:
