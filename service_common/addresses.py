@@ -107,8 +107,11 @@ def _ensure_free_unix(address: str) -> None:
         os.stat(os.path.dirname(os.path.abspath(path)))
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             return
+        except BlockingIOError:  # a process that does not accept: its backlog is full
+            pass
     raise CannotListen(address, "address already in use")

@@ -1,6 +1,7 @@
 """An address that cannot be listened on is reported before gRPC's unclear message."""
 
 import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,22 @@ def test_a_unix_socket_in_use_is_told_and_one_left_behind_is_free(tmp_path: Path
         with pytest.raises(CannotListen, match="address already in use"):
             ensure_free(f"unix:{path}")
     ensure_free(f"unix:{path}")
+
+
+@pytest.mark.timeout(20)
+def test_a_unix_socket_is_in_use_though_its_process_accepts_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "core.sock"
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listening.bind(str(path))
+        listening.listen(0)
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            with suppress(BlockingIOError):
+                waiting.connect(str(path))
+        with pytest.raises(CannotListen, match="address already in use"):
+            ensure_free(f"unix:{path}")
 
 
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
