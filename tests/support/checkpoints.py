@@ -484,6 +484,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "gating": "per-element",
         "mlp_layer_types": ["sparse", "dense"],
     },
+    "muse_glimmer": {
+        "model_type": "muse_glimmer_text",
+        "architectures": ["MuseGlimmerForCausalLM"],
+        "num_hidden_layers": 5,
+        "head_dim": 24,
+        "sliding_window": 9,
+        "output_multiplier": 0.4,
+        "final_logit_softcapping": 7.0,
+        "post_norm_eps": 1e-2,
+    },
     "mellum": {
         **_MOE,
         "head_dim": 24,

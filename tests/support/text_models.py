@@ -4,7 +4,10 @@ import importlib
 from functools import cache
 from typing import Any, ClassVar
 
-_TEXT_MODELS = {"Step3p5ForCausalLM": ("step3p7", "Step3p7")}
+_TEXT_MODELS = {
+    "Step3p5ForCausalLM": ("step3p7", "Step3p7"),
+    "MuseGlimmerForCausalLM": ("muse_glimmer", "MuseGlimmer"),
+}
 """By the class name that their checkpoints have: the module, and the beginning of class names."""
 
 
@@ -23,6 +26,7 @@ def class_of(config: Any) -> Any:
 @cache
 def _text_class(name: str) -> Any:
     """A text model and an LM head; `AutoModelForCausalLM` knows it, too."""
+    import torch
     from torch import nn
     from transformers import AutoModelForCausalLM, GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -55,6 +59,8 @@ def _text_class(name: str) -> Any:
             given = {"attention_mask": attention_mask, "position_ids": position_ids}
             found = self.model(input_ids, cache=cache, use_cache=use_cache, **given)
             logits = self.lm_head(found.last_hidden_state)
+            if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+                logits = torch.tanh(logits * self.config.output_multiplier / cap) * cap
             return CausalLMOutputWithPast(logits=logits, cache=found.cache)
 
     TextModel.__name__ = TextModel.__qualname__ = name

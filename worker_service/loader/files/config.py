@@ -112,6 +112,7 @@ _TEXT_MODELS = {
     "ministral3": "Ministral3ForCausalLM",
     "minimax_m3_vl_text": "MiniMaxM3VLForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "muse_glimmer_text": "MuseGlimmerForCausalLM",
     "step3p5": "Step3p5ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }

@@ -40,7 +40,8 @@ class DecoderLayer(NativeLayer):
         def norm(name: str, is_there: bool) -> RMSNorm | LayerNorm | None:
             if is_there and f"{name}.narrow" in spec.names:
                 return GatedRMSNorm(spec.norm, size, context, kernels.layers)
-            return spec.norm.build(size, context, kernels) if is_there else None
+            own = spec.output_norm if name.endswith("_output_norm") else None
+            return (own or spec.norm).build(size, context, kernels) if is_there else None
 
         is_shared = spec.is_parallel and "feed_forward_norm" not in spec.names
         has_norm = feed_forward is not None and spec.norms_feed_forward and not is_shared

@@ -106,6 +106,9 @@ class LayerSpec:
     """Names of the checkpoint's tensors within the layer, by the path of attributes from
     `DecoderLayer`; see `native.part_targets`."""
 
+    output_norm: NormSpec | None = None
+    """That of the outputs of parts; None: as `norm`."""
+
     norm_place: NormPlace = NormPlace.BEFORE
     norms_attention: bool = True
     """Whether attention gets the norm of the residual stream, not the stream itself."""

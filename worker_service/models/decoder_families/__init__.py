@@ -107,6 +107,7 @@ from worker_service.models.decoder_families.mixtures import (
     mixtral_settings,
     qwen_moe_settings,
 )
+from worker_service.models.decoder_families.muse import muse_glimmer_settings
 from worker_service.models.decoder_families.parallel import (
     cohere2_moe_settings,
     cohere_settings,
@@ -163,6 +164,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Kolibri1ForCausalLM": kolibri1_settings,
     "Step3p5ForCausalLM": step3p5_settings,
     "LagunaForCausalLM": laguna_settings,
+    "MuseGlimmerForCausalLM": muse_glimmer_settings,
     "MellumForCausalLM": mellum_settings,
     "DeepseekV2ForCausalLM": deepseek_v2_settings,
     "DeepseekV3ForCausalLM": deepseek_v3_settings,
