@@ -88,6 +88,9 @@ class Exchange:
             self._connection.data_received(piece)
         while self._state.tasks:
             await asyncio.gather(*self._state.tasks)
+            # From Python 3.12 on, what is done is returned without a turn of the loop, in which
+            # the connection forgets its tasks.
+            await asyncio.sleep(0)
         self.was_closed = self.transport.is_closing()
         self._connection.connection_lost(None)
 
