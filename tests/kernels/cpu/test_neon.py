@@ -38,10 +38,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
-pytestmark = pytest.mark.skipif(
-    shutil.which(CXX) is None or shutil.which(EMULATOR) is None,
-    reason=f"needs {CXX} and {EMULATOR}: apt-get install g++-aarch64-linux-gnu qemu-user",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which(CXX) is None or shutil.which(EMULATOR) is None,
+        reason=f"needs {CXX} and {EMULATOR}: apt-get install g++-aarch64-linux-gnu qemu-user",
+    ),
+    # The first test compiles: half a minute, and more than five on a machine with a load of 30.
+    pytest.mark.timeout(1800),
+]
 
 
 @pytest.fixture(scope="module")
