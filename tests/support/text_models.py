@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 _TEXT_MODELS = {
     "Step3p5ForCausalLM": ("step3p7", "Step3p7"),
+    "Glm5NextForCausalLM": ("glm5_next", "Glm5Next"),
     "MuseGlimmerForCausalLM": ("muse_glimmer", "MuseGlimmer"),
 }
 """By the class name that their checkpoints have: the module, and the beginning of class names."""

@@ -28,5 +28,6 @@ def write_latents(
     entry = latents.new_empty(latents.shape).unsqueeze(1)
     entry[:, 0, :rank] = rms_norm(latents[:, :rank], norm, eps)
     entry[:, 0, rank:] = latents[:, rank:]
-    rotate(rotated, entry[:, :, rank:], positions, cos, sin)
+    if cos.shape[1]:
+        rotate(rotated, entry[:, :, rank:], positions, cos, sin)
     write_kv(entry, entry, cache, cache, slot_mapping, key_scale=scale, value_scale=scale)

@@ -16,7 +16,9 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "rank", "rotary_dim"), [(3, 40, 8), (16, 512, 64)])
+@pytest.mark.parametrize(
+    ("num_heads", "rank", "rotary_dim"), [(3, 40, 8), (3, 40, 0), (16, 512, 64)]
+)
 def test_latents_and_ends_of_queries_agree_with_the_reference(
     dtype: torch.dtype, num_heads: int, rank: int, rotary_dim: int
 ) -> None:

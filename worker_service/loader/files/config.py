@@ -101,6 +101,7 @@ _TEXT_MODELS = {
     "glm4v_text": "Glm4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "glm_ocr_text": "Glm4ForCausalLM",
+    "glm5_next_text": "Glm5NextForCausalLM",
     "paddleocr_vl_text": "LlamaForCausalLM",
     "hyperclovax": "HyperCLOVAXForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",

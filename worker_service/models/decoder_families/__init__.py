@@ -24,6 +24,7 @@ from worker_service.models.decoder_families.gemma import (
 )
 from worker_service.models.decoder_families.gemma3n import gemma3n_settings
 from worker_service.models.decoder_families.gemma4 import gemma4_settings, gemma4_unified_settings
+from worker_service.models.decoder_families.glm5_next import glm5_next_settings
 from worker_service.models.decoder_families.gpt import gpt2_settings, gpt_neo_settings, opt_settings
 from worker_service.models.decoder_families.gpt_oss import gpt_oss_settings
 from worker_service.models.decoder_families.granite import (
@@ -164,6 +165,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "Kolibri1ForCausalLM": kolibri1_settings,
     "Step3p5ForCausalLM": step3p5_settings,
     "LagunaForCausalLM": laguna_settings,
+    "Glm5NextForCausalLM": glm5_next_settings,
     "MuseGlimmerForCausalLM": muse_glimmer_settings,
     "MellumForCausalLM": mellum_settings,
     "DeepseekV2ForCausalLM": deepseek_v2_settings,

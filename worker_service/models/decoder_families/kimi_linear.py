@@ -37,12 +37,12 @@ _KEYS = {
 }
 """Keys of published checkpoints, and those that they stand for."""
 
-_NORM_NAMES = by_lines("""
+NORM_NAMES = by_lines("""
 attention_norm          input_layernorm
 feed_forward_norm       post_attention_layernorm
 """)
 
-_DELTA_NAMES = by_lines("""
+DELTA_NAMES = by_lines("""
 attention.inputs        self_attn.q_proj self_attn.k_proj self_attn.v_proj
 attention.narrow        self_attn.f_a_proj self_attn.g_a_proj self_attn.b_proj
 attention.decays        self_attn.f_b_proj
@@ -97,18 +97,18 @@ def kimi_linear_settings(config: Config) -> DecoderSettings:
     ]
     num_heads, head_dim, width = sizes
     delta = KimiDeltaSpec(num_heads=num_heads, head_dim=head_dim, width=width, eps=norm.eps)
-    latent, of_latent = _latent(config), _LATENT_NAMES
+    latent, of_latent = unrotated_latents(config), _LATENT_NAMES
     if config.get("has_split_expansion"):  # of a GGUF file
         of_latent = of_latent | SPLIT_NAMES
 
     def layer(kind: str, part: FeedForwardSpec) -> LayerSpec:
         of_part = _EXPERT_NAMES if isinstance(part, ExpertsSpec) else MLP_NAMES
-        own = of_latent if kind == FULL else _DELTA_NAMES
+        own = of_latent if kind == FULL else DELTA_NAMES
         return LayerSpec(
             attention=latent if kind == FULL else delta,
             feed_forward=part,
             norm=norm,
-            names=_NORM_NAMES | own | of_part,
+            names=NORM_NAMES | own | of_part,
         )
 
     kinds, parts = _kinds(config, linear), _parts(config)
@@ -117,7 +117,8 @@ def kimi_linear_settings(config: Config) -> DecoderSettings:
     return decoder_of(config, layers, norm, max_model_len=length)
 
 
-def _latent(config: Config) -> LatentAttentionSpec:
+def unrotated_latents(config: Config) -> LatentAttentionSpec:
+    """Latent attention without latents of queries, of which nothing is rotated."""
     rotary_dim, key_dim = config.get("qk_rope_head_dim", 64), config.get("qk_nope_head_dim", 128)
     return LatentAttentionSpec(
         num_heads=config["num_attention_heads"],

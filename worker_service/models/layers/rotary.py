@@ -219,7 +219,7 @@ class RotaryTable:
         function: Callable[..., Any],
         scales: Tensor | None = None,
     ) -> None:
-        step = max(1, _ANGLES_AT_ONCE // angles.shape[1])
+        step = _ANGLES_AT_ONCE // max(1, angles.shape[1]) or 1
         buffer = np.empty((step, angles.shape[1]))
         for first in range(0, len(angles), step):
             rows = slice(first, first + step)
