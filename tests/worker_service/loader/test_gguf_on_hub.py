@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -106,6 +107,11 @@ for model in sys.argv[1:]:
 
 def resolved(home: Path, endpoint: str, *models: str, offline: str = "0") -> list[str]:
     """What each model is, in a process whose library reads these variables."""
+    return _resolved(home, endpoint, *models, offline=offline)[0]
+
+
+def _resolved(home: Path, endpoint: str, *models: str, offline: str = "0") -> tuple[list[str], str]:
+    """The same, and the log."""
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, *models],
         env=os.environ
@@ -116,7 +122,7 @@ def resolved(home: Path, endpoint: str, *models: str, offline: str = "0") -> lis
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return done.stdout.splitlines(), done.stderr
 
 
 def test_files_of_the_hub_are_downloaded_and_then_found_without_it(tmp_path: Path) -> None:
@@ -144,3 +150,22 @@ def test_files_of_the_hub_are_downloaded_and_then_found_without_it(tmp_path: Pat
     later = resolved(tmp_path, endpoint, *models, offline="1")
     assert [line.partition(" ")[2] for line in later[:3]] == ["t-Q4_K_M.gguf"] + 2 * ["t-Q8_0.gguf"]
     assert all(line.startswith("None ") for line in later), "no newer config.json is read"
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for_if_its_cache_has_the_model(
+    tmp_path: Path,
+) -> None:
+    models = ["o/gguf:Q8_0", "o/whole"]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        resolved(tmp_path, f"http://127.0.0.1:{hub.server_port}", *models)
+        hub.shutdown()
+        thread.join()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        found, log = _resolved(tmp_path, endpoint, *models)
+    assert found == ["None t-Q8_0.gguf", "None ['config.json', 'model.safetensors']"]
+    for hub_id in ("o/gguf", "o/whole"):
+        place = f"model={hub_id} endpoint={endpoint}"
+        assert log.count(f"using its local cache, which may be older or incomplete {place}") == 1

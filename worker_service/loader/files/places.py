@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from glob import escape
 from pathlib import Path
 
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _EMBEDDED_DIR = Path(__file__).parents[2] / "embedded_model"
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
+_ANSWER_TIMEOUT_S = 3.0
+"""How long a start waits for the hub if it can do without: its library would try for 20 s."""
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 
@@ -107,7 +110,13 @@ def resolve_adapter(path: str) -> Path:
     try:
         _require_hub_id(path)
         with _hub_errors(path):
-            return Path(snapshot_download(path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+            return Path(
+                snapshot_download(
+                    path,
+                    allow_patterns=[CONFIG_FILE, WEIGHTS_FILE],
+                    local_files_only=not _answers(path, None),
+                )
+            )
     except ModelNotFound as error:
         raise AdapterNotFound(f"path: {error}") from error
 
@@ -134,11 +143,13 @@ def _download(
     from worker_service.loader.files.hub_progress import download_bars
 
     logger.info("looking for the model on the hub model=%s revision=%s", model, revision)
+    hub_id, _ = split_type(model)
     with _hub_errors(model), progress.phase("downloading") as advance:
         return Path(
             snapshot_download(
-                split_type(model)[0],
+                hub_id,
                 revision=revision,
+                local_files_only=not _answers_at_start(hub_id, revision),
                 allow_patterns=patterns,
                 tqdm_class=download_bars(advance),
             )
@@ -155,6 +166,8 @@ def _gguf_on_hub(model: str, revision: str | None) -> tuple[str, ...]:
     hub_id, kind = split_type(model)
     with _hub_errors(model):
         try:
+            if not _answers_at_start(hub_id, revision):
+                raise TimeoutError
             # Unlike a list of files alone, this is asked for once, see `resolve_config`.
             info = HfApi().model_info(hub_id, revision=revision)
             files = [sibling.rfilename for sibling in info.siblings or ()]
@@ -168,6 +181,33 @@ def _gguf_on_hub(model: str, revision: str | None) -> tuple[str, ...]:
     if kind and not parts:
         raise ModelNotFound(f"{model}: {hub_id} is on the Hugging Face hub, but has no GGUF file")
     return parts
+
+
+def _answers(hub_id: str, revision: str | None) -> bool:
+    """Whether the hub is to be asked for files: not if it does not answer within seconds and there
+    are some in its local cache, which a warning reports."""
+    from huggingface_hub import HfApi, constants, errors
+
+    if constants.HF_HUB_OFFLINE or not _cached_files(hub_id, revision):
+        return True
+    try:
+        HfApi().model_info(hub_id, revision=revision, timeout=_ANSWER_TIMEOUT_S)
+    except errors.HfHubHTTPError:
+        return True
+    except Exception as error:  # see `_hub_errors`
+        logger.warning(
+            "the hub does not answer, using its local cache, which may be older or incomplete"
+            " model=%s endpoint=%s error=%s",
+            hub_id,
+            constants.ENDPOINT,
+            _cause(error),
+        )
+        return False
+    return True
+
+
+_answers_at_start = cache(_answers)
+"""The same, asked once: several functions look for the same model."""
 
 
 def _cached_files(hub_id: str, revision: str | None) -> list[str]:
