@@ -92,13 +92,14 @@ def _settings_of(config: Mapping[str, Any]) -> ModelSettings | None:
     if architecture not in NATIVE_MODELS:
         return None
     read_settings, model = NATIVE_MODELS[architecture]
+    keys = _Keys(config)
     try:
-        settings = read_settings(config)
+        settings = read_settings(keys)
     except KeyError as error:
         raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
     except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise BadCheckpoint(
-            f"config.json: {architecture}: a value cannot be used: {error}"
+            f"config.json: {architecture}: a value cannot be used: {error}{_zeros(keys, error)}"
         ) from error
     _require_numbers(settings)
     if model.generates and config.get("is_causal", True) is False:
@@ -123,7 +124,26 @@ def _settings_of(config: Mapping[str, Any]) -> ModelSettings | None:
     )
 
 
-_SIZES = ("_size", "head_dim", "num_heads", "num_kv_heads", "num_channels", "key_dim", "value_dim")
+def _zeros(keys: "_Keys", error: Exception) -> str:
+    """The keys that were read whose numbers are 0, of an error of arithmetic."""
+    if not isinstance(error, ArithmeticError):
+        return ""
+    values = {key: keys.get(key) for key in sorted(keys.read)}
+    found = [key for key, value in values.items() if type(value) is int and value == 0]
+    return f"; 0 are: {', '.join(found)}" if found else ""
+
+
+_SIZES = (
+    "_size",
+    "head_dim",
+    "num_heads",
+    "_kv_heads",
+    "_key_heads",
+    "_value_heads",
+    "num_channels",
+    "key_dim",
+    "value_dim",
+)
 """Ends of the names of fields that are sizes of tensors."""
 
 

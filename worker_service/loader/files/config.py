@@ -44,6 +44,11 @@ _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("n_embd", "n_layer", "n_layers", "n_head", "n_heads", "dim", "d_model"),
 )
+_COUNTS = (
+    *("_size", "_dim", "_rank", "_heads", "_layers", "_groups", "_experts", "_positions"),
+    *("_max_length", "_topk", "_per_layer_input"),
+)
+"""Ends of the names of sizes and counts, of which there is none below 0 in any family."""
 MAX_SIZE = 1 << 31
 """More than any size is."""
 
@@ -58,8 +63,11 @@ def _require_sizes(config: Mapping[str, Any]) -> None:
 
 
 def _require_types(config: Mapping[str, Any]) -> None:
-    """Raise BadCheckpoint for other sizes that are no numbers, kinds of layers that are no list,
-    and activations that are no names, which some models leave out, or have as 0."""
+    """Raise BadCheckpoint for other sizes that are no numbers, or below 0, kinds of layers that are
+    no list, and activations that are no names, which some models leave out, or have as 0."""
+    for key, value in config.items():
+        if key.endswith(_COUNTS) and "window" not in key and type(value) is int and value < 0:
+            raise BadCheckpoint(f"config.json: {key}: expected at least 0, got {value}")
     for key in ("head_dim", "global_head_dim", "qk_rope_head_dim", "max_position_embeddings"):
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 <= value < MAX_SIZE):
