@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -86,6 +86,42 @@ def _started(
     services = LocalServices(model, engine_flags=flags, num_workers=num_workers)
     services.start(start_timeout_s)
     return services
+
+
+_OF_VLLM = {
+    **dict.fromkeys(("sleep", "wake_up"), "there is none; close() frees the memory"),
+    "beam_search": "use generate with beam_width",
+    "encode": "use embed, classify or score",
+    "reward": "there is none; classify returns the outputs of a classifier",
+    "get_default_sampling_params": "use SamplingParams(), which leaves the model its defaults",
+    "preprocess_chat": "use tokenize, which takes messages",
+    "reset_prefix_cache": "there is none; another cache_salt separates requests",
+    **dict.fromkeys(("start_profile", "stop_profile"), "use the RPC of a worker"),
+    **dict.fromkeys(("collective_rpc", "apply_model", "llm_engine"), "services run the model"),
+}
+"""What stands for attributes of vLLM's `LLM` that this one lacks."""
+
+
+class Tokenizer:
+    """The tokenizer of a model, which its services have, under names of `transformers`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self._client.tokenize(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids."""
+        return self._client.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Messages | ChatPrompt, *, tokenize: bool = True
+    ) -> list[int] | str:
+        """Token ids, or the text, of a conversation in the model's chat template."""
+        token_ids = self._client.tokenize(messages)
+        return token_ids if tokenize else self.decode(token_ids)
 
 
 class LLM:
@@ -248,9 +284,19 @@ class LLM:
         """Text of token ids."""
         return self._client.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return Tokenizer(self._client)
+
     def get_model(self) -> ModelInfo:
         """Facts about the model."""
         return self._client.get_model()
+
+    if not TYPE_CHECKING:  # checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f": vLLM's; {_OF_VLLM[name]}" if name in _OF_VLLM else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @contextmanager
     def _batch(self, *, use_tqdm: bool) -> Iterator[OnProgress | None]:

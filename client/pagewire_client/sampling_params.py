@@ -1,10 +1,11 @@
 """Sampling parameters, under vLLM's names."""
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, Self, TypedDict, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -31,6 +32,19 @@ _RANGES["top_k"] = f"an integer from -1 to {_MAXIMA[FieldDescriptor.TYPE_UINT32]
 _RANGES["truncate_prompt_tokens"] = f"-1 or {_RANGES['n'].replace('from 0', 'from 1')}"
 _RANGES["seed"] = f"an integer from {-(2**63)} to {_MAXIMA[FieldDescriptor.TYPE_UINT64]}"
 _NUMBERS = (int | None, float | None)
+_ANSWER_FORMS = "json_schema, regex, grammar or choice"
+_OF_VLLM = {
+    **dict.fromkeys(("guided_decoding", "structured_outputs"), f"use {_ANSWER_FORMS}"),
+    "guided_json": "use json_schema",
+    "guided_regex": "use regex",
+    "guided_grammar": "use grammar",
+    "guided_choice": "use choice",
+    "use_beam_search": "use beam_width",
+    "logprob_token_ids": "use logprobs, which has the most probable tokens",
+    "logits_processors": "requests cannot contain code; use logit_bias, bad_words or"
+    f" allowed_token_ids, or {_ANSWER_FORMS}",
+}
+"""What stands for parameters of vLLM that have no field of the same name."""
 _MODULES = re.compile(r"collections\.abc\.|typing\.")
 
 
@@ -113,6 +127,16 @@ class SamplingParams:
     thought: tuple[str, Sequence[str]] | None = None
     """With one of the last four: what precedes the answer and is not constrained, as the text that
     it begins with (empty if the prompt ends inside it) and the texts that end it."""
+
+    def __new__(cls, *_: object, **given: object) -> Self:
+        """Raises TypeError for an unknown name, with what stands for it if it is one of vLLM's."""
+        known = cls.__dataclass_fields__
+        for name in given:
+            if name not in known:
+                [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0)
+                hint = _OF_VLLM.get(name) or f"the nearest known one is {nearest!r}"
+                raise TypeError(f"SamplingParams: unknown parameter {name!r}: {hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         # Built once here, so that a wrong value is reported where it was written.

@@ -108,6 +108,24 @@ def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
     assert tokens(two) == tokens([output, output])
 
 
+def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("Hello there")
+    assert ids == llm.tokenize("Hello there")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Hello there"
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(messages) == llm.tokenize(messages)
+    assert "<user>Hi" in str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+def test_what_vllm_has_and_this_lacks_is_named(llm: LLM) -> None:
+    unknown: Any = llm
+    with pytest.raises(AttributeError, match=r"no attribute 'sleep': vLLM's; there is none; close"):
+        unknown.sleep()
+    with pytest.raises(AttributeError, match=r"'LLM' object has no attribute 'other'$"):
+        unknown.other()
+
+
 def test_the_progress_bar_tells_tokens_per_second(
     llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:

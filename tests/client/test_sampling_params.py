@@ -1,6 +1,8 @@
 """SamplingParams become the message that the caller meant, or a ValueError."""
 
+import copy
 import dataclasses
+import pickle
 from typing import Any, get_type_hints
 
 import pytest
@@ -203,3 +205,21 @@ def test_ranges_are_left_to_the_server() -> None:
 
 def test_keyword_arguments_have_the_names_and_types_of_the_fields() -> None:
     assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("guided_decoding", "use json_schema, regex, grammar or choice"),
+        ("structured_outputs", "use json_schema, regex, grammar or choice"),
+        ("logits_processors", "requests cannot contain code"),
+        ("use_beam_search", "use beam_width"),
+        ("temprature", "the nearest known one is 'temperature'"),
+    ],
+)
+def test_an_unknown_parameter_is_refused_with_what_stands_for_it(name: str, hint: str) -> None:
+    unknown: Any = {name: None}
+    with pytest.raises(TypeError, match=f"unknown parameter '{name}': {hint}"):
+        SamplingParams(**unknown)
+    given = SamplingParams(n=2)
+    assert copy.deepcopy(given) == pickle.loads(pickle.dumps(given)) == given
