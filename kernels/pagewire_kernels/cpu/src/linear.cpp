@@ -15,6 +15,8 @@ constexpr int64_t kLinesPerStep = kStepBytes / 64;
 
 // A part of a panel, and the memory that is read after it.
 struct Stretch {
+  bool begins() const { return first_input == 0; }
+
   const char* weights;
   int64_t first_input;
   int64_t num_inputs;
@@ -26,32 +28,34 @@ template <class Dot>
 void multiply_once(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
                    const Stretch& all, float* sums) {
   if (num_rows <= kStreamedRows) {
-    tile_of<Dot, 0>(num_rows)(x, x_stride, all.weights, all.num_inputs, nullptr, sums);
+    tile_of<Dot, 0>(num_rows)(x, x_stride, all.weights, all.num_inputs, nullptr, sums, true);
     return;
   }
   const AddTile<Dot> add = tile_of<Dot, kLinesPerStep>(num_rows);
   constexpr int64_t ahead_inputs = kFetchDistance / kStepBytes * Dot::kInputsPerStep;
   const int64_t left = all.num_inputs > ahead_inputs ? all.num_inputs - ahead_inputs : 0;
   const int64_t most = left - left % Dot::kInputsPerStep;
-  add(x, x_stride, all.weights, most, all.weights + kFetchDistance, sums);
+  add(x, x_stride, all.weights, most, all.weights + kFetchDistance, sums, true);
   const char* rest = all.weights + most / Dot::kInputsPerStep * kStepBytes;
-  add(x + most, x_stride, rest, all.num_inputs - most, all.next, sums);
+  add(x + most, x_stride, rest, all.num_inputs - most, all.next, sums, false);
 }
 
-// Many rows: the first tiles prefetch the next stretch.
+// Many rows: the first tiles prefetch the next stretch. In the first stretch, each tile prefetches the
+// lines that its outputs are written to, one or two per row, which the processor does not foresee.
 template <class Dot>
 void multiply_tiles(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
-                    const Stretch& part, float* sums) {
+                    const Stretch& part, const OutputPlace& outputs, float* sums) {
   const int64_t num_tiles = divide_up(num_rows, Dot::kMaxRows);
   const int64_t small = num_rows / num_tiles, num_larger = num_rows % num_tiles;
   const int64_t num_fetched = part.num_inputs / Dot::kInputsPerStep * 64;
   int64_t row = 0;
   for (int64_t i = 0; i < num_tiles; ++i) {
     const int64_t size = small + (i < num_larger);
+    if (part.begins()) outputs.fetch(row, size);
     const bool fetches = i < kLinesPerStep;
     const AddTile<Dot> add = fetches ? tile_of<Dot, 1>(size) : tile_of<Dot, 0>(size);
     add(x + row * x_stride + part.first_input, x_stride, part.weights, part.num_inputs,
-        part.next + i * num_fetched, sums + row * kPanel);
+        part.next + i * num_fetched, sums + row * kPanel, part.begins());
     row += size;
   }
 }
@@ -59,9 +63,10 @@ void multiply_tiles(const typename Dot::Input* x, int64_t x_stride, int64_t num_
 // Computes the rows of a block for one panel.
 template <class Dot>
 void multiply_panel(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
-                    const char* panel, const char* next_panel, int64_t num_inputs, float* sums) {
+                    const char* panel, const Upcoming& upcoming, int64_t num_inputs, float* sums) {
+  const OutputPlace& outputs = upcoming.outputs;
   if (num_rows <= Dot::kMaxRows) {
-    multiply_once<Dot>(x, x_stride, num_rows, {panel, 0, num_inputs, next_panel}, sums);
+    multiply_once<Dot>(x, x_stride, num_rows, {panel, 0, num_inputs, upcoming.panel}, sums);
     return;
   }
   constexpr int64_t kSize = kStretchSteps * Dot::kInputsPerStep;
@@ -69,10 +74,11 @@ void multiply_panel(const typename Dot::Input* x, int64_t x_stride, int64_t num_
     const char* weights = panel + first / Dot::kInputsPerStep * kStepBytes;
     const int64_t left = num_inputs - first;
     if (left <= kSize) {
-      multiply_tiles<Dot>(x, x_stride, num_rows, {weights, first, left, next_panel}, sums);
+      multiply_tiles<Dot>(x, x_stride, num_rows, {weights, first, left, upcoming.panel}, outputs,
+                          sums);
     } else {
       const char* next = weights + kStretchSteps * kStepBytes;
-      multiply_tiles<Dot>(x, x_stride, num_rows, {weights, first, kSize, next}, sums);
+      multiply_tiles<Dot>(x, x_stride, num_rows, {weights, first, kSize, next}, outputs, sums);
     }
   }
 }
@@ -80,9 +86,8 @@ void multiply_panel(const typename Dot::Input* x, int64_t x_stride, int64_t num_
 template <class Dot>
 struct PanelProduct {
   void operator()(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
-                  const char* panel, const char* next_panel, int64_t num_inputs, float* sums) {
-    memset(sums, 0, num_rows * kPanel * sizeof(float));
-    multiply_panel<Dot>(x, x_stride, num_rows, panel, next_panel, num_inputs, sums);
+                  const char* panel, const Upcoming& upcoming, int64_t num_inputs, float* sums) {
+    multiply_panel<Dot>(x, x_stride, num_rows, panel, upcoming, num_inputs, sums);
   }
 };
 
@@ -90,9 +95,9 @@ struct PanelProduct {
 template <>
 struct PanelProduct<BFloat16Dot> {
   void operator()(const BFloat16* x, int64_t x_stride, int64_t num_rows, const char* panel,
-                  const char* next_panel, int64_t num_inputs, float* sums) {
+                  const Upcoming& upcoming, int64_t num_inputs, float* sums) {
     sum_panel<TileProduct::kBFloat16>(tiles, reinterpret_cast<const char*>(x), x_stride * 2,
-                                      num_rows, num_inputs * 2, panel, next_panel, sums);
+                                      num_rows, num_inputs * 2, panel, upcoming.panel, sums);
   }
 
   TileRegisters tiles;
@@ -116,8 +121,8 @@ class DenseProduct {
 
   void set_rows(const InputRows<Input>& rows, int64_t count) { rows_.set(rows, count, in_features_); }
 
-  void operator()(const char* panel, const char* next_panel, float* sums) {
-    product_(rows_.x, rows_.stride, rows_.num_rows, panel, next_panel, in_features_, sums);
+  void operator()(const char* panel, const Upcoming& upcoming, float* sums) {
+    product_(rows_.x, rows_.stride, rows_.num_rows, panel, upcoming, in_features_, sums);
   }
 
  private:
@@ -163,7 +168,8 @@ void multiply_heads(HeadsTask& task) {
                              head * (task.deltas.inner_stride / task.num_heads);
     }
     const int64_t panel = item % num_panels, next = items.following(item);
-    product(panel_at(item), panel_at(next), sums);
+    const OutputPlace outputs = place_of<Finish<Number, Number>>(of_head, row, panel);
+    product(panel_at(item), {panel_at(next), outputs}, sums);
     add_adapters<Finish<Number, Number>>(of_head, row, count, panel, next % num_panels, sums, head,
                                          task.num_heads);
     if (!items.may_write()) return;

@@ -13,6 +13,28 @@ inline Floats add_bias(const float* sums, const void* bias, int64_t column, int6
   return add(sum, load_some(static_cast<const Input*>(bias) + column, count));
 }
 
+// Where the outputs of a block of rows for one panel will be.
+struct OutputPlace {
+  // Prefetches those of some rows into the second-level cache.
+  void fetch(int64_t row, int64_t count) const {
+    for (int64_t r = row; r < row + count; ++r) {
+      for (int64_t at = 0; at < num_bytes; at += 64) {
+        __builtin_prefetch(first + r * row_bytes + at, 1, 2);
+      }
+    }
+  }
+
+  const char* first;
+  int64_t row_bytes;  // from row to row
+  int64_t num_bytes;  // of a row
+};
+
+// The memory that is accessed after the products with a panel.
+struct Upcoming {
+  const char* panel;  // the next one
+  OutputPlace outputs;
+};
+
 struct Identity {
   Floats operator()(Floats x) const { return x; }
 };
@@ -72,6 +94,15 @@ struct FinishGated {
 
   Function function{};
 };
+
+// That of the rows from `row` on.
+template <class Finish>
+OutputPlace place_of(const LinearTask& task, int64_t row, int64_t panel) {
+  const int64_t row_bytes = task.y_stride * Finish::kBytes;
+  const int64_t num_bytes = Finish::kColumns * Finish::kBytes;
+  const char* const first = static_cast<const char*>(task.y) + row * row_bytes + panel * num_bytes;
+  return {first, row_bytes, num_bytes};
+}
 
 // The outputs in both registers of a panel, counted so that the blocks of U begin after those of G.
 template <class Finish>

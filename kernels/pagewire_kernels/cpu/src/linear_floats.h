@@ -194,7 +194,7 @@ class FloatsProduct {
 
   void set_rows(const InputRows<Input>& rows, int64_t count) { rows_.set(rows, count, in_features_); }
 
-  void operator()(const char* weights, const char*, float* sums) {
+  void operator()(const char* weights, const Upcoming&, float* sums) {
     const int64_t num_rows = rows_.num_rows;
     const Input* x = rows_.x;
     if (num_rows <= kFewRows) return multiply_few<kFewRows>(x, num_rows, weights, sums);
@@ -268,7 +268,7 @@ class FloatsProduct<BFloat16Dot, Codes> {
 
   void set_rows(const InputRows<Input>& rows, int64_t count) { rows_.set(rows, count, in_features_); }
 
-  void operator()(const char* panel, const char*, float* sums) {
+  void operator()(const char* panel, const Upcoming&, float* sums) {
     const int64_t size = group_size_, num_rows = rows_.num_rows;
     const int64_t num_tiles = divide_up(num_rows, TileRegisters::kMostRows);
     const bool has_many_rows = num_tiles > kFewTiles;

@@ -9,7 +9,7 @@
 //   panel_bytes()         of the packed weight
 //   most_rows()           of a block, at most kMostRows, so that they stay in the second-level cache
 //   set_rows(rows, count) the block's rows
-//   operator()(panel, next_panel, sums)  their products with a panel, [count, kPanel]
+//   operator()(panel, upcoming, sums)  their products with a panel, [count, kPanel]
 #pragma once
 
 #include <stdlib.h>
@@ -88,7 +88,9 @@ void multiply(LinearTask& task, Finish finish) {
       product.set_rows({x, task.x_stride, nullptr}, count);
     }
     const int64_t next = items.following(item) % num_panels;
-    product(weights + panel * product.panel_bytes(), weights + next * product.panel_bytes(), sums);
+    const char* const next_panel = weights + next * product.panel_bytes();
+    product(weights + panel * product.panel_bytes(),
+            {next_panel, place_of<Finish>(task, first, panel)}, sums);
     add_adapters<Finish>(task, first, count, panel, next, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
@@ -199,8 +201,12 @@ void multiply_experts(ExpertsTask& task, Finish finish) {
     const int64_t next = items.following(item);
     const int64_t next_expert =
         next / num_panels == current ? block.expert : blocks[next / num_panels].expert;
-    product(weights + block.expert * task.expert_bytes + panel * product.panel_bytes(),
-            weights + next_expert * task.expert_bytes + next % num_panels * product.panel_bytes(),
+    const auto panel_at = [&](int64_t expert, int64_t of_expert) {
+      return weights + expert * task.expert_bytes + of_expert * product.panel_bytes();
+    };
+    product(panel_at(block.expert, panel),
+            {panel_at(next_expert, next % num_panels),
+             place_of<typename Finish::OfRow>(of_block, 0, panel)},
             sums);
     add_adapters_of_experts<typename Finish::OfRow, Product::kMostRows>(task, block, panel, sums);
     if (!items.may_write()) return;

@@ -83,13 +83,13 @@ inline __attribute__((always_inline)) void add_steps(
   }
 }
 
-// The same for sums in memory, [kRows, kPanel].
+// The same for sums in memory, [kRows, kPanel], which start at zero if `begins`.
 template <class Dot, int kRows, int kLines>
 void add_tile(const typename Dot::Input* x, int64_t x_stride, const char* weights,
-              int64_t num_inputs, const char* fetched, float* kept) {
+              int64_t num_inputs, const char* fetched, float* kept, bool begins) {
   Floats sums[kRows][kPanelVectors];
   PAGEWIRE_UNROLL for (int i = 0; i < kRows * kPanelVectors; ++i) {
-    sums[i / kPanelVectors][i % kPanelVectors] = load_floats(kept + i * kLanes);
+    sums[i / kPanelVectors][i % kPanelVectors] = begins ? zeros() : load_floats(kept + i * kLanes);
   }
   add_steps<Dot, kRows, kLines>(x, x_stride, weights, num_inputs, fetched, sums);
   PAGEWIRE_UNROLL for (int i = 0; i < kRows * kPanelVectors; ++i) {
@@ -99,7 +99,7 @@ void add_tile(const typename Dot::Input* x, int64_t x_stride, const char* weight
 
 template <class Dot>
 using AddTile = void (*)(const typename Dot::Input*, int64_t, const char*, int64_t, const char*,
-                         float*);
+                         float*, bool);
 
 // `add_tile` for up to `kMaxRows` rows.
 template <class Dot, int kLines, int kRows = Dot::kMaxRows>

@@ -632,7 +632,7 @@ class CodesProduct {
 #endif
   }
 
-  void operator()(const char* panel, const char*, float* sums) {
+  void operator()(const char* panel, const Upcoming&, float* sums) {
     const int64_t num_rows = block_.num_rows;
     memset(sums, 0, num_rows * kPanel * sizeof(float));
     auto product = panel_product_of<Dot, Codes, GroupNumbers>(num_rows);
