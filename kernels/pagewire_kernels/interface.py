@@ -47,6 +47,7 @@ class AttentionOptions(CacheScales, total=False):
     soft_cap: float | None
     sinks: Tensor | None
     alibi_slopes: Tensor | None
+    value_dim: int | None
 
 
 class PackedOptions(TypedDict, total=False):

@@ -113,6 +113,7 @@ class NativeBackend:
             keys_before=(options.get("sliding_window") or _UNBOUNDED) - 1,
             sinks=address(sinks),
             alibi_slopes=address(slopes),
+            value_dim=options.get("value_dim") or query.shape[2],
             scale=options["scale"],
             soft_cap=options.get("soft_cap") or 0.0,
         )
@@ -144,6 +145,7 @@ class NativeBackend:
             keys_after=keys_around,
             bias=address(bias),
             bias_width=0 if bias is None else bias.shape[1],
+            value_dim=query.shape[2],
             scale=options["scale"],
         )
         return self._attend("attention", task, query, metadata)

@@ -79,8 +79,8 @@ class AttentionTask(NativeStruct):
     _fields_ = fields_of(
         "next_item next_slot num_slots slot_bytes scratch batch query query_token_bytes "
         "query_head_bytes output output_token_bytes key_cache value_cache block_bytes "
-        "token_bytes head_bytes block_size num_kv_heads group head_dim tile_tokens keys_before "
-        "keys_after sinks alibi_slopes bias bias_width",
+        "token_bytes head_bytes block_size num_kv_heads group head_dim value_dim tile_tokens "
+        "keys_before keys_after sinks alibi_slopes bias bias_width",
         "scale soft_cap",
     )
 

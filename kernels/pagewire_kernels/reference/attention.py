@@ -26,6 +26,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    value_dim: int | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
@@ -37,9 +38,10 @@ def paged_attention(
     p - sliding_window + 1 to p. soft_cap c turns a score s into c * tanh(s / c). sinks:
     [num_heads], a logit per head that is part of the denominator of the softmax only.
     alibi_slopes: [num_heads]; slope times the distance between query and key is subtracted from
-    each score, after the cap (Press et al. 2022). Elements of an fp8 cache are multiplied by
-    key_scale or value_scale; heads of an int8 cache have the layout of `quantize_heads`. Returns
-    query's shape and dtype; sums in float32.
+    each score, after the cap (Press et al. 2022). value_dim: the first elements of each head of the
+    result that are used, None for all; a backend may leave the others uninitialized. Elements of an
+    fp8 cache are multiplied by key_scale or value_scale; heads of an int8 cache have the layout of
+    `quantize_heads`. Returns query's shape and dtype; sums in float32.
 
     All sequences are computed together, in tiles of queries and steps of keys (online softmax,
     Milakov and Gimelshein 2018). All tiles of all batches have products of the same shape, so that

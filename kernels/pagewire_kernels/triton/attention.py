@@ -191,6 +191,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    value_dim: int | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     launch: Launch | None = None,

@@ -143,6 +143,29 @@ def test_threads_that_share_one_kv_head_give_the_bits_of_one_thread(
 
 
 @each_backend
+@each_cache
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_heads", [12, 2])
+@pytest.mark.parametrize("value_dim", [1, 40, 64, 96])
+def test_elements_of_values_that_are_left_out_do_not_change_the_bits_of_the_others(
+    backend: AttentionBackend,
+    cache_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    num_heads: int,
+    value_dim: int,
+) -> None:
+    shape = Shape(
+        num_heads=num_heads, num_kv_heads=1, head_dim=104, dtype=dtype, cache_dtype=cache_dtype
+    )
+    sequences = PagedSequences(shape, [33, 300, 190])
+    sequences.write(backend)
+    parts = [(0, 30, 33), (1, 299, 300), (2, 0, 190)]
+    expected = sequences.attend(parts, backend, scale=0.1)
+    found = sequences.attend(parts, backend, scale=0.1, value_dim=value_dim)
+    assert torch.equal(found[:, :, :value_dim], expected[:, :, :value_dim])
+
+
+@each_backend
 def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
     sequences = PagedSequences(Shape(), [40])
     output, expected = _both(backend, sequences, [(0, 0, 40)], scale=200.0)

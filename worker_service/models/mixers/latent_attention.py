@@ -156,7 +156,9 @@ class LatentAttention(nn.Module):
         )
         self.sinks = Vector(heads, context) if s.has_sinks else None
         sinks = None if self.sinks is None else self.sinks.numbers
-        self.paged = PagedAttention(kernels.attention, scale=s.scale, sinks=sinks)
+        self.paged = PagedAttention(
+            kernels.attention, scale=s.scale, sinks=sinks, value_dim=s.latent_dim
+        )
         self._spec, self._rotary, self._kernels = s, rotary, kernels.layers
         num_gates = heads.size * s.value_dim
         self._query_parts = (heads.size * head_dim, num_gates) if is_of_queries else None

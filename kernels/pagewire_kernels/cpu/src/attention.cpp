@@ -22,7 +22,8 @@ class Attention {
       : task_(task),
         scratch_(take_scratch<Cached>(task)),
         dim_(padded_dim<Cached>(task)),
-        width_(rounded_up(task.head_dim, kLanes)),
+        value_dim_(padded_value_dim<Cached>(task)),
+        width_(rounded_up(task.value_dim, kLanes)),
         head_units_(dim_ / kPerUnit<Cached>) {}
 
   // Computes an item, and prefetches the first keys and values of the next one.
@@ -70,7 +71,7 @@ class Attention {
       }
       scratch_.maxima[row] = kNoMaximum;
     }
-    memset(scratch_.outputs, 0, num_rows * dim_ * sizeof(float));
+    memset(scratch_.outputs, 0, num_rows * value_dim_ * sizeof(float));
     memset(scratch_.totals, 0, num_rows * kLanes * sizeof(float));
   }
 
@@ -142,7 +143,7 @@ class Attention {
     if (!direct.values) {
       // The rest of a tile must not be NaN.
       const int64_t num_packed = rounded_up(num_keys, kPackedKeys);
-      pack_values(values_, num_packed, dim_, scratch_.values, ahead);
+      pack_values(values_, num_packed, value_dim_, scratch_.values, ahead);
     }
 #if defined(PAGEWIRE_HAS_TILES)
     if constexpr (std::is_same_v<Dot, TileDot>) {
@@ -291,17 +292,17 @@ class Attention {
 
   void add_in_tiles(int64_t row, int64_t num_rows, int64_t num_tiles, const BFloat16* weights) {
     tiles_.configure(num_rows);
-    for (int64_t at = 0; at < dim_; at += kChunk<Cached>) {
+    for (int64_t at = 0; at < value_dim_; at += kChunk<Cached>) {
       const auto* values = reinterpret_cast<const char*>(scratch_.values + at);
       tiles_.add<TileProduct::kBFloat16>(
-          {reinterpret_cast<const char*>(weights), kStep * 2, values, dim_ * 4, num_tiles},
-          reinterpret_cast<char*>(scratch_.outputs + row * dim_ + at), dim_ * 4);
+          {reinterpret_cast<const char*>(weights), kStep * 2, values, value_dim_ * 4, num_tiles},
+          reinterpret_cast<char*>(scratch_.outputs + row * value_dim_ + at), value_dim_ * 4);
     }
   }
 
   void scale_outputs(int64_t row, float factor) {
-    float* const outputs = scratch_.outputs + row * dim_;
-    for (int64_t at = 0; at < dim_; at += kLanes) {
+    float* const outputs = scratch_.outputs + row * value_dim_;
+    for (int64_t at = 0; at < value_dim_; at += kLanes) {
       store_floats(outputs + at, multiply(load_floats(outputs + at), broadcast(factor)));
     }
   }
@@ -370,12 +371,12 @@ class Attention {
   void add(int64_t first_row, int64_t end, bool is_direct, const float* weights,
            const float* factors, Ahead& ahead) {
     const int64_t num_units = divide_up(end, kPerUnit<Cached>);
-    float* const outputs = scratch_.outputs + first_row * dim_;
+    float* const outputs = scratch_.outputs + first_row * value_dim_;
     if (is_direct) {
-      add_values<Cached, num_rows>(weights, num_units, values_, dim_, factors, outputs, ahead);
+      add_values<Cached, num_rows>(weights, num_units, values_, value_dim_, factors, outputs, ahead);
     } else {
-      multiply_rows<Dot, num_rows, true>(weights, kStepUnits, num_units, scratch_.values, dim_,
-                                         width_, outputs, dim_, factors, ahead);
+      multiply_rows<Dot, num_rows, true>(weights, kStepUnits, num_units, scratch_.values, value_dim_,
+                                         width_, outputs, value_dim_, factors, ahead);
     }
   }
 
@@ -406,7 +407,7 @@ class Attention {
       Number* const to = reinterpret_cast<Number*>(
           task_.output + token_of(item, row) * task_.output_token_bytes +
           head * task_.head_dim * static_cast<int64_t>(sizeof(Number)));
-      store_head(to, scratch_.outputs + row * dim_, 1.0f / total);
+      store_head(to, scratch_.outputs + row * value_dim_, 1.0f / total);
     }
   }
 
@@ -418,19 +419,20 @@ class Attention {
 
   void store_head(Number* to, const float* from, float factor) const {
     int64_t at = 0;
-    for (; at + kLanes <= task_.head_dim; at += kLanes) {
+    for (; at + kLanes <= task_.value_dim; at += kLanes) {
       store_rounded(to + at, multiply(load_floats(from + at), broadcast(factor)));
     }
-    if (at < task_.head_dim) {
+    if (at < task_.value_dim) {
       Number rest[kLanes];
       store_rounded(rest, multiply(load_floats(from + at), broadcast(factor)));
-      memcpy(to + at, rest, (task_.head_dim - at) * sizeof(Number));
+      memcpy(to + at, rest, (task_.value_dim - at) * sizeof(Number));
     }
   }
 
   const AttentionTask& task_;
   const Scratch scratch_;
   const int64_t dim_;    // of a head, padded
+  const int64_t value_dim_;  // of its part that outputs have, padded
   const int64_t width_;  // of an output
   const int64_t head_units_;
   int64_t offsets_[kStep];  // of the step's keys in either cache

@@ -56,6 +56,7 @@ struct AttentionTask : Task {
   int64_t num_kv_heads;
   int64_t group;  // query heads per KV head
   int64_t head_dim;
+  int64_t value_dim;  // elements of a head's outputs that are computed, the first ones
   int64_t tile_tokens;
   int64_t keys_before;  // that a row sees at most, before its position and after it
   int64_t keys_after;

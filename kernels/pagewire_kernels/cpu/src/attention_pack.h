@@ -26,7 +26,7 @@ void pack_keys(const Number* const* rows, int64_t num_keys, int64_t padded_dim, 
   }
 }
 
-// Values: [units of keys][padded head] words, so that lanes are elements of the head. Only the
+// Values: [units of keys][padded values] words, so that lanes are elements of the head. Only the
 // units that hold `num_keys` keys are written.
 template <class Number>
 void pack_values(const Number* const* rows, int64_t num_keys, int64_t padded_dim, float* packed,

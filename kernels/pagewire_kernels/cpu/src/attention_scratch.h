@@ -8,9 +8,9 @@ namespace pagewire {
 // The rows of a work item are ordered by KV head, then token, then query head within the group.
 struct Scratch {
   float* keys;      // [units of the head][kStep]
-  float* values;    // [units of a step][padded head]
+  float* values;    // [units of a step][padded values]
   float* queries;   // [rows][units of the head]
-  float* outputs;   // [rows][padded head]
+  float* outputs;   // [rows][padded values]
   float* totals;    // [rows][kLanes], to be summed over lanes
   float* maxima;    // [rows]
   char* no_key;     // zeros, a padded head in the cache's numbers
@@ -23,6 +23,12 @@ int64_t padded_dim(const AttentionTask& task) {
   return rounded_up(task.head_dim, kChunk<Cached>);
 }
 
+// Of the part of values that outputs have.
+template <class Cached>
+int64_t padded_value_dim(const AttentionTask& task) {
+  return rounded_up(task.value_dim, kChunk<Cached>);
+}
+
 inline int64_t max_rows(const AttentionTask& task) {
   return larger(task.tile_tokens, task.num_kv_heads) * task.group;
 }
@@ -31,6 +37,7 @@ inline int64_t max_rows(const AttentionTask& task) {
 template <class Cached>
 char* lay_out(const AttentionTask& task, char* memory, Scratch& scratch) {
   const int64_t dim = padded_dim<Cached>(task), rows = max_rows(task);
+  const int64_t value_dim = padded_value_dim<Cached>(task);
   const auto part = [&memory](int64_t bytes) {
     char* const begin = memory;
     memory += rounded_up(bytes, 64);
@@ -39,9 +46,9 @@ char* lay_out(const AttentionTask& task, char* memory, Scratch& scratch) {
   const auto words = [&part](int64_t count) { return reinterpret_cast<float*>(part(4 * count)); };
   const int64_t head_units = dim / kPerUnit<Cached>;
   scratch.keys = words(head_units * kStep);
-  scratch.values = words(kStep / kPerUnit<Cached> * dim);
+  scratch.values = words(kStep / kPerUnit<Cached> * value_dim);
   scratch.queries = words(rows * head_units);
-  scratch.outputs = words(rows * dim);
+  scratch.outputs = words(rows * value_dim);
   scratch.totals = words(rows * kLanes);
   scratch.maxima = words(rows);
   const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Cached));
