@@ -38,6 +38,10 @@ overloaded frontend does not fall seconds behind: the core merges the outputs of
 one message, and clients get fewer and larger responses."""
 
 
+_DRAIN_S = 24 * 3600.0
+"""How long calls may continue on a channel of former certificates: as long as they like."""
+
+
 class CoreConnection:
     """A stub of the core's `SchedulerService`, on one channel at a time.
 
@@ -47,6 +51,8 @@ class CoreConnection:
     def __init__(self, cluster: Cluster, address: str) -> None:
         self._cluster = cluster
         self.address = address
+        self._draining: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        """Former channels, each with the task that closes it when its calls have ended."""
         self._open()
 
     def _open(self) -> None:
@@ -61,15 +67,20 @@ class CoreConnection:
         return self._stub
 
     async def renew(self) -> None:
-        """Replace the channel if the certificates have changed; calls on the old one end."""
+        """Replace the channel if the certificates have changed; calls on the old one continue."""
         if self._cluster.channel_credentials() is not self._credentials:
             former = self._channel
             self._open()
-            await former.close()
+            closing = asyncio.create_task(former.close(_DRAIN_S))
+            self._draining[former] = closing
+            closing.add_done_callback(lambda _: self._draining.pop(former, None))
 
     async def close(self) -> None:
         """End all calls."""
-        await self._channel.close()
+        draining = list(self._draining.items())
+        for channel in (self._channel, *(former for former, _ in draining)):
+            await channel.close()
+        await asyncio.gather(*(closing for _, closing in draining))
 
 
 MAX_SUBMITS, MAX_SUBMIT_BYTES = 512, 4 << 20

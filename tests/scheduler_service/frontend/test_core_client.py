@@ -372,6 +372,58 @@ async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
         await core.close()
 
 
+class RenewedCluster(Cluster):
+    """A member whose certificates are replaced on demand."""
+
+    certificates: Any = None
+
+    def channel_credentials(self) -> Any:
+        return self.certificates
+
+    def channel(self, address: str, options: Any) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(address, options=options)
+
+
+class HoldingCore(FakeCore):
+    """Answers for its status on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def GetStatus(
+        self, request: Any, context: Any
+    ) -> scheduler_pb.SchedulerServiceGetStatusResponse:
+        self.asked.set()
+        await self.answers.wait()
+        return await super().GetStatus(request, context)
+
+
+async def test_a_call_continues_while_certificates_are_renewed() -> None:
+    cluster = RenewedCluster(NO_CLUSTER)
+    request = scheduler_pb.SchedulerServiceGetStatusRequest()
+    async with HoldingCore() as core:
+        connection = CoreConnection(cluster, core.address)
+        try:
+            call = connection.stub.GetStatus(request)
+            await core.asked.wait()
+            cluster.certificates = object()
+            former = connection.stub
+            await connection.renew()
+            assert connection.stub is not former
+            core.answers.set()
+            assert await call == await connection.stub.GetStatus(request)
+            core.asked.clear()
+            core.answers.clear()
+            left = connection.stub.GetStatus(request)
+            await core.asked.wait()
+            cluster.certificates = object()
+            await connection.renew()
+        finally:
+            await connection.close()
+        assert left.cancelled()
+
+
 class BreakingCore:
     """A connection, its stub and its calls: a stream that breaks on demand."""
 
