@@ -101,6 +101,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **SHAPES)
 
 
+BY_ROW = ("LongcatFlashExperts", "HYV4Experts", "MiniMaxM3VLExperts", "Step3p7Experts")
+"""Classes of experts whose weights are [num_experts, out_features, in_features]."""
+
 THROUGH_TRANSFORMERS = ("phi", "cohere", "flex_olmo")
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "llama4", "gemma4_moe", "minimax_m3")
 NOT_ROUNDED = (
@@ -116,11 +119,7 @@ def _round(model: Any, quantization: str) -> None:
     for name, module in model.named_modules():
         for part in ("gate_up_proj", "down_proj"):
             if isinstance(experts := getattr(module, part, None), nn.Parameter):
-                has_rows = type(module).__name__ in (
-                    "LongcatFlashExperts",
-                    "HYV4Experts",
-                    "MiniMaxM3VLExperts",
-                )
+                has_rows = type(module).__name__ in BY_ROW
                 is_transposed = getattr(module, "is_transposed", not has_rows)
                 for expert in experts.data.mT if is_transposed else experts.data:
                     expert.copy_(quantize(expert, quantization).dequantize())
@@ -152,13 +151,16 @@ def _round(model: Any, quantization: str) -> None:
                     "hy_v4",
                     "axk2",
                     "bailing_hybrid",
+                    "step3p5",
+                    "laguna",
+                    "muse_glimmer",
                 ),
                 *EXPERTS,
                 *THROUGH_TRANSFORMERS,
             )
         ),
         *((family, "int8") for family in ("llama_tied", "gemma3", "gemma4_shared", "gpt_oss")),
-        *((family, "fp8") for family in ("qwen3", "gemma3", "gpt_oss")),
+        *((family, "fp8") for family in ("qwen3", "gemma3", "gpt_oss", "step3p5")),
     ],
 )
 def test_logits_are_those_of_the_rounded_weights(
@@ -171,6 +173,7 @@ def test_logits_are_those_of_the_rounded_weights(
         "axk2": {"head_dim": 8},
         "bailing_hybrid": {"head_dim": 16, "v_head_dim": 16},
         "minimax_m3": {"rotary_dim": 8, "shared_intermediate_size": 32},
+        "step3p5": {"share_expert_dim": 32},
         "longcat_flash": {"head_dim": 8, "expert_ffn_hidden_size": 32},
         "gemma3n": {"hidden_size_per_layer_input": 32, "laurel_rank": 32},
         "gemma4_shared": {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 300},
