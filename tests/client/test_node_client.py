@@ -10,6 +10,7 @@ import pytest
 from tests.support.fake_frontend import (
     DRAWN_SEED,
     MODEL,
+    STOP_TOKEN,
     UNAVAILABLE,
     Break,
     Failure,
@@ -46,9 +47,13 @@ def test_a_whole_answer_has_everything(frontend: FakeFrontend) -> None:
             "reasoning": "",
             "toolCalls": [],
             "tokenIds": tokens,
+            "logprobs": [],
+            "cumulativeLogprob": None,
             "finishReason": "length",
+            "stopReason": None,
         }
     ]
+    assert answer["promptLogprobs"] == []
     assert answer["model"] == MODEL
     assert answer["seed"] == str(DRAWN_SEED), "no digit is lost to a floating-point number"
     assert answer["usage"]["completionTokens"] == 3
@@ -203,6 +208,11 @@ await params("samplingParams: expected an object, got 5", 5);
 await refuses("chat.messages[0].contents: no such field", [{ role: "user", contents: "x" }]);
 await refuses("chat.tool: no such field", { messages: [], tool: [] });
 await refuses("tokenIds.ids[0]: expected an integer from 0", [-1]);
+await refuses("options.signal: expected an AbortSignal", "Hello", {}, { signal: 5 });
+await assert.rejects(
+  client.stream("Hello", { promptLogprobs: 1 }).next(),
+  names("samplingParams.promptLogprobs: only whole answers have them: use generate"),
+);
 await refuses("options.timeout: no such field; there are model,", "Hello", {}, { timeout: 1 });
 for (const timeoutMs of [NaN, 0, -1, "5"]) {
   await refuses("options.timeoutMs: expected a number above 0, got", "Hello", {}, { timeoutMs });
@@ -219,14 +229,83 @@ creates("options.recoveryTimeoutMs: expected a number of at least 0, got NaN", "
 """
 
 
-def run_script(script: str) -> None:
-    command = ["node", "--input-type=module", "--eval", script]
+LOGPROBS = """
+import assert from "node:assert";
+import { Client } from "./src/client.js";
+
+const client = new Client(process.argv[1]);
+const ofEach = (list) => list.map(({ tokenId, logprob, rank }) => [tokenId, logprob, rank]);
+const params = { maxTokens: 4, logprobs: 1, promptLogprobs: 1, stopTokenIds: [STOP_TOKEN] };
+const { promptTokenIds, promptLogprobs, outputs } = await client.generate("Hello", params);
+const others = promptTokenIds.slice(1).map((id) => [id, -id / 1024, 2]);
+assert.deepStrictEqual(ofEach(promptLogprobs), [[promptTokenIds[0], null, 0], ...others]);
+const [output] = outputs;
+assert.deepStrictEqual(ofEach(output.logprobs), output.tokenIds.map((id) => [id, -id / 1024, 2]));
+const [best] = output.logprobs[0].top;
+assert.deepStrictEqual([best.tokenId, best.rank, best.logprob < 0], [3, 1, true]);
+const sum = output.logprobs.reduce((sum, { logprob }) => sum + logprob, 0);
+assert.ok(Math.abs(output.cumulativeLogprob - sum) < 1e-6);
+assert.deepStrictEqual([output.finishReason, output.stopReason], ["stop", STOP_TOKEN]);
+const inStream = [];
+for await (const { logprobs } of client.stream("Hello", { ...params, promptLogprobs: undefined })) {
+  inStream.push(...logprobs);
+}
+assert.strictEqual(inStream.length, 4);
+client.close();
+"""
+
+
+ABORTED = """
+import assert from "node:assert";
+import { Client } from "./src/client.js";
+import { OpenRequests } from "./src/open-requests.js";
+
+const client = new Client(process.argv[1]);
+const controller = new AbortController();
+const { signal } = controller;
+const stopped = (error) => error === signal.reason;
+const read = async () => {
+  for await (const { text } of client.stream("Hello", { maxTokens: 9 }, { signal })) {
+    if (text) controller.abort(new Error("stop"));
+  }
+};
+await assert.rejects(read(), stopped);
+await assert.rejects(client.generate("Hello", {}, { signal }), stopped);
+client.close();
+
+const open = new OpenRequests(1);
+for (let number = 0; number < 1000; number += 1) open.enter(Infinity);
+const other = new AbortController();
+const waits = open.enter(Infinity, other.signal);
+other.abort();
+await assert.rejects(waits, { name: "AbortError" });
+open.leave(0);
+assert.strictEqual(open.enter(Infinity), 0);
+
+const away = new Client("127.0.0.1:1");
+const brief = { signal: AbortSignal.timeout(50) };
+await assert.rejects(away.generate("Hello", {}, brief), { name: "TimeoutError" });
+"""
+
+
+def run_script(script: str, *arguments: str) -> None:
+    command = ["node", "--input-type=module", "--eval", script, *arguments]
     run = subprocess.run(command, cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
 
 def test_arguments_that_no_message_can_hold_are_named() -> None:
     run_script(WRONG_ARGUMENTS)
+
+
+def test_log_probabilities_and_the_reason_of_a_stop_are_in_answers(frontend: FakeFrontend) -> None:
+    run_script(LOGPROBS.replace("STOP_TOKEN", str(STOP_TOKEN)), frontend.address)
+
+
+def test_a_signal_ends_a_request_wherever_it_is(frontend: FakeFrontend) -> None:
+    frontend.hold.clear()
+    run_script(ABORTED, frontend.address)
+    assert frontend.ended_early.wait(60)
 
 
 def test_a_timeout_of_ages_is_no_deadline(frontend: FakeFrontend) -> None:

@@ -87,6 +87,8 @@ export interface RequestOptions {
   requestId?: string;
   /** Milliseconds until the request is given up; default: never. */
   timeoutMs?: number;
+  /** Ends the request; the error is then its reason. */
+  signal?: AbortSignal;
 }
 
 export interface ClientOptions {
@@ -118,6 +120,21 @@ export interface ToolCallDelta {
   arguments: string;
 }
 
+/** A token's log probability under the model, before penalties and temperature. */
+export interface TokenLogprob {
+  tokenId: number;
+  /** null for the first token of a prompt. */
+  logprob: number | null;
+  /** 1 for the most probable token; 0 if there is no log probability. */
+  rank: number;
+  text: string;
+}
+
+/** The token at a position, and the most probable ones there. */
+export interface PositionLogprobs extends TokenLogprob {
+  top: TokenLogprob[];
+}
+
 /** An increment of one choice. */
 export interface OutputDelta {
   /** Which choice, from 0. */
@@ -129,8 +146,14 @@ export interface OutputDelta {
   /** Calls that begin, with id and name, or continue. In an answer: whole calls. */
   toolCalls: ToolCallDelta[];
   tokenIds: number[];
+  /** With `logprobs`: one for each token. */
+  logprobs: PositionLogprobs[];
+  /** With `logprobs`, at the end: the sum over all tokens. */
+  cumulativeLogprob: number | null;
   /** null while the choice continues. */
   finishReason: FinishReason | null;
+  /** The stop string or the stop token that ended the choice. */
+  stopReason: string | number | null;
 }
 
 export interface Usage {
@@ -169,6 +192,8 @@ export interface Answer {
   /** The seed in effect, as text: it has 64 bits. */
   seed: string;
   promptTokenIds: number[];
+  /** With `promptLogprobs`: one for each token of the prompt. */
+  promptLogprobs: PositionLogprobs[];
   /** One for each choice. */
   outputs: OutputDelta[];
   usage: Usage;

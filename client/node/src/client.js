@@ -42,7 +42,7 @@ const MAX_HOLD_MS = 1000; // how long the server may hold back tokens of a whole
 // deadline is later than its format can hold.
 const NEVER_MS = 1e12;
 
-const OPTIONS = ["model", "lora", "requestId", "timeoutMs"];
+const OPTIONS = ["model", "lora", "requestId", "timeoutMs", "signal"];
 const CLIENT_OPTIONS = ["apiKey", "credentials", "recoveryTimeoutMs", "maxConnections"];
 const ADDRESS = /^(unix:.+|(\[[^\]]+\]|[^:/\s]+):\d{1,5})$/;
 
@@ -97,27 +97,36 @@ export class Client {
   }
 
   /**
-   * The answer to a prompt, piece by piece: `{index, text, reasoning, toolCalls, tokenIds,
-   * finishReason}`, where `finishReason` is "stop", "length", or null while the choice goes on.
-   * Leaving the loop ends the request.
+   * The answer to a prompt, piece by piece: `{index, text, reasoning, toolCalls, tokenIds, logprobs,
+   * cumulativeLogprob, finishReason, stopReason}`, where `finishReason` is "stop", "length", or null
+   * while the choice goes on. Leaving the loop ends the request.
    *
    * @param {string | number[] | {role: string, content: string}[] | object} prompt text, token ids,
    *   messages, or a chat: `{messages, tools, ...}`
    * @param {object} [samplingParams] such as `{maxTokens: 64, temperature: 0}`
-   * @param {object} [options] `model`, `lora`, `requestId`, `timeoutMs`
+   * @param {object} [options] `model`, `lora`, `requestId`, `timeoutMs`, and `signal`, an AbortSignal
+   *   that ends the request; the error is then its reason
    */
   async *stream(prompt, samplingParams = {}, options = {}) {
+    if (Number.isInteger(samplingParams?.promptLogprobs)) {
+      throw new TypeError("samplingParams.promptLogprobs: only whole answers have them: use generate");
+    }
     for await (const response of this.#responses(prompt, samplingParams, options)) {
       for (const choice of response.choices) yield asDelta(choice);
     }
   }
 
-  /** The whole answer: `{requestId, model, lora, seed, promptTokenIds, outputs, usage, timings}`. */
+  /**
+   * The whole answer: `{requestId, model, lora, seed, promptTokenIds, promptLogprobs, outputs, usage,
+   * timings}`.
+   */
   async generate(prompt, samplingParams = {}, options = {}) {
-    const answer = { outputs: [] };
+    const answer = { promptLogprobs: [], outputs: [] };
     for await (const response of this.#responses(prompt, samplingParams, options, MAX_HOLD_MS)) {
       answer.requestId = response.requestId;
       if (response.started) Object.assign(answer, response.started);
+      // Each attempt reports them.
+      if (response.promptLogprobs.length) answer.promptLogprobs = asLogprobs(response.promptLogprobs);
       for (const choice of response.choices) append(answer.outputs, asDelta(choice));
       if (response.usage) Object.assign(answer, { usage: response.usage, timings: response.timings });
     }
@@ -133,7 +142,11 @@ export class Client {
   /** The responses to a request, over all its attempts. */
   async *#responses(prompt, samplingParams, options, maxHoldMs) {
     checkNames("options", options, OPTIONS);
-    const { model, lora, requestId } = options;
+    const { model, lora, requestId, signal } = options;
+    if (signal !== undefined && !(signal instanceof AbortSignal)) {
+      throw new TypeError("options.signal: expected an AbortSignal");
+    }
+    signal?.throwIfAborted();
     const timeoutMs = options.timeoutMs ?? Infinity;
     checkNumber("options.timeoutMs", timeoutMs, "above 0", (n) => n > 0);
     const deadline = timeoutMs < NEVER_MS ? performance.now() + timeoutMs : Infinity;
@@ -142,19 +155,22 @@ export class Client {
     request.requestId = requestId ?? randomUUID(); // the client must know it to continue the request
     checkMessage("", request, "GenerateRequest", descriptorOf);
     const received = new Received(request);
-    const connection = await this.#openRequests.enter(deadline);
+    const connection = await this.#openRequests.enter(deadline, signal);
     try {
       while (!received.isComplete) {
         const used = this.#current;
         try {
+          signal?.throwIfAborted();
           const service = this.#service(connection);
-          for await (const response of this.#attempt(service, received.nextRequest(), deadline)) {
+          const responses = this.#attempt(service, received.nextRequest(), deadline, signal);
+          for await (const response of responses) {
             retries.progressed();
             yield received.add(response);
           }
           if (!received.isComplete) throw incomplete();
         } catch (error) {
-          await pause(retries.delayAfter(error));
+          signal?.throwIfAborted();
+          await pause(retries.delayAfter(error), undefined, { signal }).catch(() => {});
           if (used === this.#current) this.#current = (used + 1) % this.#addresses.length;
         }
       }
@@ -175,14 +191,17 @@ export class Client {
     return this.#services.get(key);
   }
 
-  async *#attempt(service, request, deadline) {
+  async *#attempt(service, request, deadline, signal) {
     const timeLeft = deadline - performance.now(); // the library's deadlines are by the wall clock
     const call = service.generate(request, this.#metadata, { deadline: Date.now() + timeLeft });
     call.on("error", () => {}); // the loop throws errors; after the loop there is no reader
+    const cancel = () => call.cancel();
+    signal?.addEventListener("abort", cancel);
     try {
       yield* call;
     } finally {
-      call.cancel();
+      signal?.removeEventListener("abort", cancel);
+      cancel();
     }
   }
 }
@@ -212,13 +231,31 @@ function asPrompt(prompt) {
   );
 }
 
-function asDelta({ index, text, reasoning, toolCalls, tokenIds, finishReason }) {
-  finishReason = FINISH_REASONS[finishReason] ?? null;
-  return { index, text, reasoning, toolCalls, tokenIds, finishReason };
+function asDelta(choice) {
+  const { index, text, reasoning, toolCalls, tokenIds } = choice;
+  return {
+    index,
+    text,
+    reasoning,
+    toolCalls,
+    tokenIds,
+    logprobs: asLogprobs(choice.logprobs),
+    cumulativeLogprob: choice.cumulativeLogprob ?? null,
+    finishReason: FINISH_REASONS[choice.finishReason] ?? null,
+    stopReason: choice[choice.stopReason] ?? null,
+  };
 }
 
-function append(outputs, { index, text, reasoning, toolCalls, tokenIds, finishReason }) {
-  outputs[index] ??= { index, text: "", reasoning: "", toolCalls: [], tokenIds: [] };
+function asLogprobs(positions) {
+  return positions.map(({ token, top }) => ({ ...asLogprob(token), top: top.map(asLogprob) }));
+}
+
+function asLogprob({ tokenId, logprob, rank, text }) {
+  return { tokenId, logprob: logprob ?? null, rank, text };
+}
+
+function append(outputs, { index, text, reasoning, toolCalls, tokenIds, logprobs, ...ending }) {
+  outputs[index] ??= { index, text: "", reasoning: "", toolCalls: [], tokenIds: [], logprobs: [] };
   const output = outputs[index];
   output.text += text;
   output.reasoning += reasoning;
@@ -227,5 +264,6 @@ function append(outputs, { index, text, reasoning, toolCalls, tokenIds, finishRe
     begun.arguments += call.arguments;
   }
   output.tokenIds.push(...tokenIds);
-  output.finishReason = finishReason;
+  output.logprobs.push(...logprobs);
+  Object.assign(output, ending);
 }

@@ -17,22 +17,32 @@ export class OpenRequests {
   /**
    * The number of the connection for one more request; `leave` must follow.
    * @param {number} deadline on the clock of `performance.now()`; the wait ends with DEADLINE_EXCEEDED
+   * @param {AbortSignal} [signal] the wait ends with its reason
    */
-  enter(deadline) {
+  enter(deadline, signal) {
     const connection = this.#numOpen.findIndex((number) => number < MAX_OPEN_REQUESTS);
     if (connection >= 0) {
       this.#numOpen[connection] += 1;
       return connection;
     }
     return new Promise((resolve, reject) => {
-      const place = { resolve };
-      if (deadline !== Infinity) {
-        const expire = () => {
-          this.#waiting.delete(place);
-          reject(expired());
-        };
-        place.timer = setTimeout(expire, Math.min(deadline - performance.now(), LONGEST_TIMER_MS));
-      }
+      const leave = () => {
+        this.#waiting.delete(place);
+        clearTimeout(timer);
+        signal?.removeEventListener("abort", abort);
+      };
+      const giveUp = (error) => {
+        leave();
+        reject(error);
+      };
+      const abort = () => giveUp(signal.reason);
+      const place = (connection) => {
+        leave();
+        resolve(connection);
+      };
+      const timeLeft = Math.min(deadline - performance.now(), LONGEST_TIMER_MS);
+      const timer = deadline < Infinity ? setTimeout(() => giveUp(expired()), timeLeft) : undefined;
+      signal?.addEventListener("abort", abort);
       this.#waiting.add(place);
     });
   }
@@ -44,9 +54,7 @@ export class OpenRequests {
       this.#numOpen[connection] -= 1;
       return;
     }
-    this.#waiting.delete(next);
-    clearTimeout(next.timer);
-    next.resolve(connection);
+    next(connection);
   }
 }
 
