@@ -14,8 +14,16 @@ _POOLINGS = ("ALL", "MEAN", "CLS", "LAST")
 _CLASSIFIERS = {
     "bert": ("RobertaForSequenceClassification", ("cls", "cls.output")),
     "modernbert": ("ModernBertForSequenceClassification", ("cls", "cls.norm", "cls.output")),
+    "qwen3": ("Qwen3ForSequenceClassification", ("cls.output",)),
 }
 """Class and tensors of classifiers by `model_type`. Of others, files lack a layer: the pooler."""
+
+_OF_RERANKER = ["yes", "no"]
+"""Labels of Qwen3-Reranker: rows of its LM head."""
+
+RERANKER = "is_qwen3_reranker"
+"""The key of whether a file is that of a Qwen3-Reranker, whose label is the first of the two: the
+sigmoid of the difference of their logits is its probability."""
 
 
 def encoder(meta: Metadata, config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
@@ -56,9 +64,14 @@ def pooling(meta: Metadata, kind: str) -> dict[str, Any]:
     labels = meta.get("classifier.output_labels", [f"LABEL_{i}" for i in range(count)])
     if not isinstance(labels, list) or len(labels) != count:
         raise meta.fault("classifier.output_labels", f"{count} labels", labels)
-    return {
-        "architectures": [name],
-        "id2label": {str(index): label for index, label in enumerate(labels)},
-        "classifier_bias": "cls.bias" in tensors,
-        "pad_token_id": -1,  # the first row of positions is that of the first token
-    }
+    if kind == "qwen3":
+        is_reranker = labels == _OF_RERANKER
+        labels = labels[:1] if is_reranker else labels
+        fields: dict[str, Any] = {RERANKER: is_reranker}
+    else:
+        fields = {
+            "classifier_bias": "cls.bias" in tensors,
+            "pad_token_id": -1,  # the first row of positions is that of the first token
+        }
+    names = {str(index): label for index, label in enumerate(labels)}
+    return {"architectures": [name], "id2label": names, **fields}

@@ -126,6 +126,23 @@ class GgufNumber(GgufTensor):
         return torch.full(tuple(self.shape), self.value)
 
 
+@dataclass(kw_only=True)
+class GgufDifference(GgufTensor):
+    """A row that is the first one of a tensor, less the second."""
+
+    both: GgufTensor
+
+    def stored_values(self) -> Tensor:
+        """The difference, in float32: [1, columns]."""
+        first, second = self.both.stored_values().float()
+        return (first - second)[None]
+
+    @property
+    def is_quantized(self) -> bool:
+        """It is dequantized while it is read."""
+        return False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Gguf:
     """The headers of all GGUF files of a model. Equal to itself only."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -14,7 +15,15 @@ from torch import Tensor
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf.architectures import ENCODERS, LATENT
 from worker_service.loader.gguf.config import gguf_config
-from worker_service.loader.gguf.file import Gguf, GgufNumber, GgufTensor, Order, open_gguf
+from worker_service.loader.gguf.encoders import RERANKER
+from worker_service.loader.gguf.file import (
+    Gguf,
+    GgufDifference,
+    GgufNumber,
+    GgufTensor,
+    Order,
+    open_gguf,
+)
 from worker_service.loader.gguf.gemma import GEMMA3N, GEMMA4
 from worker_service.loader.gguf.metadata import ROPE_FREQUENCIES
 from worker_service.loader.gguf.rope import LONG_ROPE, LONG_ROPES, SECTIONS
@@ -95,7 +104,15 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
         if tensor.stored_name not in read_already and not tensor.stored_name.startswith(unused)
         for part in _parts(replace(tensor, name=name_of(tensor.stored_name, names)))
     }
+    if config.get(RERANKER):
+        tensors["score.weight"] = _difference(tensors["score.weight"])
     return tensors | (_xielus(gguf, num_layers) if kind == "apertus" else {})
+
+
+def _difference(tensor: GgufTensor) -> GgufDifference:
+    """The first row of a tensor of two, less the second."""
+    fields = {field.name: getattr(tensor, field.name) for field in dataclass_fields(tensor)}
+    return GgufDifference(**fields | {"shape": [1, tensor.shape[1]], "both": tensor})
 
 
 def _xielus(gguf: Gguf, num_layers: int) -> dict[str, GgufTensor]:

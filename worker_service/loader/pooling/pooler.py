@@ -13,6 +13,7 @@ from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.loader.files.assets import iter_assets
 from worker_service.loader.files.json_files import parse_object
 from worker_service.loader.files.overrides import read_template
+from worker_service.loader.gguf.encoders import RERANKER
 from worker_service.loader.pooling.sentence_transformers import MODULES, DenseSettings, read_modules
 from worker_service.loader.tensors import OpenFiles, describe
 from worker_service.loader.weights.checkpoint import Checkpoint
@@ -126,7 +127,8 @@ class PoolerBuilder:
         if self._config.classifier_tokens is not None:
             tokens = [token.strip() for token in self._config.classifier_tokens.split(",")]
         if not tokens:
-            return facts, None
+            is_reranker = bool(self._hf_config.get(RERANKER))  # of a GGUF file
+            return replace(facts, pair_template=_QWEN3_RERANKER) if is_reranker else facts, None
         if len(tokens) < 2 or not isinstance(model, DecoderModel):
             raise InvalidOption(
                 "classifier_tokens: expected two or more tokens of a native decoder, got"
