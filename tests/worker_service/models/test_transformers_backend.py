@@ -57,6 +57,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {k: v for k, v in LATENT.items() if k != "first_k_dense_replace"} | {"hidden_act": "mish"},
         "sparse attention, whose tokens an indexer",
     ),
+    "Dots3NoteForCausalLM": (
+        "Dots3NoteTextConfig",
+        {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE},
+        "sparse attention, whose tokens an indexer",
+    ),
+    "Qwen4ExpForCausalLM": (
+        "Qwen4ExpTextConfig",
+        {"num_hidden_layers": 4, "vocab_size": VOCAB_SIZE},
+        "linear attention or a state space",
+    ),
+    "MistralLarge4ForConditionalGeneration": (
+        "MistralLarge4Config",
+        {},
+        "multimodal model, whose text model, mistral_large4_text, cannot be served alone",
+    ),
+    "InklingForCausalLM": (
+        "InklingTextConfig",
+        {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE},
+        "hybrid",
+    ),
     "BltForCausalLM": ("BltConfig", {}, "no hidden_size, since it is not one decoder"),
     "RwkvForCausalLM": ("RwkvConfig", {"hidden_size": 64, "num_hidden_layers": 2}, ""),
     "Llama4ForCausalLM": (
