@@ -467,10 +467,16 @@ def test_experts_without_gates_are_those_of_peft(family: str) -> None:
     assert_core_equals_peft(base_of(family), made, [0, 1, 0, None, 1, 0], [0] * 6)
 
 
-@pytest.mark.parametrize("family", ["flint", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["flint", "mimo_v2_flash", "step3p5", "laguna"])
 def test_experts_behind_windows_and_sinks_are_those_of_peft(family: str) -> None:
     made = of_experts(family, base_of(family))
     assert_core_equals_peft(base_of(family), made, [0, 1, 2, None, 1, 0], [0] * 6)
+
+
+def test_gates_of_attention_with_windows_are_those_of_peft() -> None:
+    base = base_of("muse_glimmer")
+    made = adapters("muse_glimmer")[:2]
+    assert_core_equals_peft(base, made, [0, 1, 0, None, 1, 0], [0] * 6)
 
 
 def test_layers_that_share_modules_have_adapters_of_their_own_ones() -> None:
