@@ -74,6 +74,9 @@ leave out, or have elsewhere."""
 _HEADS_AMONG_AXES = ".self_attn.A_log"
 """End of names of tensors [1, 1, heads, 1] in `transformers`, with other axes in files."""
 
+_JOINED = "attn_qkv"
+"""The name in files of queries, keys and values in one tensor."""
+
 _STORED_AS_VECTORS = (".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")
 """Ends of names of matrices of one row in `transformers`."""
 
@@ -102,7 +105,8 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
         )
         for tensor in gguf.tensors.values()
         if tensor.stored_name not in read_already and not tensor.stored_name.startswith(unused)
-        for part in _parts(replace(tensor, name=name_of(tensor.stored_name, names)))
+        for separate in _separated(tensor, names, config)
+        for part in _parts(separate)
     }
     if config.get(RERANKER):
         tensors["score.weight"] = _difference(tensors["score.weight"])
@@ -235,6 +239,41 @@ def name_of(stored_name: str, names: Mapping[str, str]) -> str:
     if match[3] is None and not name.endswith("norm"):  # some of Falcon-H1 have no suffix in files
         return stored_name
     return f"{name}.{match[3] or 'weight'}"
+
+
+def _separated(
+    tensor: GgufTensor, names: Mapping[str, str], config: Mapping[str, Any]
+) -> Iterator[GgufTensor]:
+    """The tensor under its name, or the queries, keys and values that one of a model with three
+    such tensors contains one after the other, as llama.cpp reads them of most architectures."""
+    stored = tensor.stored_name
+    if f".{_JOINED}." not in stored or _JOINED in names or "attn_q" not in names:
+        yield replace(tensor, name=name_of(stored, names))
+        return
+    num_heads, head_dim = config["num_attention_heads"], config["head_dim"]
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    value_dim = config.get("v_head_dim") or head_dim
+    sizes = {
+        "attn_q": num_heads * head_dim,
+        "attn_k": num_kv_heads * head_dim,
+        "attn_v": num_kv_heads * value_dim,
+    }
+    num_rows, first = tensor.shape[0], 0
+    if num_rows != (expected := sum(sizes.values())):
+        raise BadCheckpoint(
+            f"{tensor.file}: {stored}: expected {expected} rows of queries, keys and values, got"
+            f" {num_rows}"
+        )
+    num_bytes = tensor.num_bytes // num_rows
+    for part, count in sizes.items():
+        yield replace(
+            tensor,
+            name=name_of(stored.replace(_JOINED, part), names),
+            shape=[count, *tensor.shape[1:]],
+            offset=tensor.offset + first * num_bytes,
+            num_bytes=count * num_bytes,
+        )
+        first += count
 
 
 def _parts(tensor: GgufTensor) -> Iterator[GgufTensor]:
