@@ -413,6 +413,7 @@ def _layers() -> None:
     for activation in ACTIVATIONS:
         triton_kernels.act_and_mul(rows, activation)
         triton_kernels.activate(rows, activation)
+    triton_kernels.apply_gate(rows, Gate(limit=7.0, alpha=1.702, offset=1.0))
 
 
 def _states() -> None:
@@ -426,6 +427,7 @@ def _states() -> None:
         lambda: Rglru(dtype, 2048, num_units=4),
         lambda: DeltaRule(dtype, 2, 8),
         lambda: DeltaRule(torch.float32, 8, 8, by_element=True),
+        lambda: DeltaRule(dtype, 8, 8, by_element=True, decay_bound=-5.0),
     ):
         layer = make()
         for saves in ((), [(0, 2)]):
@@ -546,8 +548,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv": (lambda: _rotate(torch.bfloat16), 1),
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "rotate": (_rotate_in_place, 2),
-    "layers": (_layers, 17 + 2 * len(ACTIVATIONS)),
-    "states": (_states, 18),
+    "layers": (_layers, 18 + 2 * len(ACTIVATIONS)),
+    "states": (_states, 20),
     "linear": (_linear, 4),
     "few_rows": (_few_rows, 4),
     "adapters": (_adapters, 22),

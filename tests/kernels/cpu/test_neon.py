@@ -261,6 +261,9 @@ LAYERS: dict[str, Layer] = {
     "correct_streams": lambda kernels, x: kernels.correct_streams(
         x.clone(), x[:, :19], x[:, :2].contiguous(), 1
     ),
+    "apply_gate": lambda kernels, x: kernels.apply_gate(
+        x[:, :24], reference.Gate(limit=1.0, offset=1.0)
+    ),
     "read_streams": _read_streams,
     "write_streams": lambda kernels, x: kernels.write_streams(
         x.clone(), x[:, :19], x[:, :2].float()
