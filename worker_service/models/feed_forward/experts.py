@@ -68,7 +68,7 @@ class ExpertStorage(Enum):
 
     STACKS = auto()
     """Tensors of all experts: gate and up, [num_experts, inner_size, hidden_size] each, and down,
-    [num_experts, hidden_size, inner_size]."""
+    [num_experts, hidden_size, inner_size]. There are no biases."""
 
     TRANSPOSED_STACK = auto()
     """Tensors of all experts: rows of gate and up in turn, [num_experts, hidden_size, 2 *
