@@ -163,14 +163,17 @@ def gated_mlp(config: Config, **others: Any) -> MLPSpec:
 
 
 def layer_types(
-    config: Config, default: Sequence[str], allowed: Sequence[str] = (SLIDING, FULL)
+    config: Config,
+    default: Sequence[Any],
+    allowed: Sequence[str] = (SLIDING, FULL),
+    key: str = "layer_types",
 ) -> list[str]:
     """The type of each layer. Raises UnsupportedModel for other types, or another number."""
     num_layers, (*others, last) = config["num_hidden_layers"], allowed
-    kinds = list(config.get("layer_types") or default)
+    kinds = list(config.get(key) or default)
     if len(kinds) != num_layers or not set(kinds) <= {*allowed}:
         raise UnsupportedModel(
-            f"config.json: layer_types: expected {', '.join(others)} or {last} for each of"
+            f"config.json: {key}: expected {', '.join(others)} or {last} for each of"
             f" {num_layers} layers, got {', '.join(map(str, kinds))}"
         )
     return kinds
@@ -179,14 +182,9 @@ def layer_types(
 def have_experts(config: Config, num_dense: int) -> list[bool]:
     """Whether each layer has experts, not an MLP. num_dense: first layers that have an MLP by
     default. Raises UnsupportedModel for other types in `mlp_layer_types`, or another number."""
-    num_layers = config["num_hidden_layers"]
-    default = ["dense" if layer < num_dense else "sparse" for layer in range(num_layers)]
-    kinds = list(config.get("mlp_layer_types") or default)
-    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
-        raise UnsupportedModel(
-            f"config.json: mlp_layer_types: expected dense or sparse for each of {num_layers}"
-            f" layers, got {', '.join(map(str, kinds))}"
-        )
+    layers = range(config["num_hidden_layers"])
+    default = ["dense" if layer < num_dense else "sparse" for layer in layers]
+    kinds = layer_types(config, default, ("dense", "sparse"), "mlp_layer_types")
     return [kind == "sparse" for kind in kinds]
 
 

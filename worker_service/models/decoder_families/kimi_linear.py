@@ -4,7 +4,6 @@ without a rotary embedding; experts as in DeepSeek-V3."""
 from collections.abc import Sequence
 from typing import Any
 
-from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder.specs import DecoderSettings, FeedForwardSpec, LayerSpec
 from worker_service.models.decoder_families.common import (
     FULL,
@@ -13,6 +12,7 @@ from worker_service.models.decoder_families.common import (
     decoder_of,
     gated_mlp,
     have_experts,
+    layer_types,
     require,
     routing,
     with_keys,
@@ -165,23 +165,11 @@ def _parts(config: Config) -> Sequence[FeedForwardSpec]:
     return [experts if is_sparse else dense for is_sparse in kinds]
 
 
-def _kinds(config: Config, linear: Config) -> list[Any]:
+def _kinds(config: Config, linear: Config) -> list[str]:
     """The type of each layer, which published checkpoints list by their numbers from 1 on."""
     layers = range(1, config["num_hidden_layers"] + 1)
     default: list[Any] = [_LINEAR if i % 4 or not i else FULL for i in range(len(layers))]
     if "full_attn_layers" in linear and "kda_layers" in linear:
         names = {FULL: linear["full_attn_layers"], _LINEAR: linear["kda_layers"]}
         default = [next((k for k, own in names.items() if i in own), None) for i in layers]
-    kinds = list(config.get("layer_types") or default)
-    _check(config, "layer_types", kinds, FULL, _LINEAR)
-    return kinds
-
-
-def _check(config: Config, key: str, kinds: Sequence[Any], *allowed: str) -> None:
-    """Raise UnsupportedModel unless there is a type for each layer."""
-    num_layers = config["num_hidden_layers"]
-    if len(kinds) != num_layers or not set(kinds) <= set(allowed):
-        raise UnsupportedModel(
-            f"config.json: {key}: expected {' or '.join(allowed)} for each of {num_layers} layers,"
-            f" got {', '.join(map(str, kinds))}"
-        )
+    return layer_types(config, default, (FULL, _LINEAR))
