@@ -25,12 +25,13 @@ from pagewire_kernels.reference import Gate, Routing
 from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import Kernels
 from pagewire_kernels.slot_deltas import AddOfExperts, SlotDeltas
-from worker_service.distributed.layout import Layout, Shard, consecutive
+from worker_service.distributed.layout import Layout, Shard
+from worker_service.models.feed_forward.mlp import gate_and_up
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers.activations import ACTIVATIONS
 from worker_service.models.layers.vector import Vector
 from worker_service.models.linear.additions import Additions, LinearPart, make_slots
-from worker_service.models.linear.linear import GatedLinear, Linear, float_linear
+from worker_service.models.linear.linear import Linear, float_linear
 from worker_service.models.linear.packing import pack_experts
 
 if TYPE_CHECKING:
@@ -226,16 +227,20 @@ class SharedExperts(nn.Module):
         super().__init__()
         layout, full = context.communicator.layout, Shard.full(size)
         inner = layout.even_shard(spec.inner_size, "columns of shared experts")
-        outputs, sources = [inner] * (1 + is_gated), [0] * 2 if spec.is_fused else None
-        if spec.is_fused:
-            outputs = consecutive(outputs)
         self._kernels, self._scale, self._gate = kernels, spec.scale, spec.gate
-        if is_gated and spec.gate is None:
-            self.up: Linear = GatedLinear(
-                size, outputs, activation, kernels, bias=False, context=context, sources=sources
+        self.up: Linear
+        if is_gated:
+            self.up = gate_and_up(
+                size,
+                inner,
+                activation if spec.gate is None else None,
+                kernels,
+                is_fused=spec.is_fused,
+                bias=False,
+                context=context,
             )
         else:
-            self.up = Linear(full, outputs, bias=False, context=context, sources=sources)
+            self.up = Linear(full, [inner], bias=False, context=context)
             self._gate = spec.gate or Gate(activation=activation, multiplies=False)
         self.down = Linear(inner, [full], bias=False, context=context)
         self.gate: Linear | None = None
@@ -420,14 +425,15 @@ class ExpertWeights(nn.Module):
         """Whether the rows of gate and up take turns in the checkpoint."""
         return self._storage in (ExpertStorage.TRANSPOSED_STACK, ExpertStorage.IN_TURN)
 
-    def _stacked_targets(self, gate_up: str, *others: str) -> Iterator[WeightTarget]:
+    def _stacked_targets(self, *names: str) -> Iterator[WeightTarget]:
         all_gate_up, all_down = self._stacks
-        *others_up, down = others
+        *parts, down = names
         if self._storage is ExpertStorage.STACKS:
-            for name, part in zip((gate_up, *others_up), all_gate_up.chunk(2, dim=1), strict=True):
+            for name, part in zip(parts, all_gate_up.chunk(2, dim=1), strict=True):
                 yield WeightTarget(name, part, 1, self._inner)
             yield WeightTarget(down, all_down, 2, self._inner)
             return
+        [gate_up] = parts
         if self._storage is ExpertStorage.STACK:
             yield from self._double_targets(gate_up, all_gate_up)
             yield WeightTarget(down, all_down, 2, self._inner)

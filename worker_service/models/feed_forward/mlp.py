@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from pagewire_kernels.reference import Gate
+from pagewire_kernels.reference.backend import LayerKernels
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Layout, Shard, consecutive
 from worker_service.errors import UnsupportedModel
@@ -51,6 +52,27 @@ class MLPSpec:
         return MLP(self, size, context, kernels)
 
 
+def gate_and_up(
+    size: int,
+    inner: Shard,
+    activation: str | None,
+    kernels: LayerKernels,
+    *,
+    is_fused: bool,
+    bias: bool,
+    context: ModelContext,
+) -> Linear:
+    """The layer of gate and up. activation: what it also applies to the gate before it multiplies
+    both; None: its output is gate, then up. is_fused: as in `MLPSpec`."""
+    outputs = consecutive([inner] * 2) if is_fused else [inner] * 2
+    sources = [0] * 2 if is_fused else None
+    if activation is None:
+        return Linear(Shard.full(size), outputs, bias=bias, context=context, sources=sources)
+    return GatedLinear(
+        size, outputs, activation, kernels, bias=bias, context=context, sources=sources
+    )
+
+
 class MLP(nn.Module):
     """See `MLPSpec`."""
 
@@ -65,23 +87,19 @@ class MLP(nn.Module):
         self._gate_deviations, self._communicator = s.gate_deviations, context.communicator
         self._gate = s.gate
         self.xielu = Xielu(context, kernels.layers) if activation is None else None
+        self.up: Linear
         if s.is_gated:
             assert activation is not None, "xIELU has no gate"
-            outputs = consecutive([inner] * 2) if s.is_fused else [inner] * 2
-            sources = [0] * 2 if s.is_fused else None
-            if s.gate_scale == 1.0 and s.gate_deviations is None and s.gate is None:
-                self.up: Linear = GatedLinear(
-                    size,
-                    outputs,
-                    activation,
-                    kernels.layers,
-                    bias=s.bias,
-                    context=context,
-                    sources=sources,
-                )
-            else:
-                rows = Shard.full(size)
-                self.up = Linear(rows, outputs, bias=s.bias, context=context, sources=sources)
+            is_plain = s.gate_scale == 1.0 and s.gate_deviations is None and s.gate is None
+            self.up = gate_and_up(
+                size,
+                inner,
+                activation if is_plain else None,
+                kernels.layers,
+                is_fused=s.is_fused,
+                bias=s.bias,
+                context=context,
+            )
         else:
             self.up = Linear(Shard.full(size), [inner], bias=s.bias, context=context)
         self.down = RowParallelLinear(inner, size, bias=s.bias, context=context)
