@@ -179,8 +179,9 @@ def gated_delta_rule(
             for part in (query, key)
         )
         times = decay[rows].float() + dt_bias
-        bounded = decay_bound * _sigmoid(rate * times)
-        decays = torch.exp(bounded if decay_bound < 0 else -rate * softplus(times))
+        is_bounded = decay_bound < 0
+        logs = decay_bound * _sigmoid(rate * times) if is_bounded else -rate * softplus(times)
+        decays = torch.exp(logs)
         state = states.values[seqs] * decays[..., None]
         gates = beta_scale * _sigmoid(beta[rows].float())
         change = (value[rows].float() - _sum(state, keys)) * gates[..., None]
