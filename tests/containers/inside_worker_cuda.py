@@ -19,7 +19,7 @@ from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
 
 from pagewire_kernels.flash_attention import import_vllm_flash_attn, vllm_calls
-from pagewire_kernels.triton.layers import _rms_norm
+from pagewire_kernels.triton.layers import _norm
 
 STUB = Path("/tmp/stub/libcuda.so.1")
 """Stands in for the driver's library, which the container runtime adds where there is a GPU."""
@@ -39,14 +39,14 @@ def load_stub() -> None:
 
 def compiled_kernel() -> bytes:
     """One of our kernels as machine code for compute capability 9.0."""
-    kinds = dict.fromkeys(("output", "x", "residual", "weight"), "*bf16") | {"eps": "fp32"}
-    constants = {"SIZE": 64, "HAS_RESIDUAL": True, "TILE": 64}
-    signature = {
-        name: "constexpr" if name in constants else kinds.get(name, "i32")
-        for name in _rms_norm.arg_names
-    }
-    source = ASTSource(fn=_rms_norm, signature=signature, constexprs=constants)
-    code: bytes = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    constants = {"SIZE": 64, "HAS_RESIDUAL": True, "HAS_WEIGHT": True, "IS_RMS": True, "TILE": 64}
+    tensors = dict.fromkeys(("output", "x", "residual", "weight", "bias"), "*bf16")
+    kinds = tensors | {"eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in _norm.arg_names}
+    source = ASTSource(fn=_norm, signature=signature, constexprs=constants)
+    options = {"enable_fp_fusion": False}
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    code: bytes = found.asm["cubin"]
     return code
 
 
