@@ -362,23 +362,39 @@ def test_keys_and_the_token_between_services_are_secrets(
     for file in ("docker-compose.yml", "deploy/compose/secure.yml"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, tmp_path / file)
-    secrets = tmp_path / "secrets"
-    secrets.mkdir()
-    made = CliRunner().invoke(app, ["key", "new", "--tenant", "production"])
-    (secrets / "keys.toml").write_text(made.stdout)
-    (secrets / "cluster-token").write_text("0123456789abcdef" * 4)
-    for file in secrets.iterdir():
-        file.chmod(0o600)
-        os.chown(file, 10001, 10001)
+    clients, cluster = tmp_path / "secrets/clients", tmp_path / "secrets/cluster"
+
+    def write_secret(file: Path, secret: str) -> None:
+        """Owned by the containers' user, in the place of the previous file, if there is one."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(".new")
+        new.touch(0o600)
+        new.write_text(secret)
+        for path in (new, file.parent):
+            os.chown(path, 10001, 10001)
+        new.replace(file)
+
+    def new_key() -> str:
+        made = CliRunner().invoke(app, ["key", "new", "--tenant", "production"])
+        write_secret(clients / "keys.toml", made.stdout)
+        return made.stderr.split()[-1]
+
+    key = new_key()
+    write_secret(cluster / "token", "0123456789abcdef" * 4)
     files = ("docker-compose.yml", "deploy/compose/secure.yml")
     project = f"{PROJECT}-secure"
     compose = Compose(docker, ports(), project=project, folder=tmp_path, files=files)
     try:
         compose.up(OURS)
+        assert "can read a secret" not in compose("logs")
         [address] = published(compose, 7600)
         with Client(address) as client, pytest.raises(NotAuthorized):
             client.get_model()
-        with Client(address, api_key=made.stderr.split()[-1]) as client:
-            assert client.generate("27 + 45 =", SamplingParams(max_tokens=8)).finished
+        for _ in range(2):  # the second time with another key, in the place of the first
+            with Client(address, api_key=key) as client:
+                assert client.generate("27 + 45 =", SamplingParams(max_tokens=8)).finished
+            revoked, key = key, new_key()
+            with Client(address, api_key=revoked) as client, pytest.raises(NotAuthorized):
+                client.get_model()
     finally:
         compose("down", "--volumes", "--timeout", "10")

@@ -3,6 +3,7 @@
 import json
 import re
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any
 
 import jsonschema
@@ -158,11 +159,13 @@ def test_the_secure_variant_is_as_its_schema_says_and_changes_every_service_of_o
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_secret_is_read_where_it_is_mounted_by_a_flag_that_is_there(name: str) -> None:
+def test_a_secret_is_read_by_a_flag_from_a_mounted_folder_where_it_can_be_replaced(
+    name: str,
+) -> None:
     added = SECURE["services"][name]
-    assert set(added["secrets"]) <= set(SECURE["secrets"])
-    read = {value.removeprefix("/run/secrets/") for value in added["environment"].values()}
-    assert read == set(added["secrets"])
+    assert all(mount["read_only"] for mount in added["volumes"])
+    folders = {mount["target"] for mount in added["volumes"]}
+    assert {str(PurePath(file).parent) for file in added["environment"].values()} == folders
     assert set(added["environment"]) <= variables_of(service_of(name).command[0])
 
 
