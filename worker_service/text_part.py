@@ -8,8 +8,8 @@ _TEXT_MODEL = re.compile(
 )
 """The beginning of names that says that something belongs to the text model of a multimodal one."""
 
-_OTHER = ("visual.", "vit.", "vision_model.")
-"""Beginnings of names in older checkpoints, where those of the text model have no such one."""
+_OTHER = ("visual.", "vit.", "vision_model.", "vision_encoder.", "audio_encoder.")
+"""Beginnings of names in checkpoints where those of the text model have no such one."""
 
 _TEXT_PARTS = (
     *("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head."),

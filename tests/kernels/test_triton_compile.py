@@ -48,9 +48,14 @@ LONG = [pytest.mark.long]
 def for_every_gpu(
     cases: Iterable[str], short: Container[str], long: Container[str] = ()
 ) -> pytest.MarkDecorator:
-    """Cases for each GPU that can have them: one before compute capability 8.9 has no fp8 cache.
-    Long tests are those `long` on Hopper, and on other GPUs all but the `short` ones on one without
-    fp8 and on one with the least shared memory."""
+    """Cases for each GPU that can have them: one before compute capability 8.9 has no fp8 cache,
+    and large latents need the shared memory of a data centre's. Long tests are those `long` on
+    Hopper, and on other GPUs all but the `short` ones on one without fp8 and on one with the least
+    shared memory."""
+
+    def is_possible(case: str, gpu: GPUTarget) -> bool:
+        is_large = case.endswith("large latents")
+        return SHARED_MEMORY[gpu.arch] >= 160 if is_large else gpu.arch >= 89 or "fp8" not in case
 
     def is_short(case: str, gpu: GPUTarget) -> bool:
         return case not in long if gpu == HOPPER else case in short and gpu.arch in EXTREMES
@@ -66,7 +71,7 @@ def for_every_gpu(
             )
             for case in cases
             for gpu in GPUS
-            if gpu.arch >= 89 or not case.endswith("fp8")
+            if is_possible(case, gpu)
         ],
     )
 
@@ -242,6 +247,8 @@ OTHER_SHAPES = {
     "prefill, latents": ((16, 1, 576), torch.bfloat16, torch.bfloat16, 300, 1),
     "decode, latents of 128 heads": ((128, 1, 576), torch.bfloat16, torch.bfloat16, 1, 4),
     "prefill, latents of 128 heads": ((128, 1, 576), torch.bfloat16, torch.bfloat16, 300, 1),
+    "decode, large latents": ((64, 1, 1088), torch.bfloat16, torch.bfloat16, 1, 4),
+    "prefill, large latents": ((64, 1, 1088), torch.bfloat16, torch.bfloat16, 300, 1),
 }
 
 
@@ -254,6 +261,7 @@ LIKE_OTHERS = (
     "decode, heads of 256",
     "prefill, heads of 256",
     "prefill, latents",
+    "prefill, large latents",
     "decode, latents of 128 heads",
 )
 """What makes these large or odd makes others so, too."""

@@ -574,6 +574,27 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         **_INDEXER,
         "attention_bias": True,
     },
+    "dots3_note": {
+        "model_type": "dots3_note_text",
+        **_LATENT,
+        **_SCORED_MOE,
+        **_INDEXER,
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "shared_experts_intermediate_size": 56,
+        "layer_types": [
+            *("indexed_attention", "sliding_attention", "sliding_attention", "indexed_attention")
+        ],
+        "sliding_window": 9,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 48,
+        "swa_kv_lora_rank": 96,
+        "swa_head_dim": 28,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 20,
+        "swa_qk_rope_head_dim": 12,
+    },
     "glm_moe_dsa": {**_LATENT, **_SCORED_MOE, **_INDEXER, "indexer_types": ["full", "shared"]},
     "glm4_moe_lite": {
         **_LATENT,

@@ -59,14 +59,16 @@ def attention_needs(
 
 def head_dim(config: Mapping[str, Any]) -> int:
     """Elements of the largest attention head, from the usual fields of `config.json`; 64 without
-    them. Of latent attention, those of the latent with the end of keys."""
+    them."""
+    layers = [config, *_configs_of_layers(config).values()]
+    return max(*map(_head_dim_of_all, layers), config.get("global_head_dim") or 0)
+
+
+def _head_dim_of_all(config: Mapping[str, Any]) -> int:
+    """Elements of a head, where those of all layers are equal; of latent attention, those of the
+    latent with the end of keys."""
     if latent := config.get("kv_lora_rank"):
         return int(latent) + int(config.get("qk_rope_head_dim", 64))
-    others = _other_head_dims(config).values()
-    return max(_plain_head_dim(config), config.get("global_head_dim") or 0, *others, 0)
-
-
-def _plain_head_dim(config: Mapping[str, Any]) -> int:
     sizes, counts = (
         ("hidden_size", "n_embd", "dim", "d_model"),
         ("num_attention_heads", "n_head", "n_heads"),
@@ -77,20 +79,19 @@ def _plain_head_dim(config: Mapping[str, Any]) -> int:
     return int(config.get("head_dim") or size // (heads or 1) or 64)
 
 
-def _other_head_dims(config: Mapping[str, Any]) -> dict[int, int]:
-    """By layer, for those whose heads differ (Gemma 4)."""
+def _configs_of_layers(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """By layer, the configuration of those that differ from others (Gemma 4, Dots 3 Note)."""
     layers = (config.get("per_layer_config") or {}).items()
-    return {int(index): layer["head_dim"] for index, layer in layers if layer.get("head_dim")}
+    return {int(index): {**config, **layer} for index, layer in layers}
 
 
 def needs_of_windows(config: Mapping[str, Any], needs: AttentionNeeds) -> AttentionNeeds | None:
     """What layers with a window need of attention, if they have smaller heads than others, which
     may then be served by another backend. needs: those of all layers."""
     text = config.get("text_config") or config
-    kinds, others = text.get("layer_types") or (), _other_head_dims(text)
-    plain = _plain_head_dim(text)
-    windows = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
-    size = max((others.get(index, plain) for index in windows), default=needs.head_dim)
+    kinds, others = text.get("layer_types") or (), _configs_of_layers(text)
+    windows = [others.get(i, text) for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    size = max(map(_head_dim_of_all, windows), default=needs.head_dim)
     return replace(needs, head_dim=size) if size < needs.head_dim else None
 
 

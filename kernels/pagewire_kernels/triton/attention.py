@@ -402,9 +402,11 @@ def _num_parts(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 def num_stages(shared_memory: int, head_dim: int) -> int:
-    """As many stages as shared memory allows: with five, a tile of a prefill takes 129 KiB."""
+    """As many stages as shared memory allows: with five, a tile of a prefill takes 129 KiB. With
+    two, one of heads of more than 1,024 elements takes 193 KiB."""
     if head_dim > _MAX_USUAL_HEAD:
-        return 2 if shared_memory >= 160 * 1024 else 1
+        needed = 160 if head_dim <= 1024 else 200
+        return 2 if shared_memory >= needed * 1024 else 1
     return 5 if shared_memory >= 160 * 1024 else 3
 
 

@@ -147,12 +147,14 @@ def test_threads_that_share_one_kv_head_give_the_bits_of_one_thread(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_heads", [12, 2])
 @pytest.mark.parametrize("value_dim", [1, 40, 64, 96])
+@pytest.mark.parametrize("window", [None, 20])
 def test_elements_of_values_that_are_left_out_do_not_change_the_bits_of_the_others(
     backend: AttentionBackend,
     cache_dtype: torch.dtype | None,
     dtype: torch.dtype,
     num_heads: int,
     value_dim: int,
+    window: int | None,
 ) -> None:
     shape = Shape(
         num_heads=num_heads, num_kv_heads=1, head_dim=104, dtype=dtype, cache_dtype=cache_dtype
@@ -160,8 +162,9 @@ def test_elements_of_values_that_are_left_out_do_not_change_the_bits_of_the_othe
     sequences = PagedSequences(shape, [33, 300, 190])
     sequences.write(backend)
     parts = [(0, 30, 33), (1, 299, 300), (2, 0, 190)]
-    expected = sequences.attend(parts, backend, scale=0.1)
-    found = sequences.attend(parts, backend, scale=0.1, value_dim=value_dim)
+    options = {"scale": 0.1, "sliding_window": window}
+    expected = sequences.attend(parts, backend, **options)
+    found = sequences.attend(parts, backend, **options, value_dim=value_dim)
     assert torch.equal(found[:, :, :value_dim], expected[:, :, :value_dim])
 
 

@@ -194,31 +194,38 @@ def test_tokens_are_those_of_peft_in_a_mixed_batch(family: str) -> None:
     assert_equal_to_peft(family, adapters(family), [0, None, 1, 2, 0, None])
 
 
+def of_latents(family: str) -> list[PeftAdapter]:
+    """Adapters of the expansion of latents, alone and beside all other layers."""
+    settings: list[dict[str, Any]] = [
+        {"target_modules": ["kv_b_proj"], "lora_alpha": 20},
+        {"r": 5, "lora_alpha": 4},
+        {"r": 16, "lora_alpha": 6},
+    ]
+    return [
+        make_adapter(
+            base_of(family),
+            _folder() / f"{family}-latent-{i}",
+            seed=i,
+            exclude_modules=UNUSED,
+            **numbers,
+        )
+        for i, numbers in enumerate(settings)
+    ]
+
+
 @pytest.mark.parametrize(
     "family",
     ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "longcat_flash", "hy_v4", "axk2"],
 )
 def test_the_expansion_of_latents_is_that_of_peft(family: str) -> None:
     """PEFT changes keys and values, which are never computed here: queries and sums of latents are
-    multiplied by the weights of `kv_b_proj`, alone and beside all other layers."""
-    base = base_of(family)
-    made = [
-        make_adapter(
-            base,
-            _folder() / f"{family}-latent-{i}",
-            seed=i,
-            exclude_modules=UNUSED,
-            **settings,
-        )
-        for i, settings in enumerate(
-            [
-                {"target_modules": ["kv_b_proj"], "lora_alpha": 20},
-                {"r": 5, "lora_alpha": 4},
-                {"r": 16, "lora_alpha": 6},
-            ]
-        )
-    ]
-    assert_equal_to_peft(family, made, [0, None, 1, 2, 0, None])
+    multiplied by the weights of `kv_b_proj`."""
+    assert_equal_to_peft(family, of_latents(family), [0, None, 1, 2, 0, None])
+
+
+def test_latents_with_windows_are_those_of_peft() -> None:
+    made = of_latents("dots3_note")
+    assert_core_equals_peft(base_of("dots3_note"), made, [0, None, 1, 2, 0, None], [0] * 6)
 
 
 OF_DORA: tuple[dict[str, Any], ...] = (

@@ -59,7 +59,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "Dots3NoteForCausalLM": (
         "Dots3NoteTextConfig",
-        {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE},
+        {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE, "hidden_act": "mish"},
         "sparse attention, whose tokens an indexer",
     ),
     "Qwen4ExpForCausalLM": (

@@ -154,7 +154,7 @@ EVERY_KIND = (
     *("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama4", "gemma3n", "gemma4_shared"),
     *("mimo_v2_flash", "lfm3", "olmo_hybrid", "zamba2", "falcon_h1_normed", "gpt_bigcode", "bamba"),
     *("qwen3_next", "granitemoeshared", "gptj", "nanochat", "longcat_flash", "hy_v4"),
-    *("minimax_m3", "bailing_hybrid", "axk2"),
+    *("minimax_m3", "bailing_hybrid", "axk2", "dots3_note"),
     *("step3p5", "laguna", "laguna_elements", "muse_glimmer"),
 )
 """Families with every kind of layer that ranks divide: heads and their groups, latents, states,

@@ -91,6 +91,7 @@ _TEXT_MODELS = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "dots3_note_text": "Dots3NoteForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "apertus1p5_text": "Apertus1p5TextForCausalLM",
     "aria_text": "AriaTextForCausalLM",
@@ -130,7 +131,7 @@ _TEXT_MODELS = {
 _WHOLE_MODELS = ("ForConditionalGeneration", "NemotronH_Omni_Reasoning_V3")
 """Ends of the names of multimodal models."""
 
-_WITH_OTHER_KEYS = ("Step3p5ForCausalLM",)
+_WITH_OTHER_KEYS = ("Step3p5ForCausalLM", "Dots3NoteForCausalLM")
 """Text models whose keys, as published, differ from those of `transformers`, which reads both."""
 
 _TEXT_SETTINGS = {

@@ -17,6 +17,7 @@ from worker_service.models.decoder_families.delta_nets import (
     qwen3_5_settings,
     qwen3_next_settings,
 )
+from worker_service.models.decoder_families.dots3_note import dots3_note_settings
 from worker_service.models.decoder_families.gemma import (
     gemma2_settings,
     gemma3_settings,
@@ -173,6 +174,7 @@ DECODERS: Mapping[str, Callable[[Config], DecoderSettings]] = {
     "DeepseekV32ForCausalLM": deepseek_v32_settings,
     "AXK1ForCausalLM": axk1_settings,
     "AXK2ForCausalLM": axk2_settings,
+    "Dots3NoteForCausalLM": dots3_note_settings,
     "GlmMoeDsaForCausalLM": glm_moe_dsa_settings,
     "Glm4MoeLiteForCausalLM": glm4_moe_lite_settings,
     "YoutuForCausalLM": youtu_settings,

@@ -78,6 +78,13 @@ def with_values(config: Config, **values: Any) -> Config:
     return ChainMap(values, cast(Any, config))
 
 
+def values_of_layer(config: Config, index: int) -> Mapping[str, Any]:
+    """What `per_layer_config`, whose keys are numbers or their digits, has for a layer."""
+    by_layer = config.get("per_layer_config") or {}
+    found: Mapping[str, Any] = by_layer.get(str(index)) or by_layer.get(index) or {}
+    return found
+
+
 def head_dim_of(config: Config, default: int | None = None) -> int:
     """Elements of a head. default: where `config.json` does not say it; None: those of the hidden
     size, divided by the heads."""

@@ -26,6 +26,7 @@ from worker_service.models.decoder_families.common import (
     require,
     rotary_of,
     routing,
+    values_of_layer,
     with_values,
 )
 from worker_service.models.decoder_families.gemma import NAMES_AROUND
@@ -158,9 +159,8 @@ def _attention(
     config: Config, index: int, kind: str, norm: NormSpec, source: int | None
 ) -> AttentionSpec:
     sizes = {key: config.get(key) for key in ("head_dim", "num_key_value_heads")}
-    by_layer = config.get("per_layer_config")
-    if by_layer is not None:
-        found = by_layer.get(str(index)) or by_layer.get(index) or {}
+    if config.get("per_layer_config") is not None:
+        found = values_of_layer(config, index)
         sizes |= {key: found[key] for key in sizes if found.get(key)}
     elif kind == FULL:
         sizes["head_dim"] = config.get("global_head_dim", 512)

@@ -30,11 +30,13 @@ class RMSNorm(nn.Module):
         affine: bool = True,
         shard: Shard | None = None,
         scale: float = 1.0,
+        order: Tensor | None = None,
     ) -> None:
         """affine: whether the checkpoint has a weight; otherwise that is 1. shard: the columns of
-        this rank, as many as `size`; None: all. See `norm_shards`."""
+        this rank, as many as `size`; None: all. See `norm_shards`. order: int64 [size], the place
+        of each column in the checkpoint's weight; None: the same."""
         super().__init__()
-        self.shard = shard
+        self.shard, self.order = shard, order
         self.weight, self.affine = context.empty(size), affine
         if not affine:
             self.weight.fill_(1)
@@ -116,8 +118,9 @@ class LayerNorm(nn.Module):
 def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]:
     """Destinations of the checkpoint's tensors of the norm called `name`."""
     if norm.weight is not None and (isinstance(norm, LayerNorm) or norm.affine):
-        shard = norm.shard if isinstance(norm, RMSNorm) else None
-        yield WeightTarget(f"{name}.weight", norm.weight, shard=shard)
+        of_rms = (norm.shard, norm.order) if isinstance(norm, RMSNorm) else (None, None)
+        shard, order = of_rms
+        yield WeightTarget(f"{name}.weight", norm.weight, shard=shard, order=order)
     if isinstance(norm, LayerNorm) and norm.bias is not None:
         yield WeightTarget(f"{name}.bias", norm.bias)
 

@@ -53,7 +53,8 @@ class LatentAttentionSpec:
 
     Attributes of `LatentAttention` with tensors, for `LayerSpec.names`: `inputs` (queries, or their
     latents, then latents with the end of keys, then gates, if there are any), `latent_norm`,
-    `expansion`, `output`, with latents of queries `query_norm` and `query`, and `sinks`.
+    `expansion`, `output`, with latents of queries `query_norm` and `query`, and, if there are any,
+    `end_norm` and `sinks`.
     """
 
     num_heads: int
@@ -86,14 +87,17 @@ class LatentAttentionSpec:
     has_pairs: bool = True
     """As `AttentionSpec.has_pairs`."""
 
+    norms_ends: bool = False
+    """Whether the end of keys has an RMS norm of its own, before it is rotated."""
+
     has_sinks: bool = False
     """As `AttentionSpec.has_sinks`."""
 
     gates: OutputGates | None = None
     """What the output is multiplied by; None: nothing. There are no biases with gates."""
 
-    window: None = None
-    """Tokens see all before them."""
+    window: int | None = None
+    """As `AttentionSpec.window`."""
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the heads."""
@@ -101,8 +105,10 @@ class LatentAttentionSpec:
 
     def kept(self, context: ModelContext, max_model_len: int) -> tuple[LayerKV, ...]:
         """What a token leaves in the cache of each rank: all that it leaves anywhere."""
-        size = self.latent_dim + self.rotary_dim
-        return (LayerKV(num_kv_heads=1, head_dim=size, has_values=False),)
+        size, window = self.latent_dim + self.rotary_dim, self.window
+        if window is not None and window >= max_model_len:
+            window = None
+        return (LayerKV(num_kv_heads=1, head_dim=size, has_values=False, window=window),)
 
     def build(self, place: MixerPlace) -> "LatentAttention":
         """See `decoder.MixerSpec`."""
@@ -150,6 +156,10 @@ class LatentAttention(nn.Module):
         self.latent_norm = RMSNorm(
             s.latent_dim, s.eps, context, kernels.layers, scale=s.latent_scale
         )
+        self.end_norm: RMSNorm | None = None
+        if s.norms_ends:
+            order = halves_order(1, s.rotary_dim, 0, s.rotary_dim) if s.has_pairs else None
+            self.end_norm = RMSNorm(s.rotary_dim, s.eps, context, kernels.layers, order=order)
         self.expansion = Expansion(s, heads, context)
         self.output = RowParallelLinear(
             heads.times(s.value_dim), place.size, bias=s.bias, context=context
@@ -157,7 +167,11 @@ class LatentAttention(nn.Module):
         self.sinks = Vector(heads, context) if s.has_sinks else None
         sinks = None if self.sinks is None else self.sinks.numbers
         self.paged = PagedAttention(
-            kernels.attention, scale=s.scale, sinks=sinks, value_dim=s.latent_dim
+            kernels.attention_of(s.window),
+            scale=s.scale,
+            sliding_window=s.window,
+            sinks=sinks,
+            value_dim=s.latent_dim,
         )
         self._spec, self._rotary, self._kernels = s, rotary, kernels.layers
         num_gates = heads.size * s.value_dim
@@ -205,6 +219,9 @@ class LatentAttention(nn.Module):
 
     def _write(self, query: Tensor, latents: Tensor, inputs: LayerInputs) -> Tensor:
         s = self._spec
+        if self.end_norm is not None:
+            latent, end = latents.split_with_sizes((s.latent_dim, s.rotary_dim), 1)
+            latents = self._kernels.concatenate([latent, self.end_norm(end)])
         if self._scales is not None:
             parts = query.unflatten(1, (-1, self._scaled_size))
             self._kernels.rotate(parts, parts[:, :0], inputs.positions, *self._scales)
