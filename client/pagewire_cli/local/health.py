@@ -98,7 +98,7 @@ def _outcome(family: int, place: tuple[Any, ...], timeout_s: float) -> str:
 
 
 def is_taken(address: str, timeout_s: float = 1.0) -> bool:
-    """Whether any process listens at `address`."""
+    """Whether any process of this machine listens at `address`."""
     try:
         if address.startswith("unix:"):
             with socket.socket(socket.AF_UNIX) as probe:
@@ -107,7 +107,8 @@ def is_taken(address: str, timeout_s: float = 1.0) -> bool:
         else:
             host, _, port = address.rpartition(":")
             host = host.removeprefix("[").removesuffix("]")
-            socket.create_connection((host, int(port)), timeout_s).close()
+            # From the address itself, which the system refuses if it is another machine's.
+            socket.create_connection((host, int(port)), timeout_s, source_address=(host, 0)).close()
     except (OSError, ValueError):  # the service refuses malformed addresses
         return False
     return True

@@ -276,6 +276,17 @@ def test_an_address_at_which_another_deployment_serves_is_refused_before_anythin
     )
 
 
+def test_an_address_of_another_machine_is_not_said_to_be_in_use() -> None:
+    """Whether or not something answers there."""
+    address = "198.51.100.1:7600"
+    done = subprocess.run(
+        **command("serve", "--listen", address, "--http", "off"),  # type: ignore[call-overload]
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert f"error: cannot listen on {address}: cannot assign requested address" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("listen", "metrics_port", "both"),
     [
