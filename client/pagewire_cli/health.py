@@ -25,9 +25,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     files = (options.tls_ca, options.tls_cert, options.tls_key)
     try:
-        check_address(options.address)
+        address = options.address or _usual_address()
+        check_address(address)
         tls = TlsOptions.of(*files, is_on=options.tls)
-        reason = refusal_to_serve(options.address, options.timeout, options.service, tls)
+        reason = refusal_to_serve(address, options.timeout, options.service, tls)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -38,6 +39,14 @@ def main(arguments: Sequence[str]) -> int:
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would fail again at its end
     return 0 if reason is None else 1
+
+
+def _usual_address() -> str:
+    """The address for all commands. Raises ValueError if there are several."""
+    named = os.environ.get("PAGEWIRE_ADDRESS", "").replace(",", " ").split()
+    if len(named) > 1:
+        raise ValueError(f"ADDRESS: expected one of PAGEWIRE_ADDRESS, {' or '.join(named)}")
+    return named[0] if named else DEFAULT_ADDRESS
 
 
 def _seconds(text: str) -> float:
@@ -61,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "address",
         nargs="?",
-        default=DEFAULT_ADDRESS,
-        help=f"HOST:PORT or unix:PATH of any service; default: {DEFAULT_ADDRESS}",
+        help="HOST:PORT or unix:PATH of any service; variable: PAGEWIRE_ADDRESS; default:"
+        f" {DEFAULT_ADDRESS}",
     )
     parser.add_argument(
         "--timeout", type=_seconds, default=3.0, help="seconds to wait for an answer; default: 3"

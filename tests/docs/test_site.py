@@ -101,6 +101,11 @@ def flags() -> set[str]:
     }
 
 
+def test_the_reference_has_flags_for_every_command_also_of_a_group() -> None:
+    assert [name for name, command in commands() if not command.params] == []
+    assert {"--replace", "--expires"} <= flags()
+
+
 def rows(page: str) -> Iterator[list[str]]:
     """The cells of each row of a page's tables."""
     for line in (DOCS / page).read_text().splitlines():

@@ -1,6 +1,7 @@
 """The page of all commands and flags, generated from the programs."""
 
 import argparse
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,10 @@ def commands() -> Iterator[tuple[str, Any]]:
     }
     group = typer.main.get_command(pagewire)
     for name, command in group.commands.items():  # type: ignore[attr-defined]
-        yield name, services.get(name, command)
+        if inner := getattr(command, "commands", None):
+            yield from ((f"{name} {of_group}", found) for of_group, found in inner.items())
+        else:
+            yield name, services.get(name, command)
 
 
 def _as_click(parser: argparse.ArgumentParser) -> SimpleNamespace:
@@ -46,7 +50,7 @@ def _as_click(parser: argparse.ArgumentParser) -> SimpleNamespace:
             secondary_opts=[],
             param_type_name="option" if action.option_strings else "argument",
             help=action.help,
-            envvar="PAGEWIRE_TLS" if action.dest == "tls" else None,
+            envvar=re.findall(r"variable: (\w+)", action.help or ""),
             default=None,  # the help texts say it
         )
         for action in parser._actions
@@ -87,4 +91,5 @@ def _default(parameter: Any) -> str:
     value = getattr(default, "value", default)
     if isinstance(value, bool):
         return "on" if value else "off"
-    return f"`{value}`" if value not in ("", []) else ""
+    values = value if isinstance(value, list) else [value]
+    return ", ".join(f"`{value}`" for value in values if value != "")

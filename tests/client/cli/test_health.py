@@ -61,6 +61,20 @@ def test_nobody_there_is_not_healthy(address: str, where: str) -> None:
     assert run.output.startswith(f"not serving: cannot connect to {where}: ")
 
 
+def test_without_an_address_it_asks_at_that_of_all_commands(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_ADDRESS", address)
+    run = CliRunner().invoke(app, ["health", "--service", "liveness"])
+    assert (run.exit_code, run.output) == (0, "serving\n")
+    monkeypatch.setenv("PAGEWIRE_ADDRESS", f"127.0.0.1:1,{address}")
+    run = CliRunner().invoke(app, ["health"])
+    assert run.exit_code == 1
+    assert run.stderr == (
+        f"error: ADDRESS: expected one of PAGEWIRE_ADDRESS, 127.0.0.1:1 or {address}\n"
+    )
+
+
 def test_a_timeout_of_ages_is_no_deadline(address: str) -> None:
     arguments = ["health", "--service", "liveness", "--timeout", "1e300", address]
     assert CliRunner().invoke(app, arguments).output == "serving\n"
