@@ -29,6 +29,8 @@ from tests.support.waiting import wait_until
 from tools.launch import free_port
 
 FLAGS = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "16MiB"]
+ELSEWHERE = ["--listen", "127.0.0.1:0", "--http", "off"]
+"""Others may use the usual ports of this machine."""
 SIMULATED = ["--simulate", "--simulate-step-us", "5000"]
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -198,7 +200,8 @@ def test_two_frontends_with_one_http_port_and_two_workers_serve_one_model(tmp_pa
 
 def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    done = subprocess.run(**command("serve", "--model", str(tmp_path)), timeout=90)  # type: ignore[call-overload]
+    serve = command("serve", "--model", str(tmp_path), *ELSEWHERE)
+    done = subprocess.run(**serve, timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 1
     [line] = said(done)
     assert line.startswith(f"error: {tmp_path}/config.json cannot be read as JSON")
@@ -216,8 +219,7 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_pat
     ],
 )
 def test_a_wrong_flag_is_the_only_line_of_serve(flag: str, value: str, words: str) -> None:
-    elsewhere = ["--listen", "127.0.0.1:0", "--http", "off"]  # other tests use the usual ports
-    done = subprocess.run(**command("serve", flag, value, *elsewhere), timeout=90)  # type: ignore[call-overload]
+    done = subprocess.run(**command("serve", flag, value, *ELSEWHERE), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == (1 if flag == "--model" else 2)
     [line] = said(done)
     assert line.startswith(f"error: {words}")
