@@ -41,25 +41,38 @@ def _kept_channels(place, num_rows, length, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _save(
-    pages,
-    places,
-    saves,
-    saved_tables,
-    table_width,
-    page_stride,
-    unit,
-    row,
-    offsets,
-    state,
-    mask,
-):
+def _load_state(kept_in, seq, unit, num_rows, length, element, within, SIZE, CHANNELS):
+    """A tile of a unit's state of [SIZE, CHANNELS] before the first row of a sequence, where its
+    elements are in the pages and in the unit, and which of them are written after the last row."""
+    pages, places, tables, _, _, table_width, page_stride = kept_in
+    place = _unit(places, tables, table_width, page_stride, seq, unit)
+    num_read, num_written = _kept_channels(place, num_rows, length, CHANNELS)
+    offsets, has_element = element[:, None] * CHANNELS + within[None, :], (element < SIZE)[:, None]
+    kept = pages + place + offsets
+    state = tl.load(kept, has_element & (within < num_read)[None, :], other=0.0)
+    return state, kept, offsets, has_element & (within < num_written)[None, :]
+
+
+@triton.jit
+def _save(kept_in, unit, row, offsets, state, mask):
     """Copy a part of a unit's state after a row to where it is saved, if it is."""
+    pages, places, _, saves, saved_tables, table_width, page_stride = kept_in
     saved = tl.load(saves + row)
     if saved >= 0:
         place = _unit(places, saved_tables, table_width, page_stride, saved, unit)
         if place >= 0:
             tl.store(pages + place + offsets, state, mask)
+
+
+@triton.jit
+def _input(window, source, CHANNELS, WIDTH: tl.constexpr):
+    """The inputs of a convolution in a row of a sequence; of negative rows, those in its state."""
+    inputs, x_stride, state, num_read, within = window
+    is_new = within < tl.where(source < 0, 0, CHANNELS)
+    is_old = within < tl.where(source < 0, num_read, 0)
+    new = tl.load(inputs + source.to(tl.int64) * x_stride, is_new, other=0.0)
+    old = tl.load(state + (source + WIDTH - 1) * CHANNELS, is_old, other=0.0)
+    return tl.where(is_new, new, old)
 
 
 @triton.jit
@@ -113,6 +126,7 @@ def _convolve(
         length = tl.load(lengths + seq)
         num_read, num_written = _kept_channels(place, num_rows, length, PER_UNIT)
         inputs = x + first.to(tl.int64) * x_stride + channel
+        window = inputs, x_stride, state, num_read, within
         outputs = y + first.to(tl.int64) * CHANNELS + channel
         row = num_rows - num_rows  # a scalar of the device, also in Triton's interpreter
         for _ in range(first, end):
@@ -120,13 +134,9 @@ def _convolve(
             if HAS_BIAS:
                 total = tl.load(bias + channel, mask, other=0.0)
             for i in tl.static_range(WIDTH):
-                source = row + i - (WIDTH - 1)
-                is_new = within < tl.where(source < 0, 0, PER_UNIT)
-                is_old = within < tl.where(source < 0, num_read, 0)
-                new = tl.load(inputs + source.to(tl.int64) * x_stride, is_new, other=0.0)
-                old = tl.load(state + (source + WIDTH - 1) * PER_UNIT, is_old, other=0.0)
+                source = _input(window, row + i - (WIDTH - 1), PER_UNIT, WIDTH)
                 taps = tl.load(weight + i * CHANNELS + channel, mask, other=0.0)
-                total += tl.where(is_new, new, old).to(tl.float32) * taps
+                total += source.to(tl.float32) * taps
             if HAS_SILU:
                 total = _silu(total)
             tl.store(outputs + row.to(tl.int64) * CHANNELS, total.to(y.dtype.element_ty), mask)
@@ -137,21 +147,13 @@ def _convolve(
                     target = _unit(places, saved_tables, table_width, page_stride, saved, unit)
                     num_saved = tl.where(target < 0, 0, PER_UNIT)
                     for i in tl.static_range(WIDTH - 1):
-                        source = row + i - (WIDTH - 1)
-                        is_new = within < tl.where(source < 0, 0, PER_UNIT)
-                        is_old = within < tl.where(source < 0, num_read, 0)
-                        new = tl.load(inputs + source.to(tl.int64) * x_stride, is_new, other=0.0)
-                        old = tl.load(state + (source + WIDTH - 1) * PER_UNIT, is_old, other=0.0)
+                        source = _input(window, row + i - (WIDTH - 1), PER_UNIT, WIDTH)
                         place_saved = pages + target + i * PER_UNIT + within
-                        tl.store(place_saved, tl.where(is_new, new, old), within < num_saved)
+                        tl.store(place_saved, source, within < num_saved)
         # In this order, an input is read before its place is overwritten.
         for i in tl.static_range(WIDTH - 1):
-            source = num_rows + i - (WIDTH - 1)
-            is_new = within < tl.where(source < 0, 0, PER_UNIT)
-            is_old = within < tl.where(source < 0, num_read, 0)
-            new = tl.load(inputs + source.to(tl.int64) * x_stride, is_new, other=0.0)
-            old = tl.load(state + (source + WIDTH - 1) * PER_UNIT, is_old, other=0.0)
-            tl.store(state + i * PER_UNIT, tl.where(is_new, new, old), within < num_written)
+            source = _input(window, num_rows + i - (WIDTH - 1), PER_UNIT, WIDTH)
+            tl.store(state + i * PER_UNIT, source, within < num_written)
 
 
 def causal_convolution(
@@ -239,13 +241,11 @@ def _scan_channels(
     both = has_element[:, None] & mask[None, :]
     first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
     if end > first:
-        place = _unit(places, tables, table_width, page_stride, seq, unit)
-        length = tl.load(lengths + seq)
-        num_read, num_written = _kept_channels(place, end - first, length, PER_UNIT)
-        offsets = element[:, None] * PER_UNIT + within[None, :]
-        kept = pages + place + offsets
-        is_read = has_element[:, None] & (within < num_read)[None, :]
-        state = tl.load(kept, is_read, other=0.0)
+        kept_in = pages, places, tables, saves, saved_tables, table_width, page_stride
+        num_rows, length = end - first, tl.load(lengths + seq)
+        state, kept, offsets, is_written = _load_state(
+            kept_in, seq, unit, num_rows, length, element, within, SIZE, PER_UNIT
+        )
         rates = tl.load(a + element[:, None] * CHANNELS + channel[None, :], both, other=0.0)
         skip = tl.load(d + channel, mask, other=0.0)
         offset = tl.load(dt_bias + channel, mask, other=0.0)
@@ -264,21 +264,9 @@ def _scan_channels(
                 total *= _silu(gates.to(tl.float32))
             tl.store(y + at * CHANNELS + channel, total.to(y.dtype.element_ty), mask)
             if HAS_SAVES:
-                _save(
-                    pages,
-                    places,
-                    saves,
-                    saved_tables,
-                    table_width,
-                    page_stride,
-                    unit,
-                    at,
-                    offsets,
-                    state,
-                    both,
-                )
+                _save(kept_in, unit, at, offsets, state, both)
             at += 1
-        tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
+        tl.store(kept, state, is_written)
 
 
 def mamba1_scan(
@@ -385,13 +373,11 @@ def _scan_heads(
     has_element, group = element < SIZE, head // PER_GROUP
     first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
     if end > first:
-        place = _unit(places, tables, table_width, page_stride, seq, head)
-        length = tl.load(lengths + seq)
-        num_read, num_written = _kept_channels(place, end - first, length, HEAD_DIM)
-        offsets = element[:, None] * HEAD_DIM + within[None, :]
-        kept = pages + place + offsets
-        is_read = has_element[:, None] & (within < num_read)[None, :]
-        state = tl.load(kept, is_read, other=0.0)
+        kept_in = pages, places, tables, saves, saved_tables, table_width, page_stride
+        num_rows, length = end - first, tl.load(lengths + seq)
+        state, kept, offsets, is_written = _load_state(
+            kept_in, seq, head, num_rows, length, element, within, SIZE, HEAD_DIM
+        )
         rate, skip = tl.load(a + head), tl.load(d + head)
         offset = tl.load(dt_bias + head)
         at = first.to(tl.int64)
@@ -413,21 +399,10 @@ def _scan_heads(
             target = y + (at * HEADS + head) * HEAD_DIM + within
             tl.store(target, total.to(y.dtype.element_ty), mask)
             if HAS_SAVES:
-                _save(
-                    pages,
-                    places,
-                    saves,
-                    saved_tables,
-                    table_width,
-                    page_stride,
-                    head,
-                    at,
-                    offsets,
-                    state,
-                    has_element[:, None] & mask[None, :],
-                )
+                is_state = has_element[:, None] & mask[None, :]
+                _save(kept_in, head, at, offsets, state, is_state)
             at += 1
-        tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
+        tl.store(kept, state, is_written)
 
 
 def mamba2_scan(
@@ -557,13 +532,11 @@ def _correct_heads(
     has_element, key_head = element < SIZE, head // PER_KEY_HEAD
     first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
     if end > first:
-        place = _unit(places, tables, table_width, page_stride, seq, head)
-        length = tl.load(lengths + seq)
-        num_read, num_written = _kept_channels(place, end - first, length, VALUE_DIM)
-        offsets = element[:, None] * VALUE_DIM + within[None, :]
-        kept = pages + place + offsets
-        is_read = has_element[:, None] & (within < num_read)[None, :]
-        state = tl.load(kept, is_read, other=0.0)
+        kept_in = pages, places, tables, saves, saved_tables, table_width, page_stride
+        num_rows, length = end - first, tl.load(lengths + seq)
+        state, kept, offsets, is_written = _load_state(
+            kept_in, seq, head, num_rows, length, element, within, SIZE, VALUE_DIM
+        )
         rate = tl.exp(tl.load(a_log + head))
         at = first.to(tl.int64)
         for _ in range(first, end):
@@ -588,21 +561,10 @@ def _correct_heads(
             target = y + (at * HEADS + head) * VALUE_DIM + within
             tl.store(target, total.to(y.dtype.element_ty), mask)
             if HAS_SAVES:
-                _save(
-                    pages,
-                    places,
-                    saves,
-                    saved_tables,
-                    table_width,
-                    page_stride,
-                    head,
-                    at,
-                    offsets,
-                    state,
-                    has_element[:, None] & mask[None, :],
-                )
+                is_state = has_element[:, None] & mask[None, :]
+                _save(kept_in, head, at, offsets, state, is_state)
             at += 1
-        tl.store(kept, state, has_element[:, None] & (within < num_written)[None, :])
+        tl.store(kept, state, is_written)
 
 
 def gated_delta_rule(
@@ -709,6 +671,7 @@ def _scan_gated(
     mask, channel = within < PER_UNIT, unit * PER_UNIT + within
     first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
     if end > first:
+        kept_in = pages, places, tables, saves, saved_tables, table_width, page_stride
         place = _unit(places, tables, table_width, page_stride, seq, unit)
         length = tl.load(lengths + seq)
         num_read, num_written = _kept_channels(place, end - first, length, PER_UNIT)
@@ -730,19 +693,7 @@ def _scan_gated(
             state = state * tl.exp(log_decay) + inputs
             tl.store(y + at * CHANNELS + channel, state.to(y.dtype.element_ty), mask)
             if HAS_SAVES:
-                _save(
-                    pages,
-                    places,
-                    saves,
-                    saved_tables,
-                    table_width,
-                    page_stride,
-                    unit,
-                    at,
-                    within,
-                    state,
-                    mask,
-                )
+                _save(kept_in, unit, at, within, state, mask)
             at += 1
             position += 1
         tl.store(pages + place + within, state, within < num_written)
