@@ -2,12 +2,13 @@
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 from pagewire_kernels.reference import Routing
 from worker_service.errors import UnsupportedModel
 from worker_service.models.decoder.specs import DecoderSettings, LayerSpec
+from worker_service.models.feed_forward.experts import ExpertsSpec
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
 from worker_service.models.layers.rotary import (
@@ -31,6 +32,8 @@ may lack."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Names of `layer_types`."""
+
+_OF_ROUTING = {field.name for field in fields(Routing)}
 
 
 class NotNative(Exception):
@@ -161,12 +164,12 @@ def every(config: Config, period: int) -> list[str]:
 
 def gated_mlp(config: Config, **others: Any) -> MLPSpec:
     """A gated MLP with the usual keys. others: further fields, or other values."""
-    fields = {
+    usual = {
         "inner_size": config["intermediate_size"],
         "activation": config.get("hidden_act", "silu"),
         "bias": bool(config.get("mlp_bias", False)),
     }
-    return MLPSpec(**fields | others)
+    return MLPSpec(**usual | others)
 
 
 def layer_types(
@@ -206,14 +209,20 @@ def attention_of(
             f" rotated, got {rotary.rotary_dim}"
         )
     num_heads = config["num_attention_heads"]
-    fields = {
+    usual = {
         "num_heads": num_heads,
         "num_kv_heads": config.get("num_key_value_heads") or num_heads,
         "head_dim": head_dim,
         "scale": head_dim**-0.5,
         "rotary": rotary,
     }
-    return AttentionSpec(**fields | others)
+    return AttentionSpec(**usual | others)
+
+
+def biases_of(config: Config, *, default: bool = False) -> dict[str, Any]:
+    """Fields of attention of which all products have biases, or none."""
+    has_biases = bool(config.get("attention_bias", default))
+    return {"qkv_bias": has_biases, "output_bias": has_biases}
 
 
 def decoder_of(
@@ -226,7 +235,7 @@ def decoder_of(
     if "max_model_len" not in others:  # some have no keys from which it follows
         length = config["max_position_embeddings"] if rotary is None else rotary.max_model_len()
         others["max_model_len"] = length
-    fields = {
+    usual = {
         "architecture": config["architectures"][0],
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
@@ -236,12 +245,32 @@ def decoder_of(
         "layers": tuple(layers),
         "final_norm": norm,
     }
-    return DecoderSettings(**fields | others)
+    return DecoderSettings(**usual | others)
 
 
-def routing(**numbers: Any) -> Routing:
-    """How experts are chosen. Raises UnsupportedModel for impossible numbers."""
+def mixture_of(config: Config, **others: Any) -> ExpertsSpec:
+    """Experts with the usual activation. others: further fields, also of `Routing`, or other
+    values. Raises UnsupportedModel for impossible numbers."""
+    numbers = {name: others.pop(name) for name in _OF_ROUTING & others.keys()}
     try:
-        return Routing(**numbers)
+        routing = Routing(**numbers)
     except ValueError as error:
         raise UnsupportedModel(f"config.json: experts: {error}") from error
+    usual = {"routing": routing, "activation": config.get("hidden_act", "silu")}
+    return ExpertsSpec(**usual | others)
+
+
+def grouped(
+    config: Config, *, normalizes: bool = True, scale: float = 1.0, groups: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
+    """Fields of experts that are chosen as in DeepSeek-V3: by the sigmoid of their scores, among
+    those of the best groups. The arguments are defaults; groups: of all, and of the best."""
+    return {
+        "scoring": "sigmoid",
+        "normalizes": bool(config.get("norm_topk_prob", normalizes)),
+        "epsilon": 1e-20,
+        "scale": float(config.get("routed_scaling_factor", scale)),
+        "num_groups": config.get("n_group", groups[0]),
+        "num_chosen_groups": config.get("topk_group", groups[1]),
+        "num_best": 2,
+    }

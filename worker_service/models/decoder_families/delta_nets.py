@@ -14,14 +14,15 @@ from worker_service.models.decoder_families.common import (
     STACKED_EXPERTS,
     Config,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
     head_dim_of,
     layer_types,
+    mixture_of,
     require,
     rotary_of,
-    routing,
     with_keys,
 )
 from worker_service.models.decoder_families.draft_heads import qwen_head
@@ -86,7 +87,7 @@ def olmo_hybrid_settings(config: Config) -> DecoderSettings:
         storage=DeltaStorage.BY_PART,
         beta_scale=2.0 if config.get("linear_allow_neg_eigval", True) else 1.0,
     )
-    head_dim, bias = head_dim_of(config), bool(config.get("attention_bias", False))
+    head_dim = head_dim_of(config)
     rope, mlp = config.get("rope_parameters") or {}, gated_mlp(config, bias=False)
     has_rope = rope.get("rope_theta", 1.0) is not None
     attention = attention_of(
@@ -95,8 +96,7 @@ def olmo_hybrid_settings(config: Config) -> DecoderSettings:
         rotary_of(config, head_dim) if has_rope else None,
         head_norm=norm,
         norm_spans_heads=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        **biases_of(config),
     )
     layers = {
         FULL: LayerSpec(
@@ -146,14 +146,12 @@ def qwen3_5_moe_settings(config: Config) -> DecoderSettings:
 
 
 def _experts(config: Config, storage: ExpertStorage, *, normalizes: bool) -> ExpertsSpec:
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config["num_experts"],
-            num_chosen=config["num_experts_per_tok"],
-            normalizes=normalizes,
-        ),
+    return mixture_of(
+        config,
+        num_experts=config["num_experts"],
+        num_chosen=config["num_experts_per_tok"],
+        normalizes=normalizes,
         inner_size=config.get("moe_intermediate_size", 512),
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(
             inner_size=config.get("shared_expert_intermediate_size", 512), is_gated=True
         ),
@@ -168,13 +166,12 @@ def _decoder(
     require(config, "hidden_act", "silu")  # of the convolutions, too
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6), offset=1.0)
     config = with_keys(config, {}, head_dim=256, max_position_embeddings=32768)
-    head_dim, bias = config["head_dim"], bool(config.get("attention_bias", False))
+    head_dim = config["head_dim"]
     attention = attention_of(
         config,
         head_dim,
         rotary_of(config, head_dim, partial=0.25),
-        qkv_bias=bias,
-        output_bias=bias,
+        **biases_of(config),
         head_norm=norm,
         gates_output=True,
     )

@@ -9,6 +9,7 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
+    biases_of,
     decoder_of,
     every,
     head_dim_of,
@@ -34,7 +35,7 @@ THETAS = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 def gemma_settings(config: Config) -> DecoderSettings:
     """Gemma 1. Old checkpoints name the wrong GELU."""
     head_dim = head_dim_of(config, 256)
-    attention = attention_of(config, head_dim, rotary_of(config, head_dim), **_biases(config))
+    attention = attention_of(config, head_dim, rotary_of(config, head_dim), **biases_of(config))
     activation = config.get("hidden_act", GELU)
     return _decoder(
         config,
@@ -57,7 +58,7 @@ def gemma2_settings(config: Config) -> DecoderSettings:
             scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
             window=window if kind == SLIDING else None,
             soft_cap=config.get("attn_logit_softcapping", 50.0),
-            **_biases(config),
+            **biases_of(config),
         )
         for kind in layer_types(config, every(config, 2))
     ]
@@ -79,17 +80,12 @@ def gemma3_settings(config: Config) -> DecoderSettings:
             scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
             window=window if kind == SLIDING else None,
             head_norm=_norm(config),
-            **_biases(config),
+            **biases_of(config),
         )
         for kind in layer_types(config, every(config, config.get("sliding_window_pattern", 6)))
     ]
     activation, cap = config.get("hidden_activation", GELU), config.get("final_logit_softcapping")
     return _decoder(config, attentions, activation, soft_cap=cap)
-
-
-def _biases(config: Config) -> dict[str, bool]:
-    has_bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
 def _norm(config: Config) -> NormSpec:

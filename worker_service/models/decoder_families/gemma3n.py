@@ -15,6 +15,7 @@ from worker_service.models.decoder_families.common import (
     SLIDING,
     Config,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     every,
@@ -36,7 +37,6 @@ def gemma3n_settings(config: Config) -> DecoderSettings:
     kinds = layer_types(config, every(config, 5))
     head_dim, window = head_dim_of(config, 256), config.get("sliding_window", 512)
     rotaries = rotaries_by_type(config, head_dim, THETAS)
-    has_bias = bool(config.get("attention_bias", False))
     activation = config.get("hidden_activation", GELU)
     per_layer, altup = _per_layer(config, norm, activation), _altup(config, norm)
     default = [0.95] * 10 + [0.0] * (len(kinds) - 10) if len(kinds) > 10 else 0.0
@@ -58,8 +58,7 @@ def gemma3n_settings(config: Config) -> DecoderSettings:
                 head_norm=norm,
                 norms_values=True,
                 source=source,
-                qkv_bias=has_bias,
-                output_bias=has_bias,
+                **biases_of(config),
             ),
             feed_forward=MLPSpec(
                 inner_size=size, activation=activation, gate_deviations=_deviations(share)

@@ -19,19 +19,20 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     every,
     layer_types,
+    mixture_of,
     require,
     rotary_of,
-    routing,
     values_of_layer,
     with_values,
 )
 from worker_service.models.decoder_families.gemma import NAMES_AROUND
 from worker_service.models.feed_forward.dense_and_experts import DenseAndExpertsSpec
-from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage
+from worker_service.models.feed_forward.experts import ExpertStorage
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
 from worker_service.models.mixers.attention import AttentionSpec
@@ -143,10 +144,11 @@ def _feed_forward(
     dense = MLPSpec(inner_size=inner_size, activation=activation)
     if not has_experts:
         return dense
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config["num_experts"], num_chosen=config["top_k_experts"], normalizes=True
-        ),
+    experts = mixture_of(
+        config,
+        num_experts=config["num_experts"],
+        num_chosen=config["top_k_experts"],
+        normalizes=True,
         inner_size=config["moe_intermediate_size"],
         activation=activation,
         has_factors=True,
@@ -168,7 +170,6 @@ def _attention(
             sizes["num_key_value_heads"] = config["num_global_key_value_heads"]
     head_dim = sizes["head_dim"] or 256
     rope = (config.get("rope_parameters") or _ROPE).get(kind) or _ROPE[kind]
-    has_bias = bool(config.get("attention_bias", False))
     return attention_of(
         config,
         head_dim,
@@ -179,8 +180,7 @@ def _attention(
         head_norm=norm,
         norms_values=True,
         source=source,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
+        **biases_of(config),
     )
 
 

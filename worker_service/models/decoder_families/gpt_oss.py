@@ -9,12 +9,13 @@ from worker_service.models.decoder_families.common import (
     SLIDING,
     Config,
     attention_of,
+    biases_of,
     decoder_of,
     layer_types,
+    mixture_of,
     rotary_of,
-    routing,
 )
-from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage
+from worker_service.models.feed_forward.experts import ExpertStorage
 from worker_service.models.layers.norms import NormSpec
 
 _BIASES = "mlp.experts.gate_up_proj_bias mlp.experts.down_proj_bias"
@@ -52,20 +53,17 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
     stored = config.get("rope_scaling") or config.get("rope_parameters") or _ROTARY
     theta = config.get("rope_theta") or 150000.0
     rotary = rotary_of(config, head_dim, stored, theta=theta)
-    bias = bool(config.get("attention_bias", True))
     names, storage = _NAMES, ExpertStorage.TRANSPOSED_STACK
     if config.get("has_expert_modules"):
         names, storage = _MODULE_NAMES, ExpertStorage.SEPARATE
     elif (config.get("quantization_config") or {}).get("quant_method") == "mxfp4":
         names, storage = _MXFP4_NAMES, ExpertStorage.IN_TURN
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_local_experts") or config.get("num_experts") or 128,
-            num_chosen=config.get("num_experts_per_tok", 4),
-            scoring="softmax_of_chosen",
-        ),
+    experts = mixture_of(
+        config,
+        num_experts=config.get("num_local_experts") or config.get("num_experts") or 128,
+        num_chosen=config.get("num_experts_per_tok", 4),
+        scoring="softmax_of_chosen",
         inner_size=config["intermediate_size"],
-        activation=config.get("hidden_act", "silu"),
         bias=True,
         gate=Gate(
             limit=float(config.get("swiglu_limit", 7.0)),
@@ -84,8 +82,7 @@ def gpt_oss_settings(config: Config) -> DecoderSettings:
             num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
             window=window if kind == SLIDING else None,
             has_sinks=True,
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config, default=True),
         )
         return LayerSpec(attention=attention, feed_forward=experts, norm=norm, names=names)
 

@@ -16,13 +16,14 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
     head_dim_of,
     layer_types,
+    mixture_of,
     rotary_of,
-    routing,
     with_keys,
     with_values,
 )
@@ -131,7 +132,6 @@ def _attention(
     window: int | None = None,
     has_sinks: bool = False,
 ) -> AttentionSpec:
-    has_bias = bool(config.get("attention_bias", False))
     return attention_of(
         config,
         head_dim_of(config),
@@ -139,8 +139,7 @@ def _attention(
         scale=config.get("attention_multiplier", 1.0),
         window=window,
         has_sinks=has_sinks,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
+        **biases_of(config),
     )
 
 
@@ -153,14 +152,12 @@ def granite_experts(
     config: Config, storage: ExpertStorage, shared: SharedSpec | None = None
 ) -> ExpertsSpec:
     """The experts of a layer, of which the chosen ones' scores add up to one."""
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_local_experts", 8),
-            num_chosen=config.get("num_experts_per_tok", 2),
-            scoring="softmax_of_chosen",
-        ),
+    return mixture_of(
+        config,
+        num_experts=config.get("num_local_experts", 8),
+        num_chosen=config.get("num_experts_per_tok", 2),
+        scoring="softmax_of_chosen",
         inner_size=config["intermediate_size"],
-        activation=config.get("hidden_act", "silu"),
         shared=shared,
         storage=storage,
     )

@@ -8,13 +8,14 @@ from worker_service.models.decoder_families.common import (
     NAMES,
     Config,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
     head_dim_of,
+    mixture_of,
     require,
     rotary_of,
-    routing,
 )
 from worker_service.models.decoder_families.mixtures import QWEN_NAMES
 from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
@@ -50,14 +51,12 @@ def hunyuan_moe_settings(config: Config) -> DecoderSettings:
     inner_size = config["intermediate_size"]
 
     def experts(layer: int) -> ExpertsSpec:
-        return ExpertsSpec(
-            routing=routing(
-                num_experts=_of_layer(config.get("num_experts", 1), layer),
-                num_chosen=_of_layer(config.get("moe_topk", 1), layer),
-                normalizes=True,
-            ),
+        return mixture_of(
+            config,
+            num_experts=_of_layer(config.get("num_experts", 1), layer),
+            num_chosen=_of_layer(config.get("moe_topk", 1), layer),
+            normalizes=True,
             inner_size=inner_size,
-            activation=config.get("hidden_act", "silu"),
             shared=SharedSpec(inner_size=inner_size),
             has_float_router=True,
         )
@@ -75,13 +74,11 @@ def _decoder(config: Config, feed_forwards: list[Any], names: dict[str, str]) ->
     require(config, "use_qk_norm", True)
     require(config, "use_cla", False)
     head_dim, norm = head_dim_of(config), NormSpec(eps=config.get("rms_norm_eps", 1e-5))
-    bias = bool(config.get("attention_bias", False))
     attention = attention_of(
         config,
         head_dim,
         _rotary(config, head_dim),
-        qkv_bias=bias,
-        output_bias=bias,
+        **biases_of(config),
         head_norm=norm,
         norm_follows_rotary=True,
     )

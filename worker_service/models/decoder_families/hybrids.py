@@ -11,13 +11,15 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
+    grouped,
     head_dim_of,
+    mixture_of,
     require,
     rotary_of,
-    routing,
     with_keys,
 )
 from worker_service.models.decoder_families.granite import (
@@ -149,7 +151,7 @@ def granite_hybrid_settings(config: Config) -> DecoderSettings:
     an MLP that all rows have, or that MLP alone. Modules are separate in GGUF files."""
     is_separate = config.get("has_separate_modules", False)
     norm, head_dim = NormSpec(eps=config.get("rms_norm_eps", 1e-6)), head_dim_of(config)
-    position, bias = config.get("position_embedding_type"), config.get("attention_bias", False)
+    position = config.get("position_embedding_type")
     if position not in (None, "rope", "nope"):
         raise UnsupportedModel(
             f"config.json: position_embedding_type: expected rope or nope, got {position}"
@@ -159,8 +161,7 @@ def granite_hybrid_settings(config: Config) -> DecoderSettings:
         head_dim,
         rotary_of(config, head_dim) if position == "rope" else None,
         scale=config.get("attention_multiplier", 1.0),
-        qkv_bias=bool(bias),
-        output_bias=bool(bias),
+        **biases_of(config),
     )
     shared_size = config.get("shared_intermediate_size", 1024)
     feed_forward: MLPSpec | ExpertsSpec
@@ -205,13 +206,12 @@ def bamba_settings(config: Config) -> DecoderSettings:
     are rotated in part."""
     config = with_keys(config, {}, max_position_embeddings=262144, num_key_value_heads=8)
     norm, head_dim = NormSpec(eps=config.get("rms_norm_eps", 1e-5)), head_dim_of(config)
-    bias, full = bool(config.get("attention_bias", False)), config.get("attn_layer_indices") or ()
+    full = config.get("attn_layer_indices") or ()
     attention = attention_of(
         config,
         head_dim,
         rotary_of(config, head_dim, partial=0.5),
-        qkv_bias=bias,
-        output_bias=bias,
+        **biases_of(config),
     )
     mamba = _mamba2(config, norm)
     layers = [
@@ -230,14 +230,12 @@ def falcon_h1_settings(config: Config) -> DecoderSettings:
     """Falcon-H1: attention and Mamba-2 side by side in each layer, and multipliers everywhere."""
     config = with_keys(config, {}, max_position_embeddings=8192, num_key_value_heads=8)
     norm, head_dim = NormSpec(eps=config.get("rms_norm_eps", 1e-5)), head_dim_of(config)
-    bias = bool(config.get("attention_bias", False))
     attention = attention_of(
         config,
         head_dim,
         rotary_of(config, head_dim),
         scale=head_dim**-0.5 * config.get("key_multiplier", 1.0),
-        qkv_bias=bias,
-        output_bias=bias,
+        **biases_of(config),
     )
     has_norm = bool(config.get("mamba_rms_norm", False))
     mamba = _mamba2(
@@ -358,18 +356,11 @@ def _nemotron_experts(config: Config) -> ExpertsSpec:
     """Experts that are chosen as in DeepSeek-V3."""
     if config.get("mlp_bias"):
         raise NotNative("mlp_bias with experts")
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("n_routed_experts", 8),
-            num_chosen=config.get("num_experts_per_tok", 2),
-            scoring="sigmoid",
-            normalizes=bool(config.get("norm_topk_prob", True)),
-            epsilon=1e-20,
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-            num_groups=config.get("n_group", 1),
-            num_chosen_groups=config.get("topk_group", 1),
-            num_best=2,
-        ),
+    return mixture_of(
+        config,
+        num_experts=config.get("n_routed_experts", 8),
+        num_chosen=config.get("num_experts_per_tok", 2),
+        **grouped(config),
         inner_size=config.get("moe_intermediate_size", 7688),
         activation=config.get("mlp_hidden_act", "relu2"),
         is_gated=False,
@@ -397,8 +388,10 @@ def jamba_settings(config: Config) -> DecoderSettings:
     )
     attention = attention_of(config, head_dim_of(config), None)
     num_experts = config.get("num_experts", 16)
-    experts = ExpertsSpec(
-        routing=routing(num_experts=num_experts, num_chosen=config.get("num_experts_per_tok", 2)),
+    experts = mixture_of(
+        config,
+        num_experts=num_experts,
+        num_chosen=config.get("num_experts_per_tok", 2),
         inner_size=config["intermediate_size"],
         activation=activation or "silu",
     )

@@ -11,10 +11,11 @@ from worker_service.models.decoder_families.common import (
     by_lines,
     decoder_of,
     gated_mlp,
+    grouped,
     have_experts,
     layer_types,
+    mixture_of,
     require,
-    routing,
     with_keys,
 )
 from worker_service.models.decoder_families.latent import MLP_NAMES, SPLIT_NAMES
@@ -143,18 +144,11 @@ def unrotated_latents(config: Config) -> LatentAttentionSpec:
 def _parts(config: Config) -> Sequence[FeedForwardSpec]:
     """What follows attention, by layer."""
     size, num_shared = config.get("moe_intermediate_size", 1024), config.get("n_shared_experts", 1)
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_local_experts", 256),
-            num_chosen=config.get("num_experts_per_tok", 8),
-            scoring="sigmoid",
-            normalizes=bool(config.get("norm_topk_prob", True)),
-            epsilon=1e-20,
-            scale=float(config.get("routed_scaling_factor", 2.446)),
-            num_groups=config.get("n_group", 1),
-            num_chosen_groups=config.get("topk_group", 1),
-            num_best=2,
-        ),
+    experts = mixture_of(
+        config,
+        num_experts=config.get("num_local_experts", 256),
+        num_chosen=config.get("num_experts_per_tok", 8),
+        **grouped(config, scale=2.446),
         inner_size=size,
         activation="silu",
         shared=SharedSpec(inner_size=size * num_shared),

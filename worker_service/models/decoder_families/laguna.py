@@ -14,9 +14,9 @@ from worker_service.models.decoder_families.common import (
     gated_mlp,
     have_experts,
     layer_types,
+    mixture_of,
     require,
     rotaries_by_type,
-    routing,
     with_keys,
     with_values,
 )
@@ -88,16 +88,14 @@ def laguna_settings(config: Config) -> DecoderSettings:
 
 
 def _experts(config: Config) -> ExpertsSpec:
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_experts", 256),
-            num_chosen=config.get("num_experts_per_tok", 8),
-            scoring="sigmoid",
-            normalizes=True,
-            scale=float(config.get("moe_routed_scaling_factor", 1.0)),
-        ),
+    return mixture_of(
+        config,
+        num_experts=config.get("num_experts", 256),
+        num_chosen=config.get("num_experts_per_tok", 8),
+        scoring="sigmoid",
+        normalizes=True,
+        scale=float(config.get("moe_routed_scaling_factor", 1.0)),
         inner_size=config.get("moe_intermediate_size", 512),
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=config.get("shared_expert_intermediate_size", 512)),
         corrects=True,
         has_float_router=True,

@@ -7,17 +7,18 @@ from worker_service.models.decoder_families.common import (
     SLIDING,
     Config,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     layer_types,
+    mixture_of,
     require,
     rotary_of,
-    routing,
     unrotated,
     with_keys,
 )
 from worker_service.models.decoder_families.mixtures import QWEN_NAMES, STACK_NAMES
-from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.feed_forward.experts import ExpertStorage, SharedSpec
 from worker_service.models.layers.norms import NormSpec
 from worker_service.models.mixers.delta_net import DeltaStorage, GatedDeltaNetSpec
 
@@ -53,13 +54,12 @@ def lara_mini_settings(config: Config) -> DecoderSettings:
     require(config, "hidden_act", "silu")  # of the convolutions, too
     config = with_keys(config, {}, head_dim=128, num_key_value_heads=4, tie_word_embeddings=True)
     head_dim, norm = config["head_dim"], NormSpec(eps=config.get("rms_norm_eps", 1e-6))
-    rotary, bias = rotary_of(config, head_dim), bool(config.get("attention_bias", False))
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_experts", 128),
-            num_chosen=config.get("num_experts_per_tok", 4),
-            normalizes=bool(config.get("norm_topk_prob", True)),
-        ),
+    rotary = rotary_of(config, head_dim)
+    experts = mixture_of(
+        config,
+        num_experts=config.get("num_experts", 128),
+        num_chosen=config.get("num_experts_per_tok", 4),
+        normalizes=bool(config.get("norm_topk_prob", True)),
         inner_size=config.get("moe_intermediate_size", 512),
         activation="silu",
         shared=SharedSpec(inner_size=config.get("shared_expert_intermediate_size", 512)),
@@ -80,8 +80,7 @@ def lara_mini_settings(config: Config) -> DecoderSettings:
             head_dim,
             rotary if kind == SLIDING else unrotated(rotary),
             window=config.get("sliding_window", 512) if kind == SLIDING else None,
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config),
             head_norm=norm,
         )
         for kind in (SLIDING, FULL)

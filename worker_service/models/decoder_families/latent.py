@@ -14,10 +14,11 @@ from worker_service.models.decoder_families.common import (
     by_lines,
     decoder_of,
     gated_mlp,
+    grouped,
     have_experts,
+    mixture_of,
     require,
     rotary_of,
-    routing,
 )
 from worker_service.models.decoder_families.draft_heads import with_layer_behind
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
@@ -209,13 +210,7 @@ def scored_experts(
         num_experts=num_experts,
         num_shared=1,
         inner_size=2048 if num_groups > 1 else 1536,
-        scoring="sigmoid",
-        normalizes=bool(config.get("norm_topk_prob", True)),
-        epsilon=1e-20,
-        scale=float(config.get("routed_scaling_factor", scale)),
-        num_groups=config.get("n_group", num_groups),
-        num_chosen_groups=config.get("topk_group", num_chosen_groups),
-        num_best=2,
+        **grouped(config, scale=scale, groups=(num_groups, num_chosen_groups)),
     )
 
 
@@ -232,14 +227,12 @@ def experts_of(
     """num_experts, num_shared, inner_size: defaults; numbers: others of the routing."""
     size = config.get("moe_intermediate_size", inner_size)
     shared = size * (config.get("n_shared_experts", num_shared) or 0)
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("n_routed_experts", num_experts),
-            num_chosen=config["num_experts_per_tok"],
-            **numbers,
-        ),
+    return mixture_of(
+        config,
+        num_experts=config.get("n_routed_experts", num_experts),
+        num_chosen=config["num_experts_per_tok"],
+        **numbers,
         inner_size=size,
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=shared) if shared else None,
         corrects=numbers["scoring"] == "sigmoid",
         has_float_router=has_float_router,

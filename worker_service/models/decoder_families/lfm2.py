@@ -22,9 +22,9 @@ from worker_service.models.decoder_families.common import (
     gated_mlp,
     head_dim_of,
     layer_types,
+    mixture_of,
     rotaries_by_type,
     rotary_of,
-    routing,
     with_keys,
     with_values,
 )
@@ -97,15 +97,14 @@ def lfm2_moe_settings(config: Config) -> DecoderSettings:
     """LFM2 with experts, in all but the first layers."""
     num_layers, num_dense = config["num_hidden_layers"], config.get("num_dense_layers", 2)
     corrects = bool(config.get("use_expert_bias", True))
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_experts", 32),
-            num_chosen=config.get("num_experts_per_tok", 4),
-            scoring="sigmoid",
-            normalizes=bool(config.get("norm_topk_prob", True)),
-            epsilon=1e-6,
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-        ),
+    experts = mixture_of(
+        config,
+        num_experts=config.get("num_experts", 32),
+        num_chosen=config.get("num_experts_per_tok", 4),
+        scoring="sigmoid",
+        normalizes=bool(config.get("norm_topk_prob", True)),
+        epsilon=1e-6,
+        scale=float(config.get("routed_scaling_factor", 1.0)),
         inner_size=config.get("moe_intermediate_size", 1792),
         activation="silu",
         corrects=corrects,

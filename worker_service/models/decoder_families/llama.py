@@ -12,6 +12,7 @@ from worker_service.models.decoder_families.common import (
     SLIDING,
     Config,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
@@ -102,9 +103,8 @@ def exaone_settings(config: Config) -> DecoderSettings:
         "rms_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation_function",
     }
-    bias = bool(config.get("attention_bias", False))
     config = with_keys(config, names, num_key_value_heads=8)
-    return _renamed(config, _EXAONE, theta=500_000.0, qkv_bias=bias, output_bias=bias)
+    return _renamed(config, _EXAONE, theta=500_000.0, **biases_of(config))
 
 
 def internlm3_settings(config: Config) -> DecoderSettings:
@@ -118,9 +118,8 @@ def iquest_coder_settings(config: Config) -> DecoderSettings:
     """IQuest-Coder."""
     for key in ("clip_qkv", "use_sliding_window"):
         require(config, key, False)
-    bias = bool(config.get("attention_bias", False))
     config = with_keys(config, {}, head_dim=128, num_key_value_heads=8)
-    return _renamed(config, qkv_bias=bias, output_bias=bias)
+    return _renamed(config, **biases_of(config))
 
 
 def helium_settings(config: Config) -> DecoderSettings:

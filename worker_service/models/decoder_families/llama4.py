@@ -10,13 +10,14 @@ from worker_service.models.decoder_families.common import (
     NAMES,
     Config,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
     head_dim_of,
     layer_types,
+    mixture_of,
     rotary_of,
-    routing,
 )
 from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
 from worker_service.models.layers.norms import NormSpec
@@ -65,7 +66,6 @@ def llama4_settings(config: Config) -> DecoderSettings:
     moe_layers = config.get("moe_layers")
     if moe_layers is None:
         moe_layers = range(step - 1, num_layers, step)
-    bias = bool(config.get("attention_bias", False))
     l2_norm = NormSpec(eps=norm.eps, affine=False) if config.get("use_qk_norm", True) else None
     experts, moe_names = _experts(config)
     mlp = gated_mlp(config, inner_size=config.get("intermediate_size_mlp", 16384), bias=False)
@@ -80,8 +80,7 @@ def llama4_settings(config: Config) -> DecoderSettings:
             chunk=chunk if kind == CHUNKED else None,
             head_norm=l2_norm if has_rope else None,
             norm_follows_rotary=True,
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config),
             has_pairs=has_rope,
         )
         is_moe = index in moe_layers
@@ -129,15 +128,13 @@ def _experts(config: Config) -> tuple[ExpertsSpec, dict[str, str]]:
     is_separate = quantization.get("quant_method") == "compressed-tensors"
     is_separate = is_separate or bool(config.get("has_expert_modules"))
     inner_size = config["intermediate_size"]
-    spec = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_local_experts") or config.get("num_experts") or 16,
-            num_chosen=config.get("num_experts_per_tok", 1),
-            scoring="sigmoid_of_chosen",
-            scales_inputs=True,
-        ),
+    spec = mixture_of(
+        config,
+        num_experts=config.get("num_local_experts") or config.get("num_experts") or 16,
+        num_chosen=config.get("num_experts_per_tok", 1),
+        scoring="sigmoid_of_chosen",
+        scales_inputs=True,
         inner_size=inner_size,
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=inner_size),
         storage=ExpertStorage.SEPARATE if is_separate else ExpertStorage.TRANSPOSED_HALVES,
     )

@@ -13,6 +13,7 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
+    biases_of,
     decoder_of,
     every,
     gated_mlp,
@@ -74,18 +75,13 @@ def _rms(config: Config, eps: float = 1e-6) -> NormSpec:
     return NormSpec(eps=config.get("rms_norm_eps", eps))
 
 
-def _biases(config: Config, default: bool = False) -> dict[str, bool]:
-    has_bias = bool(config.get("attention_bias", default))
-    return {"qkv_bias": has_bias, "output_bias": has_bias}
-
-
 def olmo_settings(config: Config) -> DecoderSettings:
     """OLMo: layer norms without weights."""
     if config.get("clip_qkv") is not None:
         raise NotNative("clip_qkv")
     head_dim, norm = head_dim_of(config), NormSpec(eps=1e-5, is_rms=False, affine=False)
     layer = LayerSpec(
-        attention=attention_of(config, head_dim, rotary_of(config, head_dim), **_biases(config)),
+        attention=attention_of(config, head_dim, rotary_of(config, head_dim), **biases_of(config)),
         feed_forward=gated_mlp(config, bias=False),
         norm=norm,
         names=NAMES,
@@ -113,7 +109,7 @@ def olmo2_settings(config: Config) -> DecoderSettings:
                 window=window if kind == SLIDING else None,
                 head_norm=norm,
                 norm_spans_heads=True,
-                **_biases(config),
+                **biases_of(config),
             ),
             feed_forward=gated_mlp(config, bias=False),
             norm=norm,
@@ -179,7 +175,7 @@ def smollm3_settings(config: Config) -> DecoderSettings:
                 head_dim,
                 rotary if has_rope else None,
                 window=window if kind == SLIDING else None,
-                **_biases(config),
+                **biases_of(config),
             ),
             feed_forward=gated_mlp(config),
             norm=norm,
@@ -311,7 +307,7 @@ def arcee_settings(config: Config) -> DecoderSettings:
     head_dim, norm = head_dim_of(config), _rms(config, 1e-5)
     rotary = rotary_of(config, head_dim)
     layer = LayerSpec(
-        attention=attention_of(config, head_dim, rotary, **_biases(config)),
+        attention=attention_of(config, head_dim, rotary, **biases_of(config)),
         feed_forward=MLPSpec(
             inner_size=config["intermediate_size"],
             activation=config.get("hidden_act", "relu2"),
@@ -339,7 +335,7 @@ def nanochat_settings(config: Config) -> DecoderSettings:
             rotary,
             head_norm=norm,
             rotates_back=True,
-            **_biases(config),
+            **biases_of(config),
         ),
         feed_forward=MLPSpec(
             inner_size=config["intermediate_size"],
@@ -367,7 +363,7 @@ def apertus_settings(config: Config) -> DecoderSettings:
     stored = config.get("rope_parameters") or config.get("rope_scaling") or _APERTUS_ROPE
     rotary = rotary_of(config, head_dim, stored, theta=config.get("rope_theta") or 12_000_000.0)
     layer = LayerSpec(
-        attention=attention_of(config, head_dim, rotary, head_norm=norm, **_biases(config)),
+        attention=attention_of(config, head_dim, rotary, head_norm=norm, **biases_of(config)),
         feed_forward=MLPSpec(
             inner_size=config["intermediate_size"], activation=None, is_gated=False
         ),

@@ -10,8 +10,8 @@ from worker_service.models.decoder_families.common import (
     by_lines,
     decoder_of,
     gated_mlp,
+    mixture_of,
     require,
-    routing,
     with_keys,
 )
 from worker_service.models.decoder_families.latent import latent_attention
@@ -83,15 +83,13 @@ def longcat_flash_settings(config: Config) -> DecoderSettings:
 
 def _experts(config: Config) -> ExpertsSpec:
     num_zero = config.get("zero_expert_num", 256) or 0
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("n_routed_experts", 512) + num_zero,
-            num_zero_experts=num_zero,
-            num_chosen=config.get("moe_topk", 12),
-            scale=float(config.get("routed_scaling_factor", 6.0)),
-        ),
+    return mixture_of(
+        config,
+        num_experts=config.get("n_routed_experts", 512) + num_zero,
+        num_zero_experts=num_zero,
+        num_chosen=config.get("moe_topk", 12),
+        scale=float(config.get("routed_scaling_factor", 6.0)),
         inner_size=config.get("expert_ffn_hidden_size", 2048),
-        activation=config.get("hidden_act", "silu"),
         corrects=True,
         has_float_router=True,
     )

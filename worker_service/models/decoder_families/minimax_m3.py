@@ -14,8 +14,8 @@ from worker_service.models.decoder_families.common import (
     gated_mlp,
     have_experts,
     layer_types,
+    mixture_of,
     rotary_of,
-    routing,
     with_keys,
 )
 from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES, QWEN_NAMES, STACK_NAMES
@@ -100,14 +100,13 @@ def minimax_m3_settings(config: Config) -> DecoderSettings:
 
 
 def _experts(config: Config, gate: Gate, *, is_stacked: bool) -> ExpertsSpec:
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config["num_local_experts"],
-            num_chosen=config["num_experts_per_tok"],
-            scoring="sigmoid",
-            normalizes=True,
-            scale=float(config.get("routed_scaling_factor", 2.0)),
-        ),
+    return mixture_of(
+        config,
+        num_experts=config["num_local_experts"],
+        num_chosen=config["num_experts_per_tok"],
+        scoring="sigmoid",
+        normalizes=True,
+        scale=float(config.get("routed_scaling_factor", 2.0)),
         inner_size=config["intermediate_size"],
         activation="silu",
         corrects=True,

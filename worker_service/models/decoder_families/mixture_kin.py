@@ -9,20 +9,21 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
     head_dim_of,
     layer_types,
+    mixture_of,
     require,
     rotary_of,
-    routing,
     unrotated,
     with_keys,
 )
 from worker_service.models.decoder_families.mixtures import MIXTRAL_NAMES, QWEN_NAMES
 from worker_service.models.decoder_families.scored_mixtures import SHARED_NAMES
-from worker_service.models.feed_forward.experts import ExpertsSpec, SharedSpec
+from worker_service.models.feed_forward.experts import SharedSpec
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
 
@@ -45,25 +46,21 @@ def olmoe_settings(config: Config) -> DecoderSettings:
     if config.get("clip_qkv") is not None:
         raise NotNative("clip_qkv")
     head_dim, norm = head_dim_of(config), NormSpec(eps=config.get("rms_norm_eps", 1e-5))
-    bias = bool(config.get("attention_bias", False))
     layer = LayerSpec(
         attention=attention_of(
             config,
             head_dim,
             rotary_of(config, head_dim),
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config),
             head_norm=norm,
             norm_spans_heads=True,
         ),
-        feed_forward=ExpertsSpec(
-            routing=routing(
-                num_experts=config.get("num_experts") or config.get("num_local_experts") or 64,
-                num_chosen=config.get("num_experts_per_tok", 8),
-                normalizes=bool(config.get("norm_topk_prob", False)),
-            ),
+        feed_forward=mixture_of(
+            config,
+            num_experts=config.get("num_experts") or config.get("num_local_experts") or 64,
+            num_chosen=config.get("num_experts_per_tok", 8),
+            normalizes=bool(config.get("norm_topk_prob", False)),
             inner_size=config["intermediate_size"],
-            activation=config.get("hidden_act", "silu"),
         ),
         norm=norm,
         names=QWEN_NAMES,
@@ -86,15 +83,13 @@ def minimax_m2_settings(config: Config) -> DecoderSettings:
             head_norm=norm,
             norm_spans_heads=True,
         ),
-        feed_forward=ExpertsSpec(
-            routing=routing(
-                num_experts=config.get("num_local_experts") or config.get("num_experts") or 256,
-                num_chosen=config.get("num_experts_per_tok", 8),
-                scoring="sigmoid",
-                normalizes=True,
-            ),
+        feed_forward=mixture_of(
+            config,
+            num_experts=config.get("num_local_experts") or config.get("num_experts") or 256,
+            num_chosen=config.get("num_experts_per_tok", 8),
+            scoring="sigmoid",
+            normalizes=True,
             inner_size=config["intermediate_size"],
-            activation=config.get("hidden_act", "silu"),
             corrects=True,
         ),
         norm=norm,
@@ -110,7 +105,6 @@ def phimoe_settings(config: Config) -> DecoderSettings:
         head_dim_of(config),
         NormSpec(eps=config.get("rms_norm_eps", 1e-5), is_rms=False),
     )
-    bias = bool(config.get("attention_bias", False))
     layer = LayerSpec(
         attention=attention_of(
             config,
@@ -118,18 +112,15 @@ def phimoe_settings(config: Config) -> DecoderSettings:
             rotary_of(config, head_dim, theta=1e6),
             num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
             window=config.get("sliding_window"),
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config),
         ),
-        feed_forward=ExpertsSpec(
-            routing=routing(
-                num_experts=config.get("num_local_experts") or config.get("num_experts") or 16,
-                num_chosen=2,
-                scoring="sparsemixer",
-                nearness=2 * float(config.get("router_jitter_noise", 0.01)),
-            ),
+        feed_forward=mixture_of(
+            config,
+            num_experts=config.get("num_local_experts") or config.get("num_experts") or 16,
+            num_chosen=2,
+            scoring="sparsemixer",
+            nearness=2 * float(config.get("router_jitter_noise", 0.01)),
             inner_size=config["intermediate_size"],
-            activation=config.get("hidden_act", "silu"),
         ),
         norm=norm,
         names=MIXTRAL_NAMES,
@@ -158,13 +149,12 @@ def ernie4_5_moe_settings(config: Config) -> DecoderSettings:
     )
     inner_size = config.get("moe_intermediate_size", 1536)
     num_shared = config.get("moe_num_shared_experts", 2)
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("moe_num_experts", 64),
-            num_chosen=config.get("moe_k", 6),
-            normalizes=True,
-            min_sum=float(config.get("moe_norm_min", 1e-12)),
-        ),
+    experts = mixture_of(
+        config,
+        num_experts=config.get("moe_num_experts", 64),
+        num_chosen=config.get("moe_k", 6),
+        normalizes=True,
+        min_sum=float(config.get("moe_norm_min", 1e-12)),
         inner_size=inner_size,
         activation=activation,
         shared=SharedSpec(inner_size=inner_size * num_shared) if num_shared else None,
@@ -196,16 +186,14 @@ def flint_settings(config: Config) -> DecoderSettings:
     and an MLP in the first layers."""
     config = with_keys(config, {}, head_dim=128, num_key_value_heads=4)
     head_dim, norm = config["head_dim"], NormSpec(eps=config.get("rms_norm_eps", 1e-6))
-    rotary, bias = rotary_of(config, head_dim), bool(config.get("attention_bias", False))
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_experts", 256),
-            num_chosen=config.get("num_experts_per_tok", 6),
-            scoring="sigmoid",
-            normalizes=bool(config.get("norm_topk_prob", True)),
-        ),
+    rotary = rotary_of(config, head_dim)
+    experts = mixture_of(
+        config,
+        num_experts=config.get("num_experts", 256),
+        num_chosen=config.get("num_experts_per_tok", 6),
+        scoring="sigmoid",
+        normalizes=bool(config.get("norm_topk_prob", True)),
         inner_size=config.get("moe_intermediate_size", 512),
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=config.get("shared_expert_intermediate_size", 1024)),
         has_float_router=True,
     )
@@ -223,8 +211,7 @@ def flint_settings(config: Config) -> DecoderSettings:
             window=config.get("sliding_window", 513) if kind == SLIDING else None,
             head_norm=norm,
             has_sinks=True,
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config),
         )
         return LayerSpec(
             attention=attention,

@@ -9,17 +9,18 @@ from worker_service.models.decoder_families.common import (
     STACKED_EXPERTS,
     Config,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
     have_experts,
     head_dim_of,
     layer_types,
+    mixture_of,
     rotaries_by_type,
     rotary_of,
-    routing,
 )
-from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
+from worker_service.models.feed_forward.experts import ExpertStorage, SharedSpec
 from worker_service.models.feed_forward.mlp import MLPSpec
 from worker_service.models.layers.norms import NormSpec
 
@@ -56,14 +57,12 @@ def mixtral_settings(config: Config) -> DecoderSettings:
             num_kv_heads=config.get("num_key_value_heads", 8) or config["num_attention_heads"],
             window=config.get("sliding_window"),
         ),
-        feed_forward=ExpertsSpec(
-            routing=routing(
-                num_experts=config.get("num_local_experts") or config.get("num_experts") or 8,
-                num_chosen=config.get("num_experts_per_tok", 2),
-                normalizes=True,
-            ),
+        feed_forward=mixture_of(
+            config,
+            num_experts=config.get("num_local_experts") or config.get("num_experts") or 8,
+            num_chosen=config.get("num_experts_per_tok", 2),
+            normalizes=True,
             inner_size=config["intermediate_size"],
-            activation=config.get("hidden_act", "silu"),
         ),
         norm=norm,
         names=MIXTRAL_NAMES,
@@ -109,12 +108,11 @@ def qwen_moe_settings(config: Config) -> DecoderSettings:
         if not has_experts:
             mlp = MLPSpec(inner_size=config["intermediate_size"], activation=activation)
             return LayerSpec(attention=attention, feed_forward=mlp, norm=norm, names=NAMES)
-        experts = ExpertsSpec(
-            routing=routing(
-                num_experts=num_experts,
-                num_chosen=config.get("num_experts_per_tok", 8 if is_qwen3 else 4),
-                normalizes=bool(config.get("norm_topk_prob", False)),
-            ),
+        experts = mixture_of(
+            config,
+            num_experts=num_experts,
+            num_chosen=config.get("num_experts_per_tok", 8 if is_qwen3 else 4),
+            normalizes=bool(config.get("norm_topk_prob", False)),
             inner_size=config.get("moe_intermediate_size", 768 if is_qwen3 else 1408),
             activation=activation,
             shared=shared,
@@ -142,15 +140,13 @@ def mellum_settings(config: Config) -> DecoderSettings:
     """Mellum: Qwen3-MoE with windows in some layers, which have another base of RoPE."""
     head_dim, norm = head_dim_of(config, 128), NormSpec(eps=config.get("rms_norm_eps", 1e-6))
     rotaries = rotaries_by_type(config, head_dim, {FULL: 500_000.0, SLIDING: 10_000.0})
-    num_layers, bias = config["num_hidden_layers"], bool(config.get("attention_bias", False))
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_local_experts") or config.get("num_experts") or 64,
-            num_chosen=config.get("num_experts_per_tok", 8),
-            normalizes=bool(config.get("norm_topk_prob", True)),
-        ),
+    num_layers = config["num_hidden_layers"]
+    experts = mixture_of(
+        config,
+        num_experts=config.get("num_local_experts") or config.get("num_experts") or 64,
+        num_chosen=config.get("num_experts_per_tok", 8),
+        normalizes=bool(config.get("norm_topk_prob", True)),
         inner_size=config.get("moe_intermediate_size", 896),
-        activation=config.get("hidden_act", "silu"),
     )
     mlp = gated_mlp(config, bias=False)
     layers = [
@@ -162,8 +158,7 @@ def mellum_settings(config: Config) -> DecoderSettings:
                 num_kv_heads=config.get("num_key_value_heads", 4),
                 window=config.get("sliding_window", 1024) if kind == SLIDING else None,
                 head_norm=norm,
-                qkv_bias=bias,
-                output_bias=bias,
+                **biases_of(config),
             ),
             feed_forward=experts if has_experts else mlp,
             norm=norm,

@@ -12,6 +12,7 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     every,
@@ -19,9 +20,9 @@ from worker_service.models.decoder_families.common import (
     have_experts,
     head_dim_of,
     layer_types,
+    mixture_of,
     require,
     rotary_of,
-    routing,
     with_keys,
     with_values,
 )
@@ -112,16 +113,14 @@ def cohere2_moe_settings(config: Config) -> DecoderSettings:
     scoring = config.get("expert_selection_fn", "softmax")
     require(config, "expert_selection_fn", "softmax", "sigmoid")
     require(config, "shared_expert_combination_strategy", "average", "sum")
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_experts", 8),
-            num_chosen=config.get("num_experts_per_tok", 2),
-            scoring="softmax_of_chosen" if scoring == "softmax" else scoring,
-            normalizes=scoring == "sigmoid" and bool(config.get("norm_topk_prob", True)),
-            scale=scale,
-        ),
+    experts = mixture_of(
+        config,
+        num_experts=config.get("num_experts", 8),
+        num_chosen=config.get("num_experts_per_tok", 2),
+        scoring="softmax_of_chosen" if scoring == "softmax" else scoring,
+        normalizes=scoring == "sigmoid" and bool(config.get("norm_topk_prob", True)),
+        scale=scale,
         inner_size=size,
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=size * num_shared, scale=scale) if num_shared else None,
     )
     dense_size = config.get("prefix_dense_intermediate_size") or size
@@ -147,7 +146,7 @@ def _cohere_decoder(
 ) -> DecoderSettings:
     """Layers with one norm, and RoPE of neighbouring elements. windows: of each layer, and whether
     it has RoPE; feed_forwards: of each layer; theta: the default."""
-    head_dim, bias = head_dim_of(config), bool(config.get("attention_bias", False))
+    head_dim = head_dim_of(config)
     rotary = rotary_of(config, head_dim, theta=theta)
     layers = [
         LayerSpec(
@@ -156,8 +155,7 @@ def _cohere_decoder(
                 head_dim,
                 rotary if has_rope else None,
                 window=window,
-                qkv_bias=bias,
-                output_bias=bias,
+                **biases_of(config),
                 has_pairs=True,
             ),
             feed_forward=feed_forward,
@@ -267,14 +265,13 @@ def _squared_relu_decoder(
     config: Config, norm: NormSpec, *, partial: float | None
 ) -> DecoderSettings:
     """partial: see `rotary_of`."""
-    head_dim, bias = head_dim_of(config), bool(config["attention_bias"])
+    head_dim = head_dim_of(config)
     layer = LayerSpec(
         attention=attention_of(
             config,
             head_dim,
             rotary_of(config, head_dim, partial=partial),
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config),
         ),
         feed_forward=_plain_mlp(
             config["intermediate_size"],
@@ -290,7 +287,6 @@ def _squared_relu_decoder(
 def gpt_neox_settings(config: Config) -> DecoderSettings:
     """GPT-NeoX and Pythia: two norms of the same input, RoPE of a part of each head."""
     head_dim, norm = head_dim_of(config), _norm(config, "layer_norm_eps")
-    bias = bool(config.get("attention_bias", True))
     stored = {
         "rope_theta": config.get("rotary_emb_base"),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
@@ -302,8 +298,7 @@ def gpt_neox_settings(config: Config) -> DecoderSettings:
             head_dim,
             rotary_of(config, head_dim, stored, partial=0.25),
             num_kv_heads=config["num_attention_heads"],
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config, default=True),
             storage=QKVStorage.BY_GROUP,
         ),
         feed_forward=_plain_mlp(

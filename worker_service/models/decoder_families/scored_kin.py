@@ -10,13 +10,14 @@ from worker_service.models.decoder_families.common import (
     Config,
     NotNative,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
     gated_mlp,
     have_experts,
     head_dim_of,
+    mixture_of,
     rotary_of,
-    routing,
     with_keys,
     with_values,
 )
@@ -90,14 +91,13 @@ def hy_v3_settings(config: Config) -> DecoderSettings:
         raise NotNative("mlp_bias")
     config = _with_usual_keys(config, "router_scaling_factor", 2.826, num_experts=192)
     config = with_keys(config, {}, moe_intermediate_size=1536, num_key_value_heads=8)
-    head_dim, bias = head_dim_of(config, 128), bool(config.get("attention_bias", False))
+    head_dim = head_dim_of(config, 128)
     attention = attention_of(
         config,
         head_dim,
         rotary_of(config, head_dim, theta=11_158_840.0),
         head_norm=NormSpec(eps=config.get("rms_norm_eps", 1e-5)),
-        qkv_bias=bias,
-        output_bias=bias,
+        **biases_of(config),
     )
     attentions = [attention] * config["num_hidden_layers"]
     return _decoder(config, attentions, have_experts(config, 1), expert_names=_HUNYUAN_NAMES)
@@ -135,15 +135,13 @@ def kolibri1_settings(config: Config) -> DecoderSettings:
     logits with a correction."""
     config = with_keys(config, {}, head_dim=128, num_key_value_heads=4, rms_norm_eps=1e-6)
     config = with_keys(config, {}, sliding_window=513, sliding_window_pattern=5)
-    experts = ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("num_local_experts") or config.get("num_experts", 384),
-            num_chosen=config.get("num_experts_per_tok", 6),
-            scoring="sigmoid_of_chosen",
-            normalizes=bool(config.get("norm_topk_prob", False)),
-        ),
+    experts = mixture_of(
+        config,
+        num_experts=config.get("num_local_experts") or config.get("num_experts", 384),
+        num_chosen=config.get("num_experts_per_tok", 6),
+        scoring="sigmoid_of_chosen",
+        normalizes=bool(config.get("norm_topk_prob", False)),
         inner_size=config.get("moe_intermediate_size", 512),
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=config.get("shared_expert_intermediate_size", 512)),
         corrects=True,
     )

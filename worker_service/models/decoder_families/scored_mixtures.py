@@ -8,12 +8,14 @@ from worker_service.models.decoder_families.common import (
     SLIDING,
     Config,
     attention_of,
+    biases_of,
     by_lines,
     decoder_of,
+    grouped,
     head_dim_of,
     layer_types,
+    mixture_of,
     rotary_of,
-    routing,
 )
 from worker_service.models.decoder_families.draft_heads import with_layer_behind
 from worker_service.models.decoder_families.mixtures import QWEN_NAMES
@@ -65,7 +67,7 @@ def dots1_settings(config: Config) -> DecoderSettings:
     """dots1, whose heads have norms, and whose last layers may have a window."""
     norm = NormSpec(eps=config.get("rms_norm_eps", 1e-6))
     head_dim = head_dim_of(config)
-    rotary, bias = rotary_of(config, head_dim), bool(config.get("attention_bias", False))
+    rotary = rotary_of(config, head_dim)
     dense = MLPSpec(
         inner_size=config["intermediate_size"], activation=config.get("hidden_act", "silu")
     )
@@ -81,8 +83,7 @@ def dots1_settings(config: Config) -> DecoderSettings:
             head_dim,
             rotary,
             window=window if kind == SLIDING else None,
-            qkv_bias=bias,
-            output_bias=bias,
+            **biases_of(config),
             head_norm=norm,
         )
         if index < num_dense:
@@ -99,20 +100,12 @@ def scored_experts(config: Config, *, num_chosen: int | None, normalizes: bool) 
     inner_size = config.get("moe_intermediate_size", 1408)
     chosen = config["num_experts_per_tok"] if num_chosen is None else num_chosen
     num_shared = config.get("n_shared_experts", 1)
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("n_routed_experts") or config["num_local_experts"],
-            num_chosen=config.get("num_experts_per_tok") or chosen,
-            scoring="sigmoid",
-            normalizes=bool(config.get("norm_topk_prob", normalizes)),
-            epsilon=1e-20,
-            scale=float(config.get("routed_scaling_factor", 1.0)),
-            num_groups=config.get("n_group", 1),
-            num_chosen_groups=config.get("topk_group", 1),
-            num_best=2,
-        ),
+    return mixture_of(
+        config,
+        num_experts=config.get("n_routed_experts") or config["num_local_experts"],
+        num_chosen=config.get("num_experts_per_tok") or chosen,
+        **grouped(config, normalizes=normalizes),
         inner_size=inner_size,
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=inner_size * num_shared),
         corrects=True,
         has_float_router=True,

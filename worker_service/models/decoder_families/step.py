@@ -19,9 +19,9 @@ from worker_service.models.decoder_families.common import (
     gated_mlp,
     have_experts,
     layer_types,
+    mixture_of,
     require,
     rotaries_by_type,
-    routing,
     with_keys,
 )
 from worker_service.models.feed_forward.experts import ExpertsSpec, ExpertStorage, SharedSpec
@@ -89,16 +89,14 @@ def step3p5_settings(config: Config) -> DecoderSettings:
 
 
 def _experts(config: Config, gate: Gate | None, shared_gate: Gate | None) -> ExpertsSpec:
-    return ExpertsSpec(
-        routing=routing(
-            num_experts=config.get("n_routed_experts", 288),
-            num_chosen=config.get("num_experts_per_tok", 8),
-            scoring="sigmoid",
-            normalizes=True,
-            scale=float(config.get("moe_router_scaling_factor", 1.0)),
-        ),
+    return mixture_of(
+        config,
+        num_experts=config.get("n_routed_experts", 288),
+        num_chosen=config.get("num_experts_per_tok", 8),
+        scoring="sigmoid",
+        normalizes=True,
+        scale=float(config.get("moe_router_scaling_factor", 1.0)),
         inner_size=config.get("moe_intermediate_size", 1280),
-        activation=config.get("hidden_act", "silu"),
         shared=SharedSpec(inner_size=config.get("share_expert_dim", 1280), gate=shared_gate),
         corrects=True,
         has_float_router=True,
