@@ -244,6 +244,21 @@ def test_a_router_that_was_rounded_when_it_was_saved_is_one_weight() -> None:
         assert found == 4 * num_terms
 
 
+def test_a_router_that_torch_multiplies_by_may_be_packed_again() -> None:
+    context = ModelContext(dtype=torch.float16, device=torch.device("cpu"))  # without kernels
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(4, 16, generator=generator), torch.randn(3, 16, generator=generator)
+    router = FloatLinear(16, 4, context, LayerKernels())
+    (target,) = router.targets("gate")
+    target.target.copy_(weight)
+    products = []
+    for _ in range(2):  # once it is filled, and once the model is loaded
+        router.pack()
+        products.append(router.multiply(x.half(), None, torch.float32))
+    torch.testing.assert_close(products[0], x.half().float() @ weight.T, atol=1e-3, rtol=1e-3)
+    assert torch.equal(*products)
+
+
 def test_more_experts_of_a_token_than_there_are_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint("qwen3_moe", tmp_path, num_experts_per_tok=5)
     with pytest.raises(

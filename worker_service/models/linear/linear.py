@@ -72,6 +72,8 @@ class Linear(nn.Module):
         self.weight = context.empty_weight(num_outputs, inputs.size) if weight is None else weight
         self.bias = context.empty(num_outputs) if bias else None
         self.packed: PackedWeight | None = None
+        self._is_packed = False
+        """Also where torch multiplies by `weight`."""
         self._context = context
         self._quantization = context.quantization
         self._kept: dict[int, QuantizedWeight] = {}
@@ -145,14 +147,15 @@ class Linear(nn.Module):
                 yield WeightTarget(f"{name}.bias", part, shard=outputs, order=order)
 
     def pack(self) -> None:
-        """Pack the weight for this machine once it is loaded; the original is freed."""
+        """Pack the weight for this machine once it is loaded, unless it is packed already; the
+        original is freed."""
         weight = self.loaded()
         if weight is not None:
             self.lay_out(weight)
 
     def lay_out(self, weight: Tensor | QuantizedWeight) -> None:
         """Pack what `loaded` returned."""
-        context, self.weight = self._context, None
+        context, self.weight, self._is_packed = self._context, None, True
         if isinstance(weight, QuantizedWeight):
             self.packed = pack_codes(weight, context)
         elif is_on_cpu(context) and can_pack(weight.dtype, context.device):
@@ -164,7 +167,7 @@ class Linear(nn.Module):
 
     def loaded(self) -> Tensor | QuantizedWeight | None:
         """The whole weight, quantized if there are kernels for that; None once it is packed."""
-        if self.weight is None:
+        if self.weight is None or self._is_packed:
             return None
         parts = list(self.weight.split([shard.size for shard in self._outputs]))
         kept, self._kept = self._kept, {}
