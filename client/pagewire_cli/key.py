@@ -38,10 +38,17 @@ def _not_empty(names: list[str] | None) -> list[str] | None:
     return names
 
 
-def _in_future(expires: datetime | None) -> datetime | None:
-    if expires is not None and expires.replace(tzinfo=UTC) <= datetime.now(UTC):
-        raise typer.BadParameter(f"expected a time in the future, got {expires.isoformat()}")
-    return expires
+def _future_time(text: str) -> datetime:
+    """The time that `text` names, with its zone; UTC if it names none."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        example = "such as 2030-01-31 or 2030-01-31T12:00:00"
+        raise typer.BadParameter(f"expected a date or a time, {example}, got {text!r}") from None
+    time = time.replace(tzinfo=time.tzinfo or UTC)
+    if time <= datetime.now(UTC):
+        raise typer.BadParameter(f"expected a time in the future, got {text}")
+    return time
 
 
 @key.command()
@@ -68,9 +75,9 @@ def new(
     expires: Annotated[
         datetime | None,
         typer.Option(
-            callback=_in_future,
-            formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"],
-            help="Time at which the key expires, UTC.",
+            parser=_future_time,
+            metavar="TIME",
+            help="Date or time at which the key expires, as 2030-01-31T12:00:00; UTC.",
             show_default="never",
         ),
     ] = None,
@@ -106,7 +113,7 @@ def _entry(
     if lora_modules:
         lines.append(f"lora_modules = [{', '.join(map(_quoted, lora_modules))}]")
     if expires is not None:
-        lines.append(f"expires = {expires.replace(tzinfo=UTC).isoformat()}")
+        lines.append(f"expires = {expires.isoformat()}")
     if operator:
         lines.append("operator = true")
     return "\n".join([*lines, "", ""])

@@ -334,9 +334,23 @@ def test_no_key_is_drawn_for_a_name_that_is_empty(flag: str) -> None:
     assert f"{flag}: expected a name, got an empty text" in refused.stderr
 
 
-def test_no_key_is_drawn_that_has_expired_already() -> None:
-    flags = ["--tenant", "one", "--expires", "2020-01-01"]
-    refused = CliRunner().invoke(app, ["key", "new", *flags])
+@pytest.mark.parametrize(
+    ("expires", "words"),
+    [
+        ("2020-01-01", "expected a time in the future, got 2020-01-01"),
+        ("2020-01-01T00:00:00+02:00", "expected a time in the future"),
+        ("tomorrow", "expected a date or a time, such as 2030-01-31 or 2030-01-31T12:00:00, got"),
+    ],
+)
+def test_no_key_is_drawn_that_expires_at_no_future_time(expires: str, words: str) -> None:
+    refused = CliRunner().invoke(app, ["key", "new", "--tenant", "one", "--expires", expires])
     assert refused.exit_code == 2
     assert refused.stdout == ""
-    assert "expected a time in the future" in refused.stderr
+    assert words in refused.stderr
+
+
+def test_a_key_may_expire_in_the_time_of_another_zone(tmp_path: Path) -> None:
+    flags = ["--tenant", "one", "--expires", "2099-01-01T02:00:00+02:00"]
+    (tmp_path / "keys.toml").write_text(CliRunner().invoke(app, ["key", "new", *flags]).stdout)
+    [key] = read_keys(tmp_path / "keys.toml").values()
+    assert key.expires == 4070908800.0  # 2099-01-01T00:00:00Z
