@@ -204,6 +204,8 @@ def begin_log(flags: Flags) -> None:
 
 
 async def _ignoring_signals_afterwards(service: Coroutine[Any, Any, Result]) -> Result:
+    if callable(signal.getsignal(signal.SIGINT)):  # not ignored, as in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return await service
     finally:
@@ -215,6 +217,9 @@ async def _ignoring_signals_afterwards(service: Coroutine[Any, Any, Result]) -> 
 
 def run_service(service: Coroutine[Any, Any, Result]) -> Result:
     """Run a service to its end, and return its result. Raises TooFewThreads.
+
+    Until it handles the signals to end, Ctrl-C interrupts what it does, such as imports, which
+    asyncio's own handler would let it finish first.
 
     If it handled the signals to end, they do nothing from then on: asyncio restores their defaults
     when its loop is closed, and a late signal would replace the exit code of a process that is just

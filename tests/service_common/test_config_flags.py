@@ -119,3 +119,31 @@ def test_no_variable_of_one_service_looks_like_a_misspelling_to_another() -> Non
         assert len(flags) > 20
         for name in everything - some:
             assert not misspelt_variables([name], flags)
+
+
+INTERRUPTED = """
+import os, signal
+from service_common.config_flags import run_service
+
+signal.signal(signal.SIGINT, {handler})
+
+async def serve():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("went on")
+
+run_service(serve())
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "output"), [("signal.default_int_handler", ""), ("signal.SIG_IGN", "went on\n")]
+)
+def test_ctrl_c_interrupts_a_service_that_does_not_handle_signals_yet(
+    handler: str, output: str
+) -> None:
+    program = INTERRUPTED.replace("{handler}", handler)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ended.stdout == output
+    assert ("KeyboardInterrupt" in ended.stderr) == (output == "")
