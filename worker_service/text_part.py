@@ -13,7 +13,8 @@ _OTHER = ("visual.", "vit.", "vision_model.", "vision_encoder.", "audio_encoder.
 
 _TEXT_PARTS = (
     *("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head."),
-    *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_", "backbone.", "mtp."),
+    *("model.embed_tokens_per_layer.", "model.per_layer_", "model.altup_", "model.hc_head."),
+    *("backbone.", "mtp."),
 )
 
 

@@ -1,12 +1,14 @@
 """Hunyuan 4: settings that are refused, defaults, and what several residual streams lack."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.checkpoints import MAX_POSITIONS, checkpoint
+from tests.support.float64 import Float64
 from tests.support.loading import load
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle
@@ -48,6 +50,37 @@ def test_defaults_are_those_of_transformers() -> None:
     written = HYV4Config(num_hidden_layers=4).to_dict() | base
     brief = base | sizes | {"rope_parameters": written["rope_parameters"]}
     assert hy_v4_settings(brief) == hy_v4_settings(written)
+
+
+def test_the_text_model_of_the_multimodal_one_is_served(tmp_path: Path) -> None:
+    """It rotates other pairs, and its norms of latents have another epsilon."""
+    import transformers
+
+    text = {k: v for k, v in _config().items() if k not in ("architectures", "model_type")}
+    half = text["qk_rope_head_dim"] // 2
+    rotary = text["rope_parameters"] | {"mrope_section": [half - 2, 1, 1]}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"out_hidden_size": text["hidden_size"]}
+    config = transformers.HYV4VLConfig(
+        text_config={**text, "rms_norm_eps": 1e-2, "rope_parameters": rotary},
+        vision_config={**vision, "num_attention_heads": 2, "patch_size": 4, "max_image_size": 16},
+    )
+    torch.manual_seed(0)
+    model = transformers.HYV4VLForConditionalGeneration(config).float().eval()
+    for name, weight in model.named_parameters():
+        if weight.dim() < 2 and "language_model" in name:  # norms, gates and sinks
+            weight.data += 0.3 * torch.randn(weight.shape)
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(300, (130,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        greedy = model(input_ids=torch.tensor([tokens])).logits[0].argmax(-1)
+        model.set_experts_implementation("eager")  # others lack float64
+        with Float64():
+            exact = model.double()(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+    driver = PagedDriver(load(tmp_path).model, max_tokens=MAX_POSITIONS)
+    found = driver.run([(0, 0, tokens)])[0]
+    assert found.argmax(-1).tolist() == greedy.tolist()
+    torch.testing.assert_close(found.double().log_softmax(-1), exact, atol=2e-5, rtol=0)
 
 
 def test_sequences_are_as_long_as_indexers_choose_all_of_them() -> None:

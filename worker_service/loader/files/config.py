@@ -101,6 +101,7 @@ _TEXT_MODELS = {
     "granite4_vision_text": "GraniteForCausalLM",
     "granite_docling_text": "GraniteForCausalLM",
     "hunyuan_vl_text": "HunYuanDenseV1ForCausalLM",
+    "hy_v4_vl_text": "HYV4ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm3": "Lfm3ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",

@@ -48,7 +48,8 @@ _SIZES = {
 def hy_v4_settings(config: Config) -> DecoderSettings:
     """Hunyuan 4. Indexers choose the tokens that a token sees: all of sequences of up to
     `index_topk` tokens, which are the longest ones here. Layers behind the last one are not
-    used."""
+    used. The text model of the multimodal one rotates pairs of neighbours, and its norms of latents
+    have the `rms_norm_eps` of the other norms."""
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise NotNative(key)
@@ -56,7 +57,8 @@ def hy_v4_settings(config: Config) -> DecoderSettings:
     if kinds != {_KIND}:
         found = ", ".join(sorted(map(str, kinds)))
         raise UnsupportedModel(f"config.json: layer_types: expected {_KIND} alone, got {found}")
-    config = with_values(with_keys(config, {}, **_SIZES), rope_interleave=False)
+    is_multimodal = config.get("model_type") == "hy_v4_vl_text"
+    config = with_values(with_keys(config, {}, **_SIZES), rope_interleave=is_multimodal)
     experts, dense = _experts(config), gated_mlp(config)
     streams = HyperConnectionsSpec(
         num_streams=_num_streams(config),
@@ -72,8 +74,12 @@ def hy_v4_settings(config: Config) -> DecoderSettings:
         max_model_len=min(config.get("index_topk", 2048), config["max_position_embeddings"]),
         unused_names=r".*\.self_attn\.indexer\..*|model\.mtp_layers\..*",
     )
+    attention = latent_attention(config, 1536)
     attention = replace(
-        latent_attention(config, 1536), has_sinks=True, gates=OutputGates.OF_ELEMENTS
+        attention,
+        eps=streams.eps if is_multimodal else attention.eps,
+        has_sinks=True,
+        gates=OutputGates.OF_ELEMENTS,
     )
     layers = tuple(
         replace(
