@@ -117,6 +117,7 @@ _ARCHITECTURES = {
 }
 
 _OTHER_ARCHITECTURES = {
+    "gemma3_embedding": ("gemma-embedding", gguf.MODEL_ARCH.GEMMA_EMBEDDING),
     "llama_exaone": ("exaone", gguf.MODEL_ARCH.EXAONE),
     "llama_internlm": ("internlm2", gguf.MODEL_ARCH.INTERNLM2),
     "granite_minicpm": ("minicpm", gguf.MODEL_ARCH.MINICPM),
@@ -257,6 +258,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "gemma2": {**_GEMMA, "num_hidden_layers": 4},
     "gemma3": {**_GEMMA, "num_hidden_layers": 7, "layer_types": None},
+    "gemma3_embedding": {
+        **_GEMMA,
+        "num_hidden_layers": 7,
+        "layer_types": None,
+        "sliding_window": 8,
+        "use_bidirectional_attention": True,
+    },
     "gemma3n": {"head_dim": 64, "hidden_size_per_layer_input": 32, "laurel_rank": 32},
     "gemma4_shared": {**_GEMMA4, "hidden_size_per_layer_input": 32},
     "gemma4_plain": _GEMMA4,
@@ -359,7 +367,7 @@ def make_gguf(
     from transformers import AutoConfig
 
     base = re.sub(
-        "_(long|large|partial|expanded|folded|joined|square|exaone|internlm|minicpm(_long)?|vl)$",
+        "_(long|large|embedding|partial|expanded|folded|joined|square|exaone|internlm|minicpm(_long)?|vl)$",
         "",
         family,
     )
@@ -849,6 +857,8 @@ def add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         stretched = rope["alpha"] ** (size / (size - 2)) if "alpha" in rope else 1.0
         writer.add_rope_freq_base(rope["rope_theta"] * stretched)
     window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_bidirectional_attention", False):
+        window = 2 * (window - 1)  # which `transformers` halves when it reads `config.json`
     if window and config.model_type in _WITH_WINDOWS:
         writer.add_sliding_window(window)
     if window and config.model_type in _WITH_PATTERN:

@@ -40,8 +40,13 @@ class Architecture:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether its models make no text."""
+        """Whether its models are those of `ENCODERS`, which make no text."""
         return self.kind in ENCODERS
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend only to those before them."""
+        return not self.is_encoder and "both-ways" not in self.traits
 
 
 _ROWS = Path(__file__).with_name("classes.txt").read_text(encoding="utf-8").splitlines()

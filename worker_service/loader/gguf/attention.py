@@ -23,8 +23,8 @@ def head_dims(meta: Metadata, default: int) -> tuple[int, int]:
         rotary_dim = head_dim
     elif "part" not in traits or rotary_dim > head_dim:
         meta.require("rope.dimension_count", head_dim, size)
-    is_encoder = meta.architecture.is_encoder
-    meta.require("attention.causal", not is_encoder, str(not is_encoder).lower())
+    is_causal = meta.architecture.is_causal
+    meta.require("attention.causal", is_causal, str(is_causal).lower())
     return head_dim, rotary_dim
 
 

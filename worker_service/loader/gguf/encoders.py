@@ -26,6 +26,11 @@ RERANKER = "is_qwen3_reranker"
 sigmoid of the difference of their logits is its probability."""
 
 
+DENSE_LAYERS = ("dense_2", "dense_3")
+"""Names of the layers that follow the pooling, in order, by those of sentence-transformers; with
+one size of features in the metadata for their rows, and one for their columns."""
+
+
 def encoder(meta: Metadata, config: Mapping[str, Any], window: int | None) -> dict[str, Any]:
     """The fields that only encoders have."""
     types, kind = meta.tensors.get("token_types.weight"), config["model_type"]
@@ -50,6 +55,7 @@ def encoder(meta: Metadata, config: Mapping[str, Any], window: int | None) -> di
 def pooling(meta: Metadata, kind: str) -> dict[str, Any]:
     """What the file says of pooling, if anything: how vectors are made, or a classifier."""
     number, tensors = meta.get("pooling_type", -1), meta.tensors
+    _check_dense_layers(meta)
     if number == -1:
         return {}
     if number in range(len(_POOLINGS)):
@@ -75,3 +81,14 @@ def pooling(meta: Metadata, kind: str) -> dict[str, Any]:
         }
     names = {str(index): label for index, label in enumerate(labels)}
     return {"architectures": [name], "id2label": names, **fields}
+
+
+def _check_dense_layers(meta: Metadata) -> None:
+    """Raise BadCheckpoint if a layer after the pooling is missing or has another shape than the
+    metadata say."""
+    for name in DENSE_LAYERS:
+        tensor = meta.tensors.get(f"{name}.weight")
+        shape = [0, 0] if tensor is None else tensor.shape
+        for axis, key in enumerate((f"{name}_feat_out", f"{name}_feat_in")):
+            if (size := meta.get(key, shape[axis])) != shape[axis]:
+                raise meta.fault(key, f"{shape[axis]}, by the shape of {name}.weight", size)

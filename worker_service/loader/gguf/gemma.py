@@ -23,7 +23,7 @@ _NOT_ROTATED = 1e29
 def gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that only Gemma has."""
     architecture, num_layers = meta.architecture.name, config["num_hidden_layers"]
-    is_wide = num_layers == _SCALED_BY_WIDTH[architecture]
+    is_wide = num_layers == _SCALED_BY_WIDTH.get(architecture)
     width = config["hidden_size"] // config["num_attention_heads"]
     is_gemma2 = architecture == "gemma2"
     caps = {}
@@ -41,6 +41,7 @@ def gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": window,
         "layer_types": layer_types(meta, num_layers, window),
         "rope_parameters": rope,
+        "use_bidirectional_attention": not meta.architecture.is_causal,
         **caps,
     }
 

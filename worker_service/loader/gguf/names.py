@@ -15,7 +15,7 @@ from torch import Tensor
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf.architectures import ENCODERS, LATENT
 from worker_service.loader.gguf.config import gguf_config
-from worker_service.loader.gguf.encoders import RERANKER
+from worker_service.loader.gguf.encoders import DENSE_LAYERS, RERANKER
 from worker_service.loader.gguf.file import (
     Gguf,
     GgufDifference,
@@ -94,7 +94,9 @@ def gguf_tensors(path: Path, files: OpenFiles) -> dict[str, GgufTensor]:
     orders, names = orders_of(architecture, config), names_of(kind)
     if config.get("num_ln_in_parallel_attn") == 2:
         names |= _FALCON_NORMS
-    read_already = LONG_ROPE.values() if architecture in LONG_ROPES else (ROPE_FREQUENCIES,)
+    read_already = [*(LONG_ROPE.values() if architecture in LONG_ROPES else (ROPE_FREQUENCIES,))]
+    if "pooling_type" in config:
+        read_already += [f"{name}.weight" for name in DENSE_LAYERS]
     tensors = {
         part.name: replace(
             part,

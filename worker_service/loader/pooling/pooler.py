@@ -10,12 +10,14 @@ from torch import Tensor
 
 from worker_service.config import ModelConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from worker_service.gguf.header import is_gguf
 from worker_service.loader.files.assets import iter_assets
 from worker_service.loader.files.json_files import parse_object
 from worker_service.loader.files.overrides import read_template
 from worker_service.loader.gguf.encoders import RERANKER
+from worker_service.loader.gguf.file import open_gguf
 from worker_service.loader.pooling.sentence_transformers import MODULES, DenseSettings, read_modules
-from worker_service.loader.tensors import OpenFiles, describe
+from worker_service.loader.tensors import CheckpointTensor, OpenFiles, describe
 from worker_service.loader.weights.checkpoint import Checkpoint
 from worker_service.loader.weights.fill import fill_dummy_weights
 from worker_service.models.decoder.model import DecoderModel
@@ -195,13 +197,13 @@ class PoolerBuilder:
             bias=settings.bias,
             activation=settings.activation,
         )
-        targets, file = [*layer.linear.targets("linear")], settings.folder / "model.safetensors"
+        targets, file = [*layer.linear.targets(settings.name)], settings.file
         if not self._checkpoint.files:
             fill_dummy_weights(iter(targets))
         elif not file.is_file():
             raise BadCheckpoint(f"{file} is missing; pickled weights are refused: convert them")
         else:
-            stored = {tensor.name: tensor for tensor in describe(file, OpenFiles())}
+            stored = _tensors_of(settings)
             shapes = {weight.name: weight.source_shape for weight in targets}
             if shapes != (found := {name: tensor.shape for name, tensor in stored.items()}):
                 raise BadCheckpoint(f"{file}: expected tensors {shapes}, got {found}")
@@ -209,6 +211,14 @@ class PoolerBuilder:
                 weight.target.copy_(stored[weight.name][...])
         layer.linear.pack()
         return layer
+
+
+def _tensors_of(layer: DenseSettings) -> dict[str, CheckpointTensor]:
+    """The tensors of a layer by their names."""
+    if not is_gguf(layer.file):
+        return {tensor.name: tensor for tensor in describe(layer.file, OpenFiles())}
+    tensors = open_gguf(layer.file).tensors.items()
+    return {name: tensor for name, tensor in tensors if name.startswith(f"{layer.name}.")}
 
 
 _TYPES = {kind.name: kind for kind in PoolingType}

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.gguf.header import is_gguf
 from worker_service.loader.files.assets import transformer_settings
 from worker_service.loader.files.config import MAX_SIZE
 from worker_service.loader.files.json_files import read_json, read_json_list
+from worker_service.loader.gguf.encoders import DENSE_LAYERS
+from worker_service.loader.gguf.file import open_gguf
 from worker_service.models.pooling import ACTIVATIONS, class_name, label_activation
 from worker_service.plan import PoolingType
 from worker_service.pooling_facts import PoolingFacts, Similarity
@@ -45,7 +48,10 @@ _OTHER_KEYS = {
 class DenseSettings:
     """A dense layer: its folder and its shape."""
 
-    folder: Path
+    file: Path
+    """The file of its tensors: safetensors, or the GGUF file of the model."""
+    name: str = "linear"
+    """Of the layer in that file."""
     in_features: int
     out_features: int
     bias: bool
@@ -60,6 +66,8 @@ def read_modules(
 
     Raises UnsupportedModel or BadCheckpoint, naming the file and the key.
     """
+    if is_gguf(model_dir):
+        return _with_layers_of_gguf(model_dir, facts)
     file = model_dir / MODULES
     if not file.is_file():
         return facts, ()
@@ -88,6 +96,32 @@ def read_modules(
     if not is_pooled:
         facts = replace(facts, normalize=True, similarity=Similarity.MAX_SIM)
     return _with_settings(facts, model_dir), tuple(layers)
+
+
+def _with_layers_of_gguf(
+    file: Path, facts: PoolingFacts
+) -> tuple[PoolingFacts, tuple[DenseSettings, ...]]:
+    """The dense layers, without biases and activations, that llama.cpp's converter adds to a file
+    with `--sentence-transformers-dense-modules`."""
+    tensors, layers, size = open_gguf(file).tensors, [], facts.vector_size
+    for name in DENSE_LAYERS if size else ():
+        if (weight := tensors.get(f"{name}.weight")) is None:
+            continue
+        if len(weight.shape) != 2 or weight.shape[1] != size:
+            raise BadCheckpoint(
+                f"{file}: {name}.weight: expected {size} columns, got {weight.shape}"
+            )
+        layer = DenseSettings(
+            file=file,
+            name=name,
+            in_features=size,
+            out_features=weight.shape[0],
+            bias=False,
+            activation="Identity",
+        )
+        layers.append(layer)
+        size = layer.out_features
+    return replace(facts, vector_size=size), tuple(layers)
 
 
 def _pooling_type(folder: Path, model_dir: Path) -> PoolingType:
@@ -132,7 +166,7 @@ def _dense(folder: Path, num_inputs: int) -> DenseSettings:
     if type(size) is not int or not 0 < size < MAX_SIZE:
         raise BadCheckpoint(f"{file}: out_features: expected a positive number, got {size!r}")
     return DenseSettings(
-        folder=folder,
+        file=folder / "model.safetensors",
         in_features=num_inputs,
         out_features=size,
         bias=bool(config.get("bias", True)),

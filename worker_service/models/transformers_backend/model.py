@@ -22,7 +22,7 @@ from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
 from worker_service.models.linear.additions import AdaptableLayer
 from worker_service.models.linear.packing import PackedWeight, can_pack, pack
 from worker_service.models.native import ActivatesAdapters
-from worker_service.models.pooling import facts_of
+from worker_service.models.pooling import POOLING_TYPE, facts_of
 from worker_service.models.transformers_backend.packed import PackedLinear, Tables
 from worker_service.models.transformers_backend.plain_linear import PlainLinear
 from worker_service.plan import PoolingHead
@@ -323,7 +323,8 @@ class TransformersModel:
         self.vocab_size = int(getattr(config, "output_vocab_size", None) or config.vocab_size)
         self.num_parameters = num_parameters
         size, default = config.hidden_size, PoolingFacts(normalize=True)
-        self.pooling = facts_of(architecture, {}, size, default)
+        stored = {POOLING_TYPE: getattr(config, POOLING_TYPE, None)}
+        self.pooling = facts_of(architecture, stored, size, default)
         attach(causal_lm, state)
         self._state = state
         self.num_layers = int(config.num_hidden_layers)
