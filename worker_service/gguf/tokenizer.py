@@ -220,7 +220,7 @@ class _Vocabulary:
         self._metadata = metadata
         self._tokens: list[str] = self._list("tokens", str)
         self._types: list[int] = self._list("token_type", int)
-        if metadata["tokenizer.ggml.model"] == "bert":
+        if metadata["tokenizer.ggml.model"] == "bert" and len(self._types) == len(self._tokens):
             self._tokens = [*map(_piece, self._tokens, self._types)]
         self._ids = {token: token_id for token_id, token in enumerate(self._tokens)}
         self._merges: Iterable[tuple[int, int]] | None = None
@@ -306,12 +306,12 @@ class _Vocabulary:
                 " be how the model was trained: convert it again",
                 self._path,
             )
-        if pre not in PRE_TOKENIZERS:
+        if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
             raise UnsupportedModel(
                 f"{self._path}: tokenizer.ggml.pre: expected one of {', '.join(PRE_TOKENIZERS)},"
                 f" got {pre!r}"
             )
-        return str(pre)
+        return pre
 
     def _merged_pairs(self, pre: str) -> tuple[Tokenizer, bool]:
         """A tokenizer that merges pairs in the order of the file. pre: its pre-tokenizer."""

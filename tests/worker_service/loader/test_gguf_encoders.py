@@ -229,6 +229,10 @@ def test_pieces_of_a_unigram_model_are_those_of_xlm_r() -> None:
         ({"bos_token_id": "[CLS]"}, r"bos_token_id: expected a token id, got '\[CLS\]'"),
         ({"model": "t5", "scores": [0.0]}, "scores: expected 2, got 1"),
         (
+            {"token_type": [1]},
+            r"tokens: expected .* for each entry .* got 2 tokens, .* and 1 types",
+        ),
+        (
             {"model": "t5", "scores": [0.0, 1.0], "precompiled_charsmap": [1, 2]},
             "precompiled_charsmap: ",
         ),

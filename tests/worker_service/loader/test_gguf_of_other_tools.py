@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,19 @@ def test_letters_of_east_asian_scripts_are_split_from_each_other_by_youtu() -> N
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_no_pre_tokenizer_drops_text(pre: str) -> None:
     _pieces(pre, TEXT + " \t\u3000«a»_$5.00 ``` 'S don\u2019t \r\n  1 234,5 end  ")
+
+
+@pytest.mark.parametrize("pre", ["mine", 7, [], ["qwen2"]])
+def test_a_pre_tokenizer_that_is_not_known_is_named(pre: Any) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.token_type": [1],
+    }
+    message = rf"tokenizer\.ggml\.pre: expected one of gpt-2, .*, got {re.escape(repr(pre))}"
+    with pytest.raises(UnsupportedModel, match=message):
+        tokenizer_assets(Path("file.gguf"), metadata)
 
 
 def test_a_file_without_a_pre_tokenizer_is_split_by_the_default_with_a_warning(
