@@ -26,7 +26,7 @@ _SCALARS = dict(zip(_NUMBERS, (struct.Struct(f"<{code}") for code in "BbHhIif?Qq
 
 _MAX_DIMS = 4
 
-_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(?!00000)(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,6 +294,22 @@ def test_no_pre_tokenizer_drops_text(pre: str) -> None:
     _pieces(pre, TEXT + " \t\u3000«a»_$5.00 ``` 'S don\u2019t \r\n  1 234,5 end  ")
 
 
+@pytest.mark.parametrize("count", ["2", 2.5, [2]])
+def test_a_number_of_files_that_is_none_is_named(count: Any, tmp_path: Path) -> None:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_key_value("split.count", count, gguf.GGUFValueType.get_type(count))
+
+    file, _ = make_gguf("llama", "F32", tmp_path, metadata=metadata)
+    with pytest.raises(BadCheckpoint, match=r"split\.count: expected a number of files, got "):
+        open_gguf(file)
+
+
+def test_a_name_of_no_files_is_that_of_one_file(tmp_path: Path) -> None:
+    file, _ = make_gguf("llama", "F32", tmp_path)
+    renamed = file.rename(tmp_path / "model-00001-of-00000.gguf")
+    assert open_gguf(renamed).files == (renamed,)
+
+
 @pytest.mark.parametrize("pre", ["mine", 7, [], ["qwen2"]])
 def test_a_pre_tokenizer_that_is_not_known_is_named(pre: Any) -> None:
     metadata = {

@@ -174,6 +174,8 @@ def _open_all(files: tuple[Path, ...], _stats: tuple[tuple[int, int], ...]) -> G
     headers = {file: read_header(file, KNOWN_TYPES) for file in files}
     for file, header in headers.items():
         count = header.metadata.get("split.count", 1)
+        if not isinstance(count, int):
+            raise BadCheckpoint(f"{file}: split.count: expected a number of files, got {count!r}")
         if count not in (0, len(files)):
             raise BadCheckpoint(
                 f"{file} is one of {count} parts (split.count): expected names that end in"
