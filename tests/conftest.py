@@ -2,12 +2,17 @@
 
 import atexit
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 
 import pytest
+
+# OpenMP threads otherwise spin for about 15 ms after an operator of torch: with small tensors, most
+# of the CPU time of a test, which other processes lack. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from pagewire_kernels.cpu import build
 
