@@ -56,6 +56,19 @@ def pytest_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # bindings report objects that are left at the end
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of tests that may take ten minutes: a test of a minute that begins last
+    occupies one process while the others have nothing left."""
+
+    def may_take_minutes(item: pytest.Item) -> bool:
+        timeout = item.get_closest_marker("timeout")
+        return timeout is not None and timeout.args[0] >= 600
+
+    first = {item.path for item in items if may_take_minutes(item)}
+    items.sort(key=lambda item: item.path not in first)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _services_are_forked() -> Iterator[None]:
     if not find_spec("grpc"):  # tests for a GPU run without the services' dependencies
