@@ -17,6 +17,9 @@ from tests.support.otlp_collector import Collector, collecting
 
 FRONTEND, CORE, WORKER = "pagewire-frontend", "pagewire-scheduler", "pagewire-worker"
 PROMPT = list(range(3, 60))
+FAST = ("--simulate-step-us", "2000")
+SLOW = ("--simulate-step-us", "200000")
+"""Slow enough for a test that reads 10 tokens of 60 to kill the worker before it is done."""
 
 
 @contextmanager
@@ -27,7 +30,7 @@ def deployment(
     flags = ["--otlp-endpoint", collector.endpoint]
     with Cluster(
         folder,
-        worker_flags=["--simulate", "--simulate-step-us", "2000", *flags, *worker_flags],
+        worker_flags=["--simulate", *FAST, *flags, *worker_flags],
         core_flags=[*flags, *core_flags],
         frontend_flags=[*flags, "--http", "127.0.0.1:0"],
     ) as cluster:
@@ -99,14 +102,14 @@ def test_a_traceparent_over_http_reaches_the_worker_if_it_is_recorded(tmp_path: 
 def test_one_whose_worker_is_lost_is_seen_on_the_next_one(tmp_path: Path) -> None:
     with collecting() as collector:
         with (
-            deployment(tmp_path, collector) as cluster,
+            deployment(tmp_path, collector, *SLOW) as cluster,
             Client(cluster.frontend_address()) as client,
         ):
             deltas = iter(client.stream(PROMPT, SamplingParams(max_tokens=60, ignore_eos=True)))
             for _ in range(10):
                 next(deltas)
             cluster.workers[0].kill()
-            cluster.start_worker()
+            cluster.start_worker(*FAST)
             num_left = len(list(deltas))
             assert num_left > 0
         [scheduled] = collector.of(CORE, "pagewire.schedule")
