@@ -43,6 +43,7 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_eagle_head, load_model, load_mtp_head
 from worker_service.loader.loaded_model import release_windows
 from worker_service.models.decoder.draft_head import DraftHead
+from worker_service.models.decoder.model import DecoderModel
 from worker_service.models.interface import Model
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.native import NativeModel
@@ -58,6 +59,21 @@ QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)
 STATEFUL = ("lfm2", "qwen3_next", "qwen3_5", "mamba2", "falcon_h1")
 """Families of which some layers keep a state, or all do."""
+OTHERS = {
+    "longcat_flash": range(1, 18, 4),
+    "hy_v4": range(2, 18, 4),
+    "minimax_m3": (10,),
+    "bailing_hybrid": (4,),
+    "axk2": (12,),
+    "dots3_note": (0, 13),
+    "glm5_next": (6,),
+    "step3p5": (8,),
+    "laguna": (9,),
+    "muse_glimmer": (2,),
+}
+"""Families of which the layers are of other kinds than those of `MODELS`: two attentions, several
+residual streams, sparse attention, latents with windows or beside states, gates of heads; and their
+configurations."""
 
 AHEAD, MORE_AHEAD = range(0, NUM_QUICK, 2), range(1, 24, 2)
 SPECULATING = QUICK
@@ -260,14 +276,11 @@ def test_states_are_those_of_an_undisturbed_run(family: str) -> None:
     assert [kind for kind in sorted(kinds) if total[kind] == 0] == []
 
 
-@pytest.mark.parametrize("number", range(1, NUM_QUICK, 4))
-def test_layers_of_two_attentions_compute_as_in_an_undisturbed_run(number: int) -> None:
-    assert compare_runs(number, family="longcat_flash")["steps"] > 0
-
-
-@pytest.mark.parametrize("number", range(2, NUM_QUICK, 4))
-def test_several_residual_streams_are_those_of_an_undisturbed_run(number: int) -> None:
-    assert compare_runs(number, family="hy_v4")["steps"] > 0
+@pytest.mark.parametrize(
+    ("family", "number"), [(family, number) for family in OTHERS for number in OTHERS[family]]
+)
+def test_layers_of_other_kinds_compute_as_in_an_undisturbed_run(family: str, number: int) -> None:
+    assert compare_runs(number, family=family)["steps"] > 0
 
 
 def compare_tokens(got: Received, wanted: Received) -> None:
@@ -354,8 +367,9 @@ def _enlarged(options: dict[str, Any], model: Model, drafting: KVCacheSpec) -> d
 
 
 def worker_with_head(name: str, drafter: str, model: Model, **options: Any) -> InProcessWorker:
-    """A model that runs through transformers has n-grams."""
-    if not isinstance(model, NativeModel):
+    """A model for which there is no head has n-grams: one that runs through transformers, or has
+    several residual streams."""
+    if not isinstance(model, DecoderModel) or model.streams is not None:
         return worker_with_ngrams(model, **options)
     target, head = with_drafts(name, drafter)
     assert isinstance(head, DraftHead)
@@ -460,17 +474,13 @@ def test_states_of_more_are_those_of_an_undisturbed_run_with_and_without_drafts(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", LONG[:48])
-def test_more_layers_of_two_attentions_compute_so_with_and_without_drafts(number: int) -> None:
-    assert compare_runs(number, family="longcat_flash")["steps"] > 0
-    assert speculation(number, family="longcat_flash")["steps"] > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", LONG[:48])
-def test_more_residual_streams_are_so_with_and_without_drafts(number: int) -> None:
-    assert compare_runs(number, family="hy_v4")["steps"] > 0
-    assert speculation(number, family="hy_v4")["steps"] > 0
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [(family, number) for family in OTHERS for number in LONG[: 12 * len(OTHERS[family])]],
+)
+def test_more_layers_of_other_kinds_do_so_with_and_without_drafts(family: str, number: int) -> None:
+    assert compare_runs(number, family=family)["steps"] > 0
+    assert speculation(number, family=family)["steps"] > 0
 
 
 @pytest.mark.long

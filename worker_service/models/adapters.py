@@ -355,7 +355,9 @@ class AdapterSlots:
             raise BadAdapter(f"use_dora: expected {expected}, got {columns.stop - columns.start}")
 
     def _places_of(self, name: str) -> Sequence[_Place]:
-        return self._places.get(self._canonical(name), ())
+        name = self._canonical(name)
+        names = (name, *_published(name))
+        return next((self._places[name] for name in names if name in self._places), ())
 
     def _canonical(self, name: str) -> str:
         return _joined(self._model.canonical_name(f"{name}.weight").removesuffix(".weight"))
@@ -522,6 +524,14 @@ def _joined(name: str) -> str:
     if (match := _EXPERT.fullmatch(name)) is not None:
         return f"{match[1]}.{match[2]}{_OF_EXPERT.get(match[3], '')}"
     return _SHARED.sub(".mlp.shared_experts.", name.replace(".block_sparse_moe.", ".mlp."))
+
+
+def _published(name: str) -> tuple[str, str]:
+    """The names that a module may have in checkpoints, for one that `transformers` calls otherwise:
+    in Kimi Linear and GLM-5 Next, and in Ling 3."""
+    name = name.replace(".forget_gate.", ".")
+    of_ling = name.replace(".self_attn.o_proj", ".attention.dense")
+    return name, of_ling.replace(".self_attn.", ".attention.")
 
 
 def require_adaptable(model: object) -> Model:

@@ -223,9 +223,10 @@ def test_the_expansion_of_latents_is_that_of_peft(family: str) -> None:
     assert_equal_to_peft(family, of_latents(family), [0, None, 1, 2, 0, None])
 
 
-def test_latents_with_windows_are_those_of_peft() -> None:
-    made = of_latents("dots3_note")
-    assert_core_equals_peft(base_of("dots3_note"), made, [0, None, 1, 2, 0, None], [0] * 6)
+@pytest.mark.parametrize("family", ["dots3_note", "bailing_hybrid"])
+def test_latents_with_windows_or_beside_states_are_those_of_peft(family: str) -> None:
+    made = of_latents(family)
+    assert_core_equals_peft(base_of(family), made, [0, None, 1, 2, 0, None], [0] * 6)
 
 
 OF_DORA: tuple[dict[str, Any], ...] = (
@@ -503,7 +504,7 @@ def test_layers_that_share_modules_have_adapters_of_their_own_ones() -> None:
             engine.group.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
 def test_delta_nets_are_those_of_peft(family: str) -> None:
     base, folder = base_of(family), _folder()
     made = [make_adapter(base, folder / f"{family}-{r}", seed=r, r=r) for r in (4, 8)]

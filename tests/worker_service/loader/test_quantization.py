@@ -161,7 +161,7 @@ def _round(model: Any, quantization: str) -> None:
             )
         ),
         *((family, "int8") for family in ("llama_tied", "gemma3", "gemma4_shared", "gpt_oss")),
-        *((family, "fp8") for family in ("qwen3", "gemma3", "gpt_oss", "step3p5")),
+        *((family, "fp8") for family in ("qwen3", "gemma3", "gpt_oss", "step3p5", "hy_v4")),
     ],
 )
 def test_logits_are_those_of_the_rounded_weights(
