@@ -101,21 +101,12 @@ void xielu(ElementwiseTask& task) {
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_activate_float32(ActivationTask* task) { activate<float>(*task); }
-PAGEWIRE_KERNEL pw_activate_bfloat16(ActivationTask* task) { activate<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_act_and_mul_float32(ActivationTask* task) { act_and_mul<float>(*task); }
-PAGEWIRE_KERNEL pw_act_and_mul_bfloat16(ActivationTask* task) { act_and_mul<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_scale_float32(ElementwiseTask* task) { scale<float>(*task); }
-PAGEWIRE_KERNEL pw_scale_bfloat16(ElementwiseTask* task) { scale<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_add_float32(ElementwiseTask* task) { add_rows<float>(*task); }
-PAGEWIRE_KERNEL pw_add_bfloat16(ElementwiseTask* task) { add_rows<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_multiply_float32(ElementwiseTask* task) { multiply_rows<float>(*task); }
-PAGEWIRE_KERNEL pw_multiply_bfloat16(ElementwiseTask* task) { multiply_rows<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_multiply_sigmoid_float32(ElementwiseTask* task) { multiply_sigmoid<float>(*task); }
-PAGEWIRE_KERNEL pw_multiply_sigmoid_bfloat16(ElementwiseTask* task) { multiply_sigmoid<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_multiply_softplus_float32(ElementwiseTask* task) { multiply_softplus<float>(*task); }
-PAGEWIRE_KERNEL pw_multiply_softplus_bfloat16(ElementwiseTask* task) { multiply_softplus<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_soft_cap_float32(ElementwiseTask* task) { soft_cap<float>(*task); }
-PAGEWIRE_KERNEL pw_soft_cap_bfloat16(ElementwiseTask* task) { soft_cap<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_xielu_float32(ElementwiseTask* task) { xielu<float>(*task); }
-PAGEWIRE_KERNEL pw_xielu_bfloat16(ElementwiseTask* task) { xielu<BFloat16>(*task); }
+PAGEWIRE_KERNELS(activate, ActivationTask, activate)
+PAGEWIRE_KERNELS(act_and_mul, ActivationTask, act_and_mul)
+PAGEWIRE_KERNELS(scale, ElementwiseTask, scale)
+PAGEWIRE_KERNELS(add, ElementwiseTask, add_rows)
+PAGEWIRE_KERNELS(multiply, ElementwiseTask, multiply_rows)
+PAGEWIRE_KERNELS(multiply_sigmoid, ElementwiseTask, multiply_sigmoid)
+PAGEWIRE_KERNELS(multiply_softplus, ElementwiseTask, multiply_softplus)
+PAGEWIRE_KERNELS(soft_cap, ElementwiseTask, soft_cap)
+PAGEWIRE_KERNELS(xielu, ElementwiseTask, xielu)

@@ -213,22 +213,11 @@ void add_embedding_deltas(EmbeddingDeltaTask& task) {
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_multiply_a_float32(AdapterTask* task) { multiply_a<float>(*task); }
-PAGEWIRE_KERNEL pw_multiply_a_bfloat16(AdapterTask* task) { multiply_a<BFloat16>(*task); }
+PAGEWIRE_KERNELS(multiply_a, AdapterTask, multiply_a)
 
-PAGEWIRE_KERNEL pw_multiply_a_of_experts_float32(ExpertAdapterTask* task) {
-  multiply_a_of_experts<float>(*task);
-}
-PAGEWIRE_KERNEL pw_multiply_a_of_experts_bfloat16(ExpertAdapterTask* task) {
-  multiply_a_of_experts<BFloat16>(*task);
-}
+PAGEWIRE_KERNELS(multiply_a_of_experts, ExpertAdapterTask, multiply_a_of_experts)
 
-PAGEWIRE_KERNEL pw_add_embedding_deltas_float32(EmbeddingDeltaTask* task) {
-  add_embedding_deltas<float>(*task);
-}
-PAGEWIRE_KERNEL pw_add_embedding_deltas_bfloat16(EmbeddingDeltaTask* task) {
-  add_embedding_deltas<BFloat16>(*task);
-}
+PAGEWIRE_KERNELS(add_embedding_deltas, EmbeddingDeltaTask, add_embedding_deltas)
 
 PAGEWIRE_STRUCT_SIZE(AdapterSpan)
 PAGEWIRE_STRUCT_SIZE(AdapterSlot)

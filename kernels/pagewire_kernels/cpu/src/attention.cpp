@@ -462,8 +462,7 @@ void attend(AttentionTask& task) {
 
 }  // namespace
 
-PAGEWIRE_KERNEL pw_attention_float32(AttentionTask* task) { attend<float>(*task); }
-PAGEWIRE_KERNEL pw_attention_bfloat16(AttentionTask* task) { attend<BFloat16>(*task); }
+PAGEWIRE_KERNELS(attention, AttentionTask, attend)
 PAGEWIRE_KERNEL pw_attention_int8_float32(AttentionTask* task) { attend<float, int8_t>(*task); }
 PAGEWIRE_KERNEL pw_attention_int8_bfloat16(AttentionTask* task) { attend<BFloat16, int8_t>(*task); }
 

@@ -66,9 +66,6 @@ PAGEWIRE_KERNEL pw_cache_write(CacheWriteTask* task) {
   write_rows(*task, [&](const char* row, char* to) { memcpy(to, row, task->copied_bytes); });
 }
 
-PAGEWIRE_KERNEL pw_cache_write_int8_float32(CacheWriteTask* task) { write_int8_rows<float>(*task); }
-PAGEWIRE_KERNEL pw_cache_write_int8_bfloat16(CacheWriteTask* task) {
-  write_int8_rows<BFloat16>(*task);
-}
+PAGEWIRE_KERNELS(cache_write_int8, CacheWriteTask, write_int8_rows)
 
 PAGEWIRE_STRUCT_SIZE(CacheWriteTask)

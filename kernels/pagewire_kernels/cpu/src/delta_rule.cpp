@@ -125,7 +125,6 @@ void apply_rule(DeltaTask& task) {
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_gated_delta_rule_float32(DeltaTask* task) { apply_rule<float>(*task); }
-PAGEWIRE_KERNEL pw_gated_delta_rule_bfloat16(DeltaTask* task) { apply_rule<BFloat16>(*task); }
+PAGEWIRE_KERNELS(gated_delta_rule, DeltaTask, apply_rule)
 
 PAGEWIRE_STRUCT_SIZE(DeltaTask)

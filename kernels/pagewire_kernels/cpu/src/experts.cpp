@@ -274,7 +274,5 @@ void combine(CombineTask& task) {
 using namespace pagewire;
 
 PAGEWIRE_KERNEL pw_route(RouteTask* task) { route_all(*task); }
-PAGEWIRE_KERNEL pw_scatter_float32(ScatterTask* task) { scatter<float>(*task); }
-PAGEWIRE_KERNEL pw_scatter_bfloat16(ScatterTask* task) { scatter<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_combine_float32(CombineTask* task) { combine<float>(*task); }
-PAGEWIRE_KERNEL pw_combine_bfloat16(CombineTask* task) { combine<BFloat16>(*task); }
+PAGEWIRE_KERNELS(scatter, ScatterTask, scatter)
+PAGEWIRE_KERNELS(combine, CombineTask, combine)

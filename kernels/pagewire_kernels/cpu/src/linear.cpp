@@ -184,8 +184,7 @@ void multiply_heads(HeadsTask& task) {
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_linear_heads_float32(HeadsTask* task) { multiply_heads<float>(*task); }
-PAGEWIRE_KERNEL pw_linear_heads_bfloat16(HeadsTask* task) { multiply_heads<BFloat16>(*task); }
+PAGEWIRE_KERNELS(linear_heads, HeadsTask, multiply_heads)
 
 PAGEWIRE_LINEAR(, DenseProduct)
 PAGEWIRE_LINEAR(_float4, Float4Product)

@@ -89,6 +89,13 @@ inline int64_t row_of(const AnyPackTask& task, int64_t panel, int64_t n) {
   return in_part < size ? n / width * size + in_part : -1;
 }
 
+// Calls `pack_panel(panel)` for all panels, shared among the team.
+template <class AnyPackTask, class PackPanel>
+void for_each_panel(AnyPackTask& task, PackPanel pack_panel) {
+  const int64_t num_panels = divide_up(task.out_features / task.num_parts, kPanel / task.num_parts);
+  for (int64_t i = take_item(task); i < num_panels; i = take_item(task)) pack_panel(i);
+}
+
 // Gathers rows of a packed weight, as by token from an embedding tied to the LM head.
 struct GatherTask : Task {
   const Batch* batch;  // tokens beyond the table give zeros
@@ -105,6 +112,21 @@ struct GatherTask : Task {
 inline int64_t packed_row(const GatherTask& task, int64_t row) {
   const int64_t width = kPanel / task.num_parts, size = task.out_features / task.num_parts;
   return row % size / width * kPanel + row / size * width + row % size % width;
+}
+
+// Calls `unpack(row, y)` for the places of all tokens' rows among the outputs of panels, and those of
+// the results, shared among the team.
+template <class Number, class Unpack>
+void gather_rows(GatherTask& task, Unpack unpack) {
+  for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
+    const int64_t id = task.batch->token_ids[i];
+    Number* y = static_cast<Number*>(task.y) + i * task.y_stride;
+    if (id < 0 || id >= task.out_features) {
+      memset(y, 0, task.in_features * sizeof(Number));
+    } else {
+      unpack(packed_row(task, id), y);
+    }
+  }
 }
 
 }  // namespace pagewire

@@ -278,19 +278,11 @@ void write_streams(GatedStreamsTask& task) {
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_rms_norm_float32(NormTask* task) { rms_norm<float>(*task); }
-PAGEWIRE_KERNEL pw_rms_norm_bfloat16(NormTask* task) { rms_norm<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_layer_norm_float32(NormTask* task) { layer_norm<float>(*task); }
-PAGEWIRE_KERNEL pw_layer_norm_bfloat16(NormTask* task) { layer_norm<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_match_rms_float32(ElementwiseTask* task) { match_rms<float>(*task); }
-PAGEWIRE_KERNEL pw_match_rms_bfloat16(ElementwiseTask* task) { match_rms<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_sparsify_float32(ElementwiseTask* task) { sparsify<float>(*task); }
-PAGEWIRE_KERNEL pw_sparsify_bfloat16(ElementwiseTask* task) { sparsify<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_mix_streams_float32(StreamsTask* task) { mix_streams<float>(*task); }
-PAGEWIRE_KERNEL pw_mix_streams_bfloat16(StreamsTask* task) { mix_streams<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_correct_streams_float32(StreamsTask* task) { correct_streams<float>(*task); }
-PAGEWIRE_KERNEL pw_correct_streams_bfloat16(StreamsTask* task) { correct_streams<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_read_streams_float32(GatedStreamsTask* task) { read_streams<float>(*task); }
-PAGEWIRE_KERNEL pw_read_streams_bfloat16(GatedStreamsTask* task) { read_streams<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_write_streams_float32(GatedStreamsTask* task) { write_streams<float>(*task); }
-PAGEWIRE_KERNEL pw_write_streams_bfloat16(GatedStreamsTask* task) { write_streams<BFloat16>(*task); }
+PAGEWIRE_KERNELS(rms_norm, NormTask, rms_norm)
+PAGEWIRE_KERNELS(layer_norm, NormTask, layer_norm)
+PAGEWIRE_KERNELS(match_rms, ElementwiseTask, match_rms)
+PAGEWIRE_KERNELS(sparsify, ElementwiseTask, sparsify)
+PAGEWIRE_KERNELS(mix_streams, StreamsTask, mix_streams)
+PAGEWIRE_KERNELS(correct_streams, StreamsTask, correct_streams)
+PAGEWIRE_KERNELS(read_streams, GatedStreamsTask, read_streams)
+PAGEWIRE_KERNELS(write_streams, GatedStreamsTask, write_streams)

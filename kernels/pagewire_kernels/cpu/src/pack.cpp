@@ -35,8 +35,7 @@ void pack_panel(const PackTask& task, int64_t panel) {
 
 template <class Dot>
 void pack(PackTask& task) {
-  const int64_t num_panels = divide_up(task.out_features / task.num_parts, kPanel / task.num_parts);
-  for (int64_t i = take_item(task); i < num_panels; i = take_item(task)) pack_panel<Dot>(task, i);
+  for_each_panel(task, [&](int64_t panel) { pack_panel<Dot>(task, panel); });
 }
 
 template <class Dot>
@@ -44,36 +43,20 @@ void gather(GatherTask& task) {
   using Input = typename Dot::Input;
   const int64_t num_steps = divide_up(task.in_features, Dot::kInputsPerStep);
   const int64_t num_whole = task.in_features / Dot::kInputsPerStep;
-  for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
-    int64_t id = task.batch->token_ids[i];
-    Input* y = static_cast<Input*>(task.y) + i * task.y_stride;
-    if (id < 0 || id >= task.out_features) {
-      memset(y, 0, task.in_features * sizeof(Input));
-      continue;
-    }
-    id = packed_row(task, id);
+  gather_rows<Input>(task, [&](int64_t row, Input* y) {
     const auto* lane = static_cast<const int32_t*>(task.packed) +
-                       id / kPanel * num_steps * kPanel + id % kPanel;
+                       row / kPanel * num_steps * kPanel + row % kPanel;
     for (int64_t k = 0; k < num_whole; ++k) memcpy(y + k * Dot::kInputsPerStep, lane + k * kPanel, 4);
     if (num_whole < num_steps) memcpy(y + task.in_features - 1, lane + num_whole * kPanel, sizeof(*y));
-  }
+  });
 }
 
 }  // namespace
 }  // namespace pagewire
 
-PAGEWIRE_KERNEL pw_pack_float32(pagewire::PackTask* task) {
-  pagewire::pack<pagewire::Float32Dot>(*task);
-}
+using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_pack_bfloat16(pagewire::PackTask* task) {
-  pagewire::pack<pagewire::BFloat16Dot>(*task);
-}
-
-PAGEWIRE_KERNEL pw_gather_float32(pagewire::GatherTask* task) {
-  pagewire::gather<pagewire::Float32Dot>(*task);
-}
-
-PAGEWIRE_KERNEL pw_gather_bfloat16(pagewire::GatherTask* task) {
-  pagewire::gather<pagewire::BFloat16Dot>(*task);
-}
+PAGEWIRE_KERNEL pw_pack_float32(PackTask* task) { pack<Float32Dot>(*task); }
+PAGEWIRE_KERNEL pw_pack_bfloat16(PackTask* task) { pack<BFloat16Dot>(*task); }
+PAGEWIRE_KERNEL pw_gather_float32(GatherTask* task) { gather<Float32Dot>(*task); }
+PAGEWIRE_KERNEL pw_gather_bfloat16(GatherTask* task) { gather<BFloat16Dot>(*task); }

@@ -724,14 +724,8 @@ void pack_panel(const QuantizedPackTask& task, int64_t panel) {
 
 template <class Codes>
 void pack(QuantizedPackTask& task) {
-  const int64_t num_panels = divide_up(task.out_features / task.num_parts, kPanel / task.num_parts);
-  for (int64_t i = take_item(task); i < num_panels; i = take_item(task)) {
-    pack_panel<Codes>(task, i);
-  }
+  for_each_panel(task, [&](int64_t panel) { pack_panel<Codes>(task, panel); });
 }
-
-inline void store_rounded_number(float* to, float x) { *to = x; }
-inline void store_rounded_number(BFloat16* to, float x) { *to = round_to_bfloat16(x); }
 
 // The number of one output.
 inline float load_one(const Scales& scales, int64_t n) {
@@ -754,15 +748,9 @@ void gather(GatherTask& task) {
   const Quantization& q = task.quantization;
   const GroupLayout<Codes> layout(q, task.in_features);
   uint8_t words[4 * Codes::kWords];
-  for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
-    const int64_t id = task.batch->token_ids[i];
-    Number* y = static_cast<Number*>(task.y) + i * task.y_stride;
-    if (id < 0 || id >= task.out_features) {
-      memset(y, 0, task.in_features * sizeof(Number));
-      continue;
-    }
-    const int64_t at = packed_row(task, id), n = at % kPanel;
-    const char* panel = static_cast<const char*>(task.packed) + at / kPanel * layout.panel_bytes;
+  gather_rows<Number>(task, [&](int64_t row, Number* y) {
+    const int64_t n = row % kPanel;
+    const char* panel = static_cast<const char*>(task.packed) + row / kPanel * layout.panel_bytes;
     for (int64_t g = 0; g < layout.num_groups; ++g) {
       const Group group = layout.at(panel, g);
       const float scale = load_one(group.scales, n), offset = load_one(group.offsets, n);
@@ -778,7 +766,7 @@ void gather(GatherTask& task) {
         }
       }
     }
-  }
+  });
 }
 
 }  // namespace

@@ -164,8 +164,7 @@ void write_latents(LatentTask& task) {
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_write_latents_float32(LatentTask* task) { write_latents<float>(*task); }
-PAGEWIRE_KERNEL pw_write_latents_bfloat16(LatentTask* task) { write_latents<BFloat16>(*task); }
+PAGEWIRE_KERNELS(write_latents, LatentTask, write_latents)
 PAGEWIRE_KERNEL pw_write_latents_int8_float32(LatentTask* task) {
   write_latents<float, char>(*task);
 }
@@ -173,12 +172,8 @@ PAGEWIRE_KERNEL pw_write_latents_int8_bfloat16(LatentTask* task) {
   write_latents<BFloat16, char>(*task);
 }
 
-PAGEWIRE_KERNEL pw_rotate_float32(RotateTask* task) { rotate<float>(*task); }
-PAGEWIRE_KERNEL pw_rotate_bfloat16(RotateTask* task) { rotate<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_rotate_and_write_float32(RotateTask* task) { rotate_and_write<float>(*task); }
-PAGEWIRE_KERNEL pw_rotate_and_write_bfloat16(RotateTask* task) {
-  rotate_and_write<BFloat16>(*task);
-}
+PAGEWIRE_KERNELS(rotate, RotateTask, rotate)
+PAGEWIRE_KERNELS(rotate_and_write, RotateTask, rotate_and_write)
 PAGEWIRE_KERNEL pw_rotate_and_write_int8_float32(RotateTask* task) {
   rotate_and_write<float, char>(*task);
 }

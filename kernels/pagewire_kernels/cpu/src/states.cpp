@@ -273,16 +273,11 @@ void gated_norm(GatedNormTask& task) {
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_causal_convolution_float32(ConvolutionTask* task) { convolve<float>(*task); }
-PAGEWIRE_KERNEL pw_causal_convolution_bfloat16(ConvolutionTask* task) { convolve<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_mamba1_scan_float32(Mamba1Task* task) { scan_channels<float>(*task); }
-PAGEWIRE_KERNEL pw_mamba1_scan_bfloat16(Mamba1Task* task) { scan_channels<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_mamba2_scan_float32(Mamba2Task* task) { scan_heads<float>(*task); }
-PAGEWIRE_KERNEL pw_mamba2_scan_bfloat16(Mamba2Task* task) { scan_heads<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_rglru_scan_float32(RglruTask* task) { scan_gated<float>(*task); }
-PAGEWIRE_KERNEL pw_rglru_scan_bfloat16(RglruTask* task) { scan_gated<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_gated_rms_norm_float32(GatedNormTask* task) { gated_norm<float>(*task); }
-PAGEWIRE_KERNEL pw_gated_rms_norm_bfloat16(GatedNormTask* task) { gated_norm<BFloat16>(*task); }
+PAGEWIRE_KERNELS(causal_convolution, ConvolutionTask, convolve)
+PAGEWIRE_KERNELS(mamba1_scan, Mamba1Task, scan_channels)
+PAGEWIRE_KERNELS(mamba2_scan, Mamba2Task, scan_heads)
+PAGEWIRE_KERNELS(rglru_scan, RglruTask, scan_gated)
+PAGEWIRE_KERNELS(gated_rms_norm, GatedNormTask, gated_norm)
 
 PAGEWIRE_STRUCT_SIZE(ConvolutionTask)
 PAGEWIRE_STRUCT_SIZE(Mamba1Task)

@@ -125,11 +125,9 @@ PAGEWIRE_KERNEL pw_take(TakeTask* task) {
   for_each_row(*task, *task->num_rows, task->row_bytes, [&](int64_t row) { take_row(*task, row); });
 }
 
-PAGEWIRE_KERNEL pw_add_rows_float32(TakeTask* task) { add_rows<float>(*task); }
-PAGEWIRE_KERNEL pw_add_rows_bfloat16(TakeTask* task) { add_rows<BFloat16>(*task); }
+PAGEWIRE_KERNELS(add_rows, TakeTask, add_rows)
 
-PAGEWIRE_KERNEL pw_sum_rows_float32(SumRowsTask* task) { sum_rows<float>(*task); }
-PAGEWIRE_KERNEL pw_sum_rows_bfloat16(SumRowsTask* task) { sum_rows<BFloat16>(*task); }
+PAGEWIRE_KERNELS(sum_rows, SumRowsTask, sum_rows)
 
 PAGEWIRE_KERNEL pw_permute_float32(PermuteTask* task) { permute<uint32_t>(*task); }
 PAGEWIRE_KERNEL pw_permute_bfloat16(PermuteTask* task) { permute<uint16_t>(*task); }

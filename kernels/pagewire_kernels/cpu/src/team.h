@@ -8,6 +8,11 @@
 
 #define PAGEWIRE_KERNEL extern "C" __attribute__((visibility("default"))) void
 
+// The kernels of rows of both dtypes, which call `function<Number>`.
+#define PAGEWIRE_KERNELS(name, TaskType, function) \
+  PAGEWIRE_KERNEL pw_##name##_float32(TaskType* task) { function<float>(*task); } \
+  PAGEWIRE_KERNEL pw_##name##_bfloat16(TaskType* task) { function<BFloat16>(*task); }
+
 // Exports the size of a structure that Python mirrors: loading fails if the two differ.
 #define PAGEWIRE_STRUCT_SIZE(name) \
   extern "C" __attribute__((visibility("default"))) int64_t pw_size_of_##name() { \

@@ -59,6 +59,9 @@ inline BFloat16 round_to_bfloat16(float x) {
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
+inline void store_rounded_number(float* to, float x) { *to = x; }
+inline void store_rounded_number(BFloat16* to, float x) { *to = round_to_bfloat16(x); }
+
 inline void store_rounded(float* to, Floats x) { store_floats(to, x); }
 
 inline void store_rounded(BFloat16* to, Floats x) {

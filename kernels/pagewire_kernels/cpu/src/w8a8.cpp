@@ -455,25 +455,16 @@ void pack_panel(const QuantizedPackTask& task, int64_t index) {
   }
 }
 
-inline void store_rounded_number(float* to, float x) { *to = x; }
-inline void store_rounded_number(BFloat16* to, float x) { *to = round_to_bfloat16(x); }
-
 template <class Number>
 void gather(GatherTask& task) {
-  for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
-    const int64_t id = task.batch->token_ids[i];
-    Number* y = static_cast<Number*>(task.y) + i * task.y_stride;
-    if (id < 0 || id >= task.out_features) {
-      memset(y, 0, task.in_features * sizeof(Number));
-      continue;
-    }
-    const int64_t row = packed_row(task, id), n = row % kPanel;
+  gather_rows<Number>(task, [&](int64_t row, Number* y) {
+    const int64_t n = row % kPanel;
     const Panel panel(task.packed, row / kPanel, task.in_features);
     for (int64_t k = 0; k < task.in_features; ++k) {
       const int64_t at = k / kWordInputs * kStepBytes + n * kWordInputs + k % kWordInputs;
       store_rounded_number(y + k, static_cast<int8_t>(panel.weights[at]) * panel.scales[n]);
     }
-  }
+  });
 }
 
 }  // namespace
@@ -482,10 +473,7 @@ void gather(GatherTask& task) {
 using namespace pagewire;
 
 PAGEWIRE_STRUCT_SIZE(QuantizeRowsTask)
-PAGEWIRE_KERNEL pw_quantize_rows_float32(QuantizeRowsTask* task) { quantize_rows<float>(*task); }
-PAGEWIRE_KERNEL pw_quantize_rows_bfloat16(QuantizeRowsTask* task) {
-  quantize_rows<BFloat16>(*task);
-}
+PAGEWIRE_KERNELS(quantize_rows, QuantizeRowsTask, quantize_rows)
 PAGEWIRE_KERNEL pw_linear_float32_w8a8(LinearTask* task) {
   multiply_as_stored(*task, Finish<float, float>());
 }
@@ -508,7 +496,5 @@ PAGEWIRE_KERNEL pw_gated_linear_bfloat16_w8a8(LinearTask* task) {
 PAGEWIRE_KERNEL pw_gather_float32_w8a8(GatherTask* task) { gather<float>(*task); }
 PAGEWIRE_KERNEL pw_gather_bfloat16_w8a8(GatherTask* task) { gather<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_pack_w8a8(QuantizedPackTask* task) {
-  const int64_t width = kPanel / task->num_parts;
-  const int64_t num_panels = divide_up(task->out_features / task->num_parts, width);
-  for (int64_t i = take_item(*task); i < num_panels; i = take_item(*task)) pack_panel(*task, i);
+  for_each_panel(*task, [&](int64_t panel) { pack_panel(*task, panel); });
 }
