@@ -73,8 +73,18 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """Credentials of a gRPC server. New connections use the current contents of the files; if
     `files.ca` is set, callers need a certificate signed by it. TLS 1.2 and 1.3."""
     watched = WatchedFiles(files.paths, lambda: _configuration(files))
+    used = watched.get()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """The configuration, if it is a new one. gRPC frees the one that another replaces while
+        other connections may still begin with it: replaced at each connection, it crashes the
+        process as soon as two of them come at once (seen with 1.85)."""
+        nonlocal used
+        previous, used = used, watched.get()
+        return None if used is previous else used
+
     return grpc.dynamic_ssl_server_credentials(
-        watched.get(), watched.get, require_client_authentication=files.ca is not None
+        used, changed, require_client_authentication=files.ca is not None
     )
 
 

@@ -1,14 +1,18 @@
 """Certificates of services."""
 
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import make_frontend
 from service_common.cluster import Cluster, ClusterConfig
-from service_common.tls import TlsFiles
+from service_common.tls import TlsFiles, server_credentials
 from tests.support.certificates import Authority
 
 
@@ -50,3 +54,59 @@ def test_a_key_of_another_certificate_is_an_error_that_names_both(tmp_path: Path
         match=f"^tls: {one.cert} and {other.key} are not a certificate and its key: .*MISMATCH",
     ):
         TlsFiles(cert=one.cert, key=other.key)
+
+
+BROKEN_HANDSHAKES = """
+import socket, sys, threading
+from concurrent import futures
+from pathlib import Path
+import grpc
+from service_common.tls import TlsFiles, server_credentials
+
+names = dict(zip(("cert", "key", "ca"), map(Path, sys.argv[1:])))
+server = grpc.server(futures.ThreadPoolExecutor(1))
+port = server.add_secure_port("127.0.0.1:0", server_credentials(TlsFiles(**names)))
+server.start()
+
+def begin_handshakes():
+    for _ in range(4_000):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"\\x16\\x03\\x01")
+
+threads = [threading.Thread(target=begin_handshakes) for _ in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+names["cert"].touch()  # new connections read it again, one by one
+connection = socket.create_connection(("127.0.0.1", port))
+server.stop(None).wait()
+print("stopped")
+"""
+
+
+def test_connections_that_begin_at_once_do_not_end_the_process(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    own = authority.issue("own")
+    command = [sys.executable, "-c", BROKEN_HANDSHAKES]
+    command += map(str, (own.cert, own.key, authority.cert))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
+
+
+def test_a_configuration_is_replaced_by_another_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(
+        grpc, "dynamic_ssl_server_credentials", lambda *args, **others: given.extend(args)
+    )
+    authority = Authority(tmp_path, "authority")
+    own = authority.issue("own")
+    server_credentials(TlsFiles(cert=own.cert, key=own.key))
+    first, changed = given
+    assert [changed(), changed()] == [None, None]
+    authority.issue("own")
+    second = changed()
+    assert second not in (None, first)
+    assert [changed(), changed()] == [None, None]
